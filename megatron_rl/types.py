@@ -1,0 +1,112 @@
+"""The nouns on the arrows of the flow: what one part hands to the next.
+
+Shape suffixes: B sequences, T response positions (right-padded), S positions of prompt + response
+(right-padded), N rollouts. Every matrix with T is aligned to responses: column 0 is the first
+response token, whatever the prompt's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question: token ids for the engine, the data set's row for the reward."""
+
+    id: int  # stable: the row's number in the data set
+    token_ids: tuple[int, ...]
+    text: str
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    samples: int
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One answer. `logprobs` are the sampler's, NaN where it reported none."""
+
+    prompt: Prompt
+    group: int  # unique within a run: rollouts of one prompt in one draw share it
+    sample: int  # which of the group's samples
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    loss_mask: tuple[bool, ...]  # false: text the policy did not write (tools, other turns)
+    finish_reason: str  # stop | length | abort
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    rollout: Rollout
+    reward: float
+    error: str | None = None  # why there is no real score (a timeout, an exception)
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The global batch of a step, as every rank holds it. Rows of a group are neighbours."""
+
+    tokens_BS: torch.Tensor  # int64, prompt then response, padded with 0
+    prompt_lengths_B: torch.Tensor
+    response_lengths_B: torch.Tensor
+    mask_BT: torch.Tensor  # bool: trained-on response tokens
+    sampler_logprobs_BT: torch.Tensor  # float32
+    rewards_B: torch.Tensor  # float32
+    groups_B: torch.Tensor  # int64
+    versions_B: torch.Tensor  # int64: policy version that sampled the row
+
+    def __len__(self) -> int:
+        return int(self.tokens_BS.shape[0])
+
+    def rows(self, index: torch.Tensor) -> Batch:
+        return Batch(**{name: value[index] for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Everything a policy loss may look at; rows of one micro-batch."""
+
+    logprobs_BT: torch.Tensor  # pi, carries the gradient
+    anchor_logprobs_BT: torch.Tensor  # p; mu where correction.anchor is sampler
+    sampler_logprobs_BT: torch.Tensor
+    ref_logprobs_BT: torch.Tensor | None
+    entropy_BT: torch.Tensor | None
+    advantages_B: torch.Tensor
+    weights_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    denominator_mask_BT: torch.Tensor
+    prompt_ids_B: torch.Tensor
+    selected_BT: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the loss needs beside the policy's own forward pass: one optimizer update's worth, global.
+
+    Rows match `batch`. Weights, masks and advantages are already the result of rollout_correction
+    and the group baselines; the learner only slices them.
+    """
+
+    batch: Batch
+    anchor_logprobs_BT: torch.Tensor  # p; the sampler's mu where correction.anchor is sampler
+    ref_logprobs_BT: torch.Tensor | None
+    advantages_B: torch.Tensor
+    weights_BT: torch.Tensor
+    mask_BT: torch.Tensor
+    denominator_mask_BT: torch.Tensor
+    selected_BT: torch.Tensor | None = None
