@@ -25,6 +25,11 @@ class RolloutSource(StrEnum):
     dataset = "dataset"  # supervised warm start: the data set's own answers
 
 
+class LongPrompts(StrEnum):
+    error = "error"
+    drop = "drop"
+
+
 class Format(StrEnum):
     none = "none"
     int8 = "int8"
@@ -96,6 +101,7 @@ class DataSection:
     answer_key: str = "answer"
     shuffle: bool = True
     deduplicate: bool = True
+    long_prompts: LongPrompts = LongPrompts.error  # what happens to prompts above rollout.max_prompt_tokens
 
 
 @dataclass(frozen=True)
