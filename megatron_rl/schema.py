@@ -138,6 +138,7 @@ class QuantizationSection:
 class SyncSection:
     transport: Transport = Transport.file
     dir: str | None = None  # file: null is a private folder in shared memory; a shared filesystem across hosts
+    every: int = 1  # steps between updates of the sampler; above 1 it samples from an older policy
     bucket_mib: int = 64
     verify_every: int = 10  # the logprob probe: after the first sync, then every so many; 0: the first only
     probe_budget: float | None = None  # null: by format
