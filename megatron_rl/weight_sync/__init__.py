@@ -1,0 +1,1 @@
+"""Learner weights into the sampler: mapping, quantization, transport, verification."""
