@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config import ConfigError
-from megatron_rl.schema import DataSection, LongPrompts
+from megatron_rl.schema import Config, DataSection, LongPrompts
 from megatron_rl.types import Prompt
 
 
@@ -175,3 +175,11 @@ class PromptOrder:
                     random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
             self.position += 1
             yield self._prompts[self._order[offset]]
+
+
+def check_datasets(config: Config) -> None:
+    """Raises what loading the data would raise, before anything is started."""
+    tokenizer = FolderTokenizer(Path(config.model.path))
+    load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens)
+    if config.data.eval:
+        load_dataset("eval", config.data, tokenizer, config.rollout.max_prompt_tokens)

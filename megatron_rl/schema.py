@@ -122,6 +122,7 @@ class RolloutSection:
 class SamplerSection:
     tensor_parallel: int = 1
     max_sequences: int = 256  # decoded at once
+    devices: str | None = None  # GPUs of the engine, such as "4,5"; null: all that this job sees
     memory_gib: float = 1.0  # KV cache on hosts; on GPUs vllm.gpu_memory_utilization rules
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
