@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -28,14 +27,6 @@ PROBE_PROMPTS = 8
 PROBE_SAMPLES = 8
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A step's batch as it is broadcast: the rows, and what drawing them was like."""
-
-    batch: Batch
-    metrics: dict[str, float]
-
-
 class Follower:
     """Every rank but the first."""
 
@@ -44,7 +35,7 @@ class Follower:
     def __init__(self) -> None:
         self.recorder: RecorderLike = SilentRecorder()
 
-    def collect(self, step: int) -> Drawn | None:
+    def collect(self, step: int) -> tuple[Batch, dict[str, float]] | None:
         return None
 
     def probe_batch(self, step: int) -> Batch | None:
@@ -107,10 +98,10 @@ class Driver:
     def _finish_step(self, number: int, frame: FrameType | None) -> None:
         self._stop_reason = f"asked to by {signal.Signals(number).name}"
 
-    def collect(self, step: int) -> Drawn:
+    def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         collected = self._collector.collect(step)
         self._scored = collected.scored
-        return Drawn(collate(collected.scored), collected.metrics)
+        return collate(collected.scored), collected.metrics
 
     def probe_batch(self, step: int) -> Batch:
         """Fresh answers of the sampler as it is now, unscored."""
