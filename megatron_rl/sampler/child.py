@@ -60,6 +60,8 @@ class Engine:
         self.paused = False
         self.torn = False
         self.policy_version = -1
+        # the first generation loads and compiles for seconds: let that be part of the start
+        self.generate([[0]], [0], samples=2, max_tokens=2, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[])
 
     def health(self) -> dict[str, Any]:
         return {"policy_version": self.policy_version, "torn": self.torn, "paused": self.paused, "pid": os.getpid()}

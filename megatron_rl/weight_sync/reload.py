@@ -14,6 +14,8 @@ from collections.abc import Iterable
 
 import torch
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
@@ -53,6 +55,11 @@ def load(
 def restore_checkpoint_layout(model: torch.nn.Module) -> None:
     """Give every packed layer back the parameters that its weight loaders write into."""
     for layer in model.modules():
+        if is_deferred_attention_layer(layer):
+            # its scales of a quantized KV cache: back to the sentinels that mean "not given"
+            if isinstance(layer.quant_method, QuantizeMethodBase):
+                layer.quant_method.create_weights(layer)
+            continue
         for name, meta in checkpoint_parameters(layer).items():
             current = layer._parameters.get(name)
             if current is None or type(current) is not type(meta) or current.shape != meta.shape:
@@ -61,7 +68,9 @@ def restore_checkpoint_layout(model: torch.nn.Module) -> None:
 
 def refuse_unwritten(model: torch.nn.Module, loaded: set[str]) -> None:
     """Tied parameters appear once in `named_parameters`, under the name that is loaded."""
-    _refuse_missing({name for name, _ in model.named_parameters()} - loaded)
+    attention = tuple(f"{name}." for name, layer in model.named_modules() if is_deferred_attention_layer(layer))
+    names = {name for name, _ in model.named_parameters() if not name.startswith(attention)}
+    _refuse_missing(names - loaded)
 
 
 def refresh_tied_head(model: torch.nn.Module) -> None:
