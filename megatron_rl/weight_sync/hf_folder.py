@@ -183,7 +183,7 @@ def make_header(specs: Sequence[TensorSpec]) -> bytes:
             "data_offsets": [at, at + spec.nbytes],
         }
         at += spec.nbytes
-    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     return raw + b" " * (-len(raw) % 8)
 
 
