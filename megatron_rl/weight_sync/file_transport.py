@@ -108,7 +108,9 @@ class _Buckets:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.dtype not in manifests.DTYPE_NAMES:
-            raise WeightSyncError(f"tensor {name} has the dtype {tensor.dtype}, which the file transport does not carry")
+            raise WeightSyncError(
+                f"tensor {name} has the dtype {tensor.dtype}, which the file transport does not carry"
+            )
         data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         if self._file is None or self.files[self._name] >= self._bucket_bytes:
             self._open_next()
@@ -119,9 +121,7 @@ class _Buckets:
         self._file.write(data)
         self.files[self._name] = offset + data.nbytes
         dtype, shape = manifests.DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
-        self.entries.append(
-            TensorEntry(name, dtype, shape, self._name, offset, data.nbytes, manifests.checksum(data))
-        )
+        self.entries.append(TensorEntry(name, dtype, shape, self._name, offset, data.nbytes, manifests.checksum(data)))
 
     def close(self) -> None:
         if self._file is not None:

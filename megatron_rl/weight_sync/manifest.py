@@ -94,7 +94,9 @@ def join(manifests: Sequence[Manifest]) -> dict[str, tuple[int, TensorEntry]]:
 def verify_version(policy_version: int, current: int, announced: int) -> None:
     """An update must carry the version that was announced, and a newer one than the engine holds."""
     if policy_version != announced:
-        raise WeightSyncError(f"the manifest carries policy version {policy_version}, version {announced} was announced")
+        raise WeightSyncError(
+            f"the manifest carries policy version {policy_version}, version {announced} was announced"
+        )
     if policy_version <= current:
         raise WeightSyncError(f"stale policy version {policy_version}: the engine already serves version {current}")
 

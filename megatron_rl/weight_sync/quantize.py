@@ -9,39 +9,18 @@ Shapes: O output features, I input features, P and Q 128-blocks along O and I.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-
 import torch
 
 from megatron_rl.schema import Format
+from megatron_rl.weight_sync.formats import BLOCK, is_ignored, is_quantized
+
+__all__ = ["BLOCK", "dequantize", "is_ignored", "is_quantized", "quantize", "relative_error", "row_amax"]
 
 INT8_MAX = 127.0
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
-BLOCK = 128
 TINY = 1e-12  # an all-zero row keeps a scale that divides
 
 DTYPES = {Format.int8: torch.int8, Format.fp8: torch.float8_e4m3fn, Format.fp8_block: torch.float8_e4m3fn}
-
-# the last module name of every linear layer that quantized engines hold quantized;
-# w1, w2, w3 are Mixtral's experts. Routers ("gate"), norms and embeddings are in no format.
-LINEAR_NAMES = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
-EXPERT_NAMES = frozenset({"w1", "w2", "w3"})
-
-
-def is_ignored(module: str, ignore: Sequence[str]) -> bool:
-    """Whether an ignore entry names this module: in full, or as a `re:` pattern matched from the start."""
-    return any(re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in ignore)
-
-
-def is_quantized(hf_name: str, format: Format, ignore: Sequence[str] = ()) -> bool:
-    """Whether the engine of this format holds the parameter `hf_name` quantized."""
-    if format == Format.none or not hf_name.endswith(".weight"):
-        return False
-    module = hf_name.removesuffix(".weight")
-    last = module.rpartition(".")[2]
-    linear = last in LINEAR_NAMES or (last in EXPERT_NAMES and ".experts." in module)
-    return linear and not is_ignored(module, ignore)
 
 
 def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
