@@ -46,10 +46,11 @@ def page(runs: Sequence[RunData]) -> str:
         if drawn:
             parts.append(f"<h2>{heading}</h2>\n<div class=grid>{''.join(map(_draw, drawn))}</div>")
     parts.append(_appendix(runs))
+    body = "\n".join(filter(None, parts))
     return (
         f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{escape(title)}: report</title>\n"
         f"<meta name=viewport content='width=device-width'><style>{STYLE.read_text(encoding='utf-8')}</style>\n"
-        f"<script>{get_plotlyjs()}</script></head>\n<body><main>\n{chr(10).join(filter(None, parts))}\n</main></body></html>\n"
+        f"<script>{get_plotlyjs()}</script></head>\n<body><main>\n{body}\n</main></body></html>\n"
     )
 
 
@@ -90,7 +91,7 @@ def _sections(runs: Sequence[RunData]) -> list[tuple[str, list[Panel]]]:
                 Panel("Importance ratio", _about_ratio(runs), figures.ratio_histogram(runs)),
                 Panel(
                     "Logprob probe after sync",
-                    _dashes(runs, "Mean |difference| on tokens sampled right after a sync", probe),
+                    _dashes(runs, "Mean |difference| on fresh tokens", probe),
                     curves(runs, probe, y_title="nats", markers=True, from_zero=True),
                 ),
                 Panel(
@@ -185,14 +186,14 @@ def describe_setup(run: RunData) -> str:
     """Formats, layout, correction and loss in one line."""
     sizes = {"TP": "tensor_parallel", "PP": "pipeline_parallel", "DP": "data_parallel", "EP": "expert_parallel"}
     layout = [f"{label}{run.setting(f'learner.{key}', 1)}" for label, key in sizes.items()]
-    layout = [part for part in layout if not part.endswith("P1")] or ["1 rank"]
+    layout = [part for part in layout if not part.endswith("P1")] or ["on 1 rank"]
     quantization = str(run.setting("quantization.format", "none"))
     weight = run.setting("correction.weight", {})
     correction = "no correction"
     if weight.get("level", "none") != "none":
         low, high = weight.get("low"), weight.get("high")
         bounds = " to ".join(f"{bound:g}" for bound in (low, high) if bound is not None) or "unbounded"
-        correction = f"{weight['level']} {weight.get('outside', '')} {bounds}"
+        correction = f"{weight['level']} weights, {weight.get('outside', 'truncate')} {bounds}"
     model = Path(str(run.setting("model.path", ""))).name
     parts = [
         model,
@@ -211,7 +212,8 @@ def _headline(runs: Sequence[RunData], title: str) -> str:
         reason = str(run.status.get("reason") or "")
         about = escape(describe_setup(run))
         pill = f"<span class='pill {escape(state)}'>{escape(state)}</span>"
-        return f"<header><h1>{escape(title)} {pill}</h1><p>{about}</p>{f'<p>{escape(reason)}</p>' if reason else ''}</header>"
+        why = f"<p>{escape(reason)}</p>" if reason else ""
+        return f"<header><h1>{escape(title)} {pill}</h1><p>{about}</p>{why}</header>"
     chips = "".join(
         f"<span class=chip><i style='background:{_colour(number)}'></i>{escape(run.name)}</span>"
         for number, run in enumerate(runs)
@@ -298,7 +300,7 @@ def _dashes(runs: Sequence[RunData], about: str, names: Mapping[str, str]) -> st
     if len(runs) == 1 or len(present) < 2:
         return f"{about}."
     styles = [f"{dash}: {label}" for dash, label in zip(("solid", "dashed", "dotted"), names.values(), strict=False)]
-    return f"{about}. {', '.join(styles)}."
+    return f"{about} ({', '.join(styles)})."
 
 
 def _about_ratio(runs: Sequence[RunData]) -> str:

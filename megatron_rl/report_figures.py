@@ -138,30 +138,32 @@ def ratio_histogram(runs: Sequence[RunData]) -> go.Figure | None:
     reach = max(float(np.quantile(np.abs(run.tokens.log_ratio), 0.9995)) for _, run in found if run.tokens is not None)
     bounds = [b for _, run in found for b in weight_bounds(run) if b]
     reach = min(max([reach * 1.1, 0.05, *(abs(math.log(b)) * 1.1 for b in bounds)]), 8.0)
-    edges = np.linspace(-reach, reach, 82)
+    fewest = min(len(run.tokens.log_ratio) for _, run in found if run.tokens is not None)
+    edges = np.linspace(-reach, reach, 82 if fewest > 5000 else 42)
     centres = np.exp((edges[:-1] + edges[1:]) / 2)
+    floor = 0.5 / max(len(run.tokens.log_ratio) for _, run in found if run.tokens is not None)
 
-    def add(log_values: np.ndarray, title: str, colour: str, fill: bool, dash: str = "solid") -> None:
-        counts = np.histogram(np.clip(log_values, -reach, reach), edges)[0]
-        share = [count / len(log_values) if count else None for count in counts]
+    def add(log_values: np.ndarray, title: str, line: dict[str, object], fill: bool = False) -> None:
+        share = np.histogram(np.clip(log_values, -reach, reach), edges)[0] / max(1, len(log_values))
         figure.add_scatter(
             x=centres,
-            y=share,
+            y=np.maximum(share, floor).tolist(),  # a log axis has no zero: empty bins lie on the axis
             name=title,
             mode="lines",
-            line={"color": colour, "width": 1.6, "shape": "hvh", "dash": dash},
+            line={"shape": "hvh", **line},
             fill="tozeroy" if fill else None,
-            fillcolor="rgba(37,99,235,0.14)" if fill else None,
+            fillcolor="rgba(37,99,235,0.12)",
             hovertemplate="%{y:.3%}",
         )
 
     several = len(runs) > 1
     for number, run in found:
         assert run.tokens is not None
-        add(run.tokens.log_ratio, run.name if several else "rho", PALETTE[number if several else 0], not several)
         applied = run.tokens.weights[np.isfinite(run.tokens.weights) & (run.tokens.weights > 0)]
         if not several and len(applied):
-            add(np.log(applied), "applied weight", PALETTE[1], False)
+            add(np.log(applied), "applied weight", {"color": "#f6b77f", "width": 5})
+        colour = PALETTE[number if several else 0]
+        add(run.tokens.log_ratio, run.name if several else "rho", {"color": colour, "width": 1.6}, not several)
     layout(figure, y_title="share of tokens", legend=not several)
     for bound in sorted(set(bounds)):
         figure.add_vline(x=bound, line={"color": PALETTE[4], "width": 1.2, "dash": "dash"})
@@ -169,7 +171,7 @@ def ratio_histogram(runs: Sequence[RunData]) -> go.Figure | None:
             x=math.log10(bound),  # annotations, unlike shapes, are placed by exponent on a log axis
             y=1,
             yref="paper",
-            text=f"{bound:g} ",
+            text=f"bound {bound:g} ",
             xanchor="right",
             yanchor="top",
             showarrow=False,
@@ -184,12 +186,13 @@ def ratio_histogram(runs: Sequence[RunData]) -> go.Figure | None:
         ticktext=[f"{tick:.3g}" for tick in ticks],
         tickangle=0,
     )
-    figure.update_yaxes(type="log", exponentformat="power", dtick=1)
+    figure.update_yaxes(type="log", exponentformat="power", dtick=1, range=[math.log10(floor), 0])
     return figure
 
 
 def weight_bounds(run: RunData) -> list[float | None]:
-    if run.setting("correction.weight.level", "none") == "none":
+    """Where a token's ratio is clamped. The bounds of a sequence weight act on another quantity."""
+    if run.setting("correction.weight.level", "none") != "token":
         return []
     return [run.setting("correction.weight.low"), run.setting("correction.weight.high")]
 
@@ -219,13 +222,13 @@ def mismatch_by(
 
 
 def by_position(runs: Sequence[RunData]) -> go.Figure | None:
-    labels = [f"{d * 10}–{d * 10 + 10} %" for d in range(10)]
+    labels = [f"{d * 10}–{d * 10 + 10}" for d in range(10)]
 
     def bucket(run: RunData) -> np.ndarray:
         assert run.tokens is not None
         return (run.tokens.position * 10).astype(int)
 
-    return mismatch_by(runs, bucket, labels, "position in the response")
+    return mismatch_by(runs, bucket, labels, "position, percent of the response")
 
 
 def by_probability(runs: Sequence[RunData]) -> go.Figure | None:

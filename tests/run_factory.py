@@ -9,7 +9,6 @@ import torch
 
 from megatron_rl.console import Display, PlainDisplay
 from megatron_rl.record import Recorder
-from megatron_rl.run_data import load_run
 from megatron_rl.schema import Config, CorrectionConfig, Format, Level, LogSection, QuantizationSection, WeightConfig
 from megatron_rl.types import Prompt, Rollout, Scored
 
@@ -83,9 +82,12 @@ def make_run(
         if step % 10 == 0:
             metrics |= {"eval/accuracy": 0.31 + 0.6 * skill, "eval/n": 256}
             metrics |= {"sync/probe_abs_diff": 0.03 + draw.gauss(0, 0.004), "sync/probe_budget": 0.08}
-            scored, prox_BT = make_scored(32, noise=0.02 if fmt is Format.none else 0.08, seed=step)
-            recorder.rollouts(step, scored, prox_logprobs_BT=prox_BT, weights_BT=torch.ones_like(prox_BT))
+            scored, prox_BT = make_scored(32, noise=0.02 if fmt is Format.none else 0.3, seed=step)
+            sampler_BT = torch.zeros_like(prox_BT)
+            for row, one in enumerate(scored):
+                sampler_BT[row, : len(one.rollout.logprobs)] = torch.tensor(one.rollout.logprobs)
+            weights_BT = (prox_BT - sampler_BT).exp().clamp(max=2.0)
+            recorder.rollouts(step, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT)
         recorder.log(step, metrics)
     recorder.close()
-    load_run(folder / name)
     return folder / name
