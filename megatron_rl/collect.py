@@ -140,11 +140,11 @@ def score(
     """Rewards with DAPO's length penalty; truncated answers leave the loss where they are filtered."""
     texts = [tokenizer.decode(rollout.token_ids) for rollout in rollouts]
     scores = rewards.score([(rollout.prompt.row, text) for rollout, text in zip(rollouts, texts, strict=True)])
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    reward = config.reward
+    penalties = overlong_penalty(lengths, max_tokens, reward.overlong_buffer, reward.overlong_penalty).tolist()
     scored = []
-    for rollout, text, result in zip(rollouts, texts, scores, strict=True):
-        penalty = overlong_penalty(
-            len(rollout.token_ids), max_tokens, config.reward.overlong_buffer, config.reward.overlong_penalty
-        )
+    for rollout, text, result, penalty in zip(rollouts, texts, scores, penalties, strict=True):
         if config.reward.overlong_filter and rollout.finish_reason == "length":
             rollout = replace(rollout, loss_mask=(False,) * len(rollout.token_ids))
         scored.append(Scored(rollout, result.reward + penalty, result.error, text))

@@ -23,6 +23,8 @@ from megatron_rl.metrics import combine
 from megatron_rl.rollout_correction import Correction, apply_conditional_rules, keep_rows, rollout_correction
 from megatron_rl.schema import Anchor, Config, LossName, ModelInit
 from megatron_rl.types import Batch, Targets
+from megatron_rl.weight_sync import probe
+from megatron_rl.weight_sync.export import export_hf
 from megatron_rl.weight_sync.push import WeightSync
 
 
@@ -35,7 +37,7 @@ def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
             load_policy(learner, config)
             loop(config, driver, learner, sync)
             if config.log.export:
-                sync.export(run_dir / "model")
+                export_hf(learner, config, run_dir / "model")
         finally:
             sync.close()
             learner.close()
@@ -129,7 +131,17 @@ def publish(
         metrics = sync.push(step).metrics()
         if due(step // config.sync.every, config.sync.verify_every):
             batch = learner.broadcast(driver.probe_batch(step))
-            metrics |= sync.verify(batch, learner.logprobs(batch))
+            result = probe.check(
+                batch.sampler_logprobs_BT,
+                learner.logprobs(batch),
+                batch.mask_BT,
+                format=config.quantization.format,
+                version=step,
+                budget=config.sync.probe_budget,
+                vocab=learner.shape.vocab,
+                tied=learner.shape.tied,
+            )
+            metrics |= result.metrics()
     return metrics
 
 
