@@ -13,6 +13,7 @@ from megatron_rl.schema import (
     AdvantageConfig,
     Aggregate,
     Anchor,
+    Config,
     CorrectionConfig,
     Divergence,
     Estimator,
@@ -65,6 +66,11 @@ def _say(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def problems(config: Config) -> list[str]:
+    """What is wrong with a whole recipe's objective."""
+    return check_objective(config.correction, config.loss, config.advantage)
 
 
 def check_objective(correction: CorrectionConfig, loss: LossConfig, advantage: AdvantageConfig) -> list[str]:
@@ -191,13 +197,14 @@ def check_loss(config: LossConfig, path: str = "loss") -> list[str]:
     found.member(f"{path}.name", config.name, LossName)
     found.member(f"{path}.kl_estimator", config.kl_estimator, Divergence)
     found.member(f"{path}.trust_region", config.trust_region, TrustRegion)
-    if config.reduction is not None and found.member(f"{path}.reduction", config.reduction, Reduction):
-        if config.name in (LossName.gspo, LossName.gmpo) and config.reduction == Reduction.token_mean:
-            found.add(
-                f"{path}.reduction",
-                config.reduction,
-                f"{config.name} has one ratio per sequence and averages over sequences; use seq_mean_token_mean",
-            )
+    if config.reduction is not None:
+        found.member(f"{path}.reduction", config.reduction, Reduction)
+    if config.name in (LossName.gspo, LossName.gmpo) and config.reduction == Reduction.token_mean:
+        found.add(
+            f"{path}.reduction",
+            config.reduction,
+            f"{config.name} has one ratio per sequence and averages over sequences; use seq_mean_token_mean",
+        )
     for key in ("clip_low", "clip_high", "kl_coef"):
         value = getattr(config, key)
         if value is None or (found.number(f"{path}.{key}", value) and value < 0):
