@@ -83,7 +83,8 @@ def assert_matches(config: CorrectionConfig, prox_BT: torch.Tensor, mu_BT: torch
     np.testing.assert_array_equal(found.mask_BT.numpy(), kept)
     np.testing.assert_array_equal(found.denominator_mask_BT.numpy(), denominators)
     np.testing.assert_allclose(found.weights_BT.numpy(), weights, rtol=1e-6, atol=1e-6)
-    assert found.weights_BT.dtype == torch.float32 and not found.weights_BT.requires_grad
+    assert found.weights_BT.dtype == torch.float32
+    assert not found.weights_BT.requires_grad
     assert not found.weights_BT[~found.mask_BT].any()
     np.testing.assert_array_equal(found.rejected_B.numpy(), mask_BT.any(1).numpy() & ~kept.any(1))
 
@@ -99,7 +100,7 @@ def test_rules_two_sided_and_one_sided(rule: RejectRule) -> None:
     bounds = {"low": rule.low, "high": rule.high}
     kept = set()
     for only, seed in itertools.product([(), ("low",), ("high",)], range(3)):
-        left = {key: None for key in only}
+        left = dict.fromkeys(only)
         if all(value is None for value in (bounds | left).values()):
             continue
         one = RejectRule(**{**vars(rule), **left})
@@ -183,7 +184,8 @@ class TestTargetEss:
     def test_is_met_and_the_largest(self, level: str) -> None:
         cap, ess = self.solved(level, 0.85, 50.0)
         assert 1.0 < cap < 50.0
-        assert ess == pytest.approx(0.85, abs=1e-3) and ess >= 0.85 - 1e-6
+        assert ess == pytest.approx(0.85, abs=1e-3)
+        assert ess >= 0.85 - 1e-6
 
     @pytest.mark.parametrize("level", ["token", "sequence"])
     def test_ceiling_and_floor(self, level: str) -> None:
@@ -266,7 +268,8 @@ def test_baseline_keep() -> None:
     rule = RejectRule(stat="ratio", reduce="max", high=1.5)
     with_it, without = CorrectionConfig(reject=[rule]), CorrectionConfig(reject=[rule], rebaseline=False)
     found = rollout_correction(*batch, with_it)
-    assert found.rejected_B.any() and not found.rejected_B.all()
+    assert found.rejected_B.any()
+    assert not found.rejected_B.all()
     assert torch.equal(found.baseline_keep_B(with_it), ~found.rejected_B)
     assert found.baseline_keep_B(without).all()
     assert not found.rejected_B[0]  # an empty answer is not a rejected one
@@ -301,6 +304,6 @@ def test_presets_are_valid_and_run(path: Path) -> None:
 
 
 def test_presets_are_the_named_ones() -> None:
-    names = "adaptive bypass geo_mask geo_mask_tis icepop none outlier_veto seq_tis tis".split()
+    names = ["adaptive", "bypass", "geo_mask", "geo_mask_tis", "icepop", "none", "outlier_veto", "seq_tis", "tis"]
     assert [path.stem for path in PRESETS] == names
     assert yaml_text(preset(PRESETS[names.index("tis")])) == yaml_text(CorrectionConfig())

@@ -131,7 +131,8 @@ def test_nothing_left_is_all_zeros_and_finite() -> None:
     ]:
         config = CorrectionConfig(reject=rules)
         empty = rollout_correction(prox_BT, mu_BT, mask, config)
-        assert not empty.mask_BT.any() and not empty.weights_BT.any()
+        assert not empty.mask_BT.any()
+        assert not empty.weights_BT.any()
         assert all(math.isfinite(value) for value in empty.metrics.values())
         assert empty.metrics["rollout_corr/rollout_is_mean"] == 0.0
 
@@ -152,7 +153,8 @@ def test_small_deviations_survive_float32() -> None:
 
 def benchmark() -> ModuleType:
     spec = importlib.util.spec_from_file_location("bench_corrections", BENCH)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
