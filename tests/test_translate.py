@@ -59,7 +59,7 @@ def kept(multiplier: Native) -> Native:
 
     def with_denominator(p: Tensor, mu: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
         weights, mask = multiplier(p, mu, m)
-        return weights * mask, mask & m
+        return weights * (mask & m), mask & m
 
     return with_denominator
 
