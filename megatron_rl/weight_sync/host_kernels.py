@@ -70,9 +70,7 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
         self.scale_N = layer.weight_scale.data.reshape(-1)
         layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 
-    def apply_weights(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
         rounded_MK, scale_M1 = self.quant_fp8(x_MK)
         out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK.to(torch.bfloat16), None)
