@@ -66,28 +66,20 @@ class Home:
     axes: tuple[tuple[int, int], ...]  # (index, length) of each leading axis
 
 
-def homes(param: Param, shape: ModelShape) -> list[Home]:
-    """Every place where megatron-core may keep it: layers stacked or not, in each spelling of its name.
-
-    The first is what `dist_checkpointing` makes of a model whose layers are alike.
-    """
-    found = []
-    for stacked in (False, True) if shape.dense_layers else (True, False):
-        for spelling in param.row.megatron:
-            key, axes = spelling, []
-            if param.layer is not None:
-                if stacked:
-                    axes.append((param.layer, shape.layers))
-                key = key.replace("layers.{L}.", "layers." if stacked else f"layers.{param.layer}.")
-            if param.expert is not None:
-                axes.append((param.expert, shape.experts))
-                key = key.replace("experts.local_experts.{E}.", "experts.experts.")
-                key = key.replace("experts.linear_fc", "experts.experts.linear_fc").replace("weight{E}", "weight")
-                key = key.replace("experts.experts.experts.", "experts.experts.")
-            home = Home(key, tuple(axes))
-            if home not in found:
-                found.append(home)
-    return found
+def homes(param: Param, shape: ModelShape, stacked: bool) -> list[Home]:
+    """Where megatron-core keeps it, in each spelling of its name; layers that are alike are `stacked` in one key."""
+    found: dict[str, Home] = {}
+    for spelling in param.row.megatron:
+        key, axes = spelling, []
+        if param.layer is not None:
+            axes += [(param.layer, shape.layers)] if stacked else []
+            key = key.replace("layers.{L}.", "layers." if stacked else f"layers.{param.layer}.")
+        if param.expert is not None:
+            axes.append((param.expert, shape.experts))
+            key = key.replace(".local_experts.{E}.", ".experts.")
+            key = key.replace("mlp.experts.linear_fc", "mlp.experts.experts.linear_fc").removesuffix("{E}")
+        found[key] = Home(key, tuple(axes))
+    return list(found.values())
 
 
 def save(folder: Path, shape: ModelShape, get_hf: Callable[[str], torch.Tensor]) -> None:
@@ -105,10 +97,8 @@ def save(folder: Path, shape: ModelShape, get_hf: Callable[[str], torch.Tensor])
             raise CheckpointError(f"{', '.join(param.hf)} have different dtypes but share one megatron parameter")
         local = assemble(param, shape, Layout(), Place(), whole)
         # in every spelling: Transformer Engine fuses some norms into the linear layer that follows
-        for home in homes(param, shape)[: len(param.row.megatron)]:
-            if home.key + str(home.axes) in state:
-                continue
-            state[home.key + str(home.axes)] = ShardedTensor.from_rank_offsets(
+        for home in homes(param, shape, stacked=not shape.dense_layers):
+            state[f"{home.key} {home.axes}"] = ShardedTensor.from_rank_offsets(
                 home.key,
                 local,
                 *((axis, index, length) for axis, (index, length) in enumerate(home.axes)),
@@ -148,9 +138,10 @@ class Reader:
         self._prefix = next((key.removesuffix(root) for key in self._tensors if key.endswith(root)), "")
 
     def find(self, param: Param, shape: ModelShape) -> Home:
-        for home in homes(param, shape):
-            if self._prefix + home.key in self._tensors:
-                return home
+        for stacked in (True, False):
+            for home in homes(param, shape, stacked):
+                if self._prefix + home.key in self._tensors:
+                    return home
         raise CheckpointError(f"{self.folder} lacks the parameter {param.megatron} ({param.hf[0]})")
 
     def dtype(self, home: Home) -> torch.dtype:
