@@ -109,8 +109,9 @@ def test_several_files_a_tied_copy_and_old_buffers(tmp_path: Path) -> None:
     assert same_files(source, round_trip(source, tmp_path))
 
 
+@pytest.mark.parametrize("config", [config_of("qwen3", tie_word_embeddings=True), config_of("qwen3_moe")])
 def test_megatron_loads_an_import_and_its_own_save_is_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -120,7 +121,6 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
 
     from megatron_rl.schema import Config
 
-    config = config_of("qwen3", tie_word_embeddings=True)
     source = make(tmp_path / "hf", config)
     assert convert.main(["import", str(source), str(tmp_path / "checkpoint")]) == 0
     learner = Learner(Config(), config)
