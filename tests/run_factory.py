@@ -82,7 +82,7 @@ def make_run(
         if step % 10 == 0:
             metrics |= {"eval/accuracy": 0.31 + 0.6 * skill, "eval/n": 256}
             metrics |= {"sync/probe_abs_diff": 0.03 + draw.gauss(0, 0.004), "sync/probe_budget": 0.08}
-            scored, prox_BT = make_scored(32, noise=0.02 if fmt is Format.none else 0.3, seed=step)
+            scored, prox_BT = make_scored(32, noise=0.02 if fmt is Format.none else 0.5, seed=step)
             sampler_BT = torch.zeros_like(prox_BT)
             for row, one in enumerate(scored):
                 sampler_BT[row, : len(one.rollout.logprobs)] = torch.tensor(one.rollout.logprobs)
