@@ -271,13 +271,26 @@ class Divergence(StrEnum):
     abs = "abs"
 
 
+class TrustRegion(StrEnum):
+    total_variation = "total_variation"
+    binary_kl = "binary_kl"
+
+
 @dataclass(frozen=True)
 class LossConfig:
     name: LossName = LossName.ppo
     clip_low: float = 0.2
     clip_high: float = 0.28
-    dual_clip: float | None = None
-    reduction: Reduction = Reduction.token_mean
+    dual_clip: float | None = None  # ppo family
+    absolute: bool = False  # cispo: clip_high is a cap on the ratio itself, without a lower bound
+    tau_positive: float = 1.0  # sapo
+    tau_negative: float = 1.05
+    trust_region: TrustRegion = TrustRegion.total_variation  # dppo
+    cov_fraction: float = 2e-4  # clip_cov, kl_cov: share of tokens that are selected
+    cov_low: float = 1.0  # clip_cov: band of covariances to draw from
+    cov_high: float = 5.0
+    cov_kl_coef: float = 1.0  # kl_cov
+    reduction: Reduction | None = None  # null: token_mean, and seq_mean_token_mean for gspo and gmpo
     kl_coef: float = 0.0
     kl_estimator: Divergence = Divergence.k3
     entropy_coef: float = 0.0

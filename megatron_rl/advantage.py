@@ -1,0 +1,111 @@
+"""Advantages from rewards, and the filters of DAPO around them.
+
+A response is worth its reward less what its siblings earned. Rows that were rejected do not count among
+the siblings: baselines are computed over `keep_N`.
+
+Shape legend: N rollouts, G groups (rollouts of one prompt in one draw).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.schema import AdvantageConfig, Estimator
+
+__all__ = [
+    "AdvantageConfig",
+    "filter_overlong",
+    "group_advantages",
+    "groups_with_spread",
+    "overlong_penalty",
+]
+
+EPSILON = 1e-6
+GROUP_ESTIMATORS = frozenset({Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.maxrl})
+
+
+def group_advantages(
+    rewards_N: Tensor, groups_N: Tensor, keep_N: Tensor, config: AdvantageConfig
+) -> tuple[Tensor, Tensor]:
+    """Float32 advantages, 0 where the returned `keep_N` is false.
+
+    Estimators that compare siblings drop groups with fewer than two survivors.
+    """
+    keep_N = keep_N.bool()
+    rewards = rewards_N.double()
+    if not bool(torch.isfinite(rewards[keep_N]).all()):
+        raise ValueError("a kept rollout has no finite reward; leave it out of keep_N or give it a score")
+    rewards = rewards.masked_fill(~keep_N, 0.0)
+    if config.estimator == Estimator.none:
+        return keep_N.float(), keep_N
+    if config.estimator == Estimator.reinforce_pp:
+        return _whiten(rewards, keep_N).float(), keep_N
+    if config.estimator not in GROUP_ESTIMATORS:
+        raise ValueError(f"advantage.estimator is {config.estimator!r}; one of {', '.join(Estimator)}")
+
+    counts, sums = _group_sums(keep_N.double(), groups_N), _group_sums(rewards, groups_N)
+    keep_N = keep_N & (counts >= 2)
+    mean = sums / counts.clamp(min=1.0)
+    centred = (rewards - mean).masked_fill(~keep_N, 0.0)
+    others = (counts - 1.0).clamp(min=1.0)
+    if config.estimator == Estimator.grpo:
+        deviation = (_group_sums(centred.square(), groups_N) / others).sqrt()
+        advantages = centred / (deviation + EPSILON)
+    elif config.estimator == Estimator.rloo:
+        advantages = centred * counts / others
+    elif config.estimator == Estimator.maxrl:
+        if bool((rewards[keep_N] < 0).any()):
+            lowest = float(rewards[keep_N].min())
+            raise ValueError(f"advantage.estimator maxrl needs rewards >= 0, the lowest is {lowest}; use grpo or rloo")
+        advantages = centred / (mean + EPSILON)
+    else:
+        advantages = centred
+    return advantages.masked_fill(~keep_N, 0.0).float(), keep_N
+
+
+def _group_sums(values_N: Tensor, groups_N: Tensor) -> Tensor:
+    """The sum over each row's group, as [N]."""
+    group_ids_G, place_N = groups_N.unique(return_inverse=True)
+    sums_G = torch.zeros(len(group_ids_G), dtype=values_N.dtype, device=values_N.device)
+    return sums_G.index_add_(0, place_N, values_N)[place_N]
+
+
+def _whiten(rewards_N: Tensor, keep_N: Tensor) -> Tensor:
+    kept = rewards_N[keep_N]
+    if len(kept) < 2:
+        return torch.zeros_like(rewards_N)
+    whitened = (rewards_N - kept.mean()) / (kept.std() + EPSILON)
+    return whitened.masked_fill(~keep_N, 0.0)
+
+
+def groups_with_spread(
+    rewards_N: Tensor | Sequence[float], groups_N: Tensor | Sequence[int], keep_N: Tensor | None = None
+) -> Tensor:
+    """bool [N]: rows whose group holds two different rewards. The others have no advantage to learn from."""
+    rewards = torch.as_tensor(rewards_N, dtype=torch.float64)
+    groups = torch.as_tensor(groups_N, dtype=torch.int64)
+    keep = torch.ones(len(rewards), dtype=torch.bool) if keep_N is None else keep_N.bool()
+    group_ids_G, place_N = groups.unique(return_inverse=True)
+    usable = keep & torch.isfinite(rewards)
+    high_G = torch.full((len(group_ids_G),), -torch.inf, dtype=torch.float64)
+    low_G = torch.full((len(group_ids_G),), torch.inf, dtype=torch.float64)
+    high_G.scatter_reduce_(0, place_N[usable], rewards[usable], "amax")
+    low_G.scatter_reduce_(0, place_N[usable], rewards[usable], "amin")
+    return (high_G > low_G)[place_N] & keep
+
+
+def overlong_penalty(lengths_N: Tensor | Sequence[int], max_tokens: int, buffer: int, penalty: float = 1.0) -> Tensor:
+    """What to add to the reward: 0 up to max_tokens - buffer, then linearly down to -penalty at max_tokens."""
+    lengths = torch.as_tensor(lengths_N, dtype=torch.float32)
+    if buffer <= 0:
+        return torch.zeros_like(lengths)
+    excess = (lengths - (max_tokens - buffer)).clamp(min=0.0, max=float(buffer))
+    return excess * (-penalty / buffer)
+
+
+def filter_overlong(mask_NT: Tensor, truncated_N: Tensor) -> Tensor:
+    """Truncated answers leave the mask; their reward says nothing about what was written."""
+    return mask_NT.bool() & ~truncated_N.bool()[:, None]
