@@ -1,0 +1,170 @@
+"""Lets megatron-core run where there is no CUDA. Import it before anything of megatron.
+
+megatron-core takes CUDA for granted: it asks for the current device, creates tensors on "cuda",
+compares tensor type names and keeps CUDA random states. Here each of these is answered with the
+CPU's equivalent. This is the only place that patches torch or megatron; where CUDA exists
+`install` does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# megatron-core warns at import about every optional package (Apex, Transformer Engine) it cannot find
+_NOISE = "Apex is not installed|Transformer Engine and Apex|Failed to import Transformer Engine"
+
+# constructors that megatron-core calls with device="cuda"
+_CONSTRUCTORS = (
+    *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange"),
+    *("zeros_like", "ones_like", "empty_like", "full_like"),
+)
+
+
+class _Inert:
+    """Stands for a CUDA stream or event: work on the host is always in order and already done."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+_STREAM = _Inert()
+
+
+def _on_host(device: Any) -> Any:
+    if isinstance(device, int) or (device is not None and str(device).startswith("cuda")):
+        return torch.device("cpu")
+    return device
+
+
+def _placed_on_host(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(constructor)
+    def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = _on_host(kwargs["device"])
+        return constructor(*args, **kwargs)
+
+    return construct
+
+
+def _cuda_named_type(plain_type: Callable[..., Any]) -> Callable[..., Any]:
+    """`tensor.type()` answers with the CUDA name: the optimizers sort parameters by that name."""
+
+    def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = plain_type(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    return type_of
+
+
+def _rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _patch_torch() -> None:
+    cpu = torch.device("cpu")
+    types = {"FloatTensor": "FloatTensor", "HalfTensor": "HalfTensor", "BFloat16Tensor": "BFloat16Tensor"}
+    types |= {"IntTensor": "IntTensor", "LongTensor": "LongTensor", "ByteTensor": "ByteTensor"}
+    for name, of_cpu in types.items():
+        setattr(torch.cuda, name, getattr(torch, of_cpu))
+    replacements: dict[str, Any] = {
+        "current_device": lambda: cpu,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": _rng_state,
+        "set_rng_state": _set_rng_state,
+        "Stream": _Inert,
+        "Event": _Inert,
+        "current_stream": lambda device=None: _STREAM,
+        "default_stream": lambda device=None: _STREAM,
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+    for name, value in replacements.items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.random.get_rng_state = _rng_state
+    torch.cuda.random.set_rng_state = _set_rng_state
+    for name in _CONSTRUCTORS:
+        setattr(torch, name, _placed_on_host(getattr(torch, name)))
+    torch.Tensor.type = _cuda_named_type(torch.Tensor.type)  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
+
+
+def _gloo_all_to_all() -> None:
+    """gloo's binding wants plain lists of split sizes, and wants them even where all are equal."""
+    plain = torch.distributed.all_to_all_single
+
+    @functools.wraps(plain)
+    def all_to_all_single(
+        output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
+        group: Any = None, async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        def as_list(splits: Any) -> list[int] | None:
+            return None if splits is None else [int(split) for split in splits]
+
+        splits = as_list(output_split_sizes), as_list(input_split_sizes)
+        return plain(output, input, *splits, group=group, async_op=async_op)
+
+    torch.distributed.all_to_all_single = all_to_all_single
+
+
+def _patch_megatron() -> None:
+    import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    megatron_random._get_cuda_rng_state = _rng_state
+    megatron_random._set_cuda_rng_state = _set_rng_state
+    # named only where Transformer Engine is there, but looked at everywhere
+    moe_utils.te_general_gemm = None
+
+
+@functools.cache
+def install() -> bool:
+    """Make megatron-core importable and runnable; true where it runs on the host's CPU."""
+    warnings.filterwarnings("ignore", message=_NOISE)
+    if torch.cuda.is_available():
+        return False
+    _patch_torch()
+    _gloo_all_to_all()
+    # functions that megatron-core marks for compilation would spend seconds in a compiler for nothing
+    from torch import _dynamo
+
+    _dynamo.config.disable = True
+    _patch_megatron()
+    return True
+
+
+ON_HOST = install()

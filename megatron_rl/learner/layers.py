@@ -1,0 +1,204 @@
+"""The layers that megatron-core's local spec uses where there is no Transformer Engine.
+
+Each is written for a CPU, where reading memory costs more than arithmetic: norm and activation walk
+their rows in blocks that stay in cache, and keep FP32 copies only of a block.
+
+S positions of a pack, A attention heads, G key/value heads, D width of a head, H any width,
+N sequences of one bucket, L its longest length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from megatron_rl.learner.packing import Bucket, Pack
+
+ROWS = 1024  # of a block
+# up to this length the CPU's attention kernel is several times faster in FP32 than in BF16
+FP32_ATTENTION_LENGTH = 384
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch.empty_like(rows)
+        scales = rows.new_empty((len(rows), 1), dtype=torch.float32)
+        weight = weight_H.float()
+        for block, result, scale in zip(rows.split(ROWS), out.split(ROWS), scales.split(ROWS), strict=True):
+            wide = block.float()
+            square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+            scale.copy_(square.div_(x.shape[-1]).add_(eps).rsqrt_())
+            result.copy_((wide * scale).mul_(weight))
+        ctx.save_for_backward(rows, weight_H, scales)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight_H, scales = ctx.saved_tensors
+        weight = weight_H.float()
+        grad_weight = torch.zeros_like(weight)
+        grad_rows = torch.empty_like(rows)
+        blocks = (tensor.split(ROWS) for tensor in (rows, scales, grad.reshape(rows.shape), grad_rows))
+        for block, scale, grad_block, result in zip(*blocks, strict=True):
+            normed = block.float() * scale
+            wide = grad_block.float()
+            product = wide * normed
+            grad_weight += product.sum(0)
+            mean = torch.mv(product, weight).div_(rows.shape[-1]).unsqueeze_(-1)
+            result.copy_((wide * weight).addcmul_(normed, mean, value=-1).mul_(scale))
+        return grad_rows.view(grad.shape), grad_weight.to(weight_H.dtype), None
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm in FP32, whose weight says that its gradient is partial under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # megatron-core sums such gradients over the tensor-parallel group
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.mul(silu(gate), grad, out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return grad_x
+
+
+class SwiGLU(torch.nn.Module):
+    """silu(gate) * up over the joined output of a gated linear layer."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _SwiGLU.apply(x)
+
+
+class _Pad(torch.autograd.Function):
+    """A pack's rows in their padded places. Both directions only read: nothing adds into memory."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_S: Tensor, pack: Pack) -> Tensor:
+        ctx.pack = pack
+        return rows_S.index_select(0, pack.padded_index_X)
+
+    @staticmethod
+    def backward(ctx: Any, grad_X: Tensor) -> tuple[Tensor, None]:
+        return grad_X.index_select(0, ctx.pack.packed_index_S), None
+
+
+class _Unpad(torch.autograd.Function):
+    """The inverse; the padding's own gradient is zero, or it would reach real keys and values."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_X: Tensor, pack: Pack) -> Tensor:
+        ctx.pack = pack
+        return rows_X.index_select(0, pack.packed_index_S)
+
+    @staticmethod
+    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
+        return grad_S.index_select(0, ctx.pack.padded_index_X).index_fill_(0, ctx.pack.blanks, 0), None
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention inside each sequence of a pack, by torch's own kernel.
+
+    Sequences of similar length form a bucket and run as one batch, padded on the right: a causal mask
+    already keeps real positions from looking at the padding. The cost is that of the sequences, not
+    of the pack.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert config.kv_channels is not None
+        self.scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query_S1AD: Tensor,
+        key_S1GD: Tensor,
+        value_S1GD: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        assert isinstance(packed_seq_params, PackedRows)
+        pack = packed_seq_params.pack
+        query_SAD, key_SGD, value_SGD = (x.squeeze(1) for x in (query_S1AD, key_S1GD, value_S1GD))
+        if not pack.whole:
+            query_SAD, key_SGD, value_SGD = (_Pad.apply(x, pack) for x in (query_SAD, key_SGD, value_SGD))
+        out, start = [], 0
+        for bucket in pack.buckets:
+            stop = start + bucket.sequences * bucket.length
+            out.append(self._bucket(bucket, query_SAD[start:stop], key_SGD[start:stop], value_SGD[start:stop]))
+            start = stop
+        joined = out[0] if len(out) == 1 else torch.cat(out)
+        if not pack.whole:
+            joined = _Unpad.apply(joined, pack)
+        return joined.unsqueeze(1)
+
+    def _bucket(self, bucket: Bucket, query_XAD: Tensor, key_XGD: Tensor, value_XGD: Tensor) -> Tensor:
+        dtype = query_XAD.dtype
+        shape = (bucket.sequences, bucket.length)
+        heads = [x.unflatten(0, shape).transpose(1, 2) for x in (query_XAD, key_XGD, value_XGD)]
+        if query_XAD.device.type == "cpu" and bucket.length <= FP32_ATTENTION_LENGTH:
+            heads = [x.float() for x in heads]
+        out_NALD = scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale, enable_gqa=True)
+        return out_NALD.transpose(1, 2).flatten(2).flatten(0, 1).to(dtype)
+
+
+class PackedRows(PackedSeqParams):
+    """megatron-core's description of a pack, with ours beside it for PackedAttention."""
+
+    def __init__(self, pack: Pack) -> None:
+        # not "thd": rotary angles come per position, so the pack may pass as one long sequence
+        super().__init__(qkv_format="sbhd", max_seqlen_q=pack.longest, max_seqlen_kv=pack.longest)
+        self.pack = pack
+
+
+class HostSpecProvider(LocalSpecProvider):
+    """megatron-core's local layers with our norm and attention in place of the plain ones."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return PackedAttention
+
+    def activation_func(self) -> type:
+        return SwiGLU

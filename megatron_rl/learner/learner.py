@@ -1,0 +1,306 @@
+"""The learner: a policy under megatron-core that gives logprobs and takes optimizer steps.
+
+Every rank calls the same methods with the same global batch and gets the same results back.
+One convention for the loss: it is divided by counts over the whole minibatch, known before the step,
+so micro-batches, packs and data-parallel ranks add up and nothing is averaged anywhere.
+
+B rows of the batch, T response positions, N response tokens of a pack, V columns of the vocabulary share.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.learner.parallel import Ranks, leave  # patches the host before megatron is imported
+
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.distributed import (  # isort: skip
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from megatron_rl.learner import weights
+from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
+from megatron_rl.learner.model import PolicyModel, build, transformer_config
+from megatron_rl.learner.packing import Pack, pack, plan
+from megatron_rl.learner.schedule import learning_rate
+from megatron_rl.loss import Totals, count_totals, policy_loss
+from megatron_rl.schema import Config, OnNonFinite, Precision
+from megatron_rl.types import Batch, LossInputs, Targets
+from megatron_rl.weight_sync.hf_folder import HfFolder
+from megatron_rl.weight_sync.mapping import global_name
+from megatron_rl.weight_sync.model_shape import ModelShape
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient that is not a number, with learner.on_nonfinite=raise."""
+
+
+class Learner:
+    """One rank's part of the policy, its optimizer, and the methods that all ranks call together."""
+
+    def __init__(self, config: Config, hf_config: Mapping[str, Any], dump_dir: Path | None = None) -> None:
+        self.config = config
+        self.hf_config = dict(hf_config)
+        self.shape = ModelShape.from_hf(hf_config)
+        self.ranks = Ranks(config.learner, config.run.seed)
+        self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
+        self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
+        self.layout, self.place = self.ranks.layout, self.ranks.place
+        self.dump_dir = dump_dir
+        self.steps = 0  # optimizer steps taken
+        self.megatron_config = transformer_config(self.hf_config, config.learner)
+        self.module: PolicyModel = build(
+            self.hf_config,
+            self.megatron_config,
+            self.layout,
+            first=self.ranks.first_stage,
+            last=self.ranks.last_stage,
+        )
+        self.model = self._wrapped()
+        self.optimizer = get_megatron_optimizer(
+            self._optimizer_config(), [self.model], use_gloo_process_groups=self.device.type != "cpu"
+        )
+        self.megatron_config.no_sync_func = self.model.no_sync
+        self.megatron_config.finalize_model_grads_func = _finalize
+        self.share = VocabShare.of(
+            self.place.tp,
+            self.layout.tp,
+            self.shape.vocab,
+            self.layout.padded_vocab(self.shape.vocab) // self.layout.tp,
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    def _wrapped(self) -> DistributedDataParallel:
+        module = self.module.to(self.device)
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        if self.config.learner.precision is Precision.bf16:
+            module = Float16Module(self.megatron_config, module)
+        return DistributedDataParallel(self.megatron_config, ddp_config, module)
+
+    def _optimizer_config(self) -> OptimizerConfig:
+        optim = self.config.optim
+        return OptimizerConfig(
+            optimizer="adam",
+            lr=optim.lr,
+            min_lr=optim.min_lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.beta1,
+            adam_beta2=optim.beta2,
+            adam_eps=optim.eps,
+            clip_grad=optim.clip_grad,
+            bf16=self.config.learner.precision is Precision.bf16,
+            params_dtype=self.megatron_config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+
+    # weights
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's shards, under names whose layer and expert numbers count over the whole model."""
+        first_layer = self.layout.layers(self.shape.layers, self.place.pp).start
+        experts = self.shape.experts
+        first_expert = self.layout.local_experts(experts, self.place.ep).start if experts else 0
+        for name, parameter in self.module.named_parameters():
+            yield global_name(name, first_layer, first_expert), parameter
+
+    def load_hf(self, folder: Path | str) -> None:
+        """Weights of a Hugging Face folder."""
+        with torch.no_grad():
+            self._load(HfFolder(folder).get)
+
+    def init_random(self, seed: int) -> None:
+        """A random model: the same one for every layout."""
+        self._load(weights.random_tensors(self.shape, self.hf_config, seed))
+
+    def _load(self, get_hf: Callable[[str], Tensor]) -> None:
+        weights.load(self.named_parameters(), self.shape, self.layout, self.place, get_hf)
+        self.optimizer.reload_model_params()
+
+    # the forward pass
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Logprob of every response token at rollout.temperature, [B, T] float32, 0 beyond a response."""
+        packs = self._packs(batch, range(len(batch)))
+        logprobs_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
+        with torch.no_grad():
+            results = self._run(packs, partial(self._collect, batch), forward_only=True)
+        if self.ranks.reports:
+            for mine, values_bT in zip(packs, results, strict=True):
+                logprobs_BT[list(mine.rows), : mine.horizon] = values_bT
+        return self.ranks.sum(logprobs_BT)
+
+    def _collect(self, batch: Batch, mine: Pack, logits_NV: Tensor, non_loss_data: bool = True) -> Tensor:
+        logprobs_N, _ = self._logprobs_and_entropy(logits_NV, mine)
+        return mine.matrix(logprobs_N)[:, : batch.mask_BT.shape[1]].cpu()
+
+    def _logprobs_and_entropy(self, logits_NV: Tensor, mine: Pack) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropy(logits_NV, mine.labels_N, self.share, self.config.rollout.temperature)
+
+    def _packs(self, batch: Batch, rows: Sequence[int]) -> list[Pack]:
+        """This replica's micro-batches, on the device."""
+        lengths = (batch.prompt_lengths_B + batch.response_lengths_B).tolist()
+        learner, layout = self.config.learner, self.layout
+        shares = plan(
+            [lengths[row] for row in rows],
+            replicas=layout.dp,
+            budget=learner.tokens_per_microbatch,
+            at_least=2 * layout.pp if layout.pp > 1 else 1,  # fewer would leave stages idle
+            same_count=layout.ep > 1,  # expert-parallel replicas exchange tokens in every micro-batch
+        )
+        multiple = layout.tp if self.megatron_config.sequence_parallel else 1
+        mine = shares[self.place.dp]
+        return [pack(batch, [rows[index] for index in group], multiple).to(self.device) for group in mine]
+
+    def _run(self, packs: Sequence[Pack], loss_function: Callable[..., Any], forward_only: bool = False) -> list[Any]:
+        """megatron-core's schedule over the packs; the results of `loss_function`, on the last stage."""
+        plain = {"fp32_output": False} if self.config.learner.precision is Precision.bf16 else {}
+
+        def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            mine = next(iterator)
+            return model(pack=mine, **plain), partial(loss_function, mine)
+
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(packs),
+            model=[self.model],
+            num_microbatches=len(packs),
+            seq_length=1,  # the schedule asks each sender for the real shape
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    # the optimizer step
+
+    def update(self, targets: Targets) -> dict[str, float]:
+        """One optimizer step on the global minibatch; the same metrics on every rank."""
+        totals = count_totals(
+            targets.denominator_mask_BT, targets.batch.groups_B, self.config.rollout.max_response_tokens
+        )
+        rows = targets.mask_BT.any(dim=1).nonzero().flatten().tolist()  # the others add nothing
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        tokens = max(1, int(targets.mask_BT.sum()))
+        packs = self._packs(targets.batch, rows)
+        results = self._run(packs, partial(self._loss, targets, totals, tokens))
+        mine: dict[str, float] = {}
+        if self.ranks.reports:
+            for metrics in results:
+                for name, value in metrics.items():
+                    mine[name] = mine.get(name, 0.0) + float(value)
+        return self._step(targets, self.ranks.add_up(mine))
+
+    def _loss(
+        self, targets: Targets, totals: Totals, tokens: int, mine: Pack, logits_NV: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """The micro-batch's share of the loss: (loss, a count megatron-core wants and we do not use, metrics)."""
+        unused = torch.zeros((), dtype=torch.int, device=self.device)
+        if not mine.rows:
+            # a replica without rows still takes part in every collective
+            return logits_NV.sum() * 0.0, unused, {}
+        logprobs_N, entropy_N = self._logprobs_and_entropy(logits_NV, mine)
+        entropy_bT = mine.matrix(entropy_N)
+        inputs = loss_inputs(targets, mine, mine.matrix(logprobs_N), self.device)
+        if self.config.loss.entropy_coef:
+            inputs = replace(inputs, entropy_BT=entropy_bT)
+        loss, metrics = policy_loss(inputs, self.config.loss, totals)
+        entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / tokens
+        return loss, unused, {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
+
+    def _step(self, targets: Targets, metrics: dict[str, float]) -> dict[str, float]:
+        """Clip and step, unless something is not a number."""
+        total_steps = self.config.run.steps * self.config.learner.n_minibatches
+        rate = learning_rate(self.config.optim, self.steps, total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        finite = math.isfinite(norm) and math.isfinite(metrics.get("loss/total", 0.0))
+        if finite:
+            self._clip(norm)
+            self.optimizer.step_with_ready_grads()
+            self.steps += 1
+        else:
+            self._non_finite(targets, metrics, norm)
+        return {**metrics, "optim/grad_norm": norm, "optim/lr": rate, "optim/skipped": float(not finite)}
+
+    def _clip(self, norm: float) -> None:
+        limit = self.config.optim.clip_grad
+        for optimizer in self.optimizer.chained_optimizers:
+            parameters = optimizer.get_parameters()
+            if limit > 0 and parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm)
+
+    def _non_finite(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:
+        policy = self.config.learner.on_nonfinite
+        found = f"loss {metrics.get('loss/total', 0.0)}, gradient norm {norm} after {self.steps} optimizer steps"
+        if policy is OnNonFinite.raise_:
+            raise NonFiniteError(
+                f"{found}: not a number, so the policy was left as it is. learner.on_nonfinite=skip goes on without "
+                "this minibatch, skip_and_dump also writes it to disk"
+            )
+        if policy is OnNonFinite.skip_and_dump and self.is_driver and self.dump_dir is not None:
+            self.dump_dir.mkdir(parents=True, exist_ok=True)
+            dump(targets, {**metrics, "optim/grad_norm": norm}, self.dump_dir / f"nonfinite_{self.steps:06d}.safetensors")
+
+    # talking to the other ranks
+
+    def broadcast(self, value: Any = None) -> Any:
+        """The driver's value on every rank: tensors, Batch, Targets, and plain JSON values around them."""
+        return self.ranks.broadcast(value)
+
+    def close(self) -> None:
+        leave()
+
+
+def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch.device) -> LossInputs:
+    """The micro-batch's rows and columns of everything that the loss looks at."""
+    rows = torch.tensor(mine.rows)
+
+    def cut(matrix_BT: Tensor) -> Tensor:
+        return matrix_BT[rows, : mine.horizon].to(device)
+
+    def maybe(matrix_BT: Tensor | None) -> Tensor | None:
+        return None if matrix_BT is None else cut(matrix_BT)
+
+    return LossInputs(
+        logprobs_BT=logprobs_bT,
+        anchor_logprobs_BT=cut(targets.anchor_logprobs_BT),
+        sampler_logprobs_BT=cut(targets.batch.sampler_logprobs_BT),
+        ref_logprobs_BT=maybe(targets.ref_logprobs_BT),
+        entropy_BT=None,
+        advantages_B=targets.advantages_B[rows].to(device),
+        weights_BT=cut(targets.weights_BT),
+        mask_BT=cut(targets.mask_BT),
+        denominator_mask_BT=cut(targets.denominator_mask_BT),
+        prompt_ids_B=targets.batch.groups_B[rows].to(device),
+        selected_BT=maybe(targets.selected_BT),
+    )
+
+
+def dump(targets: Targets, metrics: Mapping[str, float], path: Path) -> None:
+    """A minibatch as safetensors, its metrics as the file's metadata."""
+    parts = {**vars(targets.batch), **{name: value for name, value in vars(targets).items() if name != "batch"}}
+    tensors = {name: value.detach().cpu().contiguous() for name, value in parts.items() if isinstance(value, Tensor)}
+    save_file(tensors, path, metadata={"metrics": json.dumps(dict(metrics))})
+
+
+def _finalize(model: Sequence[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
+    """megatron-core's reductions over gradients, without its division by a token count: losses come divided."""
+    finalize_model_grads(list(model), None, **groups)

@@ -1,0 +1,107 @@
+"""Logprobs and entropy of a policy whose logits are split over the vocabulary.
+
+The logits stay in their own precision; FP32 copies are of a chunk of rows. One collective per call.
+
+N tokens, V columns of this rank's share of the vocabulary, R ranks that share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+CHUNK_ELEMENTS = 1 << 21  # of an FP32 copy: 8 MiB
+
+
+@dataclass(frozen=True)
+class VocabShare:
+    """Which columns of the vocabulary this rank's logits are."""
+
+    start: int  # number of the first column
+    real: int  # columns that are tokens; those behind only pad the share and hold no probability
+    group: ProcessGroup | None  # the ranks that hold the other columns; None: there are none
+
+    @classmethod
+    def of(cls, rank: int, size: int, vocab: int, columns: int, group: ProcessGroup | None) -> VocabShare:
+        start = rank * columns
+        return cls(start, min(max(vocab - start, 0), columns), group if size > 1 else None)
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float) -> Any:
+        local_N = labels_N - share.start
+        held_N = (local_N >= 0) & (local_N < share.real)
+        local_N = torch.where(held_N, local_N, 0)
+        stats_3N = torch.empty(3, len(labels_N), dtype=torch.float32, device=logits_NV.device)
+        for rows, scaled in _chunks(logits_NV, share, temperature):
+            stats_3N[:, rows] = _local_stats(scaled, local_N[rows], held_N[rows])
+        log_norm_N, label_N, mean_N = _combine(stats_3N, share.group)
+        ctx.save_for_backward(logits_NV, local_N, held_N, log_norm_N, mean_N)
+        ctx.share, ctx.temperature = share, temperature
+        ctx.set_materialize_grads(False)
+        return label_N - log_norm_N, log_norm_N - mean_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:
+        logits_NV, local_N, held_N, log_norm_N, mean_N = ctx.saved_tensors
+        grad_NV = torch.zeros_like(logits_NV)
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(log_norm_N)
+        for rows, scaled in _chunks(logits_NV, ctx.share, ctx.temperature):
+            prob = (scaled - log_norm_N[rows, None]).exp_()
+            factor = -grad_logprobs_N[rows, None]
+            if grad_entropy_N is not None:
+                # dH/dx = -p (x - E[x])
+                factor = factor - grad_entropy_N[rows, None] * (scaled - mean_N[rows, None])
+            grad = prob.mul_(factor)
+            if ctx.share.real:
+                at_label = torch.where(held_N[rows], grad_logprobs_N[rows], 0.0)
+                grad.scatter_add_(1, local_N[rows, None], at_label[:, None])
+            grad_NV[rows, : ctx.share.real] = grad.div_(ctx.temperature).to(grad_NV.dtype)
+        return grad_NV, None, None, None
+
+
+def _chunks(logits_NV: Tensor, share: VocabShare, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+    """FP32 logits over temperature, some rows at a time, real columns only."""
+    step = max(1, CHUNK_ELEMENTS // max(1, logits_NV.shape[1]))
+    for start in range(0, len(logits_NV), step):
+        rows = slice(start, start + step)
+        yield rows, logits_NV[rows, : share.real].float() / temperature
+
+
+def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor) -> Tensor:
+    """Log of the sum of exponentials, logit of the label (0 where it is another rank's), expected logit."""
+    if scaled.shape[1] == 0:
+        blank = scaled.new_zeros(len(scaled))
+        return torch.stack((blank - torch.inf, blank, blank))
+    top = scaled.amax(-1, keepdim=True)
+    weights = (scaled - top).exp_()
+    total = weights.sum(-1)
+    label = torch.where(held_N, scaled.gather(1, local_N[:, None]).squeeze(1), 0.0)
+    mean = weights.mul_(scaled).sum(-1) / total
+    return torch.stack((total.log() + top.squeeze(1), label, mean))
+
+
+def _combine(stats_3N: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    if group is None:
+        return stats_3N[0], stats_3N[1], stats_3N[2]
+    all_R3N = stats_3N.new_empty(group.size(), *stats_3N.shape)
+    torch.distributed.all_gather_into_tensor(all_R3N.view(-1, stats_3N.shape[1]), stats_3N, group=group)
+    log_norm_N = all_R3N[:, 0].logsumexp(0)
+    parts_RN = (all_R3N[:, 0] - log_norm_N).exp()
+    return log_norm_N, all_R3N[:, 1].sum(0), (parts_RN * all_R3N[:, 2]).sum(0)
+
+
+def logprobs_and_entropy(
+    logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """FP32 logprob of each label and entropy of its distribution, both with a gradient, at `temperature`."""
+    if not temperature > 0:
+        raise ValueError(f"rollout.temperature={temperature}: a policy gradient needs a temperature above 0")
+    return _Logprobs.apply(logits_NV, labels_N, share, temperature)

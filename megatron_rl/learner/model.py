@@ -1,0 +1,264 @@
+"""A megatron-core model from a Hugging Face config.json.
+
+S positions of a pack, H hidden width, N response tokens, V columns of this rank's share of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_rl.learner import host  # before megatron
+
+from megatron.core.models.gpt import GPTModel  # isort: skip
+from megatron.core.models.gpt.gpt_layer_specs import (  # isort: skip
+    get_gpt_layer_with_transformer_engine_spec,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_rl.learner.layers import HostSpecProvider, PackedRows, RMSNorm
+from megatron_rl.learner.packing import Pack
+from megatron_rl.schema import Fp8, LearnerSection, Precision
+from megatron_rl.weight_sync.layout import Layout
+from megatron_rl.weight_sync.model_shape import ModelShape
+
+
+def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) -> TransformerConfig:
+    """What config.json and the learner's section say, in megatron-core's words."""
+    shape = ModelShape.from_hf(hf_config)
+    dtype = torch.bfloat16 if learner.precision is Precision.bf16 else torch.float32
+    fields: dict[str, Any] = {
+        **_architecture(shape, hf_config),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": learner.precision is Precision.bf16,
+        "fp8": None if learner.fp8 is Fp8.none else learner.fp8.value,
+        "tensor_model_parallel_size": learner.tensor_parallel,
+        "pipeline_model_parallel_size": learner.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": learner.virtual_pipeline,
+        "expert_model_parallel_size": learner.expert_parallel,
+        "sequence_parallel": learner.sequence_parallel and learner.tensor_parallel > 1,
+        "recompute_granularity": "full" if learner.recompute else None,
+        "recompute_method": "uniform" if learner.recompute else None,
+        "recompute_num_layers": 1 if learner.recompute else None,
+        "variable_seq_lengths": True,  # packs differ in length
+        "moe_token_dispatcher_type": "alltoall",  # the only one that allows it
+        "calculate_per_token_loss": True,  # megatron-core then averages nothing by itself
+        "perform_initialization": False,  # weights are always loaded
+        **(_host_fields() if host.ON_HOST else _device_fields()),
+    }
+    _override(fields, learner.megatron)
+    if shape.experts and learner.tensor_parallel > 1 and not fields["sequence_parallel"]:
+        raise ValueError("learner.sequence_parallel=false: a mixture of experts with tensor_parallel > 1 needs true")
+    return TransformerConfig(**fields)
+
+
+def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    bias = [shape.has(feature) for feature in ("proj_bias", "dense_mlp_bias")]
+    if any(bias):
+        raise ValueError("attention_bias / mlp_bias of config.json: biases beyond query, key and value are not supported")
+    if hf_config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act={hf_config['hidden_act']!r} of config.json is not supported (supported: 'silu')")
+    if hf_config.get("use_sliding_window") or (shape.family == "mixtral" and hf_config.get("sliding_window")):
+        raise ValueError("sliding-window attention of config.json is not supported")
+    fields: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.has("qkv_bias"),
+        "qk_layernorm": shape.has("qk_norm"),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": float(hf_config.get("rms_norm_eps", 1e-6)),
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    if shape.experts:
+        if shape.dense_layers:
+            raise ValueError("mlp_only_layers / decoder_sparse_step of config.json: dense layers among experts are not supported")
+        fields |= {
+            "num_moe_experts": shape.experts,
+            "moe_ffn_hidden_size": shape.expert_ffn,
+            "moe_router_topk": int(hf_config.get("num_experts_per_tok", 2)),
+            # a softmax over the chosen logits is the softmax over all, renormalised over the chosen
+            "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", shape.family == "mixtral"),
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": not host.ON_HOST,
+        }
+    return fields
+
+
+def _host_fields() -> dict[str, Any]:
+    """Kernels that only exist for CUDA stay off; the activation is our own module."""
+    off = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
+    return {
+        **dict.fromkeys((*off, "apply_rope_fusion", "persist_layer_norm"), False),
+        "use_cpu_initialization": True,
+        "use_te_activation_func": True,
+    }
+
+
+def _device_fields() -> dict[str, Any]:
+    return {"bias_dropout_fusion": True, "apply_rope_fusion": True, "gradient_accumulation_fusion": False}
+
+
+def _override(fields: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """learner.megatron: fields of TransformerConfig, handed over as they are."""
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name, value in given.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean learner.megatron.{close[0]}?" if close else ""
+            raise ValueError(f"learner.megatron.{name}: megatron-core's TransformerConfig has no such field{hint}")
+        fields[name] = value
+
+
+def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
+    """Rotary frequencies per channel pair, with the scaling that config.json asks for."""
+    # newer configs keep everything in rope_parameters, older ones split it in two keys
+    rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
+    theta = float(rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if float(rope.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor of config.json: partial rotary embeddings are not supported")
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / float(rope["factor"])
+    if kind == "llama3":
+        return _llama3(frequencies, rope)
+    raise ValueError(f"rope_type {kind!r} of config.json is not supported (supported: default, linear, llama3)")
+
+
+def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    old_length, factor = float(rope["original_max_position_embeddings"]), float(rope["factor"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    turns = old_length * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / factor)
+
+
+class PolicyModel(GPTModel):
+    """GPTModel over packs: logits come only for the positions that predict response tokens."""
+
+    def forward(self, pack: Pack) -> Tensor:  # type: ignore[override]
+        """Logits [N, V] on the last pipeline stage, hidden states [S, 1, H] on the others."""
+        hidden_S1H = self.embedding(pack.tokens_S[None], pack.positions_S[None]) if self.pre_process else None
+        packed, angles = self._packed(pack)
+        hidden_S1H = self.decoder(
+            hidden_states=hidden_S1H, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
+        )
+        if not self.post_process:
+            return hidden_S1H
+        if self.config.sequence_parallel:
+            # every rank sends all its logits' gradient through the output layer, which sums them
+            hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits_N1V, _ = self.output_layer(hidden_S1H.index_select(0, pack.logit_index_N), weight=weight)
+        return logits_N1V.squeeze(1)
+
+    def _packed(self, pack: Pack) -> tuple[PackedSeqParams, Tensor]:
+        if host.ON_HOST:
+            angles = self.rotary_pos_emb(pack.longest)
+            return PackedRows(pack), angles[pack.positions_S]
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=pack.starts,
+            cu_seqlens_kv=pack.starts,
+            max_seqlen_q=pack.longest,
+            max_seqlen_kv=pack.longest,
+        )
+        return params, self.rotary_pos_emb(pack.longest, packed_seq=True)
+
+
+def build(
+    hf_config: Mapping[str, Any],
+    config: TransformerConfig,
+    layout: Layout,
+    *,
+    first: bool,
+    last: bool,
+    chunk: int | None = None,
+) -> PolicyModel:
+    """One pipeline stage (or one chunk of it) with weights not yet loaded."""
+    shape = ModelShape.from_hf(hf_config)
+    model = PolicyModel(
+        config,
+        _layers(config, chunk),
+        vocab_size=layout.padded_vocab(shape.vocab),
+        max_sequence_length=int(hf_config.get("max_position_embeddings", 32768)),
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        vp_stage=chunk,
+    )
+    frequencies = rope_frequencies(hf_config, shape.head_dim)
+    model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq.device)
+    if last and config.sequence_parallel:
+        # it sees whole, already gathered rows: see PolicyModel.forward
+        model.output_layer.sequence_parallel = False
+        model.output_layer.allreduce_dgrad = True
+    return model
+
+
+def _layers(config: TransformerConfig, chunk: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+    if not host.ON_HOST:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    backend = HostSpecProvider()
+    mlp = get_mlp_module_spec_for_backend(
+        backend, num_experts=config.num_moe_experts, moe_grouped_gemm=False, use_te_activation_func=True
+    )
+    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_linear(),
+        core_attention=backend.core_attention(),
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    layers = [layer] * get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -1,0 +1,171 @@
+"""Rows of a batch to packs: which rank trains which rows, in which micro-batches, and how a pack is laid out.
+
+Everything here is a pure function of lengths, so every rank works out the same plan without talking.
+
+B rows of the batch, T response positions, S positions of a pack, N response tokens of a pack,
+X positions of a pack whose sequences are padded to the length of their bucket.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.types import Batch
+
+# a bucket takes sequences down to this share of its longest one
+BUCKET_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Neighbouring sequences of a pack that run through attention as one batch."""
+
+    sequences: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One micro-batch: whole sequences one after another, longest first, nothing between them."""
+
+    rows: tuple[int, ...]  # of the batch, in the order of the pack
+    horizon: int  # longest response of the pack: its matrices are [len(rows), horizon]
+    longest: int
+    tokens_S: Tensor
+    positions_S: Tensor
+    starts: Tensor  # int32, one more than there are sequences: where each begins, and the end
+    logit_index_N: Tensor  # positions whose logits predict the response tokens
+    labels_N: Tensor  # those response tokens
+    cells_N: Tensor  # where each belongs in the flattened [len(rows), horizon]
+    buckets: tuple[Bucket, ...]
+    padded_index_X: Tensor  # position that each padded place reads
+    packed_index_S: Tensor  # padded place of each position
+    blanks: Tensor  # padded places that stand for no position
+
+    @property
+    def whole(self) -> bool:
+        """Whether padding changes nothing: every bucket holds sequences of one length."""
+        return len(self.blanks) == 0
+
+    def to(self, device: torch.device) -> Pack:
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return Pack(**{**vars(self), **moved})
+
+    def matrix(self, values_N: Tensor) -> Tensor:
+        """Per-token values as [len(rows), horizon], zero where there is no response token."""
+        flat = values_N.new_zeros(len(self.rows) * self.horizon)
+        return flat.index_copy(0, self.cells_N, values_N).view(len(self.rows), self.horizon)
+
+
+def plan(
+    lengths: Sequence[int], replicas: int, budget: int, at_least: int = 1, same_count: bool = False
+) -> list[list[list[int]]]:
+    """Row numbers per replica and micro-batch, balanced by tokens; `rows` of a replica may be [[]].
+
+    A micro-batch holds at most `budget` tokens unless a single row is longer. `at_least` micro-batches are
+    made where there are rows enough; `same_count` gives every replica equally many.
+    """
+    shares = _spread(range(len(lengths)), lengths, replicas)
+    packs = [_fit(share, lengths, budget, at_least) for share in shares]
+    if same_count:
+        most = max(len(share) for share in packs)
+        packs = [
+            share if len(share) == most else _spread(rows, lengths, most)
+            for share, rows in zip(packs, shares, strict=True)
+        ]
+    return packs
+
+
+def _fit(rows: Sequence[int], lengths: Sequence[int], budget: int, at_least: int) -> list[list[int]]:
+    tokens = sum(lengths[row] for row in rows)
+    count = max(1, -(-tokens // budget), min(at_least, len(rows)))
+    while True:
+        packs = _spread(rows, lengths, count)
+        if all(len(pack) <= 1 or sum(lengths[row] for row in pack) <= budget for pack in packs):
+            return packs
+        count += 1
+
+
+def _spread(rows: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """The longest row left goes to the emptiest bin; rows keep their order inside a bin."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, index) for index in range(count)]
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        load, index = heapq.heappop(heap)
+        bins[index].append(row)
+        heapq.heappush(heap, (load + lengths[row], index))
+    return [sorted(rows) for rows in bins]
+
+
+def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> Pack:
+    """Lay out these rows of the batch; the pack's length is a multiple of `multiple`."""
+    prompts, responses = batch.prompt_lengths_B.tolist(), batch.response_lengths_B.tolist()
+    order = sorted(rows, key=lambda row: (-prompts[row] - responses[row], row))
+    lengths = [prompts[row] + responses[row] for row in order]
+    filler = -sum(lengths) % multiple if lengths else multiple
+    # filler tokens follow the last sequence: under a causal mask no real position sees them
+    spans = [*lengths[:-1], lengths[-1] + filler] if lengths else [filler]
+    tokens = [batch.tokens_BS[row, :length] for row, length in zip(order, lengths, strict=True)]
+    if filler:
+        tokens.append(batch.tokens_BS.new_zeros(filler))
+    starts = torch.tensor([0, *spans]).cumsum(0)
+    tokens_S = torch.cat(tokens)
+
+    lengths_R = torch.tensor(responses, dtype=torch.int64)[order]
+    horizon = max((responses[row] for row in order), default=1) or 1
+    counts = lengths_R.tolist()
+    row_N = torch.repeat_interleave(torch.arange(len(order)), lengths_R)
+    column_N = _ramp(counts)
+    # the logits at the last prompt position predict the first response token
+    first_R = starts[:-1][: len(order)] + torch.tensor(prompts, dtype=torch.int64)[order] - 1
+    logit_index_N = first_R[row_N] + column_N
+    buckets = _buckets(spans)
+    padded_index_X, packed_index_S, blanks = _padding(spans, buckets, starts)
+    return Pack(
+        rows=tuple(order),
+        horizon=horizon,
+        longest=max(spans),
+        tokens_S=tokens_S,
+        positions_S=_ramp(spans),
+        starts=starts.to(torch.int32),
+        logit_index_N=logit_index_N,
+        labels_N=tokens_S[logit_index_N + 1],
+        cells_N=row_N * horizon + column_N,
+        buckets=buckets,
+        padded_index_X=padded_index_X,
+        packed_index_S=packed_index_S,
+        blanks=blanks,
+    )
+
+
+def _ramp(lengths: Sequence[int]) -> Tensor:
+    """0, 1, .. length - 1 for each length, joined."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    starts = sizes.cumsum(0) - sizes
+    return torch.arange(int(sizes.sum())) - torch.repeat_interleave(starts, sizes)
+
+
+def _buckets(lengths: Sequence[int]) -> tuple[Bucket, ...]:
+    """Cut lengths, longest first (the last may stick out), into runs of similar length."""
+    runs: list[list[int]] = []
+    for length in lengths:
+        if runs and BUCKET_SHARE * max(runs[-1]) <= length <= max(runs[-1]):
+            runs[-1].append(length)
+        else:
+            runs.append([length])
+    return tuple(Bucket(len(run), max(run)) for run in runs)
+
+
+def _padding(spans: Sequence[int], buckets: Sequence[Bucket], starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How to read a pack as padded buckets, and back."""
+    widths = [bucket.length for bucket in buckets for _ in range(bucket.sequences)]
+    column_X = _ramp(widths)
+    sequence_X = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(widths))
+    real_X = column_X < torch.tensor(spans)[sequence_X]
+    padded_index_X = torch.where(real_X, starts[sequence_X] + column_X, 0)
+    return padded_index_X, real_X.nonzero().flatten(), (~real_X).nonzero().flatten()

@@ -1,0 +1,205 @@
+"""The learner's processes: how they find each other, who holds which part, and what they tell each other.
+
+What ranks exchange here is tensors and JSON; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.learner import host  # before megatron
+
+from megatron.core import parallel_state, tensor_parallel  # isort: skip
+
+from megatron_rl.schema import LearnerSection
+from megatron_rl.types import Batch, Targets
+from megatron_rl.weight_sync.layout import Layout, Place
+
+# ranks wait in a broadcast for as long as the driver generates; a dead rank is noticed by its closed connection
+PATIENCE = timedelta(hours=12)
+_SENDABLE = {cls.__name__: cls for cls in (Batch, Targets)}
+
+
+class Ranks:
+    """This process's place among the learner's, and the collectives that the learner uses."""
+
+    def __init__(self, learner: LearnerSection, seed: int) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.layout = Layout.from_config(learner)
+        self._check(learner)
+        self.device = _device()
+        _limit_threads(int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
+        _join(self.rank, self.world_size)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=learner.tensor_parallel,
+            pipeline_model_parallel_size=learner.pipeline_parallel,
+            virtual_pipeline_model_parallel_size=learner.virtual_pipeline,
+            context_parallel_size=learner.context_parallel,
+            expert_model_parallel_size=learner.expert_parallel,
+            expert_tensor_parallel_size=self.layout.etp,
+            distributed_timeout_minutes=int(PATIENCE.total_seconds() // 60),
+            create_gloo_process_groups=not host.ON_HOST,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+    def _check(self, learner: LearnerSection) -> None:
+        if self.world_size != self.layout.world:
+            raise ValueError(
+                f"the learner's layout needs {self.layout.world} processes (tensor_parallel {learner.tensor_parallel} x "
+                f"pipeline_parallel {learner.pipeline_parallel} x context_parallel {learner.context_parallel} x "
+                f"data_parallel {learner.data_parallel}), but WORLD_SIZE is {self.world_size}: "
+                "start that many, or change learner.data_parallel"
+            )
+        if learner.context_parallel > 1:
+            raise ValueError(
+                f"learner.context_parallel={learner.context_parallel} is not supported yet: "
+                "use 1, and learner.recompute or learner.sequence_parallel against long sequences"
+            )
+        if learner.virtual_pipeline is not None:
+            raise ValueError(
+                f"learner.virtual_pipeline={learner.virtual_pipeline}: the interleaved schedule is not supported, "
+                "because packs of different lengths need shapes that it cannot exchange: use null (plain 1F1B)"
+            )
+
+    @property
+    def place(self) -> Place:
+        return list(self.layout.places())[self.rank]
+
+    @property
+    def is_driver(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def first_stage(self) -> bool:
+        return self.place.pp == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.place.pp == self.layout.pp - 1
+
+    @property
+    def reports(self) -> bool:
+        """One rank per replica speaks for its loss: the last stage's first tensor-parallel rank."""
+        return self.last_stage and self.place.tp == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor)
+        return tensor
+
+    def add_up(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Sum per name over all ranks, in rank order on every rank; a rank may lack names."""
+        total: dict[str, float] = {}
+        for text in self._gather_text(json.dumps(dict(numbers))):
+            for name, value in json.loads(text).items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def _gather_text(self, text: str) -> list[str]:
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]))
+        width = int(sizes.max())
+        every = torch.zeros(self.world_size * width, dtype=torch.uint8)
+        dist.all_gather_into_tensor(every, torch.cat((data, data.new_zeros(width - len(data)))))
+        rows = every.view(self.world_size, width)
+        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+    def broadcast(self, value: Any = None) -> Any:
+        """The driver's value on every rank: tensors, Batch, Targets, and plain JSON values around them."""
+        tensors: list[Tensor] = []
+        if self.world_size == 1:
+            return value
+        header = json.dumps(_describe(value, tensors)).encode() if self.is_driver else b""
+        size = torch.tensor([len(header)])
+        dist.broadcast(size, src=0)
+        data = torch.frombuffer(bytearray(header), dtype=torch.uint8) if self.is_driver else None
+        if data is None:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, src=0)
+        if self.is_driver:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+            return value
+        return _receive(json.loads(bytes(data.tolist()).decode()))
+
+
+def _describe(value: Any, tensors: list[Tensor]) -> Any:
+    """A JSON description of the value, its tensors set aside in order."""
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu().contiguous())
+        return {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if is_dataclass(value) and type(value).__name__ in _SENDABLE:
+        parts = {field.name: _describe(getattr(value, field.name), tensors) for field in fields(value)}
+        return {"object": type(value).__name__, "parts": parts}
+    if isinstance(value, Mapping):
+        return {"map": {str(key): _describe(item, tensors) for key, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return {"list": [_describe(item, tensors) for item in value]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"plain": value}
+    raise TypeError(f"cannot broadcast a {type(value).__name__}: tensors, Batch, Targets and JSON values only")
+
+
+def _receive(description: dict[str, Any]) -> Any:
+    if "tensor" in description:
+        tensor = torch.empty(description["shape"], dtype=getattr(torch, description["tensor"]))
+        dist.broadcast(tensor, src=0)
+        return tensor
+    if "object" in description:
+        parts = {name: _receive(part) for name, part in description["parts"].items()}
+        return _SENDABLE[description["object"]](**parts)
+    if "map" in description:
+        return {key: _receive(item) for key, item in description["map"].items()}
+    if "list" in description:
+        return [_receive(item) for item in description["list"]]
+    return description["plain"]
+
+
+def _device() -> torch.device:
+    if host.ON_HOST:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _limit_threads(local_ranks: int) -> None:
+    """Ranks of one machine share its cores; more threads than cores would wait for each other."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+
+
+def _join(rank: int, world_size: int) -> None:
+    if dist.is_initialized():
+        return
+    if world_size == 1 and not {"MASTER_ADDR", "MEGATRON_RL_RENDEZVOUS"} & os.environ.keys():
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    # tensors in host memory go through gloo even where NCCL moves the gradients
+    backend = "gloo" if host.ON_HOST else "cpu:gloo,cuda:nccl"
+    # ranks of one machine meet in a file: no port is open to anybody
+    meeting = os.environ.get("MEGATRON_RL_RENDEZVOUS", "env://")
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size, timeout=PATIENCE)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def leave() -> None:
+    """Give the process groups back, so that another learner may join in this process."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,57 @@
+"""Framed msgpack messages over a socket pair, with a deadline on every receive. No pickle."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from typing import Any
+
+import msgspec
+
+_LENGTH = struct.Struct("<Q")
+
+
+class ChannelClosed(ConnectionError):
+    """The other side is gone."""
+
+
+class Channel:
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def send(self, message: dict[str, Any]) -> None:
+        data = msgspec.msgpack.encode(message)
+        self._socket.settimeout(None)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """One message; raises TimeoutError past the deadline (the channel is then of no further use)."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+        return msgspec.msgpack.decode(self._read(length, deadline))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, count: int, deadline: float | None) -> bytearray:
+        buffer = bytearray(count)
+        view = memoryview(buffer)
+        while view:
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                raise TimeoutError
+            self._socket.settimeout(remaining)
+            try:
+                received = self._socket.recv_into(view)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise ChannelClosed(str(error)) from error
+            if received == 0:
+                raise ChannelClosed("end of stream")
+            view = view[received:]
+        return buffer

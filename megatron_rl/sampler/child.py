@@ -1,0 +1,227 @@
+"""The process that owns vLLM's engine: `python -m megatron_rl.sampler.child FD PARENT_PID`.
+
+Answers one request at a time from the socket FD. Lives exactly as long as its parent: the kernel kills it when
+the parent dies, and the end of the socket's stream does the same where the kernel does not. Interrupts are the
+parent's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.sampler.channel import Channel, ChannelClosed
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def kill_own_group() -> None:
+    """End this process and the engine's workers, which share its session."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def read_requests(channel: Channel, requests: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """A thread, so that the parent's end is noticed in the middle of a long generation."""
+    try:
+        while True:
+            requests.put(channel.receive())
+    except ChannelClosed:
+        kill_own_group()
+
+
+class Engine:
+    """vLLM behind the handful of calls that a sampler needs; each public method is a request."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        # in every process of the engine before it chooses kernels; workers import it themselves
+        import megatron_rl.weight_sync.receiver  # noqa: F401
+
+        self.llm = LLM(**arguments)
+        self.paused = False
+        self.torn = False
+        self.policy_version = -1
+        # the first generation loads and compiles for seconds: let that be part of the start
+        self.generate([[0]], [0], samples=2, max_tokens=2, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[])
+
+    def health(self) -> dict[str, Any]:
+        return {"policy_version": self.policy_version, "torn": self.torn, "paused": self.paused, "pid": os.getpid()}
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        samples: int,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        stop_token_ids: list[int],
+    ) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        if self.torn:
+            raise RuntimeError("the last weight update stopped half-way: the weights are of no version. Sync again")
+        if self.paused:
+            raise RuntimeError("the sampler is paused: resume it before generating")
+        params = [
+            SamplingParams(
+                n=samples,
+                seed=seed,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                stop_token_ids=stop_token_ids,
+                logprobs=0,  # of the sampled token only
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        return pack([completion for output in outputs for completion in sorted(output.outputs, key=lambda c: c.index)])
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.collective_rpc("abort_weight_update")
+        self.llm.collective_rpc("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        try:
+            self.llm.collective_rpc("update_weights", kwargs={"update_info": update_info})
+        except BaseException:
+            self.llm.collective_rpc("abort_weight_update")
+            raise
+
+    def finish_weight_update(self) -> dict[str, Any]:
+        self.torn = True  # until every worker says otherwise
+        self.llm.collective_rpc("finish_weight_update")
+        states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
+        versions = {state["policy_version"] for state in states}
+        if len(versions) > 1 or any(state["torn"] for state in states):
+            raise RuntimeError(f"the engine's workers hold different policy versions: {sorted(versions)}")
+        self.llm.reset_prefix_cache()
+        self.torn = False
+        self.policy_version = versions.pop()
+        return max(states, key=lambda state: state["load_s"])
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def sleep(self, level: int) -> None:
+        self.llm.sleep(level=level)
+
+    def wake(self) -> None:
+        self.llm.wake_up()
+
+
+def pack(completions: list[Any]) -> dict[str, Any]:
+    """Columns instead of objects: lengths, then all tokens and logprobs back to back; NaN where there is none."""
+    lengths = [len(completion.token_ids) for completion in completions]
+    tokens = np.empty(sum(lengths), dtype=np.int32)
+    logprobs = np.full(sum(lengths), np.nan, dtype=np.float32)
+    start = 0
+    for completion, length in zip(completions, lengths, strict=True):
+        stop = start + length
+        tokens[start:stop] = completion.token_ids
+        flat = completion.logprobs
+        if flat is not None and flat.token_ids == list(completion.token_ids):
+            logprobs[start:stop] = flat.logprobs
+        elif flat is not None:
+            logprobs[start:stop] = [_sampled(flat[i], token) for i, token in enumerate(completion.token_ids)]
+        start = stop
+    return {
+        "lengths": lengths,
+        "tokens": tokens.tobytes(),
+        "logprobs": logprobs.tobytes(),
+        "finish": [completion.finish_reason or "abort" for completion in completions],
+    }
+
+
+def _sampled(position: dict[int, Any] | None, token: int) -> float:
+    entry = position.get(token) if position else None
+    return float("nan") if entry is None else entry.logprob
+
+
+REQUESTS: dict[str, Callable[..., Any]] = {
+    name: getattr(Engine, name)
+    for name in (
+        "health", "generate", "init_weight_transfer_engine", "start_weight_update", "update_weights",
+        "finish_weight_update", "pause", "resume", "sleep", "wake",
+    )
+}  # fmt: skip
+
+
+def answer(channel: Channel, request: dict[str, Any], call: Callable[[], Any]) -> bool:
+    start = time.perf_counter()
+    try:
+        reply = {"id": request["id"], "value": call(), "seconds": time.perf_counter() - start}
+    except Exception as error:
+        traceback.print_exc()
+        reply = {"id": request["id"], "error": {"type": type(error).__name__, "message": str(error)}}
+    channel.send(reply)
+    return "error" not in reply
+
+
+def serve(channel: Channel) -> None:
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=read_requests, args=(channel, requests), daemon=True).start()
+    engine: Engine | None = None
+
+    def start(arguments: dict[str, Any]) -> dict[str, Any]:
+        nonlocal engine
+        engine = Engine(arguments)
+        return engine.health()
+
+    first = requests.get()
+    if not answer(channel, first, lambda: start(first["arguments"])):
+        return
+    while True:
+        request = requests.get()
+        if request["method"] == "shutdown":
+            return
+        answer(channel, request, lambda r=request: REQUESTS[r["method"]](engine, **r["arguments"]))
+
+
+def main() -> None:
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        serve(Channel(socket.socket(fileno=descriptor)))
+    except ChannelClosed:
+        pass
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kill_own_group()  # workers included; nothing here is worth an orderly shutdown's seconds
+
+
+if __name__ == "__main__":
+    main()

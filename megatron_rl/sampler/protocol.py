@@ -1,0 +1,65 @@
+"""What the loop asks of a sampler, whichever engine answers: embedded or a fleet of servers.
+
+The four weight methods are those of vLLM's `VLLMWeightSyncClient`, so that vLLM's own trainer-side transports
+drive a sampler too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_rl.types import Prompt, Rollout, SamplingParams
+
+
+class SamplerError(RuntimeError):
+    """The engine did not start, died, or did not answer in time."""
+
+
+@dataclass(frozen=True)
+class SamplerStats:
+    """Totals since `start`."""
+
+    requests: int = 0  # sampled sequences
+    tokens: int = 0
+    seconds: float = 0.0  # inside `generate`
+    missing_logprobs: int = 0  # tokens whose logprob was absent or NaN
+    truncated: int = 0  # sequences that ended by length
+
+
+class Sampler(Protocol):
+    policy_version: int  # -1: dummy weights, nothing synced yet
+
+    @property
+    def stats(self) -> SamplerStats: ...
+
+    def start(self) -> None: ...
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+    ) -> list[Rollout]:
+        """Ordered by prompt, then sample; the group of a prompt is `first_group` plus its index."""
+        ...
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None:
+        """Verify an update; a refused one raises WeightSyncError and leaves the served version as it is."""
+        ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def health(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...

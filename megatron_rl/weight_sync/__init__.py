@@ -1,0 +1,1 @@
+"""Learner shards -> live sampler weights: mapping, quantization, manifest, transports and the receiving engine."""

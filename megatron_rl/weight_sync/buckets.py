@@ -1,0 +1,147 @@
+"""Parameters in buckets: what each rank of a tensor-parallel group contributes, gathered with one collective.
+
+Every rank knows every other rank's part from the mapping table alone, so contents travel as bare bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.schema import Format
+from megatron_rl.weight_sync.formats import Output, outputs
+from megatron_rl.weight_sync.groups import Group, Ranks
+from megatron_rl.weight_sync.layout import Layout, Place
+from megatron_rl.weight_sync.mapping import HfSlice, Param, Split, stage_params
+from megatron_rl.weight_sync.model_shape import ModelShape
+
+TORCH_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One parameter: this rank's slices of it, and what each rank of the group makes of its own."""
+
+    param: Param
+    slices: tuple[HfSlice, ...]
+    outputs: tuple[tuple[tuple[Output, ...], ...], ...]  # [rank of the group][slice]
+
+    def travelling(self, rank: int) -> list[Output]:
+        """What that rank sends; whole copies need no sending."""
+        return [out for of_slice in self.outputs[rank] for out in of_slice if out.dim is not None]
+
+    @property
+    def shares_amax(self) -> bool:
+        """Whether the ranks hold different columns of rows that share one scale."""
+        scale = self.outputs[0][0][-1]
+        return self.param.row.split is Split.row and len(self.outputs[0][0]) == 2 and scale.dim is None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    jobs: tuple[Job, ...]
+    group: Group
+    rank: int
+    size: int
+
+    def sent_bytes(self, rank: int) -> int:
+        return sum(out.part_bytes for job in self.jobs for out in job.travelling(rank))
+
+
+def plan_buckets(
+    shape: ModelShape, layout: Layout, ranks: Ranks, format: Format, ignore: Sequence[str], dtype: str, size_bytes: int
+) -> list[Bucket]:
+    """Dense parameters first, then experts: within each kind every rank of a group walks the same buckets.
+
+    Empty on ranks that are not of the first replica, which speaks for all.
+    """
+    place = ranks.place
+    params = [param for param in stage_params(shape, layout, place) if not param.row.copy]
+    buckets: list[Bucket] = []
+    for expert, replica, group in (
+        (False, place.dp, ranks.tensor),
+        (True, place.edp, ranks.expert_tensor),
+    ):
+        size, rank = (layout.expert_tp, place.etp) if expert else (layout.tp, place.tp)
+        jobs: list[Job] = []
+        filled = 0
+        for param in params if replica == 0 else ():
+            if param.row.expert is not expert:
+                continue
+            of_ranks = [param.slices(shape, layout, Place(tp=r, etp=r)) for r in range(size)]
+            split = param.row.split is not Split.replicated
+            made = tuple(
+                tuple(tuple(outputs(piece, format, ignore, dtype, split)) for piece in pieces) for pieces in of_ranks
+            )
+            jobs.append(Job(param, of_ranks[rank], made))
+            filled += sum(out.nbytes for of_slice in made[0] for out in of_slice)
+            if filled >= size_bytes:
+                buckets.append(Bucket(tuple(jobs), group, rank, size))
+                jobs, filled = [], 0
+        if jobs:
+            buckets.append(Bucket(tuple(jobs), group, rank, size))
+    return buckets
+
+
+def gather(bucket: Bucket, content: Sequence[list[torch.Tensor] | None], device: torch.device) -> list[torch.Tensor]:
+    """The bytes of every rank of the group, on its first rank; content is None where a rank has failed."""
+    if bucket.size == 1:
+        return []
+    # collectives want equal sizes; shares differ where a rank's vocabulary rows are padding
+    sent = torch.empty(max(bucket.sent_bytes(rank) for rank in range(bucket.size)), dtype=torch.uint8, device=device)
+    at = 0
+    for job, made in zip(bucket.jobs, content, strict=True):
+        outs = [out for of_slice in job.outputs[bucket.rank] for out in of_slice]
+        for out, tensor in zip(outs, made or [None] * len(outs), strict=True):
+            if out.dim is None:
+                continue
+            if tensor is not None:
+                sent[at : at + out.part_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            at += out.part_bytes
+    return bucket.group.gather(sent, bucket.size, bucket.rank)
+
+
+def full_tensors(
+    bucket: Bucket, content: Sequence[list[torch.Tensor]], received: Sequence[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """On the group's first rank: every tensor of the bucket whole, from its own content and the received bytes."""
+    at = [0] * bucket.size
+    for job, made in zip(bucket.jobs, content, strict=True):
+        outs = [[out for of_slice in of_rank for out in of_slice] for of_rank in job.outputs]
+        for index, (own, tensor) in enumerate(zip(outs[0], made, strict=True)):
+            if own.dim is None or bucket.size == 1:
+                yield own.name, _without_padding(tensor, own)
+                continue
+            full = torch.empty(own.shape, dtype=tensor.dtype, device=tensor.device)
+            for rank in range(bucket.size):
+                out = outs[rank][index]
+                raw = received[rank][at[rank] : at[rank] + out.part_bytes]
+                at[rank] += out.part_bytes
+                _place(full, out, raw, tensor.dtype)
+            yield own.name, full
+
+
+def _without_padding(tensor: torch.Tensor, out: Output) -> torch.Tensor:
+    if tuple(tensor.shape) != out.shape:
+        raise ValueError(f"{out.name} came out as {tuple(tensor.shape)}, expected {out.shape}")
+    return tensor
+
+
+def _place(full: torch.Tensor, out: Output, raw: torch.Tensor, dtype: torch.dtype) -> None:
+    assert out.dim is not None
+    if raw.storage_offset() % dtype.itemsize:
+        raw = raw.clone()  # a view of wider elements must begin at a multiple of their size
+    part = raw.view(dtype).view(out.part_shape)
+    at = 0
+    for start, length in out.runs:
+        full.narrow(out.dim, start, length).copy_(part.narrow(out.dim, at, length))
+        at += length

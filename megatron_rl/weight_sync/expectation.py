@@ -1,0 +1,82 @@
+"""Which Hugging Face tensors a live vLLM model needs, read off the engine's own layers.
+
+Independent of the sender's mapping table on purpose: the two must agree, tensor by tensor, before an update is
+accepted. Sizes are those of the whole model whatever the engine's tensor parallelism, because vLLM's loaders
+take whole tensors and cut their own shard.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from megatron_rl.weight_sync.manifest import DTYPE_NAMES, Expected, WeightSyncError
+from megatron_rl.weight_sync.quantize import BLOCK
+
+
+def expected_tensors(model: torch.nn.Module, tied: bool) -> dict[str, Expected]:
+    """Every tensor an update must carry, by its Hugging Face name."""
+    fused_names: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    expected: dict[str, Expected] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            expected |= _linear(name, module, fused_names)
+        elif isinstance(module, ParallelLMHead) and tied:
+            continue
+        elif isinstance(module, VocabParallelEmbedding):
+            shape = (module.org_vocab_size, module.embedding_dim)
+            expected[f"{name}.weight"] = Expected(DTYPE_NAMES[module.weight.dtype], shape)
+        else:
+            for suffix, parameter in module.named_parameters(recurse=False):
+                expected[f"{name}.{suffix}"] = Expected(DTYPE_NAMES[parameter.dtype], tuple(parameter.shape))
+    return expected
+
+
+def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The layer's parameters as a checkpoint holds them (meta tensors vLLM recorded before it packed the layer)."""
+    parameters, _ = get_layerwise_info(layer).restore_metadata
+    return parameters
+
+
+def _linear(name: str, layer: LinearBase, fused_names: dict[str, list[str]]) -> dict[str, Expected]:
+    parameters = checkpoint_parameters(layer)
+    columns = layer.input_size
+    expected: dict[str, Expected] = {}
+    for part, rows in _parts(name, layer, fused_names):
+        for suffix, parameter in parameters.items():
+            shape: tuple[int, ...]
+            if suffix == "weight":
+                shape = (rows, columns)
+            elif suffix == "weight_scale":
+                shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if _is_block_scaled(layer) else (rows, 1)
+            else:
+                raise WeightSyncError(f"the engine's layer {name} has a parameter {suffix} that no update carries")
+            expected[f"{part}.{suffix}"] = Expected(DTYPE_NAMES[parameter.dtype], shape)
+        if layer.bias is not None:
+            expected[f"{part}.bias"] = Expected(DTYPE_NAMES[layer.params_dtype], (rows,))
+    return expected
+
+
+def _parts(name: str, layer: LinearBase, fused_names: dict[str, list[str]]) -> list[tuple[str, int]]:
+    """The checkpoint's layers behind one engine layer, with their output sizes."""
+    parent, _, last = name.rpartition(".")
+    if last not in fused_names:
+        return [(name, layer.output_size)]
+    if isinstance(layer, QKVParallelLinear):
+        key_value = layer.total_num_kv_heads
+        sizes = [layer.total_num_heads * layer.head_size, key_value * layer.head_size, key_value * layer.v_head_size]
+    elif isinstance(layer, ColumnParallelLinear):
+        sizes = list(layer.output_sizes)
+    else:
+        raise WeightSyncError(f"the engine's layer {name} is fused in a way that updates do not know")
+    return [(f"{parent}.{part}", size) for part, size in zip(fused_names[last], sizes, strict=True)]
+
+
+def _is_block_scaled(layer: LinearBase) -> bool:
+    return getattr(layer, "weight_block_size", None) is not None

@@ -1,0 +1,60 @@
+"""The two collectives a sync needs, and where a rank finds the groups to run them on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.weight_sync.layout import Place
+
+
+class Group(Protocol):
+    """The ranks that share a parameter."""
+
+    def max_(self, tensor: torch.Tensor) -> None:
+        """Replace by the element-wise maximum over the group."""
+
+    def gather(self, tensor: torch.Tensor, size: int, rank: int) -> list[torch.Tensor]:
+        """Every rank's tensor, in order, on the group's first rank; nothing elsewhere."""
+
+
+@dataclass(frozen=True)
+class TorchGroup:
+    handle: dist.ProcessGroup | None = None  # None: the world
+
+    def max_(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
+
+    def gather(self, tensor: torch.Tensor, size: int, rank: int) -> list[torch.Tensor]:
+        received = [torch.empty_like(tensor) for _ in range(size)] if rank == 0 else None
+        dist.gather(tensor, received, group=self.handle, group_dst=0)
+        return received or []
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place in the layout and the groups it shares parameters with."""
+
+    place: Place = field(default_factory=Place)
+    tensor: Group = field(default_factory=TorchGroup)
+    expert_tensor: Group = field(default_factory=TorchGroup)
+
+    @classmethod
+    def from_megatron(cls) -> Ranks:
+        from megatron.core import parallel_state as mpu
+
+        return cls(
+            Place(
+                tp=mpu.get_tensor_model_parallel_rank(),
+                pp=mpu.get_pipeline_model_parallel_rank(),
+                ep=mpu.get_expert_model_parallel_rank(),
+                etp=mpu.get_expert_tensor_parallel_rank(),
+                dp=mpu.get_data_parallel_rank(with_context_parallel=True),
+                edp=mpu.get_expert_data_parallel_rank(),
+            ),
+            TorchGroup(mpu.get_tensor_model_parallel_group()),
+            TorchGroup(mpu.get_expert_tensor_parallel_group()),
+        )

@@ -1,0 +1,275 @@
+"""Hugging Face model folders, streamed: one tensor in memory at a time, in or out.
+
+Reads one model.safetensors or an index with many; writes either. The writer knows every name, dtype and shape
+before the first byte, so tensors may arrive in any order and land at their final place in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        size = self.dtype.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+class HfFolder:
+    """Read side: `config`, `names`, `spec(name)` without touching data, `get(name)`."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"{self.path} is not a folder; give a Hugging Face model folder")
+        self.files = _weight_files(self.path)
+        self.headers = {file: read_header(self.path / file) for file in self.files}
+        self._file_of: dict[str, str] = {}
+        for file, raw in self.headers.items():
+            for name in json.loads(raw):
+                if name != "__metadata__":
+                    self._file_of[name] = file
+        self._entries = {file: json.loads(raw) for file, raw in self.headers.items()}
+        self._open: dict[str, Any] = {}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return read_config(self.path)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def spec(self, name: str) -> TensorSpec:
+        entry = self._entries[self._file(name)][name]
+        return TensorSpec(name, DTYPES[entry["dtype"]], tuple(entry["shape"]))
+
+    def get(self, name: str) -> torch.Tensor:
+        file = self._file(name)
+        if file not in self._open:
+            self._open[file] = safe_open(self.path / file, framework="pt")
+        return self._open[file].get_tensor(name)
+
+    def _file(self, name: str) -> str:
+        if name not in self._file_of:
+            raise KeyError(f"{self.path} lacks the tensor {name}")
+        return self._file_of[name]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder} has no config.json; give a Hugging Face model folder") from None
+
+
+def read_header(path: Path) -> bytes:
+    """The JSON header of a safetensors file, padding included, as it stands."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+        if length > size:
+            raise ValueError(f"{path} is not a safetensors file or is cut off ({size} bytes)")
+        raw = file.read(length)
+    try:
+        last = max((e["data_offsets"][1] for n, e in json.loads(raw).items() if n != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has no readable safetensors header: {error}") from error
+    if 8 + length + last != size:
+        raise ValueError(f"{path} is cut off or padded: {size} bytes, its header describes {8 + length + last}")
+    return raw
+
+
+def _weight_files(folder: Path) -> list[str]:
+    if (folder / INDEX).is_file():
+        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        missing = [file for file in files if not (folder / file).is_file()]
+        if missing:
+            raise FileNotFoundError(f"{folder / INDEX} names {missing[0]}, which is not there ({len(missing)} missing)")
+        return files
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    raise FileNotFoundError(
+        f"{folder} holds neither {SINGLE} nor {INDEX}; weights in pickle files (.bin) are not read, save them "
+        "as safetensors"
+    )
+
+
+class SafetensorsWriter:
+    """One safetensors file, written in any order into a temporary name and renamed when complete."""
+
+    def __init__(self, path: Path, specs: Sequence[TensorSpec] = (), header: bytes | None = None) -> None:
+        """`header`: an existing file's own header bytes, to be reproduced exactly; otherwise made from `specs`."""
+        self.path = path
+        raw = make_header(specs) if header is None else header
+        self._entries = {name: entry for name, entry in json.loads(raw).items() if name != "__metadata__"}
+        self._missing = set(self._entries)
+        self._base = 8 + len(raw)
+        self._temporary = path.with_name(path.name + ".tmp")
+        self._file = self._temporary.open("wb")
+        self._file.write(struct.pack("<Q", len(raw)) + raw)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        entry = self._entries[name]
+        wanted = (DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        if (tensor.dtype, tuple(tensor.shape)) != wanted:
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, its place is {wanted[0]} {wanted[1]}")
+        self._file.seek(self._base + entry["data_offsets"][0])
+        self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._missing.discard(name)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._missing:
+            self._temporary.unlink()
+            raise ValueError(f"{self.path} would lack {len(self._missing)} tensors, first {min(self._missing)}")
+        os.replace(self._temporary, self.path)
+
+    def discard(self) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def make_header(specs: Sequence[TensorSpec]) -> bytes:
+    """Entries ordered as the safetensors library orders them: wide dtypes first, then by name."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for spec in sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name)):
+        entries[spec.name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [at, at + spec.nbytes],
+        }
+        at += spec.nbytes
+    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    return raw + b" " * (-len(raw) % 8)
+
+
+class HfFolderWriter:
+    """Write side, a context manager: `add(name, tensor)` in any order; leaving it without an error completes it.
+
+    `headers` (file name -> header bytes) reproduces an existing folder's files; otherwise `specs` are packed
+    into files of at most `max_file_bytes`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        specs: Sequence[TensorSpec] = (),
+        headers: Mapping[str, bytes] | None = None,
+        max_file_bytes: int = 5 << 30,
+    ) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._index: dict[str, Any] | None = None
+        if headers is not None:
+            self._writers = [SafetensorsWriter(path / file, header=raw) for file, raw in headers.items()]
+            return
+        groups = _pack(specs, max_file_bytes)
+        if len(groups) == 1:
+            self._writers = [SafetensorsWriter(path / SINGLE, groups[0])]
+            return
+        names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+        self._writers = [SafetensorsWriter(path / name, group) for name, group in zip(names, groups, strict=True)]
+        self._index = {
+            "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
+            "weight_map": {s.name: name for name, group in zip(names, groups, strict=True) for s in group},
+        }
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        for writer in self._writers:
+            if name in writer:
+                writer.add(name, tensor)
+                return
+        raise KeyError(f"{name} has no place in {self.path}")
+
+    def __enter__(self) -> HfFolderWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            for writer in self._writers:
+                writer.discard()
+            return
+        for writer in self._writers:
+            writer.close()
+        if self._index is not None:
+            (self.path / INDEX).write_text(json.dumps(self._index, indent=2) + "\n")
+
+
+def copy_companions(source: Path, target: Path) -> list[str]:
+    """Copy everything but weights (config, tokenizer, generation defaults); returns the names."""
+    target.mkdir(parents=True, exist_ok=True)
+    names = [
+        entry.name
+        for entry in sorted(source.iterdir())
+        if entry.is_file() and entry.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+    ]
+    for name in names:
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+def write_folder(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """A small model at once: its tensors and config.json."""
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with HfFolderWriter(path, specs) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+
+
+def _pack(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if groups[-1] and size + spec.nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += spec.nbytes
+    return groups

@@ -1,0 +1,126 @@
+"""What one weight update contains: names, shapes, dtypes, places, byte counts, checksums, policy version.
+
+Each writer (one per pipeline stage) leaves one manifest as JSON beside its bucket files. The receiver joins
+them and compares the whole with what its engine expects before a single byte reaches the live model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import xxhash
+
+DTYPE_NAMES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+PROBLEMS_SHOWN = 8
+
+
+class WeightSyncError(RuntimeError):
+    """An update that was refused. The engine still serves the version before it."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str  # relative to the manifest
+    offset: int
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    policy_version: int
+    format: str  # quantization.format of the tensors
+    writer: int
+    writers: int  # how many manifests make one version
+    files: dict[str, int]  # file name -> bytes
+    tensors: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One tensor that a receiver must get."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def checksum(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def encode(manifest: Manifest) -> bytes:
+    return msgspec.json.encode(manifest)
+
+
+def read(path: Path) -> Manifest:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise WeightSyncError(f"the manifest {path} is missing: its writer did not finish") from None
+    except msgspec.DecodeError as error:
+        raise WeightSyncError(f"the manifest {path} is unreadable: {error}") from error
+
+
+def join(manifests: Sequence[Manifest]) -> dict[str, tuple[int, TensorEntry]]:
+    """Every tensor of a version by name, with the writer that holds it; refuses disagreement and duplicates."""
+    versions = {manifest.policy_version for manifest in manifests}
+    formats = {manifest.format for manifest in manifests}
+    if len(versions) > 1 or len(formats) > 1:
+        raise WeightSyncError(f"writers disagree: policy versions {sorted(versions)}, formats {sorted(formats)}")
+    entries: dict[str, tuple[int, TensorEntry]] = {}
+    for manifest in manifests:
+        for entry in manifest.tensors:
+            if entry.name in entries:
+                raise WeightSyncError(f"duplicate tensor {entry.name}: sent twice in one update")
+            entries[entry.name] = (manifest.writer, entry)
+    return entries
+
+
+def verify_version(policy_version: int, current: int, announced: int) -> None:
+    """An update must carry the version that was announced, and a newer one than the engine holds."""
+    if policy_version != announced:
+        raise WeightSyncError(
+            f"the manifest carries policy version {policy_version}, version {announced} was announced"
+        )
+    if policy_version <= current:
+        raise WeightSyncError(f"stale policy version {policy_version}: the engine already serves version {current}")
+
+
+def verify_entries(entries: Iterable[TensorEntry], expected: Mapping[str, Expected]) -> None:
+    """Missing, unexpected, misshapen and mistyped tensors, all of them at once, each by name."""
+    problems: list[str] = []
+    seen: set[str] = set()
+    for entry in entries:
+        seen.add(entry.name)
+        want = expected.get(entry.name)
+        if want is None:
+            problems.append(f"unexpected tensor {entry.name}")
+            continue
+        if entry.shape != want.shape:
+            problems.append(f"misshapen tensor {entry.name}: shape {entry.shape}, the engine expects {want.shape}")
+        if entry.dtype != want.dtype:
+            problems.append(f"mistyped tensor {entry.name}: {entry.dtype}, the engine expects {want.dtype}")
+        size = DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else 0
+        for extent in entry.shape:
+            size *= extent
+        if entry.nbytes != size:
+            problems.append(f"tensor {entry.name} claims {entry.nbytes} bytes, its shape and dtype make {size}")
+    problems += [f"missing tensor {name}" for name in expected if name not in seen]
+    if problems:
+        more = f" and {len(problems) - PROBLEMS_SHOWN} more" if len(problems) > PROBLEMS_SHOWN else ""
+        raise WeightSyncError("; ".join(problems[:PROBLEMS_SHOWN]) + more)

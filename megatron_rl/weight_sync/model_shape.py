@@ -1,0 +1,104 @@
+"""What a Hugging Face config.json says about the sizes of a model's weights. Torch-free."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# model_type in config.json -> features that every model of the family has
+FAMILIES: dict[str, frozenset[str]] = {
+    "llama": frozenset(),
+    "qwen2": frozenset({"qkv_bias"}),
+    "qwen3": frozenset({"qk_norm"}),
+    "qwen3_moe": frozenset({"qk_norm", "moe", "swiglu_experts"}),
+    "mixtral": frozenset({"moe", "w123_experts"}),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool
+    experts: int = 0
+    expert_ffn: int = 0
+    dense_layers: frozenset[int] = frozenset()  # layers of a mixture-of-experts model without experts
+    features: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_hf(cls, hf_config: Mapping[str, Any]) -> ModelShape:
+        family = str(hf_config.get("model_type", ""))
+        if family not in FAMILIES:
+            close = difflib.get_close_matches(family, FAMILIES, n=1)
+            hint = f"; did you mean {close[0]!r}" if close else ""
+            raise ValueError(f"model_type {family!r} is not supported{hint} (supported: {', '.join(FAMILIES)})")
+        missing = [key for key in _REQUIRED if hf_config.get(key) is None]
+        if missing:
+            raise ValueError(f"config.json of a {family} model lacks {', '.join(missing)}")
+        features = set(FAMILIES[family])
+        if family != "qwen2" and hf_config.get("attention_bias"):
+            features |= {"qkv_bias", "proj_bias"}
+        if hf_config.get("mlp_bias"):
+            features.add("mlp_bias")
+        layers, heads = int(hf_config["num_hidden_layers"]), int(hf_config["num_attention_heads"])
+        experts = 0
+        if "moe" in features:
+            experts = int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)
+            if experts == 0:
+                raise ValueError(f"config.json of a {family} model lacks num_experts / num_local_experts")
+        return cls(
+            family=family,
+            layers=layers,
+            hidden=int(hf_config["hidden_size"]),
+            heads=heads,
+            kv_heads=int(hf_config.get("num_key_value_heads") or heads),
+            head_dim=int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads),
+            ffn=int(hf_config["intermediate_size"]),
+            vocab=int(hf_config["vocab_size"]),
+            tied=bool(hf_config.get("tie_word_embeddings", False)),
+            experts=experts,
+            expert_ffn=int(hf_config.get("moe_intermediate_size") or hf_config["intermediate_size"]) if experts else 0,
+            dense_layers=_dense_layers(hf_config, layers) if experts else frozenset(),
+            features=frozenset(features),
+        )
+
+    def has(self, feature: str, layer: int | None = None) -> bool:
+        """Whether the model (or this layer of it) has what a row of the mapping table asks for."""
+        moe = "moe" in self.features and layer not in self.dense_layers
+        if feature == "tied":
+            return self.tied
+        if feature == "untied":
+            return not self.tied
+        if feature == "dense_mlp":
+            return not moe
+        if feature == "dense_mlp_bias":
+            return not moe and "mlp_bias" in self.features
+        if feature in ("moe", "swiglu_experts", "w123_experts"):
+            return moe and feature in self.features
+        return feature in self.features
+
+    def size(self, dim: str) -> int:
+        """The length of a named dimension in the mapping table."""
+        if dim == "q":
+            return self.heads * self.head_dim
+        if dim == "kv":
+            return self.kv_heads * self.head_dim
+        return int(getattr(self, dim))
+
+
+_REQUIRED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+
+
+def _dense_layers(hf_config: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """Qwen-style mixtures may keep some layers dense: listed ones, and all but every n-th."""
+    listed = set(hf_config.get("mlp_only_layers") or ())
+    every = int(hf_config.get("decoder_sparse_step") or 1)
+    return frozenset(layer for layer in range(layers) if layer in listed or (layer + 1) % every != 0)

@@ -1,0 +1,90 @@
+"""Loading checkpoint-layout tensors into a live vLLM model, rebuilding what its kernels had packed away.
+
+Hosts: vLLM's CPU kernels pack weights into oneDNN handles and drop the originals, which vLLM's own in-place
+reload does not undo (INT8 answers with garbage, a tied lm_head keeps its old packed copy). Here every packed
+layer gets its checkpoint-layout parameters back, the model's own `load_weights` fills them, and every layer is
+processed again as after a first load.
+
+GPUs: vLLM's layerwise reload keeps the tensors that CUDA graphs captured; it is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from megatron_rl.weight_sync.expectation import checkpoint_parameters
+from megatron_rl.weight_sync.manifest import WeightSyncError
+
+
+@torch.no_grad()
+def load(
+    model: torch.nn.Module,
+    model_config: ModelConfig,
+    device: torch.device,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Replace every parameter of the live model; raises if one of them was not written."""
+    with set_default_torch_dtype(model_config.dtype), device:
+        if device.type == "cpu":
+            restore_checkpoint_layout(model)
+            refuse_unwritten(model, model.load_weights(tensors))
+            refresh_tied_head(model)
+            process_weights_after_loading(model, model_config, device)
+        else:
+            initialize_layerwise_reload(model)
+            names = {name for name, _ in model.named_parameters()}
+            loaded = model.load_weights(tensors)
+            finalize_layerwise_reload(model, model_config)
+            _refuse_missing(names - loaded)
+
+
+def restore_checkpoint_layout(model: torch.nn.Module) -> None:
+    """Give every packed layer back the parameters that its weight loaders write into."""
+    for layer in model.modules():
+        if is_deferred_attention_layer(layer):
+            # its scales of a quantized KV cache: back to the sentinels that mean "not given"
+            if isinstance(layer.quant_method, QuantizeMethodBase):
+                layer.quant_method.create_weights(layer)
+            continue
+        for name, meta in checkpoint_parameters(layer).items():
+            current = layer._parameters.get(name)
+            if current is None or type(current) is not type(meta) or current.shape != meta.shape:
+                layer.register_parameter(name, restore_layer_refs(materialize_meta_tensor(meta), layer))
+
+
+def refuse_unwritten(model: torch.nn.Module, loaded: set[str]) -> None:
+    """Tied parameters appear once in `named_parameters`, under the name that is loaded."""
+    attention = tuple(f"{name}." for name, layer in model.named_modules() if is_deferred_attention_layer(layer))
+    names = {name for name, _ in model.named_parameters() if not name.startswith(attention)}
+    _refuse_missing(names - loaded)
+
+
+def refresh_tied_head(model: torch.nn.Module) -> None:
+    """A tied head must read the embedding that was just written, whatever object held it before."""
+    heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
+    embeddings = [
+        module
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    ]
+    if model.config.tie_word_embeddings and len(heads) == 1 and len(embeddings) == 1:
+        heads[0].weight = embeddings[0].weight
+
+
+def _refuse_missing(names: set[str]) -> None:
+    if names:
+        raise WeightSyncError(f"the update left parameters of the engine unwritten: {', '.join(sorted(names)[:8])}")

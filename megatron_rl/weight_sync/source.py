@@ -1,0 +1,159 @@
+"""A learner rank's half of a sync: quantize its shards, gather over its tensor-parallel group, yield full tensors.
+
+Every rank of the learner iterates in lockstep; only writer ranks (the first of each tensor-parallel group of the
+first replica) get tensors out of it. Quantization happens before the gather, so quantized bytes travel; row-parallel
+weights first take the maximum of their row amax over the group, which makes the result bit-equal to quantizing the
+whole tensor. A bucket costs two collectives, however many tensors it holds.
+
+An error on one rank does not break the lockstep: the rank keeps taking part with empty content and keeps the
+reason in `failure`, which the caller exchanges over all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.schema import Format
+from megatron_rl.weight_sync.buckets import DTYPE_NAMES, Bucket, Job, full_tensors, gather, plan_buckets
+from megatron_rl.weight_sync.groups import Ranks
+from megatron_rl.weight_sync.layout import Layout
+from megatron_rl.weight_sync.mapping import find
+from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.weight_sync.quantization_error import ErrorSample, sample_error
+from megatron_rl.weight_sync.quantize import quantize, row_amax
+from megatron_rl.weight_sync.shards import cut
+
+
+@dataclass
+class Seconds:
+    quantize: float = 0.0
+    gather: float = 0.0
+
+
+class ShardSource:
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        ranks: Ranks,
+        format: Format = Format.none,
+        ignore: Sequence[str] = (),
+        dtype: torch.dtype = torch.bfloat16,
+        bucket_bytes: int = 64 << 20,
+    ) -> None:
+        """`dtype`: what the sampler holds unquantized tensors in."""
+        self.failure: str | None = None
+        self.seconds = Seconds()
+        self.errors: list[ErrorSample] = []
+        self._shape, self._layout = shape, layout
+        self._format, self._dtype = format, dtype
+        self._buckets = plan_buckets(shape, layout, ranks, format, ignore, DTYPE_NAMES[dtype], bucket_bytes)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank gets tensors out of `tensors`."""
+        return any(bucket.rank == 0 for bucket in self._buckets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors this rank yields."""
+        mine = (job for bucket in self._buckets if bucket.rank == 0 for job in bucket.jobs)
+        return sum(out.nbytes for job in mine for of_slice in job.outputs[0] for out in of_slice)
+
+    def tensors(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) of everything this rank writes; nothing on other ranks.
+
+        `parameters`: this rank's shards by global megatron name. Iterate to the end on every rank.
+        """
+        self.failure, self.seconds, self.errors = None, Seconds(), []
+        shards = self._by_table_name(parameters)
+        for bucket in self._buckets:
+            yield from self._run(bucket, shards)
+
+    def _by_table_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        shards: dict[str, torch.Tensor] = {}
+        for name, tensor in parameters.items():
+            try:
+                param = find(name, self._shape)
+            except KeyError as error:
+                self._fail(str(error.args[0]))
+                continue
+            wanted = param.local_shape(self._layout)
+            if tuple(tensor.shape) != wanted:
+                self._fail(f"{name} has the local shape {tuple(tensor.shape)}, the layout says {wanted}")
+                continue
+            shards[param.megatron] = tensor.detach()
+        wanted_names = [job.param.megatron for bucket in self._buckets for job in bucket.jobs]
+        missing = [name for name in wanted_names if name not in shards]
+        if missing:
+            self._fail(f"the learner did not offer {missing[0]} ({len(missing)} parameters missing)")
+        return shards
+
+    @torch.no_grad()
+    def _run(self, bucket: Bucket, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        started = time.perf_counter()
+        device = next(iter(shards.values())).device if shards else torch.device("cpu")
+        parts = [self._parts(job, shards) for job in bucket.jobs]
+        amax = self._shared_amax(bucket, parts, device)
+        content = [self._convert(job, part, bucket.rank, amax) for job, part in zip(bucket.jobs, parts, strict=True)]
+        converted = time.perf_counter()
+        received = gather(bucket, content, device)
+        self.seconds.quantize += converted - started
+        self.seconds.gather += time.perf_counter() - converted
+        whole = [made for made in content if made is not None]
+        if bucket.rank == 0 and len(whole) == len(content):
+            yield from full_tensors(bucket, whole, received)
+
+    def _parts(self, job: Job, shards: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
+        local = shards.get(job.param.megatron)
+        return None if local is None else [part for _, part in cut(job.param, local, job.slices)]
+
+    def _shared_amax(
+        self, bucket: Bucket, parts: Sequence[list[torch.Tensor] | None], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Row amax over the whole group, by parameter, where shards of the same rows lie on several ranks."""
+        if bucket.size == 1:
+            return {}
+        shared = [(job, part) for job, part in zip(bucket.jobs, parts, strict=True) if job.shares_amax]
+        if not shared:
+            return {}
+        amaxes = [
+            row_amax(part[0]) if part else torch.zeros(job.param.shapes[0][0], device=device) for job, part in shared
+        ]
+        flat = torch.cat(amaxes)
+        if not bool(torch.isfinite(flat).all()):
+            # refused here, because a maximum over ranks may swallow a NaN
+            bad = next(job for (job, _), amax in zip(shared, amaxes, strict=True) if not torch.isfinite(amax).all())
+            self._fail(f"{bad.param.hf[0]}: the weight holds NaN or infinity: the learner has diverged")
+            flat = torch.zeros_like(flat)
+        bucket.group.max_(flat)
+        names = [job.param.megatron for job, _ in shared]
+        return dict(zip(names, flat.split([len(amax) for amax in amaxes]), strict=True))
+
+    def _convert(
+        self, job: Job, parts: Sequence[torch.Tensor] | None, rank: int, amax: Mapping[str, torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """This rank's outputs of one parameter in the order of its plan; None where they cannot be made."""
+        if parts is None or self.failure is not None:
+            return None
+        made: list[torch.Tensor] = []
+        for piece, part, outs in zip(job.slices, parts, job.outputs[rank], strict=True):
+            if len(outs) == 1:
+                made.append(part.to(self._dtype).contiguous())
+                continue
+            try:
+                result = quantize(part, self._format, amax.get(job.param.megatron))
+            except ValueError as error:
+                self._fail(f"{piece.name}: {error}")
+                return None
+            if part.numel():
+                self.errors.append(sample_error(piece.name, part, result, self._format))
+            made += [result["weight"].contiguous(), result["weight_scale"].contiguous()]
+        return made
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason

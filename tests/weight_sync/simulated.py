@@ -1,0 +1,101 @@
+"""A learner's ranks as threads of this process: real shards, the collectives done over a barrier.
+
+Also the toy shapes of every family that the tests share.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from megatron_rl.schema import Format
+from megatron_rl.weight_sync.groups import Ranks
+from megatron_rl.weight_sync.layout import Layout, Place
+from megatron_rl.weight_sync.mapping import params, stage_params
+from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.weight_sync.shards import full_tensors, local_shard
+from megatron_rl.weight_sync.source import ShardSource
+
+TIMEOUT_S = 20.0
+
+
+class ThreadGroup:
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self._slots: dict[int, torch.Tensor] = {}
+
+    def max_(self, tensor: torch.Tensor) -> None:
+        self._slots[threading.get_ident()] = tensor.clone()
+        self._barrier.wait()
+        tensor.copy_(torch.stack(list(self._slots.values())).amax(0))
+        if self._barrier.wait() == 0:
+            self._slots.clear()
+        self._barrier.wait()
+
+    def gather(self, tensor: torch.Tensor, size: int, rank: int) -> list[torch.Tensor]:
+        self._slots[rank] = tensor
+        self._barrier.wait()
+        received = [self._slots[r].clone() for r in range(size)] if rank == 0 else []
+        if self._barrier.wait() == 0:
+            self._slots.clear()
+        self._barrier.wait()
+        return received
+
+
+def hf_config(family: str, **changes: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "model_type": family,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_size": 64,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 101,
+        "tie_word_embeddings": False,
+    }
+    if family == "qwen3_moe":
+        config |= {"num_experts": 4, "moe_intermediate_size": 48}
+    if family == "mixtral":
+        config |= {"num_local_experts": 4}
+    return config | changes
+
+
+def random_hf(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(size, generator=generator).to(dtype)
+        for param in params(shape)
+        for name, size in zip(param.hf, param.shapes, strict=True)
+    }
+
+
+def local_parameters(
+    hf: Mapping[str, torch.Tensor], shape: ModelShape, layout: Layout, place: Place
+) -> dict[str, torch.Tensor]:
+    return {
+        param.megatron: local_shard(param.megatron, shape, layout, place, full_tensors(hf))
+        for param in stage_params(shape, layout, place)
+    }
+
+
+def run_sources(
+    hf: Mapping[str, torch.Tensor], shape: ModelShape, layout: Layout, format: Format, **source_args: Any
+) -> tuple[list[ShardSource], list[list[tuple[str, torch.Tensor]]]]:
+    """Every rank's source, and what each yielded."""
+    groups: dict[Any, ThreadGroup] = {}
+    sources, work = [], []
+    for place in layout.places():
+        dense = groups.setdefault(("tp", place.pp, place.dp), ThreadGroup(layout.tp))
+        expert = groups.setdefault(("etp", place.pp, place.ep, place.edp), ThreadGroup(layout.expert_tp))
+        sources.append(ShardSource(shape, layout, Ranks(place, dense, expert), format, **source_args))
+        work.append(local_parameters(hf, shape, layout, place))
+    with ThreadPoolExecutor(len(sources)) as pool:
+        futures = [
+            pool.submit(lambda s=source, p=part: list(s.tensors(p))) for source, part in zip(sources, work, strict=True)
+        ]
+        return sources, [future.result(timeout=TIMEOUT_S * 2) for future in futures]
