@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from plotly.offline import get_plotlyjs
 from megatron_rl import report_figures as figures
 from megatron_rl.console import duration
 from megatron_rl.report_figures import PALETTE, curves
-from megatron_rl.run_data import NotARun, RunData, config_differences, load_runs
+from megatron_rl.run_data import RunData, config_differences, load_runs
 
 STYLE = Path(__file__).with_name("report.css")
 
@@ -62,7 +61,11 @@ def _sections(runs: Sequence[RunData]) -> list[tuple[str, list[Panel]]]:
     rewards = {reward: "reward", **(estimate if any(run.series("reward/learner_estimate") for run in runs) else {})}
     mismatch = {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}
     probe = {"sync/probe_abs_diff": "probe", "sync/probe_budget": "budget"}
-    clipping = {"loss/clip_fraction": "policy clip", "rollout_corr/rollout_rs_masked_fraction": "rejected"}
+    clipping = {
+        "loss/clip_fraction_high": "clipped above",
+        "loss/clip_fraction_low": "clipped below",
+        "rollout_corr/rollout_rs_masked_fraction": "rejected",
+    }
     return [
         (
             "Learning",
@@ -152,7 +155,7 @@ def _sections(runs: Sequence[RunData]) -> list[tuple[str, list[Panel]]]:
                     _dashes(runs, "Fraction of tokens", clipping),
                     curves(runs, clipping, from_zero=True),
                 ),
-                Panel("Loss", "The one whose gradient was taken.", curves(runs, {"loss/loss": "loss"}, smooth=True)),
+                Panel("Loss", "The one whose gradient was taken.", curves(runs, {"loss/total": "loss"}, smooth=True)),
                 Panel(
                     "Groups kept",
                     "Groups with spread in their rewards, of all generated.",
@@ -306,18 +309,3 @@ def _dashes(runs: Sequence[RunData], about: str, names: Mapping[str, str]) -> st
 def _about_ratio(runs: Sequence[RunData]) -> str:
     counts = [len(run.tokens.position) for run in runs if run.tokens is not None]
     return f"Learner over sampler probability of {sum(counts):,} recorded tokens."
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, as runs/NAME")
-    parser.add_argument("-o", "--output", type=Path, help="the file to write; RUN/report.html for a single run")
-
-
-def run_command(arguments: argparse.Namespace) -> int:
-    output = arguments.output
-    if output is None and len(arguments.runs) > 1:
-        raise NotARun("several runs need a file to write: -o FILE")
-    output = output or arguments.runs[0] / "report.html"
-    write_report(arguments.runs, output)
-    print(output)
-    return 0

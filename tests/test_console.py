@@ -29,7 +29,10 @@ def test_a_terminal_gets_a_table_and_keeps_the_notes():
         display.step(step, {**METRICS, "reward/sampler_mean": step / 2}, 60.0)
     display.close()
     shown = stream.getvalue()
-    assert "a [bold] note" in shown and "step 2/20" in shown and "reward" in shown and "▁█" in shown
+    assert "a [bold] note" in shown
+    assert "step 2/20" in shown
+    assert "reward" in shown
+    assert "▁█" in shown
     assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 

@@ -34,25 +34,28 @@ def strict(text):
 
 
 def test_nan_and_infinities_are_strict_json_and_come_back():
-    metrics = {"loss/loss": math.nan, "optim/grad_norm": math.inf, "loss/pg_loss": -math.inf, "optim/lr": 0.5}
+    metrics = {"loss/total": math.nan, "optim/grad_norm": math.inf, "loss/policy": -math.inf, "optim/lr": 0.5}
     line = strict(encode_line(metrics))
-    assert line["loss/loss"] is None and line["non_finite"] == {
-        "loss/loss": "nan",
+    assert line["loss/total"] is None
+    assert line["non_finite"] == {
+        "loss/total": "nan",
         "optim/grad_norm": "inf",
-        "loss/pg_loss": "-inf",
+        "loss/policy": "-inf",
     }
     back = decode_line(encode_line(metrics))
-    assert math.isnan(back.pop("loss/loss"))
-    assert back == {"optim/grad_norm": math.inf, "loss/pg_loss": -math.inf, "optim/lr": 0.5}
+    assert math.isnan(back.pop("loss/total"))
+    assert back == {"optim/grad_norm": math.inf, "loss/policy": -math.inf, "optim/lr": 0.5}
 
 
 def test_each_step_is_one_flushed_line_with_sorted_keys(tmp_path):
     recorder = start(tmp_path / "run")
-    recorder.log(1, {"optim/lr": torch.tensor(0.5), "loss/loss": math.nan})
+    recorder.log(1, {"optim/lr": torch.tensor(0.5), "loss/total": math.nan})
     text = (tmp_path / "run/metrics.jsonl").read_text()  # before close: a kill loses nothing
     assert text.count("\n") == 1
     line = strict(text)
-    assert line["optim/lr"] == 0.5 and line["progress/step"] == 1 and isinstance(line["progress/step"], int)
+    assert line["optim/lr"] == 0.5
+    assert line["progress/step"] == 1
+    assert isinstance(line["progress/step"], int)
     assert list(line) == sorted(line)
 
 
@@ -109,10 +112,12 @@ def test_a_claimed_directory_is_taken_over_once(tmp_path):
     run, _ = open_run(tmp_path / "run", IfExists.refuse, make_yaml(config, "run"))
     (run.logs / "rank_0.log").write_text("started by the launcher\n")
     recorder = start(tmp_path / "run")
-    assert recorder.run == run and read_status(run.path)["state"] == "running"
+    assert recorder.run == run
+    assert read_status(run.path)["state"] == "running"
     with pytest.raises(RunDirectoryUsed):
         start(tmp_path / "run")
-    assert (run.logs / "rank_0.log").exists() and (run.logs / "driver.log").exists()
+    assert (run.logs / "rank_0.log").exists()
+    assert (run.logs / "driver.log").exists()
 
 
 @pytest.mark.parametrize(
@@ -123,8 +128,9 @@ def test_a_claimed_directory_is_taken_over_once(tmp_path):
     ],
 )
 def test_the_status_says_how_a_run_ended(tmp_path, error, state, reason):
-    with pytest.raises(type(error)), start(tmp_path / "run") as recorder:
-        recorder.log(1, {"loss/loss": 1.0})
+    recorder = start(tmp_path / "run")
+    recorder.log(1, {"loss/total": 1.0})
+    with pytest.raises(type(error)), recorder:
         raise error
     status = read_status(tmp_path / "run")
     assert (status["state"], status["reason"], status["step"]) == (state, reason, 1)
@@ -161,13 +167,13 @@ def test_an_unknown_metric_warns_once_is_written_and_is_told(tmp_path):
 
 def test_a_torn_last_line_costs_only_itself(tmp_path):
     recorder = start(tmp_path / "run")
-    recorder.log(1, {"loss/loss": 1.0})
+    recorder.log(1, {"loss/total": 1.0})
     metrics = RunDir(tmp_path / "run").metrics
-    metrics.write_text(metrics.read_text() + '{"loss/loss": 2.0, "progr')
+    metrics.write_text(metrics.read_text() + '{"loss/total": 2.0, "progr')
     (tmp_path / "run/status.json").write_text('{"state": "starting"}')  # as a resumed run finds it
     again = start(tmp_path / "run")
-    again.log(2, {"loss/loss": 3.0})
-    assert [line["loss/loss"] for line in read_metrics(metrics)] == [1.0, 3.0]
+    again.log(2, {"loss/total": 3.0})
+    assert [line["loss/total"] for line in read_metrics(metrics)] == [1.0, 3.0]
 
 
 def test_rollouts_round_trip(tmp_path):
@@ -175,19 +181,31 @@ def test_rollouts_round_trip(tmp_path):
     scored, prox_BT = make_scored(9)
     weights_BT, mask_BT = torch.rand_like(prox_BT), torch.rand_like(prox_BT) > 0.2
     recorder.rollouts(20, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT, mask_BT=mask_BT)
-    recorder.rollouts(3, scored)
+    recorder.rollouts(1, scored)
     files = recorded_steps(RunDir(tmp_path / "run").rollouts)
-    assert [(step, path.name) for step, path in files] == [(3, "step_3.parquet"), (20, "step_20.parquet")]
+    assert [(step, path.name) for step, path in files] == [(1, "step_1.parquet"), (20, "step_20.parquet")]
     assert len(list(files[0][1].parent.iterdir())) == 2  # nothing partial is left
     table = read_rollouts(files[1][1]).to_pylist()
     for row, one, prox_T, weights_T, mask_T in zip(table, scored, prox_BT, weights_BT, mask_BT, strict=True):
         n = len(one.rollout.token_ids)
-        assert row["token_ids"] == list(one.rollout.token_ids) and row["group"] == one.rollout.group
+        assert row["token_ids"] == list(one.rollout.token_ids)
+        assert row["group"] == one.rollout.group
         assert row["sampler_logprobs"] == torch.tensor(one.rollout.logprobs).tolist()
-        assert row["prox_logprobs"] == prox_T[:n].tolist() and row["weights"] == weights_T[:n].tolist()
-        assert row["kept"] == mask_T[:n].tolist() and row["loss_mask"] == [True] * n
+        assert row["prox_logprobs"] == prox_T[:n].tolist()
+        assert row["weights"] == weights_T[:n].tolist()
+        assert row["kept"] == mask_T[:n].tolist()
+        assert row["loss_mask"] == [True] * n
         assert (row["reward"], row["policy_version"], row["finish_reason"]) == (one.reward, 3, "stop")
     assert pq.read_table(files[0][1]).column("prox_logprobs").null_count == 9
+
+
+@pytest.mark.parametrize(("every", "steps"), [(10, [1, 10, 20]), (1, list(range(1, 21))), (0, [])])
+def test_only_every_so_many_steps_are_recorded(tmp_path, every, steps):
+    recorder = start(tmp_path / "run", Config(log=LogSection(record_every=every)))
+    scored, prox_BT = make_scored(2)
+    for step in range(1, 21):
+        recorder.rollouts(step, scored, prox_logprobs_BT=prox_BT)
+    assert [step for step, _ in recorded_steps(recorder.run.rollouts)] == steps
 
 
 def test_rollouts_of_the_wrong_shape_are_refused(tmp_path):
@@ -201,7 +219,7 @@ def test_the_silent_recorder_takes_every_call(tmp_path, monkeypatch):
     with SilentRecorder() as recorder:
         with recorder.phase("rollout"):
             recorder.note("nothing")
-        assert recorder.log(1, {"loss/loss": 1.0}) == {"loss/loss": 1.0}
+        assert recorder.log(1, {"loss/total": 1.0}) == {"loss/total": 1.0}
         recorder.rollouts(1, [], prox_logprobs_BT=None)
     assert not list(tmp_path.iterdir())
 
@@ -212,7 +230,9 @@ def test_no_secret_and_no_environment_is_written(tmp_path, monkeypatch):
     text = make_yaml(config, "run") + "extra:\n  api_key: sesame\n  hf_token: sesame\n"
     Recorder(config, text, tmp_path / "run", 1, quiet(1)).close()
     written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file())
-    assert "value-of-the-environment" not in written and "sesame" not in written and "prompt_key: prompt" in written
+    assert "value-of-the-environment" not in written
+    assert "sesame" not in written
+    assert "prompt_key: prompt" in written
 
 
 def test_token_counts_and_column_names_are_not_secrets():
@@ -224,8 +244,9 @@ def test_token_counts_and_column_names_are_not_secrets():
 def test_wandb_modes(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    assert resolve_mode(Wandb.auto) is Wandb.offline and resolve_mode(Wandb.none) is Wandb.none
-    with pytest.raises(ValueError, match="log.wandb=online"):
+    assert resolve_mode(Wandb.auto) is Wandb.offline
+    assert resolve_mode(Wandb.none) is Wandb.none
+    with pytest.raises(ValueError, match=r"log\.wandb=online"):
         resolve_mode(Wandb.online)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert resolve_mode(Wandb.auto) is Wandb.online
@@ -235,10 +256,11 @@ def test_wandb_offline_needs_no_network_and_no_key(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
     config = Config(log=LogSection(wandb=Wandb.offline, group="a_group"))
     with start(tmp_path / "run", config) as recorder:
-        recorder.log(1, {"loss/loss": 1.0, "optim/grad_norm": math.nan})
+        recorder.log(1, {"loss/total": 1.0, "optim/grad_norm": math.nan})
     (file,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
     stored = file.read_bytes()
-    assert b"loss/loss" in stored and b"a_group" in stored
+    assert b"loss/total" in stored
+    assert b"a_group" in stored
 
 
 def test_importing_the_recorder_loads_neither_torch_nor_wandb_nor_plotly():

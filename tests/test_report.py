@@ -49,7 +49,10 @@ def test_one_run_has_every_section(runs):
     html = (runs[0] / "report.html").read_text()  # the recorder wrote it when the run ended
     titles = [title.replace("&#x27;", "'") for title in panels(html)]
     assert [title for title in SINGLE if title not in titles] == []
-    assert "0.310 → " in html and "20 of 20" in html and "sampler INT8" in html and "finished" in html
+    assert "0.310 → " in html
+    assert "20 of 20" in html
+    assert "sampler INT8" in html
+    assert "finished" in html
 
 
 def test_nothing_is_fetched(runs, tmp_path):
@@ -67,7 +70,9 @@ def test_several_runs_stand_side_by_side(runs):
         "correction.weight.level": ["token", "none"],
     }
     html = page(loaded)
-    assert "Configuration differences" in html and "quantization.format" in html and "optim.lr</code>" not in html
+    assert "Configuration differences" in html
+    assert "quantization.format" in html
+    assert "optim.lr</code>" not in html
     reward = figures.curves(loaded, {"reward/sampler_mean": "reward"})
     assert [trace.name for trace in reward.data] == ["tis_int8", "none_bf16"]
     assert len({trace.line.color for trace in reward.data}) == 2
@@ -77,7 +82,8 @@ def test_several_runs_stand_side_by_side(runs):
 
 def test_a_gap_is_drawn_where_a_value_is_not_finite(runs):
     (trace,) = figures.curves([load_run(runs[0])], {"optim/grad_norm": "norm"}).data
-    assert trace.y[list(trace.x).index(7)] is None and sum(value is None for value in trace.y) == 1
+    assert trace.y[list(trace.x).index(7)] is None
+    assert sum(value is None for value in trace.y) == 1
 
 
 def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
@@ -86,7 +92,8 @@ def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
     by_name = {trace.name: np.array(trace.y) for trace in figure.data}
     centres = np.array(figure.data[0].x)
     applied, empty = by_name["applied weight"], by_name["rho"].min()
-    assert by_name["rho"][centres > 2.2].max() > empty and (applied[centres > 2.2] == empty).all()
+    assert by_name["rho"][centres > 2.2].max() > empty
+    assert (applied[centres > 2.2] == empty).all()
     assert abs(by_name["rho"].sum() - 1) < 0.1
     assert figure.layout.shapes[0].x0 == 2.0
     assert figures.weight_bounds(load_run(runs[1])) == []
@@ -95,7 +102,8 @@ def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
 def test_breakdowns_hold_every_recorded_token(runs):
     run = load_run(runs[0])
     (trace,) = figures.by_position([run]).data
-    assert len(trace.y) == 10 and all(0.2 < value < 0.8 for value in trace.y)  # noise 0.5
+    assert len(trace.y) == 10
+    assert all(0.2 < value < 0.8 for value in trace.y)
 
 
 def test_a_run_that_stopped_at_once_still_has_a_report(tmp_path):
@@ -104,7 +112,8 @@ def test_a_run_that_stopped_at_once_still_has_a_report(tmp_path):
     recorder.log(0, {})
     recorder.close("failed", "ValueError: <no> & more")
     html = (tmp_path / "short/report.html").read_text()
-    assert "ValueError: &lt;no&gt; &amp; more" in html and panels(html) == []
+    assert "ValueError: &lt;no&gt; &amp; more" in html
+    assert panels(html) == []
     assert headline_numbers(load_run(tmp_path / "short"))["Steps"] == "0 of 5"
 
 
@@ -122,9 +131,9 @@ def test_runs_of_the_same_name_are_told_apart(runs, tmp_path):
 
 def test_of_a_step_done_twice_the_latest_counts(tmp_path):
     lines = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4), (3, 0.5)]
-    text = "".join(json.dumps({"progress/step": step, "loss/loss": value}) + "\n" for step, value in lines)
+    text = "".join(json.dumps({"progress/step": step, "loss/total": value}) + "\n" for step, value in lines)
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert load_run(tmp_path).series("loss/loss").values == [0.1, 0.4, 0.5]
+    assert load_run(tmp_path).series("loss/total").values == [0.1, 0.4, 0.5]
 
 
 def test_the_summary_figure_is_sound_svg_with_a_curve_per_run_and_chart(runs):
@@ -138,4 +147,7 @@ def test_the_summary_figure_is_sound_svg_with_a_curve_per_run_and_chart(runs):
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.0043), (0, 60), (-0.3, 17), (2, 2), (0, 0)])
 def test_ticks_enclose_the_values(low, high):
     ticks = nice_ticks(low, high)
-    assert ticks[0] <= low and ticks[-1] >= high and 2 <= len(ticks) <= 9 and ticks == sorted(set(ticks))
+    assert ticks[0] <= low
+    assert ticks[-1] >= high
+    assert 2 <= len(ticks) <= 9
+    assert ticks == sorted(set(ticks))

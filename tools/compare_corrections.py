@@ -100,14 +100,15 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     options = parse(argv)
     group = options.group or f"{options.recipe.stem}_corrections"
     experiments = plan(group, options.corrections, options.seeds)
-    if taken := [e.name for e in experiments if (options.root / e.name).exists()]:
-        if not any(override.startswith("run.if_exists=archive") for override in options.overrides):
-            print(
-                f"run directories are used: {', '.join(taken)} in {options.root}. Choose another --group NAME, or move "
-                "them aside with run.if_exists=archive",
-                file=sys.stderr,
-            )
-            return 2
+    archive = any(override.startswith("run.if_exists=archive") for override in options.overrides)
+    taken = [e.name for e in experiments if (options.root / e.name).exists()]
+    if taken and not archive:
+        print(
+            f"run directories are used: {', '.join(taken)} in {options.root}. Choose another --group NAME, or move "
+            "them aside with run.if_exists=archive",
+            file=sys.stderr,
+        )
+        return 2
     runner, outcomes = Runner(train), {}
     for number, experiment in enumerate(experiments, start=1):
         if runner.interrupted:

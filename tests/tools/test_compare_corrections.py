@@ -73,9 +73,11 @@ def test_a_failed_run_does_not_stop_the_next_and_the_exit_status_says_so(tool, p
     assert call(tool, place, "--corrections", "broken", "tis", "--steps", "2", "optim.lr=0.1") == 1
     out = capfd.readouterr().out
     assert "recipe_corrections_broken  failed, exit status 1" in out
-    assert "recipe_corrections_tis     finished" in out and "0.250 → 0.750" in out
+    assert "recipe_corrections_tis     finished" in out
+    assert "0.250 → 0.750" in out
     html = (place / "runs/recipe_corrections.html").read_text()
-    assert "recipe_corrections_broken" in html and "recipe_corrections_tis" in html
+    assert "recipe_corrections_broken" in html
+    assert "recipe_corrections_tis" in html
     config = (place / "runs/recipe_corrections_tis/config.yaml").read_text()
     for word in ("correction=tis", "log.group=recipe_corrections", "run.steps=2", "optim.lr=0.1"):
         assert f"'{word}'" in config
@@ -107,7 +109,8 @@ def test_ctrl_c_stops_the_child_and_still_reports(place):
     assert read_status(metrics.parent)["state"] == "stopped"
     assert "recipe_corrections_endless  stopped" in out
     assert "recipe_corrections_tis      not started" in out
-    assert (place / "runs/recipe_corrections.html").exists() and not (place / "runs/recipe_corrections_tis").exists()
+    assert (place / "runs/recipe_corrections.html").exists()
+    assert not (place / "runs/recipe_corrections_tis").exists()
 
 
 @pytest.mark.parametrize(
