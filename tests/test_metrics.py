@@ -17,7 +17,9 @@ def test_the_committed_page_is_current():
 
 def test_every_row_has_a_known_group_a_reducer_and_a_meaning():
     for metric in METRICS.values():
-        assert metric.group in GROUPS and metric.reducer in REDUCERS and metric.meaning, metric.name
+        assert metric.group in GROUPS, metric.name
+        assert metric.reducer in REDUCERS, metric.name
+        assert metric.meaning, metric.name
 
 
 def test_every_name_is_in_the_page_once():

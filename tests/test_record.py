@@ -124,7 +124,7 @@ def test_a_claimed_directory_is_taken_over_once(tmp_path):
     ("error", "state", "reason"),
     [
         (ValueError("bad batch"), "failed", "ValueError: bad batch"),
-        (KeyboardInterrupt(), "stopped", "KeyboardInterrupt"),
+        (KeyboardInterrupt(), "stopped", "interrupted"),
     ],
 )
 def test_the_status_says_how_a_run_ended(tmp_path, error, state, reason):

@@ -12,7 +12,7 @@ from megatron_rl import report_figures as figures
 from megatron_rl.record import Recorder
 from megatron_rl.report import headline_numbers, page, write_report
 from megatron_rl.run_data import NotARun, config_differences, load_run, load_runs
-from megatron_rl.schema import Format, Level
+from megatron_rl.schema import Config, Format, Level, RolloutSection, RolloutSource
 from megatron_rl.summary_figure import nice_ticks, summary_svg
 
 SINGLE = [
@@ -115,6 +115,16 @@ def test_a_run_that_stopped_at_once_still_has_a_report(tmp_path):
     assert "ValueError: &lt;no&gt; &amp; more" in html
     assert panels(html) == []
     assert headline_numbers(load_run(tmp_path / "short"))["Steps"] == "0 of 5"
+
+
+def test_a_supervised_run_shows_no_mismatch(tmp_path):
+    config = Config(rollout=RolloutSection(source=RolloutSource.dataset))
+    with Recorder(config, make_yaml(config, "warm"), tmp_path / "warm", 2, quiet(2)) as recorder:
+        for step in (1, 2):
+            recorder.log(step, {"loss/total": 1.0, "rollout_corr/kl": 0.0, "reward/mean": 1.0, "eval/accuracy": 0.1})
+    shown = panels((tmp_path / "warm/report.html").read_text())
+    assert shown[:2] == ["Loss", "Held-out accuracy"]
+    assert not {"Reward", "Mismatch KL"} & set(shown)
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
