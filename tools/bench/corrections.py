@@ -53,7 +53,10 @@ def masked_min(values: Tensor, mask: Tensor) -> Tensor:
 def plain(prox_BT: Tensor, sampler_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
     """The definition of every quantity, each from the inputs, in the order of the specification."""
     sampler_ok_BT, prox_ok_BT = torch.isfinite(sampler_BT), torch.isfinite(prox_BT)
-    found = {"non_finite_sampler": (mask_BT & ~sampler_ok_BT).sum(), "non_finite_learner": (mask_BT & ~prox_ok_BT).sum()}
+    found = {
+        "non_finite_sampler": (mask_BT & ~sampler_ok_BT).sum(),
+        "non_finite_learner": (mask_BT & ~prox_ok_BT).sum(),
+    }
     mask_BT = mask_BT & sampler_ok_BT & prox_ok_BT
     d_BT = torch.where(mask_BT, prox_BT - sampler_BT, 0.0)
     prox_BT, sampler_BT = torch.where(mask_BT, prox_BT, 0.0), torch.where(mask_BT, sampler_BT, 0.0)
