@@ -223,7 +223,7 @@ class Recorder:
         if kind is None:
             self.close()
         elif issubclass(kind, (KeyboardInterrupt, SystemExit)):
-            self.close("stopped", str(error) or kind.__name__)
+            self.close("stopped", str(error) or "interrupted")
         else:
             self.close("failed", f"{kind.__name__}: {error}")
 

@@ -190,9 +190,8 @@ class Learner:
 
     def update(self, targets: Targets) -> dict[str, float]:
         """One optimizer step on the global minibatch; the same metrics on every rank."""
-        totals = count_totals(
-            targets.denominator_mask_BT, targets.batch.groups_B, self.config.rollout.max_response_tokens
-        )
+        counted_BT, groups_B = targets.denominator_mask_BT.to(self.device), targets.batch.groups_B.to(self.device)
+        totals = count_totals(counted_BT, groups_B, self.config.rollout.max_response_tokens)
         rows = targets.mask_BT.any(dim=1).nonzero().flatten().tolist()  # the others add nothing
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -219,7 +218,7 @@ class Learner:
         inputs = loss_inputs(targets, mine, mine.matrix(logprobs_N), self.device)
         if self.config.loss.entropy_coef:
             inputs = replace(inputs, entropy_BT=entropy_bT)
-        loss, metrics = policy_loss(inputs, self.config.loss, totals)
+        loss, metrics = policy_loss(inputs, self.config.loss, totals, self.config.correction)
         entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / tokens
         return loss, unused, {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
 

@@ -61,7 +61,10 @@ def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) ->
         "variable_seq_lengths": True,  # packs differ in length
         "moe_token_dispatcher_type": "alltoall",  # the only one that allows it
         "calculate_per_token_loss": True,  # megatron-core then averages nothing by itself
-        "perform_initialization": False,  # weights are always loaded
+        # weights are always loaded; skipping initialization altogether would also skip the marks that say
+        # which parameters are split, and the gradient norm would miss shards
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
         **(_host_fields() if host.ON_HOST else _device_fields()),
     }
     _override(fields, learner.megatron)
@@ -124,6 +127,10 @@ def _host_fields() -> dict[str, Any]:
 
 def _device_fields() -> dict[str, Any]:
     return {"bias_dropout_fusion": True, "apply_rope_fusion": True, "gradient_accumulation_fusion": False}
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _override(fields: dict[str, Any], given: Mapping[str, Any]) -> None:

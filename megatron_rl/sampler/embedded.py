@@ -6,6 +6,7 @@ themselves. The child is started in its own session, so that Ctrl-C in a termina
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -228,14 +229,10 @@ class EmbeddedSampler:
         return SamplerError(f"{message}{code}. The end of {self.log_path}:\n{log_tail(self.log_path)}")
 
     def _reap(self, process: subprocess.Popen[bytes]) -> None:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(CLOSE_GRACE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the session's leader may be gone, its workers not yet
-        except ProcessLookupError:
-            pass
         process.wait(CLOSE_GRACE_S)
 
     def _unpack(

@@ -9,13 +9,12 @@ B sequences, T response positions (right-padded).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron_rl.schema import Format
-from megatron_rl.types import Rollout
+from megatron_rl.types import Batch
 
 BUDGETS = {Format.none: 0.02, Format.int8: 0.08, Format.fp8: 0.08, Format.fp8_block: 0.08}
 MAX_MISSING = 0.01  # share of tokens without a sampler logprob
@@ -82,7 +81,7 @@ def check(
 ) -> ProbeResult:
     """Raises SyncMismatch with a diagnosis when the difference exceeds the format's budget.
 
-    The logprobs must be of the version just synced: `versions_of` refuses others.
+    Both logprobs must be of the version just synced.
     """
     result = compare(sampler_logprobs_BT, learner_logprobs_BT, mask_BT, budget_of(format, budget))
     if result.ok:
@@ -93,6 +92,33 @@ def check(
         f"{result.mean_abs:.4g} nats over {result.tokens} tokens, budget {result.budget:g} (largest "
         f"{result.max_abs:.3g}, mean signed {result.mean:+.3g}; {result.missing} sampler and {result.learner_missing} "
         f"learner logprobs missing or NaN). {' '.join(causes)}"
+    )
+
+
+def check_batch(
+    batch: Batch,
+    learner_logprobs_BT: torch.Tensor,
+    *,
+    format: Format,
+    version: int,
+    budget: float | None = None,
+    vocab: int | None = None,
+    tied: bool = False,
+) -> ProbeResult:
+    """`check` on the rows that the sampler sampled with the version just synced; older ones differ rightly."""
+    fresh_B = batch.versions_B == version
+    if not bool(fresh_B.any()):
+        versions = sorted(set(batch.versions_B.tolist()))
+        raise ValueError(f"the probe needs rollouts of policy version {version}, the batch holds versions {versions}")
+    return check(
+        batch.sampler_logprobs_BT[fresh_B],
+        learner_logprobs_BT[fresh_B],
+        batch.mask_BT[fresh_B],
+        format=format,
+        version=version,
+        budget=budget,
+        vocab=vocab,
+        tied=tied,
     )
 
 
@@ -133,10 +159,3 @@ def diagnose(
             "sync.probe_budget)."
         )
     return causes
-
-
-def versions_of(rollouts: Sequence[Rollout], version: int) -> None:
-    """The probe compares the present policy: rollouts of an older one would differ for a good reason."""
-    older = {rollout.policy_version for rollout in rollouts} - {version}
-    if older:
-        raise ValueError(f"the probe got rollouts of policy versions {sorted(older)}, the synced version is {version}")

@@ -136,13 +136,15 @@ class WeightSync:
         parts = _all_gather(mine)
         failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
         if failures:
-            self._remove(version)
+            if self._rank == 0:
+                remove_version(self._directory, version)
             raise WeightSyncError(f"policy version {version} was not sent: " + "; ".join(failures[:3]))
         load_seconds, outcome = 0.0, None
         if self._rank == 0:
             load_seconds, outcome = self._load(version)
         load_seconds, message = _from_driver((load_seconds, outcome and str(outcome)))
-        self._remove(version)
+        if self._sampler is not None:  # without one the written version is the result
+            remove_version(self._directory, version)
         if outcome is not None:
             raise outcome
         if message is not None:
@@ -233,11 +235,6 @@ class WeightSync:
         except Exception as error:  # every kind: the other ranks wait for the outcome
             return time.perf_counter() - started, error
         return time.perf_counter() - started, None
-
-    def _remove(self, version: int) -> None:
-        # without a sampler the written version is the result
-        if self._rank == 0 and self._sampler is not None:
-            remove_version(self._directory, version)
 
 
 def _all_gather(value: Any) -> list[Any]:
