@@ -118,15 +118,16 @@ class Engine:
             raise
 
     def finish_weight_update(self) -> dict[str, Any]:
-        self.torn = True  # until every worker says otherwise
-        self.llm.collective_rpc("finish_weight_update")
-        states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
-        versions = {state["policy_version"] for state in states}
-        if len(versions) > 1 or any(state["torn"] for state in states):
-            raise RuntimeError(f"the engine's workers hold different policy versions: {sorted(versions)}")
+        try:
+            self.llm.collective_rpc("finish_weight_update")
+        finally:
+            states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
+            versions = sorted({state["policy_version"] for state in states})
+            self.torn = len(versions) > 1 or any(state["torn"] for state in states)
+        if self.torn:
+            raise RuntimeError(f"the engine's workers hold different policy versions: {versions}")
         self.llm.reset_prefix_cache()
-        self.torn = False
-        self.policy_version = versions.pop()
+        (self.policy_version,) = versions
         return max(states, key=lambda state: state["load_s"])
 
     def pause(self) -> None:
