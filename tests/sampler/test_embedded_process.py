@@ -21,10 +21,14 @@ PARENT = """
 import sys
 from pathlib import Path
 from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.schema import Config, Device, RunSection, SamplerSection
+from megatron_rl.schema import Config, Device, RolloutSection, RunSection, SamplerSection
 
 folder = Path(sys.argv[1])
-config = Config(run=RunSection(device=Device.cpu), sampler=SamplerSection(memory_gib=0.1, start_timeout_s=240))
+config = Config(
+    run=RunSection(device=Device.cpu),
+    rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
+    sampler=SamplerSection(memory_gib=0.1, start_timeout_s=240),
+)
 sampler = EmbeddedSampler(config, folder, folder)
 try:
     sampler.launch()
