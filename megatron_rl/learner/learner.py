@@ -295,8 +295,9 @@ def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch
 
 def dump(targets: Targets, metrics: Mapping[str, float], path: Path) -> None:
     """A minibatch as safetensors, its metrics as the file's metadata."""
-    parts = {**vars(targets.batch), **{name: value for name, value in vars(targets).items() if name != "batch"}}
-    tensors = {name: value.detach().cpu().contiguous() for name, value in parts.items() if isinstance(value, Tensor)}
+    parts = {f"batch.{name}": value for name, value in vars(targets.batch).items()} | vars(targets)
+    # clones: the file refuses tensors that share memory
+    tensors = {name: value.detach().cpu().clone() for name, value in parts.items() if isinstance(value, Tensor)}
     save_file(tensors, path, metadata={"metrics": json.dumps(dict(metrics))})
 
 

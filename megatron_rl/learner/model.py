@@ -148,11 +148,15 @@ def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
     """Rotary frequencies per channel pair, with the scaling that config.json asks for."""
     # newer configs keep everything in rope_parameters, older ones split it in two keys
     rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
+    # older Llama configs leave it out and mean this; other families have defaults of their own
+    missing = 10000.0 if hf_config.get("model_type") == "llama" else None
+    theta = rope.get("rope_theta") or hf_config.get("rope_theta") or missing
+    if theta is None:
+        raise ValueError(f"config.json of a {hf_config.get('model_type')} model lacks rope_theta")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if float(rope.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError("partial_rotary_factor of config.json: partial rotary embeddings are not supported")
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = 1.0 / float(theta) ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if kind == "default":
         return frequencies
     if kind == "linear":
