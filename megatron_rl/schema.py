@@ -25,6 +25,11 @@ class RolloutSource(StrEnum):
     dataset = "dataset"  # supervised warm start: the data set's own answers
 
 
+class LongPrompts(StrEnum):
+    error = "error"
+    drop = "drop"
+
+
 class Format(StrEnum):
     none = "none"
     int8 = "int8"
@@ -96,6 +101,7 @@ class DataSection:
     answer_key: str = "answer"
     shuffle: bool = True
     deduplicate: bool = True
+    long_prompts: LongPrompts = LongPrompts.error  # what happens to prompts above rollout.max_prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,7 @@ class RolloutSection:
 class SamplerSection:
     tensor_parallel: int = 1
     max_sequences: int = 256  # decoded at once
+    devices: str | None = None  # GPUs of the engine, such as "4,5"; null: all that this job sees
     memory_gib: float = 1.0  # KV cache on hosts; on GPUs vllm.gpu_memory_utilization rules
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
@@ -132,6 +139,7 @@ class QuantizationSection:
 class SyncSection:
     transport: Transport = Transport.file
     dir: str | None = None  # file: null is a private folder in shared memory; a shared filesystem across hosts
+    every: int = 1  # steps between updates of the sampler; above 1 it samples from an older policy
     bucket_mib: int = 64
     verify_every: int = 10  # the logprob probe: after the first sync, then every so many; 0: the first only
     probe_budget: float | None = None  # null: by format

@@ -99,6 +99,10 @@ class SwiGLU(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _SwiGLU.apply(x)
 
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The MLP asks each of its parts for what a checkpoint holds of it: of this one, nothing."""
+        return {}
+
 
 class _Pad(torch.autograd.Function):
     """A pack's rows in their padded places. Both directions only read: nothing adds into memory."""

@@ -183,11 +183,13 @@ def _limit_threads(local_ranks: int) -> None:
 def _join(rank: int, world_size: int) -> None:
     if dist.is_initialized():
         return
-    if world_size == 1 and "MASTER_ADDR" not in os.environ:
+    if world_size == 1 and not {"MASTER_ADDR", "MEGATRON_RL_RENDEZVOUS"} & os.environ.keys():
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     # tensors in host memory go through gloo even where NCCL moves the gradients
     backend = "gloo" if host.ON_HOST else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=PATIENCE)
+    # ranks of one machine meet in a file: no port is open to anybody
+    meeting = os.environ.get("MEGATRON_RL_RENDEZVOUS", "env://")
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size, timeout=PATIENCE)
 
 
 def _free_port() -> int:

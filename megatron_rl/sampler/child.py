@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,8 @@ class Engine:
         self.paused = False
         self.torn = False
         self.policy_version = -1
+        # the first generation loads and compiles for seconds: let that be part of the start
+        self.generate([[0]], [0], samples=2, max_tokens=2, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[])
 
     def health(self) -> dict[str, Any]:
         return {"policy_version": self.policy_version, "torn": self.torn, "paused": self.paused, "pid": os.getpid()}
@@ -96,7 +99,7 @@ class Engine:
             )
             for seed in seeds
         ]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
         return pack([completion for output in outputs for completion in sorted(output.outputs, key=lambda c: c.index)])
 
@@ -204,7 +207,7 @@ def serve(channel: Channel) -> None:
         request = requests.get()
         if request["method"] == "shutdown":
             return
-        answer(channel, request, lambda r=request: REQUESTS[r["method"]](engine, **r["arguments"]))
+        answer(channel, request, partial(REQUESTS[request["method"]], engine, **request["arguments"]))
 
 
 def main() -> None:

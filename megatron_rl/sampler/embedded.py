@@ -6,6 +6,7 @@ themselves. The child is started in its own session, so that Ctrl-C in a termina
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -69,12 +70,19 @@ class EmbeddedSampler:
         self._channel: Channel | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._requests = 0
+        self._starting = False  # launched, and nobody has waited for it yet
 
     @property
     def stats(self) -> SamplerStats:
         return self._stats
 
     def start(self) -> None:
+        """Start the child and wait until its engine answers."""
+        self.launch()
+        self.wait_ready()
+
+    def launch(self) -> None:
+        """Start the child without waiting for it: the learner can start meanwhile."""
         self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-engine-")
         folder = model_folder.write_engine_folder(self._hf_folder, Path(self._folder.name), self._config)
         arguments = model_folder.engine_arguments(self._config, folder, self._worker_extension)
@@ -94,7 +102,13 @@ class EmbeddedSampler:
         finally:
             theirs.close()
         self._channel = Channel(ours)
-        self._request("start", arguments, self._config.sampler.start_timeout_s, "sampler.start_timeout_s")
+        self._post("start", arguments)
+        self._starting = True
+
+    def wait_ready(self) -> None:
+        if self._starting:
+            self._starting = False
+            self._answer("start", self._config.sampler.start_timeout_s, "sampler.start_timeout_s")
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
@@ -169,16 +183,24 @@ class EmbeddedSampler:
         self.close()
 
     def _call(self, method: str, **arguments: Any) -> Any:
-        timeout_s = self._config.sampler.request_timeout_s
-        return self._request(method, arguments, timeout_s, "sampler.request_timeout_s")
+        self.wait_ready()
+        self._post(method, arguments)
+        return self._answer(method, self._config.sampler.request_timeout_s, "sampler.request_timeout_s")
 
-    def _request(self, method: str, arguments: dict[str, Any], timeout_s: float, key: str) -> Any:
-        """Ask the child and wait; every way in which no answer comes ends the child and names its log."""
+    def _post(self, method: str, arguments: dict[str, Any]) -> None:
         if self._channel is None:
             raise SamplerError("the sampler is not running: it was never started, was closed, or failed before")
         self._requests += 1
         try:
             self._channel.send({"id": self._requests, "method": method, "arguments": arguments})
+        except ChannelClosed:
+            raise self._failure(f"the sampler's process ended before `{method}`") from None
+
+    def _answer(self, method: str, timeout_s: float, key: str) -> Any:
+        """Wait for the reply; every way in which none comes ends the child and names its log."""
+        if self._channel is None:
+            raise SamplerError("the sampler is not running: it was closed, or failed before")
+        try:
             reply = self._channel.receive(timeout_s)
         except TimeoutError:
             raise self._failure(f"the sampler did not answer `{method}` within {key}={timeout_s:g}") from None
@@ -207,14 +229,10 @@ class EmbeddedSampler:
         return SamplerError(f"{message}{code}. The end of {self.log_path}:\n{log_tail(self.log_path)}")
 
     def _reap(self, process: subprocess.Popen[bytes]) -> None:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(CLOSE_GRACE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the session's leader may be gone, its workers not yet
-        except ProcessLookupError:
-            pass
         process.wait(CLOSE_GRACE_S)
 
     def _unpack(

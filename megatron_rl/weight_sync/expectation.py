@@ -7,6 +7,8 @@ take whole tensors and cut their own shard.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -31,7 +33,8 @@ def expected_tensors(model: torch.nn.Module, tied: bool) -> dict[str, Expected]:
             continue
         elif isinstance(module, VocabParallelEmbedding):
             shape = (module.org_vocab_size, module.embedding_dim)
-            expected[f"{name}.weight"] = Expected(DTYPE_NAMES[module.weight.dtype], shape)
+            dtype: Any = module.weight.dtype
+            expected[f"{name}.weight"] = Expected(DTYPE_NAMES[dtype], shape)
         else:
             for suffix, parameter in module.named_parameters(recurse=False):
                 expected[f"{name}.{suffix}"] = Expected(DTYPE_NAMES[parameter.dtype], tuple(parameter.shape))
@@ -44,7 +47,7 @@ def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return parameters
 
 
-def _linear(name: str, layer: LinearBase, fused_names: dict[str, list[str]]) -> dict[str, Expected]:
+def _linear(name: str, layer: Any, fused_names: dict[str, list[str]]) -> dict[str, Expected]:
     parameters = checkpoint_parameters(layer)
     columns = layer.input_size
     expected: dict[str, Expected] = {}
@@ -63,16 +66,17 @@ def _linear(name: str, layer: LinearBase, fused_names: dict[str, list[str]]) -> 
     return expected
 
 
-def _parts(name: str, layer: LinearBase, fused_names: dict[str, list[str]]) -> list[tuple[str, int]]:
+def _parts(name: str, layer: Any, fused_names: dict[str, list[str]]) -> list[tuple[str, int]]:
     """The checkpoint's layers behind one engine layer, with their output sizes."""
     parent, _, last = name.rpartition(".")
+    sizes: Any
     if last not in fused_names:
         return [(name, layer.output_size)]
     if isinstance(layer, QKVParallelLinear):
         key_value = layer.total_num_kv_heads
         sizes = [layer.total_num_heads * layer.head_size, key_value * layer.head_size, key_value * layer.v_head_size]
     elif isinstance(layer, ColumnParallelLinear):
-        sizes = list(layer.output_sizes)
+        sizes = layer.output_sizes
     else:
         raise WeightSyncError(f"the engine's layer {name} is fused in a way that updates do not know")
     return [(f"{parent}.{part}", size) for part, size in zip(fused_names[last], sizes, strict=True)]

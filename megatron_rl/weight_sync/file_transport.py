@@ -111,7 +111,7 @@ class _Buckets:
             raise WeightSyncError(
                 f"tensor {name} has the dtype {tensor.dtype}, which the file transport does not carry"
             )
-        data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         if self._file is None or self.files[self._name] >= self._bucket_bytes:
             self._open_next()
         assert self._file is not None

@@ -218,6 +218,9 @@ class HfFolderWriter:
             "weight_map": {s.name: name for name, group in zip(names, groups, strict=True) for s in group},
         }
 
+    def __contains__(self, name: object) -> bool:
+        return any(name in writer for writer in self._writers)
+
     def add(self, name: str, tensor: torch.Tensor) -> None:
         for writer in self._writers:
             if name in writer:
@@ -242,12 +245,14 @@ class HfFolderWriter:
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy everything but weights (config, tokenizer, generation defaults); returns the names."""
+    """Copy everything but weights and their index (config, tokenizer, generation defaults); returns the names."""
     target.mkdir(parents=True, exist_ok=True)
     names = [
         entry.name
         for entry in sorted(source.iterdir())
-        if entry.is_file() and entry.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+        if entry.is_file()
+        and entry.name != INDEX
+        and entry.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
     ]
     for name in names:
         shutil.copyfile(source / name, target / name)

@@ -12,6 +12,8 @@ Shapes: M tokens, K input features, N output features.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, _POSSIBLE_INT8_KERNELS
@@ -36,7 +38,7 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
             return False, "takes channel-wise weights and symmetric dynamic activations only"
         return True, None
 
-    def process_weights_for_onednn(self, layer: torch.nn.Module) -> None:
+    def process_weights_for_onednn(self, layer: Any) -> None:
         layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data, requires_grad=False)
         self.dnnl_handler = ops.create_onednn_scaled_mm(
             layer.weight.t(), layer.weight_scale, torch.get_default_dtype(), True, False, PRIMITIVE_CACHE
@@ -64,15 +66,13 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
             return False, "takes one weight scale per output channel and BF16 outputs only"
         return True, None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         weight_KN = layer.weight.data.to(torch.bfloat16)
         self.dnnl_handler = ops.create_onednn_mm(weight_KN, PRIMITIVE_CACHE)
         self.scale_N = layer.weight_scale.data.reshape(-1)
         layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 
-    def apply_weights(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
         rounded_MK, scale_M1 = self.quant_fp8(x_MK)
         out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK.to(torch.bfloat16), None)
@@ -99,7 +99,11 @@ def install() -> None:
     """Prefer these kernels in this process, once; a no-op on GPUs."""
     if not current_platform.is_cpu():
         return
-    for table, kernel in ((_POSSIBLE_INT8_KERNELS, SymmetricInt8Kernel), (_POSSIBLE_FP8_KERNELS, RoundedFp8Kernel)):
+    tables: list[tuple[Any, type]] = [
+        (_POSSIBLE_INT8_KERNELS, SymmetricInt8Kernel),
+        (_POSSIBLE_FP8_KERNELS, RoundedFp8Kernel),
+    ]
+    for table, kernel in tables:
         kernels = table[PlatformEnum.CPU]
         if kernel not in kernels:
             kernels.insert(0, kernel)

@@ -8,12 +8,10 @@ Nothing touches the live model before every worker has accepted the whole update
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -24,9 +22,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from megatron_rl.weight_sync import expectation, host_kernels, manifest, reload
-from megatron_rl.weight_sync.file_transport import manifest_path, version_directory
-from megatron_rl.weight_sync.manifest import Expected, Manifest, TensorEntry, WeightSyncError
+from megatron_rl.weight_sync import expectation, host_kernels, reload
+from megatron_rl.weight_sync.file_reader import Staged, stage
+from megatron_rl.weight_sync.manifest import WeightSyncError
 
 BACKEND = "file"
 NO_VERSION = -1  # the engine still holds its dummy weights
@@ -55,16 +53,6 @@ class SyncState:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Staged:
-    """A verified update, mapped into memory and not yet loaded."""
-
-    policy_version: int
-    tensors: Mapping[str, torch.Tensor]
-    nbytes: int
-    verify_s: float
-
-
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -89,7 +77,13 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        self._staged = stage(update_info, self.expected, self.state.policy_version)
+        self._staged = stage(
+            Path(update_info.directory),
+            update_info.policy_version,
+            update_info.writers,
+            self.expected,
+            self.state.policy_version,
+        )
 
     def finish_weight_update(self) -> None:
         staged, self._staged = self._staged, None
@@ -127,64 +121,6 @@ class WorkerExtension:
         """End an update that some worker refused, so that the next one can start."""
         self._weight_update_active = False
         self.weight_transfer_engine.abort()
-
-
-def stage(info: FileUpdateInfo, expected: Mapping[str, Expected], current_version: int) -> Staged:
-    """Map and verify all files of an update; raises WeightSyncError that names what is wrong."""
-    start = time.perf_counter()
-    directory = Path(info.directory)
-    manifests = []
-    for writer in range(info.writers):
-        read = manifest.read(manifest_path(directory, info.policy_version, writer))
-        manifest.verify_version(read.policy_version, current_version, info.policy_version)
-        if (read.writer, read.writers) != (writer, info.writers):
-            raise WeightSyncError(
-                f"manifest {writer} of {info.writers} says it is {read.writer} of {read.writers}: "
-                "the directory mixes two updates"
-            )
-        manifests.append(read)
-    entries = manifest.join(manifests)
-    manifest.verify_entries([entry for _, entry in entries.values()], expected)
-    folder = version_directory(directory, info.policy_version)
-    tensors = dict(_mapped_tensors(folder, manifests))
-    nbytes = sum(entry.nbytes for _, entry in entries.values())
-    return Staged(info.policy_version, tensors, nbytes, time.perf_counter() - start)
-
-
-def _mapped_tensors(folder: Path, manifests: list[Manifest]) -> Iterator[tuple[str, torch.Tensor]]:
-    for each in manifests:
-        files = {name: _map_file(folder / name, nbytes, each) for name, nbytes in each.files.items()}
-        for entry in each.tensors:
-            yield entry.name, _verified_tensor(entry, files)
-
-
-def _map_file(path: Path, nbytes: int, owner: Manifest) -> np.ndarray:
-    inside = [entry.name for entry in owner.tensors if entry.file == path.name]
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise WeightSyncError(f"missing file {path}, which holds {_some(inside)}") from None
-    if size != nbytes:
-        cut = [entry.name for entry in owner.tensors if entry.file == path.name and entry.offset + entry.nbytes > size]
-        raise WeightSyncError(
-            f"truncated file {path}: {size} bytes, the manifest says {nbytes}; it holds {_some(cut or inside)}"
-        )
-    # copy-on-write: torch wants writable memory, the file stays as it is
-    return np.memmap(path, dtype=np.uint8, mode="c") if nbytes else np.empty(0, dtype=np.uint8)
-
-
-def _verified_tensor(entry: TensorEntry, files: Mapping[str, np.ndarray]) -> torch.Tensor:
-    file = files.get(entry.file)
-    if file is None or entry.offset < 0 or entry.offset + entry.nbytes > len(file):
-        raise WeightSyncError(f"tensor {entry.name} lies outside the files of its manifest")
-    data = file[entry.offset : entry.offset + entry.nbytes]
-    if manifest.checksum(data.data) != entry.checksum:
-        raise WeightSyncError(f"corrupt tensor {entry.name}: its bytes do not match its checksum")
-    return torch.from_numpy(data).view(manifest.DTYPES[entry.dtype]).reshape(entry.shape)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 # importing twice (a test module and a worker in one process) must not fail

@@ -11,9 +11,12 @@ GPUs: vLLM's layerwise reload keeps the tensors that CUDA graphs captured; it is
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
@@ -30,13 +33,15 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 
 @torch.no_grad()
 def load(
-    model: torch.nn.Module,
+    model: Any,
     model_config: ModelConfig,
     device: torch.device,
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
     """Replace every parameter of the live model; raises if one of them was not written."""
-    with set_default_torch_dtype(model_config.dtype), device:
+    dtype = model_config.dtype
+    assert isinstance(dtype, torch.dtype)  # vLLM has resolved "auto" by now
+    with set_default_torch_dtype(dtype), device:
         if device.type == "cpu":
             restore_checkpoint_layout(model)
             refuse_unwritten(model, model.load_weights(tensors))
@@ -50,21 +55,29 @@ def load(
             _refuse_missing(names - loaded)
 
 
-def restore_checkpoint_layout(model: torch.nn.Module) -> None:
+def restore_checkpoint_layout(model: Any) -> None:
     """Give every packed layer back the parameters that its weight loaders write into."""
     for layer in model.modules():
+        if is_deferred_attention_layer(layer):
+            # its scales of a quantized KV cache: back to the sentinels that mean "not given"
+            quant_method = getattr(layer, "quant_method", None)
+            if isinstance(quant_method, QuantizeMethodBase):
+                quant_method.create_weights(layer)
+            continue
         for name, meta in checkpoint_parameters(layer).items():
             current = layer._parameters.get(name)
             if current is None or type(current) is not type(meta) or current.shape != meta.shape:
-                layer.register_parameter(name, restore_layer_refs(materialize_meta_tensor(meta), layer))
+                layer.register_parameter(name, _parameter(meta, layer))
 
 
-def refuse_unwritten(model: torch.nn.Module, loaded: set[str]) -> None:
+def refuse_unwritten(model: Any, loaded: set[str]) -> None:
     """Tied parameters appear once in `named_parameters`, under the name that is loaded."""
-    _refuse_missing({name for name, _ in model.named_parameters()} - loaded)
+    attention = tuple(f"{name}." for name, layer in model.named_modules() if is_deferred_attention_layer(layer))
+    names = {name for name, _ in model.named_parameters() if not name.startswith(attention)}
+    _refuse_missing(names - loaded)
 
 
-def refresh_tied_head(model: torch.nn.Module) -> None:
+def refresh_tied_head(model: Any) -> None:
     """A tied head must read the embedding that was just written, whatever object held it before."""
     heads = [module for module in model.modules() if isinstance(module, ParallelLMHead)]
     embeddings = [
@@ -74,6 +87,11 @@ def refresh_tied_head(model: torch.nn.Module) -> None:
     ]
     if model.config.tie_word_embeddings and len(heads) == 1 and len(embeddings) == 1:
         heads[0].weight = embeddings[0].weight
+
+
+def _parameter(meta: torch.Tensor, layer: torch.nn.Module) -> Any:
+    """An uninitialized parameter with the class and the weight loader of the recorded one."""
+    return restore_layer_refs(materialize_meta_tensor(meta), layer)
 
 
 def _refuse_missing(names: set[str]) -> None:

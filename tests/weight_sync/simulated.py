@@ -96,7 +96,6 @@ def run_sources(
         work.append(local_parameters(hf, shape, layout, place))
     with ThreadPoolExecutor(len(sources)) as pool:
         futures = [
-            pool.submit(lambda s=source, p=part: list(s.tensors(p)))
-            for source, part in zip(sources, work, strict=True)
+            pool.submit(lambda s=source, p=part: list(s.tensors(p))) for source, part in zip(sources, work, strict=True)
         ]
         return sources, [future.result(timeout=TIMEOUT_S * 2) for future in futures]

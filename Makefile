@@ -1,0 +1,41 @@
+# make quickstart   install, build the toy, train it with RL, report      make test   install, run every test
+# EXTRA=cpu|gpu overrides what is detected; PYTHON picks the interpreter (3.11 or 3.12).
+
+SHELL := /bin/bash
+PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11,$(if $(shell $(p) -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])' 2>/dev/null && echo ok),$(p))))
+EXTRA ?= $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 GPU),gpu,cpu)
+BIN := .venv/bin
+
+.PHONY: quickstart test check install install-dev lint resolve-gpu constraints clean help
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+install: .venv/.installed-$(EXTRA)
+install-dev: .venv/.installed-$(EXTRA)-dev
+
+.venv/.installed-%: pyproject.toml constraints/cpu.txt constraints/gpu.txt constraints/overrides-cpu.txt constraints/overrides-gpu.txt tools/install.sh
+	@PYTHON="$(PYTHON)" bash tools/install.sh $(subst -,$(comma),$*)
+	@touch $@
+comma := ,
+
+quickstart: install
+	@$(BIN)/megatron-rl quickstart
+
+test: install-dev
+	@$(BIN)/python -m pytest
+
+lint: install-dev
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+# Does the gpu extra still resolve as one set? Nothing is installed.
+resolve-gpu: install-dev
+	@bash tools/install.sh --resolve gpu
+
+# Refreshes the pins after a change of pyproject.toml.
+constraints: install-dev
+	@bash tools/install.sh --resolve cpu > constraints/cpu.txt.new && mv constraints/cpu.txt.new constraints/cpu.txt
+	@bash tools/install.sh --resolve gpu > constraints/gpu.txt.new && mv constraints/gpu.txt.new constraints/gpu.txt
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,156 @@
+"""Everything that can be known to be wrong before an engine starts, found in seconds and named by key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+from megatron_rl.config import ConfigError
+from megatron_rl.correction import checks as objective
+from megatron_rl.device import Machine, detect, format_problem
+from megatron_rl.rewards.functions import resolve
+from megatron_rl.schema import Config, Device, Estimator, Format, Fp8, LossName, ModelInit, RolloutSource, Transport
+from megatron_rl.weight_sync.plan import config_problems
+
+
+
+def check(config: Config) -> Machine:
+    """Raises one ConfigError listing every problem found; returns the machine the run will use."""
+    machine = detect(config.run.device)
+    found = [problem for rule in _RULES for problem in rule(config, machine)]
+    if found:
+        raise ConfigError("\n".join(found))
+    return machine
+
+
+def read_hf_config(config: Config) -> dict[str, Any]:
+    path = Path(config.model.path) / "config.json"
+    if not config.model.path or not path.is_file():
+        raise ConfigError(
+            f"model.path: no config.json in {config.model.path!r}; name a Hugging Face model folder "
+            "(`megatron-rl toy` makes a small one)"
+        )
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"model.path: {path} is not valid JSON ({error})") from None
+
+
+def _numbers(config: Config, machine: Machine) -> Iterator[str]:
+    bounds: list[tuple[str, float, Callable[[float], bool], str]] = [
+        ("run.steps", config.run.steps, lambda x: x >= 0, "0 or more"),
+        ("rollout.prompts_per_step", config.rollout.prompts_per_step, lambda x: x >= 1, "1 or more"),
+        ("rollout.samples_per_prompt", config.rollout.samples_per_prompt, lambda x: x >= 1, "1 or more"),
+        ("rollout.max_prompt_tokens", config.rollout.max_prompt_tokens, lambda x: x >= 1, "1 or more"),
+        ("rollout.max_response_tokens", config.rollout.max_response_tokens, lambda x: x >= 1, "1 or more"),
+        ("rollout.max_gen_batches", config.rollout.max_gen_batches, lambda x: x >= 1, "1 or more"),
+        ("rollout.temperature", config.rollout.temperature, lambda x: x > 0, "above 0 (greedy is for evaluation)"),
+        ("sampler.tensor_parallel", config.sampler.tensor_parallel, lambda x: x >= 1, "1 or more"),
+        ("sampler.max_sequences", config.sampler.max_sequences, lambda x: x >= 1, "1 or more"),
+        ("sampler.memory_gib", config.sampler.memory_gib, lambda x: x > 0, "above 0"),
+        ("sync.every", config.sync.every, lambda x: x >= 1, "1 or more"),
+        ("sync.verify_every", config.sync.verify_every, lambda x: x >= 0, "0 or more"),
+        ("sync.bucket_mib", config.sync.bucket_mib, lambda x: x >= 1, "1 or more"),
+        ("reward.workers", config.reward.workers, lambda x: x >= 1, "1 or more"),
+        ("reward.timeout_s", config.reward.timeout_s, lambda x: x > 0, "above 0"),
+        ("optim.lr", config.optim.lr, lambda x: x > 0, "above 0"),
+        ("optim.warmup_steps", config.optim.warmup_steps, lambda x: x >= 0, "0 or more"),
+        ("optim.clip_grad", config.optim.clip_grad, lambda x: x >= 0, "0 (off) or more"),
+        ("learner.n_minibatches", config.learner.n_minibatches, lambda x: x >= 1, "1 or more"),
+        ("learner.tokens_per_microbatch", config.learner.tokens_per_microbatch, lambda x: x >= 1, "1 or more"),
+        ("eval.every", config.eval.every, lambda x: x >= 0, "0 (never) or more"),
+        ("eval.max_prompts", config.eval.max_prompts, lambda x: x >= 1, "1 or more"),
+    ]
+    for axis in ("tensor", "pipeline", "context", "expert", "data"):
+        key = f"{axis}_parallel"
+        bounds.append((f"learner.{key}", getattr(config.learner, key), lambda x: x >= 1, "1 or more"))
+    for key, value, holds, expected in bounds:
+        if not holds(value):
+            yield f"{key}: {value:g}, expected {expected}"
+    if config.learner.n_minibatches > config.rollout.prompts_per_step:
+        yield (
+            f"learner.n_minibatches: {config.learner.n_minibatches} updates of "
+            f"rollout.prompts_per_step={config.rollout.prompts_per_step} groups leave empty ones; lower it"
+        )
+
+
+def _model(config: Config, machine: Machine) -> Iterator[str]:
+    hf = read_hf_config(config)
+    yield from config_problems(config, hf)
+    context = hf.get("max_position_embeddings")
+    wanted = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if context is not None and wanted > context:
+        yield (
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens: {wanted}, but the model's context is "
+            f"{context} tokens; lower one of the two"
+        )
+    longest = config.rollout.max_prompt_tokens + (config.eval.max_response_tokens or 0)
+    if context is not None and longest > context:
+        yield f"eval.max_response_tokens: with the prompt {longest} tokens, above the context of {context}; lower it"
+    if config.model.init == ModelInit.pretrained and not list(Path(config.model.path).glob("*.safetensors")):
+        yield (
+            f"model.path: {config.model.path} holds no .safetensors weights; run the recipe that makes them "
+            "(for the toy: recipes/toy_sft.yaml), or set model.init=random"
+        )
+
+
+def _formats(config: Config, machine: Machine) -> Iterator[str]:
+    problem = format_problem(config.quantization.format, machine)
+    if problem:
+        yield f"quantization.format: {config.quantization.format}: {problem}"
+    if config.sync.transport != Transport.file and machine.kind == Device.cpu:
+        yield f"sync.transport: {config.sync.transport} needs GPUs; use file"
+    elif config.sync.transport != Transport.file:
+        yield f"sync.transport: {config.sync.transport} is not built yet; use file"
+    if config.learner.fp8 != Fp8.none and machine.kind == Device.cpu:
+        yield f"learner.fp8: {config.learner.fp8} needs Transformer Engine on a GPU; use none"
+    if config.learner.context_parallel > 1 and machine.kind == Device.cpu:
+        yield "learner.context_parallel: needs Transformer Engine's attention on GPUs; use 1"
+    if config.sync.dir is not None and not Path(config.sync.dir).is_dir():
+        yield f"sync.dir: no folder {config.sync.dir!r}; make it, or leave null for shared memory"
+
+
+def _data(config: Config, machine: Machine) -> Iterator[str]:
+    for key, needed in (("train", True), ("eval", config.eval.every > 0)):
+        value = getattr(config.data, key)
+        if needed and not value:
+            yield f"data.{key}: not set; name a .jsonl or .parquet file" + (
+                ", or set eval.every=0" if key == "eval" else ""
+            )
+        elif value and not Path(value).is_file():
+            yield f"data.{key}: no file {value!r}; `megatron-rl toy` makes the toy's data"
+    try:
+        resolve(config.reward.name)
+    except LookupError as error:
+        yield f"reward.name: {error.args[0]}"
+    if not 0 <= config.reward.overlong_buffer <= config.rollout.max_response_tokens:
+        yield (
+            f"reward.overlong_buffer: {config.reward.overlong_buffer}, expected 0 (off) to "
+            f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
+        )
+
+
+def _algorithm(config: Config, machine: Machine) -> Iterator[str]:
+    yield from objective.problems(config)
+    supervised = config.rollout.source == RolloutSource.dataset
+    if supervised and config.loss.name != LossName.cross_entropy:
+        yield f"loss.name: {config.loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"
+    if supervised and config.advantage.estimator != Estimator.none:
+        yield f"advantage.estimator: {config.advantage.estimator} on the data set's own answers is 0; use none"
+    if supervised and config.rollout.samples_per_prompt != 1:
+        yield "rollout.samples_per_prompt: the data set has one answer per prompt; use 1 with rollout.source=dataset"
+    if config.sampler.tensor_parallel > 1 and config.quantization.format == Format.fp8_block:
+        yield "sampler.tensor_parallel: 128x128 blocks over several sampler ranks are not built yet; use 1"
+    if config.eval.every % config.sync.every:
+        yield (
+            f"eval.every: {config.eval.every} is not a multiple of sync.every={config.sync.every}: "
+            "the sampler would be evaluated with an older policy"
+        )
+    if config.run.stop_metric is not None and not config.run.stop_metric.startswith("eval/"):
+        yield f"run.stop_metric: {config.run.stop_metric!r}, expected one of eval/ (such as eval/accuracy)"
+
+
+_RULES = (_numbers, _model, _formats, _data, _algorithm)

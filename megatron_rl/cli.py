@@ -1,0 +1,173 @@
+"""The command line: `megatron-rl train | toy | quickstart | report | plan | translate`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.config import ConfigError, load, to_yaml
+from megatron_rl.schema import Config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    stray = [word for word in rest if word.startswith("-") or "overrides" not in options]
+    if stray:
+        parser.error(f"unknown argument {stray[0]!r}; overrides are written section.key=value")
+    if rest:  # overrides after an option
+        options.overrides += rest
+    try:
+        return options.run(options)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-rl", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="run a recipe")
+    _recipe(train)
+    train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    train.add_argument(
+        "--ranks",
+        choices=("local", "env", "slurm"),
+        default="local",
+        help="local: start every rank here; env: be one rank of torchrun; slurm: be one rank of srun",
+    )
+    train.set_defaults(run=_train)
+
+    toy = commands.add_parser("toy", help="make the toy's model folder and data")
+    toy.add_argument("folder", nargs="?", type=Path, default=Path("data/toy"))
+    toy.set_defaults(run=_toy)
+
+    quickstart = commands.add_parser("quickstart", help="the toy, a warm start, and RL on it")
+    quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="for the RL run")
+    quickstart.set_defaults(run=_quickstart)
+
+    report = commands.add_parser("report", help="one HTML page from one or several run directories")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    report.add_argument("-o", "--output", type=Path, help="default: report.html in the (first) run directory")
+    report.set_defaults(run=_report)
+
+    translate = commands.add_parser("translate", help="another project's correction settings as ours")
+    translate.add_argument("framework")
+    translate.add_argument("file", type=Path)
+    translate.set_defaults(run=_translate)
+    return parser
+
+
+def _recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, help="a YAML file, such as recipes/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as correction=icepop optim.lr=1e-6")
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = load(options.recipe, options.overrides)
+    if options.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    return run(config, options.ranks, dry=options.dry_run)
+
+
+def run(config: Config, ranks: str = "local", dry: bool = False) -> int:
+    """Checks a configuration, then plans or runs it."""
+    from megatron_rl.checks import check
+    from megatron_rl.prompts import check_datasets
+    from megatron_rl.run_dir import RunDirectoryUsed, check_run_dir
+
+    machine = check(config)
+    check_datasets(config)
+    run_dir = Path(config.run.root) / str(config.run.name)
+    try:
+        if ranks == "local" or _rank(ranks) == 0:
+            check_run_dir(run_dir, config.run.if_exists)
+    except RunDirectoryUsed as error:
+        raise ConfigError(f"run.name: {error}") from None
+    if dry:
+        from megatron_rl.summary import describe
+
+        print(describe(config, machine))
+        return 0
+    if ranks == "local":
+        from megatron_rl.launch import launch
+
+        return launch(config)
+    from megatron_rl.rank import run_rank
+
+    os.environ.update(_slurm_environment() if ranks == "slurm" else {})
+    run_rank(config, run_dir)
+    return 0
+
+
+def _rank(ranks: str) -> int:
+    name = "SLURM_PROCID" if ranks == "slurm" else "RANK"
+    if name not in os.environ:
+        starter = "srun" if ranks == "slurm" else "torchrun"
+        raise ConfigError(f"--ranks {ranks}: {name} is not set; start this under {starter}, or use --ranks local")
+    return int(os.environ[name])
+
+
+def _slurm_environment() -> dict[str, str]:
+    ranks = {
+        "RANK": os.environ["SLURM_PROCID"],
+        "WORLD_SIZE": os.environ["SLURM_NTASKS"],
+        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+    }
+    if os.environ.get("SLURM_STEP_NUM_NODES") == "1":  # one node meets in a file and opens no port to others
+        attempt = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+        store = f"file:///dev/shm/megatron-rl-{os.getuid()}-{attempt}"
+        return {**ranks, "MEGATRON_RL_RENDEZVOUS": store, "GLOO_SOCKET_IFNAME": "lo"}
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(f"--ranks slurm: {', '.join(missing)} not set; slurm/prologue.sh exports them")
+    return ranks
+
+
+def _toy(options: argparse.Namespace) -> int:
+    from megatron_rl.toy import write_toy
+
+    counts = write_toy(options.folder)
+    print(f"{options.folder}: {counts['train']} problems to train on, {counts['test']} held out, and model/")
+    return 0
+
+
+def _quickstart(options: argparse.Namespace) -> int:
+    from megatron_rl.quickstart import quickstart
+
+    return quickstart(options.overrides)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from megatron_rl.report import write_report
+
+    output = options.output or options.runs[0] / "report.html"
+    for path in options.runs:
+        if not (path / "metrics.jsonl").is_file():
+            raise ConfigError(f"{path}: no metrics.jsonl; name a run directory such as runs/quickstart")
+    write_report(options.runs, output)
+    print(output)
+    return 0
+
+
+def _translate(options: argparse.Namespace) -> int:
+    from megatron_rl.translate import TranslationError, translate_file
+
+    try:
+        print(translate_file(options.framework, options.file), end="")
+    except TranslationError as error:
+        raise ConfigError(str(error)) from None
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

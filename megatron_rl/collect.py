@@ -1,0 +1,233 @@
+"""prompt -> rollout -> reward -> group filter, and the held-out evaluation. Runs on the driver rank.
+
+Shape suffixes: B sequences, T response positions, S prompt + response positions (both right-padded),
+N rollouts, G groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from statistics import fmean, pstdev
+from typing import Protocol
+
+import torch
+
+from megatron_rl.advantage import overlong_penalty
+from megatron_rl.prompts import Dataset, PromptOrder, Tokenizer
+from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.schema import Config
+from megatron_rl.types import Batch, Prompt, Rollout, SamplingParams, Scored
+
+SPREAD = 1e-6  # rewards closer than this are the same
+Group = list[Scored]
+
+
+class Generates(Protocol):
+    """The half of a Sampler that collecting needs."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+    ) -> list[Rollout]: ...
+
+
+@dataclass(frozen=True)
+class Collected:
+    scored: list[Scored]
+    metrics: dict[str, float]
+
+
+class Collector:
+    """Draws prompts, has them answered and scored, and refills groups that cannot be learned from."""
+
+    def __init__(
+        self, config: Config, dataset: Dataset, tokenizer: Tokenizer, answers: Generates, rewards: RewardPool
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._answers = answers
+        self._rewards = rewards
+        self._params = SamplingParams(
+            samples=config.rollout.samples_per_prompt,
+            max_tokens=config.rollout.max_response_tokens,
+            temperature=config.rollout.temperature,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            stop_token_ids=tokenizer.stop_token_ids,
+        )
+        self.order = PromptOrder(dataset, config.run.seed, config.data.shuffle)
+        self.next_group = 0
+
+    def collect(self, step: int) -> Collected:
+        """A step's rollouts: whole groups, neighbours, in the order they were drawn."""
+        drawn: list[Group] = []
+        kept: list[Group] = []
+        wanted = self._config.rollout.prompts_per_step
+        rounds = 0
+        while len(kept) < wanted and rounds < self._config.rollout.max_gen_batches:
+            groups = self._draw(_refill(wanted - len(kept), len(kept), len(drawn)), step)
+            drawn += groups
+            kept += [group for group in groups if self._learnable(group)]
+            rounds += 1
+        # A policy that solves everything leaves nothing to learn from: the step then runs on what was
+        # drawn, with advantages of zero, rather than stopping the run.
+        chosen = kept[:wanted] or drawn[:wanted]
+        return Collected([one for group in chosen for one in group], self._metrics(drawn, kept, chosen, rounds, step))
+
+    def _draw(self, count: int, step: int) -> list[Group]:
+        prompts = self.order.take(count)
+        first, self.next_group = self.next_group, self.next_group + count
+        rollouts = self._answers.generate(
+            prompts, self._params, seed=self._config.run.seed, first_group=first, step=step
+        )
+        scored = self._score(rollouts)
+        return [list(group) for _, group in groupby(scored, key=lambda one: one.rollout.group)]
+
+    def _score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+        return score(rollouts, self._rewards, self._tokenizer, self._config, self._config.rollout.max_response_tokens)
+
+    def _learnable(self, group: Group) -> bool:
+        rewards = [one.reward for one in group]
+        return not self._config.rollout.dynamic_sampling or max(rewards) - min(rewards) > SPREAD
+
+    def _metrics(
+        self, drawn: list[Group], kept: list[Group], chosen: list[Group], rounds: int, step: int
+    ) -> dict[str, float]:
+        everything = [one for group in drawn for one in group]
+        trained = [one for group in chosen for one in group]
+        rewards = [one.reward for one in trained]
+        lengths = [len(one.rollout.token_ids) for one in everything]
+        best = max(one.reward for one in everything)
+        flat = [group for group in drawn if not self._learnable(group)]
+        return {
+            "reward/mean": fmean(rewards),
+            "reward/std": pstdev(rewards),
+            "reward/min": min(rewards),
+            "reward/max": max(rewards),
+            "reward/sampler_mean": fmean(one.reward for one in everything),
+            "reward/errors": sum(one.error is not None for one in everything),
+            "rollout/n": len(everything),
+            "rollout/n_trained": len(trained),
+            "rollout/prompt_tokens": sum(len(one.rollout.prompt.token_ids) for one in everything),
+            "rollout/prompt_tokens_mean": fmean(len(one.rollout.prompt.token_ids) for one in everything),
+            "rollout/tokens": sum(lengths),
+            "rollout/response_tokens_mean": fmean(lengths),
+            "rollout/response_tokens_min": min(lengths),
+            "rollout/response_tokens_max": max(lengths),
+            "rollout/truncated_fraction": fmean(one.rollout.finish_reason == "length" for one in everything),
+            "rollout/aborted_fraction": fmean(one.rollout.finish_reason == "abort" for one in everything),
+            "rollout/logprobs_missing": sum(math.isnan(lp) for one in everything for lp in one.rollout.logprobs),
+            "rollout/gen_batches": rounds,
+            "rollout/groups": len(drawn),
+            "rollout/groups_kept": len(kept),
+            "rollout/groups_kept_fraction": len(kept) / len(drawn),
+            "rollout/groups_all_right": sum(group[0].reward >= best - SPREAD for group in flat),
+            "rollout/groups_all_wrong": sum(group[0].reward < best - SPREAD for group in flat),
+        }
+
+
+def _refill(missing: int, kept: int, drawn: int) -> int:
+    """How many groups to draw so that about `missing` of them survive the filter."""
+    survival = max(0.25, kept / drawn) if drawn else 1.0
+    return math.ceil(missing / survival)
+
+
+def score(
+    rollouts: Sequence[Rollout], rewards: RewardPool, tokenizer: Tokenizer, config: Config, max_tokens: int
+) -> list[Scored]:
+    """Rewards with DAPO's length penalty; truncated answers leave the loss where they are filtered."""
+    texts = [tokenizer.decode(rollout.token_ids) for rollout in rollouts]
+    scores = rewards.score([(rollout.prompt.row, text) for rollout, text in zip(rollouts, texts, strict=True)])
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    reward = config.reward
+    penalties = overlong_penalty(lengths, max_tokens, reward.overlong_buffer, reward.overlong_penalty).tolist()
+    scored = []
+    for rollout, text, result, penalty in zip(rollouts, texts, scores, penalties, strict=True):
+        if config.reward.overlong_filter and rollout.finish_reason == "length":
+            rollout = replace(rollout, loss_mask=(False,) * len(rollout.token_ids))
+        scored.append(Scored(rollout, result.reward + penalty, result.error, text))
+    return scored
+
+
+def collate(scored: Sequence[Scored]) -> Batch:
+    """Rows of one batch, padded on the right."""
+    rollouts = [one.rollout for one in scored]
+    sequences = [(*rollout.prompt.token_ids, *rollout.token_ids) for rollout in rollouts]
+    return Batch(
+        tokens_BS=_pad(sequences, 0, torch.int64),
+        prompt_lengths_B=torch.tensor([len(rollout.prompt.token_ids) for rollout in rollouts]),
+        response_lengths_B=torch.tensor([len(rollout.token_ids) for rollout in rollouts]),
+        mask_BT=_pad([rollout.loss_mask for rollout in rollouts], False, torch.bool),
+        sampler_logprobs_BT=_pad([rollout.logprobs for rollout in rollouts], 0.0, torch.float32),
+        rewards_B=torch.tensor([one.reward for one in scored], dtype=torch.float32),
+        groups_B=torch.tensor([rollout.group for rollout in rollouts]),
+        versions_B=torch.tensor([rollout.policy_version for rollout in rollouts]),
+    )
+
+
+def _pad(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> torch.Tensor:
+    width = max(1, max(map(len, rows)))
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype)
+
+
+class DatasetAnswers:
+    """The data set's own answers in a sampler's clothes: the supervised warm start runs the same loop."""
+
+    def __init__(self, tokenizer: Tokenizer, answer_key: str) -> None:
+        self._tokenizer = tokenizer
+        self._answer_key = answer_key
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+    ) -> list[Rollout]:
+        rollouts = []
+        for offset, prompt in enumerate(prompts):
+            answer = self._tokenizer.encode(str(prompt.row[self._answer_key]))
+            token_ids = (*answer, params.stop_token_ids[0])[: params.max_tokens]
+            rollouts.append(
+                Rollout(
+                    prompt=prompt,
+                    group=first_group + offset,
+                    sample=0,
+                    token_ids=token_ids,
+                    logprobs=(0.0,) * len(token_ids),
+                    loss_mask=(True,) * len(token_ids),
+                    finish_reason="stop",
+                    policy_version=step,
+                )
+            )
+        return rollouts
+
+
+class Evaluator:
+    """Greedy answers to the held-out prompts."""
+
+    def __init__(
+        self, config: Config, dataset: Dataset, tokenizer: Tokenizer, sampler: Generates, rewards: RewardPool
+    ) -> None:
+        self._config = config
+        self._prompts = dataset.prompts[: config.eval.max_prompts]
+        self._tokenizer = tokenizer
+        self._sampler = sampler
+        self._rewards = rewards
+        self._max_tokens = config.eval.max_response_tokens or config.rollout.max_response_tokens
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        params = SamplingParams(
+            samples=1,
+            max_tokens=self._max_tokens,
+            temperature=0.0,
+            stop_token_ids=self._tokenizer.stop_token_ids,
+        )
+        rollouts = self._sampler.generate(self._prompts, params, seed=0, first_group=0, step=step)
+        plain = replace(self._config, reward=replace(self._config.reward, overlong_buffer=0))
+        scored = score(rollouts, self._rewards, self._tokenizer, plain, self._max_tokens)
+        return {
+            "eval/accuracy": fmean(one.reward >= 1.0 for one in scored),
+            "eval/reward_mean": fmean(one.reward for one in scored),
+            "eval/n": len(scored),
+            "eval/response_tokens_mean": fmean(len(rollout.token_ids) for rollout in rollouts),
+            "eval/truncated_fraction": fmean(rollout.finish_reason == "length" for rollout in rollouts),
+        }

@@ -1,0 +1,151 @@
+"""What a person sees while a run goes on: one plain line per step, or a live table on a terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+# name, short label, how to print it
+SHOWN: tuple[tuple[str, str, str], ...] = (
+    ("eval/accuracy", "eval", ".3f"),
+    ("reward/sampler_mean", "reward", ".3f"),
+    ("reward/mean", "trained reward", ".3f"),
+    ("loss/total", "loss", ".4f"),
+    ("loss/entropy", "entropy", ".3f"),
+    ("optim/grad_norm", "grad", ".3f"),
+    ("rollout_corr/k3_kl", "mismatch", ".2e"),
+    ("rollout_corr/rollout_is_eff_sample_size", "ess", ".3f"),
+    ("rollout/response_tokens_mean", "length", ".1f"),
+    ("perf/rollout_tokens_per_s", "tok/s", ".0f"),
+    ("time/step", "s", ".2f"),
+)
+# these are in the live table only: a line has to fit
+LIVE_ONLY = {"reward/mean", "loss/entropy", "rollout/response_tokens_mean"}
+BARS = "▁▂▃▄▅▆▇█"
+TREND = 32
+
+
+class Display(Protocol):
+    def phase(self, name: str | None) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def choose_display(title: str, n_steps: int, stream: TextIO | None = None) -> Display:
+    stream = stream or sys.stdout
+    console = Console(file=stream)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveDisplay(title, n_steps, console)
+    return PlainDisplay(n_steps, stream)
+
+
+def duration(seconds: float) -> str:
+    total = round(seconds)
+    hours, minutes = total // 3600, total // 60 % 60
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{total % 60:02d}s" if minutes else f"{total}s"
+
+
+def step_line(step: int, n_steps: int, metrics: Mapping[str, float], eta_s: float | None) -> str:
+    parts = [f"step {step:>{len(str(n_steps))}}/{n_steps}"]
+    for name, label, form in SHOWN:
+        if name in metrics and name not in LIVE_ONLY:
+            value = format(metrics[name], form)
+            parts.append(f"{value} s" if label == "s" else f"{label} {value}")
+    if eta_s is not None:
+        parts.append(f"left {duration(eta_s)}")
+    return "  ".join(parts)
+
+
+def sparkline(values: list[float]) -> str:
+    """The last values as bars between their own minimum and maximum; a gap where a value is not finite."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return " " * len(values)
+    low, span = min(finite), max(finite) - min(finite)
+    middle = len(BARS) // 2
+    return "".join(
+        " " if not math.isfinite(value) else BARS[int((value - low) / span * (len(BARS) - 1)) if span else middle]
+        for value in values
+    )
+
+
+class PlainDisplay:
+    def __init__(self, n_steps: int, stream: TextIO) -> None:
+        self._n_steps = n_steps
+        self._stream = stream
+
+    def phase(self, name: str | None) -> None:
+        pass
+
+    def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
+        print(step_line(step, self._n_steps, metrics, eta_s), file=self._stream, flush=True)
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveDisplay:
+    """Rich draws it from a thread of its own, so the spinner turns while the driver is busy."""
+
+    def __init__(self, title: str, n_steps: int, console: Console) -> None:
+        self._title = title
+        self._n_steps = n_steps
+        self._history: dict[str, list[float]] = {}
+        self._step: int | None = None
+        self._eta_s: float | None = None
+        self._eta_at = time.monotonic()
+        self._spinner = Spinner("dots", text="starting")
+        self._live = Live(get_renderable=self._draw, console=console, refresh_per_second=5, transient=False)
+        self._live.start()
+
+    def phase(self, name: str | None) -> None:
+        self._spinner.update(text=name or "between phases")
+
+    def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
+        for name, _, _ in SHOWN:
+            if name in metrics:
+                self._history.setdefault(name, []).append(metrics[name])
+        self._step, self._eta_s, self._eta_at = step, eta_s, time.monotonic()
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._spinner.update(text="done")
+        self._live.stop()
+
+    def _draw(self) -> Group:
+        head = Text(self._title, style="bold")
+        if self._step is not None:
+            head.append(f"   step {self._step}/{self._n_steps}", style="not bold")
+        if self._eta_s is not None:
+            left = max(0.0, self._eta_s - (time.monotonic() - self._eta_at))
+            head.append(f"   {duration(left)} left", style="not bold dim")
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        table.add_column(style="dim")
+        table.add_column(justify="right")
+        table.add_column(style="cyan", no_wrap=True)
+        for name, label, form in SHOWN:
+            if name in self._history:
+                values = self._history[name]
+                label = "seconds" if label == "s" else label
+                table.add_row(label, format(values[-1], form), sparkline(values[-TREND:]))
+        return Group(head, table, self._spinner)

@@ -1,0 +1,143 @@
+"""What only one rank does: sampling, scoring, evaluating, recording. The other ranks follow.
+
+`Driver` and `Follower` have one surface, so that the loop is the same on every rank: whatever a
+follower returns as None arrives from the driver through `learner.broadcast`.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import torch
+
+from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, collate
+from megatron_rl.prompts import FolderTokenizer, load_dataset
+from megatron_rl.record import Recorder, RecorderLike, SilentRecorder
+from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rollout_correction import Correction
+from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.schema import Config, RolloutSource
+from megatron_rl.types import Batch, SamplingParams, Scored
+
+PROBE_PROMPTS = 8
+PROBE_SAMPLES = 8
+
+
+class Follower:
+    """Every rank but the first."""
+
+    sampler: EmbeddedSampler | None = None
+
+    def __init__(self) -> None:
+        self.recorder: RecorderLike = SilentRecorder()
+
+    def collect(self, step: int) -> tuple[Batch, dict[str, float]] | None:
+        return None
+
+    def probe_batch(self, step: int) -> Batch | None:
+        return None
+
+    def evaluate(self, step: int) -> dict[str, float] | None:
+        return None
+
+    def asked_to_stop(self) -> str | None:
+        return None
+
+    def record(self, step: int, anchor_BT: torch.Tensor, correction: Correction, advantages_B: torch.Tensor) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Driver:
+    """Rank 0. Opens the recorder, the sampler, the rewards; closes all of them whatever happens."""
+
+    def __init__(self, config: Config, resolved_yaml: str, run_dir: Path) -> None:
+        self._config = config
+        self._stack = ExitStack()
+        self._stop_reason: str | None = None
+        self._scored: list[Scored] = []
+        self.recorder = self._stack.enter_context(Recorder(config, resolved_yaml, run_dir, config.run.steps))
+        try:
+            self._open(run_dir)
+        except BaseException as error:
+            self._stack.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _open(self, run_dir: Path) -> None:
+        config, folder = self._config, Path(self._config.model.path)
+        signal.signal(signal.SIGUSR1, self._finish_step)
+        tokenizer = FolderTokenizer(folder)
+        train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens)
+        self.recorder.note(f"train    {config.data.train}: {train.describe()}")
+        self.rewards = RewardPool(config.reward, config.data.answer_key)
+        self._stack.callback(self.rewards.close)
+        self.rewards.start()
+        self.sampler = EmbeddedSampler(config, folder, run_dir / "logs" / f"attempt_{self.recorder.run.attempt}")
+        self._stack.callback(self.sampler.close)
+        self.sampler.launch()
+        supervised = config.rollout.source == RolloutSource.dataset
+        answers = DatasetAnswers(tokenizer, config.data.answer_key) if supervised else self.sampler
+        self._collector = Collector(config, train, tokenizer, answers, self.rewards)
+        self._evaluator: Evaluator | None = None
+        if config.data.eval:
+            held_out = load_dataset("eval", config.data, tokenizer, config.rollout.max_prompt_tokens)
+            self.recorder.note(f"eval     {config.data.eval}: {held_out.describe()}")
+            self._evaluator = Evaluator(config, held_out, tokenizer, self.sampler, self.rewards)
+        self._probe_prompts = train.prompts[:PROBE_PROMPTS]
+        self._stop_tokens = tokenizer.stop_token_ids
+
+    def _finish_step(self, number: int, frame: FrameType | None) -> None:
+        self._stop_reason = f"asked to by {signal.Signals(number).name}"
+
+    def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
+        collected = self._collector.collect(step)
+        self._scored = collected.scored
+        return collate(collected.scored), collected.metrics
+
+    def probe_batch(self, step: int) -> Batch:
+        """Fresh answers of the sampler as it is now, unscored."""
+        rollout = self._config.rollout
+        params = SamplingParams(
+            samples=PROBE_SAMPLES,
+            max_tokens=min(rollout.max_response_tokens, 128),
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=self._stop_tokens,
+        )
+        fresh = self.sampler.generate(self._probe_prompts, params, seed=step, first_group=0, step=step)
+        return collate([Scored(one, reward=0.0) for one in fresh])
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        return self._evaluator.evaluate(step) if self._evaluator else {}
+
+    def asked_to_stop(self) -> str | None:
+        return self._stop_reason
+
+    def record(self, step: int, anchor_BT: torch.Tensor, correction: Correction, advantages_B: torch.Tensor) -> None:
+        every = self._config.log.record_every
+        if every == 0 or step % every:
+            return
+        self.recorder.rollouts(
+            step,
+            self._scored,
+            prox_logprobs_BT=anchor_BT,
+            weights_BT=correction.weights_BT,
+            mask_BT=correction.mask_BT,
+            advantages_B=advantages_B,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)

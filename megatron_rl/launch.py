@@ -1,0 +1,142 @@
+"""Starts the learner's ranks on this machine, watches them, and ends them all.
+
+Ranks live in sessions of their own, so that Ctrl-C reaches this process alone: it asks the driver rank
+to stop and, after a grace period, ends whatever is left. The driver's stdout is the terminal; every
+other stream is a file under logs/attempt_N/.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from megatron_rl.config import to_yaml
+from megatron_rl.run_dir import ENDED, RunDir, mark_status, open_run, read_status
+from megatron_rl.schema import Config
+
+STOP_GRACE_S = 6.0  # for the driver to close its engines and write down what happened
+PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
+LOG_LINES_SHOWN = 25
+
+
+def world_size(config: Config) -> int:
+    layout = config.learner
+    return layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel * layout.data_parallel
+
+
+def launch(config: Config) -> int:
+    """Runs every rank to its end; returns the exit status of the run."""
+    run, said = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
+    if said:
+        print(said, flush=True)
+    store = Path(tempfile.mkdtemp(prefix="megatron-rl-rendezvous-"))
+    ranks = Ranks(run, config, store)
+    try:
+        status = ranks.wait()
+    finally:
+        ranks.end()
+        shutil.rmtree(store, ignore_errors=True)
+    if read_status(run.path).get("state") not in ENDED:
+        reason = ranks.stopping or f"a rank ended with status {status}"
+        mark_status(run.path, "stopped" if ranks.stopping else "failed", reason)
+    if status and not ranks.stopping:
+        ranks.explain()
+    return status
+
+
+class Ranks:
+    """The processes of one attempt."""
+
+    def __init__(self, run: RunDir, config: Config, store: Path) -> None:
+        self._run = run
+        self._count = world_size(config)
+        self.stopping: str | None = None
+        self._stop_deadline = float("inf")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._on_signal)
+        self._processes = [self._start(rank, store / "store") for rank in range(self._count)]
+
+    def _start(self, rank: int, store: Path) -> subprocess.Popen[bytes]:
+        log = self._log(rank).open("ab")
+        with log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.rank", str(self._run.path)],
+                env={**os.environ, **rank_environment(rank, self._count, store)},
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _log(self, rank: int) -> Path:
+        return self._run.logs / f"rank_{rank}.log"
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:  # finish the step, then stop
+            self._processes[0].send_signal(number)
+        elif self.stopping:
+            self._stop_deadline = 0.0  # asked twice: now
+        else:
+            self.stopping = f"stopped by {signal.Signals(number).name}"
+            self._stop_deadline = time.monotonic() + STOP_GRACE_S
+            print(f"\n{self.stopping}; closing the engines (again to end them at once)", flush=True)
+            self._processes[0].send_signal(signal.SIGINT)
+
+    def wait(self) -> int:
+        """Until every rank has ended, one has failed, or the time to stop is over."""
+        while True:
+            codes = [process.poll() for process in self._processes]
+            if self.stopping and (codes[0] is not None or time.monotonic() > self._stop_deadline):
+                return 130 if "SIGINT" in self.stopping else 143
+            failed = [code for code in codes if code]
+            if failed and not self.stopping:
+                self._settle(PEER_GRACE_S)
+                return abs(failed[0])
+            if all(code == 0 for code in codes):
+                return 0
+            time.sleep(0.05)
+
+    def _settle(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        """Ends what still runs: politely, then for good. Engines die with their rank."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+        self._settle(1.0)
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def explain(self) -> None:
+        """The end of the log of the rank that failed first by itself."""
+        failed = [rank for rank, process in enumerate(self._processes) if process.returncode not in (0, -15, -9)]
+        rank = failed[0] if failed else 0
+        lines = self._log(rank).read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+        print(f"\nrank {rank} failed; the end of {self._log(rank)}:", file=sys.stderr)
+        print("\n".join(f"  {line}" for line in lines), file=sys.stderr, flush=True)
+
+
+def rank_environment(rank: int, count: int, store: Path) -> Mapping[str, str]:
+    """Ranks on one machine meet in a file and talk over the loopback interface: no port is open to others."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MEGATRON_RL_RENDEZVOUS": f"file://{store}",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "PYTHONUNBUFFERED": "1",
+    }

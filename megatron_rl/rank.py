@@ -1,0 +1,40 @@
+"""One learner rank: `python -m megatron_rl.rank RUN_DIR`, started by launch.py, or called under srun / torchrun."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from megatron_rl.config import from_mapping, to_yaml
+from megatron_rl.schema import Config
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(run_dir: Path) -> None:
+    die_with_parent()
+    config = from_mapping(OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml")))  # type: ignore[arg-type]
+    run_rank(config, run_dir)
+
+
+def run_rank(config: Config, run_dir: Path) -> None:
+    """Runs the loop as the rank that the environment says this process is."""
+    from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
+    from megatron_rl.train import train
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    train(config, to_yaml(config), run_dir, int(os.environ["RANK"]))
+
+
+def die_with_parent() -> None:
+    """A launcher that is killed takes its ranks with it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Rollout -> score. Reward functions run in worker processes of their own, under a deadline."""

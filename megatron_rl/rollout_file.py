@@ -1,0 +1,94 @@
+"""rollouts/step_N.parquet: the answers a step was trained on, one row each, with both engines' logprobs.
+
+Lists have the length of the response. Columns that a step does not have (no prox forward, no weights)
+are null. Shape suffixes: B sequences, T response positions (right-padded).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.types import Scored
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEMA = pa.schema(
+    [
+        ("prompt_id", pa.int64()),
+        ("group", pa.int64()),
+        ("sample", pa.int32()),
+        ("policy_version", pa.int64()),
+        ("finish_reason", pa.string()),
+        ("reward", pa.float32()),
+        ("error", pa.string()),
+        ("text", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("token_ids", pa.list_(pa.int32())),
+        ("sampler_logprobs", pa.list_(pa.float32())),  # NaN where the sampler reported none
+        ("loss_mask", pa.list_(pa.bool_())),  # what the policy wrote itself
+        ("prox_logprobs", pa.list_(pa.float32())),
+        ("weights", pa.list_(pa.float32())),  # applied by rollout_correction
+        ("kept", pa.list_(pa.bool_())),  # the mask after rollout_correction
+        ("advantage", pa.float32()),
+    ]
+)
+
+
+def write_rollouts(
+    path: Path,
+    scored: Sequence[Scored],
+    *,
+    prox_logprobs_BT: torch.Tensor | None = None,
+    weights_BT: torch.Tensor | None = None,
+    mask_BT: torch.Tensor | None = None,
+    advantages_B: torch.Tensor | None = None,
+) -> None:
+    lengths = [len(one.rollout.token_ids) for one in scored]
+    rollouts = [one.rollout for one in scored]
+    columns = {
+        "prompt_id": [rollout.prompt.id for rollout in rollouts],
+        "group": [rollout.group for rollout in rollouts],
+        "sample": [rollout.sample for rollout in rollouts],
+        "policy_version": [rollout.policy_version for rollout in rollouts],
+        "finish_reason": [rollout.finish_reason for rollout in rollouts],
+        "reward": [one.reward for one in scored],
+        "error": [one.error for one in scored],
+        "text": [one.text for one in scored],
+        "prompt_token_ids": [rollout.prompt.token_ids for rollout in rollouts],
+        "token_ids": [rollout.token_ids for rollout in rollouts],
+        "sampler_logprobs": [rollout.logprobs for rollout in rollouts],
+        "loss_mask": [rollout.loss_mask for rollout in rollouts],
+        "prox_logprobs": _rows(prox_logprobs_BT, lengths, "prox_logprobs_BT"),
+        "weights": _rows(weights_BT, lengths, "weights_BT"),
+        "kept": _rows(mask_BT, lengths, "mask_BT"),
+        "advantage": [None] * len(scored) if advantages_B is None else advantages_B.tolist(),
+    }
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    pq.write_table(pa.table(columns, schema=SCHEMA), partial, compression="zstd")
+    partial.replace(path)
+
+
+def read_rollouts(path: Path) -> pa.Table:
+    return pq.read_table(path)
+
+
+def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
+    """(step, file) in the order of steps."""
+    return sorted((int(path.stem.removeprefix("step_")), path) for path in folder.glob("step_*.parquet"))
+
+
+def _rows(values_BT: torch.Tensor | None, lengths: Sequence[int], name: str) -> list[list[float] | None]:
+    if values_BT is None:
+        return [None] * len(lengths)
+    if len(values_BT) != len(lengths) or (lengths and max(lengths) > values_BT.shape[1]):
+        raise ValueError(
+            f"{name} has shape {tuple(values_BT.shape)} for {len(lengths)} rollouts of up to {max(lengths)} tokens"
+        )
+    return [row_T[:length].tolist() for row_T, length in zip(values_BT, lengths, strict=True)]

@@ -1,0 +1,110 @@
+"""The toy: arithmetic with a character tokenizer, and a model of under a million parameters.
+
+Everything is made from a seed, so that a machine without network runs the whole chain. The model is a
+Qwen3 as large ones are (grouped queries, q/k norms, SwiGLU), only small.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+PAD, END = "<pad>", "<end>"
+CHARACTERS = "0123456789+-*= "
+
+
+@dataclass(frozen=True)
+class ToyTask:
+    """`a+b=` for every pair of operands up to `largest`; `held_out` problems are never trained on."""
+
+    largest: int = 99
+    operators: str = "+"
+    held_out: int = 256
+    seed: int = 1
+
+    def problems(self) -> list[dict[str, str]]:
+        operands = range(self.largest + 1)
+        return [
+            {"prompt": f"{a}{operator}{b}=", "answer": str(_apply(a, operator, b))}
+            for operator in self.operators
+            for a in operands
+            for b in operands
+        ]
+
+
+def _apply(a: int, operator: str, b: int) -> int:
+    return {"+": a + b, "-": a - b, "*": a * b}[operator]
+
+
+@dataclass(frozen=True)
+class ToyShape:
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    ffn: int = 256
+    tied: bool = True
+    context: int = 64
+
+
+def write_toy(folder: Path, task: ToyTask | None = None, shape: ToyShape | None = None) -> dict[str, int]:
+    """Writes `model/` (config and tokenizer, no weights), `train.jsonl` and `test.jsonl`."""
+    task, shape = task or ToyTask(), shape or ToyShape()
+    problems = task.problems()
+    random.Random(task.seed).shuffle(problems)
+    test, train = problems[: task.held_out], problems[task.held_out :]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("test", test)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_tokenizer(folder / "model")
+    (folder / "model" / "config.json").write_text(json.dumps(hf_config(shape), indent=2) + "\n")
+    return {"train": len(train), "test": len(test)}
+
+
+def vocabulary() -> dict[str, int]:
+    return {token: index for index, token in enumerate([PAD, END, *CHARACTERS])}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer.json that splits text into characters."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(vocabulary(), unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(PAD, special=True), AddedToken(END, special=True)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": PAD, "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def hf_config(shape: ToyShape) -> dict[str, object]:
+    tokens = vocabulary()
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(tokens),
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": "bfloat16",
+        "pad_token_id": tokens[PAD],
+        "bos_token_id": None,
+        "eos_token_id": tokens[END],
+    }

@@ -1,0 +1,81 @@
+"""The learner's present weights as a Hugging Face folder, written by every pipeline stage at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from megatron_rl.schema import Config
+from megatron_rl.weight_sync.groups import Ranks
+from megatron_rl.weight_sync.hf_folder import read_config
+from megatron_rl.weight_sync.layout import Layout
+from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.weight_sync.push import LearnerWeights
+from megatron_rl.weight_sync.source import ShardSource
+
+FILE_BYTES = 4 << 30
+# Everything beside the weights that makes a folder usable: configuration and tokenizer.
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")
+
+
+def export_hf(learner: LearnerWeights, config: Config, folder: Path) -> None:
+    """Called on every rank. `folder` appears under its name only when it is whole."""
+    origin = Path(config.model.path)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    partial = folder.with_name(f".{folder.name}.partial")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _wait()
+    source = ShardSource(
+        ModelShape.from_hf(read_config(origin)), Layout.from_config(config.learner), Ranks.from_megatron()
+    )
+    held: dict[str, torch.Tensor] = {}
+    size = files = 0
+    for name, tensor in source.tensors(dict(learner.named_parameters())):
+        if size + tensor.nbytes > FILE_BYTES and held:
+            _save(held, partial, rank, files)
+            held, size, files = {}, 0, files + 1
+        held[name] = tensor.detach().cpu().clone()
+        size += tensor.nbytes
+    if held:
+        _save(held, partial, rank, files)
+    _wait()
+    if rank == 0:
+        _write_index(partial)
+        _copy_companions(origin, partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+
+
+def _save(tensors: dict[str, torch.Tensor], folder: Path, rank: int, number: int) -> None:
+    save_file(tensors, folder / f"model-{rank:05d}-{number:05d}.safetensors", metadata={"format": "pt"})
+
+
+def _write_index(folder: Path) -> None:
+    from safetensors import safe_open
+
+    weight_map, size = {}, 0
+    for file in sorted(folder.glob("*.safetensors")):
+        size += file.stat().st_size
+        with safe_open(file, framework="pt") as opened:
+            weight_map |= dict.fromkeys(opened.keys(), file.name)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_companions(origin: Path, folder: Path) -> None:
+    for pattern in COMPANIONS:
+        for path in origin.glob(pattern):
+            if not path.name.endswith(".index.json"):
+                shutil.copy2(path, folder / path.name)
+
+
+def _wait() -> None:
+    if dist.is_initialized():
+        dist.barrier()

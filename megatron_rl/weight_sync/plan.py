@@ -1,0 +1,252 @@
+"""What a sync will move, and whether it can: a pure function of shapes and layouts. Torch-free.
+
+`problems` finds every invalid pair of sizes at once, each with the nearest values that would do; `plan_sync`
+lists every transfer with its owner and bytes, for any number of ranks, without a process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.schema import Config, Format
+from megatron_rl.weight_sync.formats import BLOCK, Output, is_quantized, outputs
+from megatron_rl.weight_sync.layout import Layout, Place
+from megatron_rl.weight_sync.mapping import Param, Split, params
+from megatron_rl.weight_sync.model_shape import ModelShape
+
+LARGEST = 4096  # where the search for a valid parallel size ends
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One Hugging Face tensor on its way: who writes it, out of how many shards."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stage: int  # pipeline stage
+    expert_rank: int | None  # expert-parallel rank of the writer; None: a dense parameter
+    shards: int  # ranks it is gathered from
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    transfers: tuple[Transfer, ...]
+    writers: dict[tuple[int, int], int] = field(default_factory=dict)  # (stage, expert rank) -> bytes it writes
+    gathered: int = 0  # bytes that cross a link inside a tensor-parallel group
+    plain_bytes: int = 0  # the same weights in BF16
+
+    @property
+    def nbytes(self) -> int:
+        return sum(transfer.nbytes for transfer in self.transfers)
+
+    def summary(self) -> list[str]:
+        largest = max(self.writers.values(), default=0)
+        return [
+            f"weight sync: {len(self.transfers)} tensors, {_size(self.nbytes)} ({_size(self.plain_bytes)} in BF16)",
+            f"written by {len(self.writers)} learner ranks, the busiest {_size(largest)}; "
+            f"{_size(self.gathered)} cross tensor-parallel links",
+        ]
+
+
+def plan_sync(shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str] = ()) -> SyncPlan:
+    stage_of = {
+        layer: pp
+        for pp in range(layout.pp)
+        for chunk in range(layout.chunks)
+        for layer in layout.layers(shape.layers, pp, chunk)
+    }
+    per_rank = max(shape.experts // layout.ep, 1)
+    transfers: list[Transfer] = []
+    writers: dict[tuple[int, int], int] = {}
+    gathered = plain = 0
+    for param in params(shape):
+        if param.row.copy:
+            continue
+        size = layout.expert_tp if param.row.expert else layout.tp
+        split = param.row.split is not Split.replicated
+        if param.layer is not None:
+            stage = stage_of[param.layer]
+        else:
+            stage = 0 if param.row.megatron[0].startswith("embedding.") else layout.pp - 1
+        expert_rank = None if param.expert is None else param.expert // per_rank
+        for piece in param.slices(shape, layout, Place()):
+            for out in outputs(piece, format, ignore, "bfloat16", split):
+                shards = size if out.dim is not None else 1
+                transfers.append(Transfer(out.name, out.dtype, out.shape, out.nbytes, stage, expert_rank, shards))
+                key = (stage, expert_rank or 0)
+                writers[key] = writers.get(key, 0) + out.nbytes
+                gathered += out.nbytes * (shards - 1) // shards
+        plain += sum(_plain(s) for s in param.shapes)
+    return SyncPlan(tuple(transfers), writers, gathered, plain)
+
+
+def problems(
+    shape: ModelShape, layout: Layout, sampler_tp: int, format: Format, ignore: Sequence[str] = ()
+) -> list[str]:
+    """Every reason why these sizes do not go together; empty when they do."""
+    found = []
+    for check in (
+        _learner_tensor(shape, layout, format, ignore),
+        _expert_tensor(shape, layout, format, ignore),
+        _sampler_tensor(shape, sampler_tp, format, ignore),
+    ):
+        found += check.report()
+    if shape.experts and shape.experts % layout.ep:
+        experts = Check("learner.expert_parallel", layout.ep, shape.experts)
+        experts.add(lambda ep: shape.experts % ep == 0, f"does not divide {shape.experts} experts")
+        found += experts.report()
+    if not shape.experts and layout.ep > 1:
+        found.append(f"learner.expert_parallel={layout.ep}: a {shape.family} model has no experts; take 1")
+    if layout.tp * layout.cp * layout.dp % (layout.expert_tp * layout.ep):
+        found.append(
+            f"learner.expert_parallel={layout.ep} x expert tensor parallel {layout.expert_tp} does not divide the "
+            f"{layout.tp * layout.cp * layout.dp} ranks of a pipeline stage: raise learner.data_parallel, or set "
+            f"learner.megatron.expert_tensor_parallel_size"
+        )
+    return found + _pipeline(shape, layout)
+
+
+def config_problems(config: Config, hf_config: dict[str, object]) -> list[str]:
+    """`problems` of a run's config."""
+    try:
+        shape = ModelShape.from_hf(hf_config)
+    except ValueError as error:
+        return [f"model.path={config.model.path}: {error}"]
+    quantization = config.quantization
+    layout = Layout.from_config(config.learner)
+    return problems(shape, layout, config.sampler.tensor_parallel, quantization.format, quantization.ignore)
+
+
+@dataclass
+class Check:
+    """Conditions on one key; together they say which values would do."""
+
+    key: str
+    value: int
+    largest: int = LARGEST
+    conditions: list[tuple[Callable[[int], bool], str]] = field(default_factory=list)
+
+    def add(self, holds: Callable[[int], bool], complaint: str) -> None:
+        self.conditions.append((holds, complaint))
+
+    def report(self) -> list[str]:
+        wrong = [complaint for holds, complaint in self.conditions if not holds(self.value)]
+        if not wrong:
+            return []
+        good = [v for v in range(1, self.largest + 1) if all(holds(v) for holds, _ in self.conditions)]
+        near = [
+            max((v for v in good if v < self.value), default=None),
+            min((v for v in good if v > self.value), default=None),
+        ]
+        values = " or ".join(str(v) for v in near if v is not None)
+        advice = f"nearest valid: {values}" if values else "no value is valid with the other settings"
+        return [f"{self.key}={self.value} {complaint} ({advice})" for complaint in wrong]
+
+
+def _learner_tensor(shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str]) -> Check:
+    check = Check("learner.tensor_parallel", layout.tp, shape.heads)
+    _heads(check, shape)
+    dense = any(shape.has("dense_mlp", layer) for layer in range(shape.layers))
+    if dense:
+        check.add(lambda tp: shape.ffn % tp == 0, f"does not divide the intermediate size {shape.ffn}")
+    blocks = _block_shares(shape, format, ignore, expert=False)
+    for name, total in blocks:
+        check.add(lambda tp, t=total: _whole_blocks(t, tp), _straddles(name, total, layout.tp))
+    return check
+
+
+def _expert_tensor(shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str]) -> Check:
+    own = layout.etp is not None
+    key = "learner.megatron.expert_tensor_parallel_size" if own else "learner.tensor_parallel"
+    check = Check(key, layout.expert_tp, max(shape.expert_ffn, 1))
+    if shape.experts:
+        check.add(lambda tp: shape.expert_ffn % tp == 0, f"does not divide the experts' width {shape.expert_ffn}")
+        for name, total in _block_shares(shape, format, ignore, expert=True):
+            check.add(lambda tp, t=total: _whole_blocks(t, tp), _straddles(name, total, layout.expert_tp))
+    return check
+
+
+def _sampler_tensor(shape: ModelShape, tp: int, format: Format, ignore: Sequence[str]) -> Check:
+    check = Check("sampler.tensor_parallel", tp, shape.heads)
+    _heads(check, shape)
+    widths = {shape.ffn} if any(shape.has("dense_mlp", layer) for layer in range(shape.layers)) else set()
+    widths |= {shape.expert_ffn} if shape.experts else set()
+    for width in sorted(widths):
+        check.add(lambda tp, w=width: w % tp == 0, f"does not divide the intermediate size {width}")
+    for expert in (False, True) if shape.experts else (False,):
+        for name, total in _block_shares(shape, format, ignore, expert):
+            # heads beyond the number of key-value heads hold copies of them
+            limit = shape.kv_heads if name in ("k_proj", "v_proj") else LARGEST
+            check.add(lambda tp, t=total, m=limit: _whole_blocks(t, min(tp, m)), _straddles(name, total, tp))
+    return check
+
+
+def _heads(check: Check, shape: ModelShape) -> None:
+    check.add(lambda tp: shape.heads % tp == 0, f"does not divide {shape.heads} attention heads")
+    check.add(
+        lambda tp: shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0,
+        f"neither divides {shape.kv_heads} key-value heads nor is a multiple of them",
+    )
+
+
+def _block_shares(shape: ModelShape, format: Format, ignore: Sequence[str], expert: bool) -> list[tuple[str, int]]:
+    """(module, length along its split) of every kind of weight that is cut into 128-blocks and shards."""
+    if format != Format.fp8_block:
+        return []
+    found: dict[str, int] = {}
+    layers = [next((layer for layer in range(shape.layers) if shape.has(kind, layer)), None) for kind in _KINDS]
+    for param in _params_of_layers(shape, {layer for layer in layers if layer is not None}):
+        if param.row.expert is not expert or param.row.split is Split.replicated:
+            continue
+        for name, size in zip(param.hf, param.shapes, strict=True):
+            if is_quantized(name, format, ignore):
+                found[name.rsplit(".", 2)[-2]] = size[param.row.split is Split.row]
+    return list(found.items())
+
+
+_KINDS = ("dense_mlp", "moe")
+
+
+def _params_of_layers(shape: ModelShape, layers: set[int]) -> list[Param]:
+    return [param for param in params(shape) if param.layer in layers and (param.expert or 0) == 0]
+
+
+def _whole_blocks(total: int, shares: int) -> bool:
+    return shares == 1 or (total % shares == 0 and (total // shares) % BLOCK == 0)
+
+
+def _straddles(name: str, total: int, shares: int) -> str:
+    return f"cuts 128x128 blocks of {name}: {total} / {shares} is not a multiple of {BLOCK}"
+
+
+def _pipeline(shape: ModelShape, layout: Layout) -> list[str]:
+    try:
+        layout.stage_layers(shape.layers)
+        return []
+    except ValueError as error:
+        uneven = layout.first_layers is not None or layout.last_layers is not None
+        if uneven:
+            return [f"learner.megatron.num_layers_in_first/last_pipeline_stage: {error}"]
+    if shape.layers % layout.pp:
+        check = Check("learner.pipeline_parallel", layout.pp, shape.layers)
+        check.add(lambda pp: shape.layers % pp == 0, f"does not divide {shape.layers} layers")
+    else:
+        check = Check("learner.virtual_pipeline", layout.chunks, shape.layers)
+        each = shape.layers // layout.pp
+        check.add(lambda vp: each % vp == 0, f"does not divide the {each} layers of a pipeline stage")
+    return check.report()
+
+
+def _plain(shape: tuple[int, ...]) -> int:
+    return Output("", "bfloat16", shape, None, ()).nbytes
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024  # type: ignore[assignment]
+    raise AssertionError

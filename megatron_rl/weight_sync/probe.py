@@ -1,0 +1,161 @@
+"""Do sampler and learner hold the same weights? Compare their logprobs on tokens the sampler has just sampled.
+
+On such tokens healthy engines agree to a few thousandths of a nat; on random tokens ten times worse, which is why
+the probe uses the former. A sampler whose kernels still hold an older version, or garbage, is far off.
+
+B sequences, T response positions (right-padded).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.schema import Format
+from megatron_rl.types import Batch
+
+BUDGETS = {Format.none: 0.02, Format.int8: 0.08, Format.fp8: 0.08, Format.fp8_block: 0.08}
+MAX_MISSING = 0.01  # share of tokens without a sampler logprob
+CONSTANT_STD = 1e-4
+UNIFORM_MARGIN = 0.15  # nats between the sampler's mean logprob and a uniform guess
+
+
+class SyncMismatch(RuntimeError):
+    """Sampler and learner disagree by more than their formats explain."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    mean_abs: float  # over tokens where both logprobs are finite
+    max_abs: float
+    mean: float  # learner minus sampler: its sign says who is more certain
+    tokens: int
+    missing: int  # tokens without a finite sampler logprob
+    learner_missing: int
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        few_missing = self.missing <= MAX_MISSING * max(self.tokens, 1) and self.learner_missing == 0
+        return self.tokens > 0 and few_missing and self.mean_abs <= self.budget  # false for NaN too
+
+    def metrics(self) -> dict[str, float]:
+        return {"sync/probe_abs_diff": self.mean_abs, "sync/probe_budget": self.budget}
+
+
+def budget_of(format: Format, override: float | None = None) -> float:
+    return BUDGETS[format] if override is None else override
+
+
+def compare(
+    sampler_logprobs_BT: torch.Tensor, learner_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, budget: float
+) -> ProbeResult:
+    sampler, learner = sampler_logprobs_BT[mask_BT].double(), learner_logprobs_BT[mask_BT].double()
+    sampler, learner = sampler.cpu(), learner.cpu()
+    both = sampler.isfinite() & learner.isfinite()
+    difference = learner[both] - sampler[both]
+    some = bool(both.any())
+    return ProbeResult(
+        mean_abs=float(difference.abs().mean()) if some else math.nan,
+        max_abs=float(difference.abs().max()) if some else math.nan,
+        mean=float(difference.mean()) if some else math.nan,
+        tokens=int(mask_BT.sum()),
+        missing=int((~sampler.isfinite()).sum()),
+        learner_missing=int((~learner.isfinite()).sum()),
+        budget=budget,
+    )
+
+
+def check(
+    sampler_logprobs_BT: torch.Tensor,
+    learner_logprobs_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    format: Format,
+    version: int,
+    budget: float | None = None,
+    vocab: int | None = None,
+    tied: bool = False,
+) -> ProbeResult:
+    """Raises SyncMismatch with a diagnosis when the difference exceeds the format's budget.
+
+    Both logprobs must be of the version just synced.
+    """
+    result = compare(sampler_logprobs_BT, learner_logprobs_BT, mask_BT, budget_of(format, budget))
+    if result.ok:
+        return result
+    causes = diagnose(sampler_logprobs_BT[mask_BT].cpu(), learner_logprobs_BT[mask_BT].cpu(), result, vocab, tied)
+    raise SyncMismatch(
+        f"after the sync of policy version {version} ({format.value}) sampler and learner disagree: mean |difference| "
+        f"{result.mean_abs:.4g} nats over {result.tokens} tokens, budget {result.budget:g} (largest "
+        f"{result.max_abs:.3g}, mean signed {result.mean:+.3g}; {result.missing} sampler and {result.learner_missing} "
+        f"learner logprobs missing or NaN). {' '.join(causes)}"
+    )
+
+
+def check_batch(
+    batch: Batch,
+    learner_logprobs_BT: torch.Tensor,
+    *,
+    format: Format,
+    version: int,
+    budget: float | None = None,
+    vocab: int | None = None,
+    tied: bool = False,
+) -> ProbeResult:
+    """`check` on the rows that the sampler sampled with the version just synced; older ones differ rightly."""
+    fresh_B = batch.versions_B == version
+    if not bool(fresh_B.any()):
+        versions = sorted(set(batch.versions_B.tolist()))
+        raise ValueError(f"the probe needs rollouts of policy version {version}, the batch holds versions {versions}")
+    return check(
+        batch.sampler_logprobs_BT[fresh_B],
+        learner_logprobs_BT[fresh_B],
+        batch.mask_BT[fresh_B],
+        format=format,
+        version=version,
+        budget=budget,
+        vocab=vocab,
+        tied=tied,
+    )
+
+
+def diagnose(
+    sampler: torch.Tensor, learner: torch.Tensor, result: ProbeResult, vocab: int | None, tied: bool
+) -> list[str]:
+    """What the numbers look like, most specific first; flat tensors of the masked tokens."""
+    if result.tokens == 0:
+        return ["No tokens to compare: the sampler returned empty answers."]
+    if result.learner_missing:
+        return ["The learner's own logprobs are not finite: the policy has diverged, or its forward pass is broken."]
+    finite = sampler[sampler.isfinite()].double()
+    causes = []
+    if result.missing > MAX_MISSING * result.tokens:
+        causes.append(
+            "The sampler returns NaN: its quantized kernels were not rebuilt from the new weights, or a scale is wrong."
+        )
+    if len(finite) > 1 and float(finite.std()) < CONSTANT_STD:
+        causes.append(
+            "Its logprobs are constant whatever the token: the kernel state of a quantized layer was not rebuilt."
+        )
+    elif len(finite) > 1 and vocab and abs(float(finite.mean()) + math.log(vocab)) < UNIFORM_MARGIN:
+        causes.append(
+            "Its logprobs are those of a uniform guess: the output layer holds dummy or stale weights"
+            + (", the tied lm_head was not refreshed from the embedding." if tied else ".")
+        )
+    elif result.mean_abs > 10 * result.budget and tied:
+        causes.append(
+            "Logits of another model: with tied embeddings, a lm_head that was not refreshed after the embedding "
+            "changed looks like this; so does a layer loaded under another's name."
+        )
+    elif result.mean_abs > 10 * result.budget:
+        causes.append("Logits of another model: a parameter was loaded under another's name, or not at all.")
+    elif not causes:
+        causes.append(
+            "A moderate excess: an older version still served, a temperature or top-p applied on one side only, or a "
+            "model that this format does not suit (then quantization.ignore its worst layers, or raise "
+            "sync.probe_budget)."
+        )
+    return causes

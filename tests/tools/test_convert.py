@@ -1,0 +1,189 @@
+"""Hugging Face folder -> torch_dist -> Hugging Face folder gives the same bytes; Megatron itself loads and saves it."""
+
+from __future__ import annotations
+
+import filecmp
+import importlib.util
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.weight_sync import torch_dist
+from megatron_rl.weight_sync.hf_folder import HfFolder, HfFolderWriter, TensorSpec, write_folder
+from megatron_rl.weight_sync.mapping import params
+from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.weight_sync.torch_dist import CheckpointError
+
+ROOT = Path(__file__).parents[2]
+
+
+def _tool() -> Any:
+    spec = importlib.util.spec_from_file_location("convert", ROOT / "tools" / "convert.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+convert = _tool()
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "model_type": family,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 32,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "vocab_size": 53,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+    }
+    if family in ("qwen3_moe", "mixtral"):
+        config |= {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 24}
+    return config | changes
+
+
+def random_hf(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(size, generator=generator).bfloat16()
+        for param in params(ModelShape.from_hf(config))
+        if not param.row.copy
+        for name, size in zip(param.hf, param.shapes, strict=True)
+    }
+
+
+def make(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> Path:
+    write_folder(folder, random_hf(config) if tensors is None else tensors, config)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def same_files(left: Path, right: Path) -> bool:
+    names = sorted(path.name for path in left.iterdir())
+    assert names == sorted(path.name for path in right.iterdir())
+    return filecmp.cmpfiles(left, right, names, shallow=False) == (names, [], [])
+
+
+def round_trip(source: Path, folder: Path) -> Path:
+    assert convert.main(["import", str(source), str(folder / "checkpoint")]) == 0
+    assert convert.main(["export", str(folder / "checkpoint"), str(folder / "back")]) == 0
+    return folder / "back"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of("llama"),
+        config_of("qwen2", tie_word_embeddings=True),
+        config_of("qwen3_moe", mlp_only_layers=[0]),
+        config_of("mixtral"),
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_round_trip(tmp_path: Path, config: dict[str, Any]) -> None:
+    source = make(tmp_path / "hf", config)
+    assert same_files(source, round_trip(source, tmp_path))
+
+
+def test_several_files_a_tied_copy_and_old_buffers(tmp_path: Path) -> None:
+    config = config_of("qwen3", tie_word_embeddings=True)
+    tensors = random_hf(config)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    source = tmp_path / "hf"
+    with HfFolderWriter(source, specs, max_file_bytes=16_000) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    (source / "config.json").write_text(json.dumps(config))
+    assert len(list(source.glob("*.safetensors"))) > 2
+    assert same_files(source, round_trip(source, tmp_path))
+
+
+@pytest.mark.parametrize("config", [config_of("qwen3", tie_word_embeddings=True), config_of("qwen3_moe")])
+def test_megatron_loads_an_import_and_its_own_save_is_exported(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    from megatron_rl.learner.learner import Learner  # before megatron
+
+    from megatron.core import dist_checkpointing  # isort: skip
+
+    from megatron_rl.schema import Config
+
+    source = make(tmp_path / "hf", config)
+    assert convert.main(["import", str(source), str(tmp_path / "checkpoint")]) == 0
+    learner = Learner(Config(), config)
+    try:
+        learner.init_random(3)
+        loaded = dist_checkpointing.load(weights_of(learner.module), str(tmp_path / "checkpoint"))
+        learner.module.load_state_dict(loaded, strict=False)
+        got = {name: tensor.detach().clone() for name, tensor in learner.named_parameters()}
+        learner.load_hf(source)
+        assert got.keys() == dict(learner.named_parameters()).keys()
+        for name, tensor in learner.named_parameters():
+            assert torch.equal(got[name], tensor), name
+        (tmp_path / "saved").mkdir()
+        dist_checkpointing.save(weights_of(learner.module), str(tmp_path / "saved"))
+    finally:
+        learner.close()
+    assert convert.main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 1
+    assert "--hf" in capsys.readouterr().err
+    assert convert.main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--hf", str(source)]) == 0
+    before, after = HfFolder(source), HfFolder(tmp_path / "out")
+    assert sorted(before.names) == sorted(after.names)
+    assert all(torch.equal(before.get(name), after.get(name)) for name in before.names)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, Any]:
+    """What a learner saves: its weights, not the layers' (empty, pickled) extra states."""
+    return {key: value for key, value in module.sharded_state_dict().items() if "_extra_state" not in key}  # type: ignore[operator]
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert convert.main([str(argument) for argument in arguments]) == 1
+    return capsys.readouterr().err
+
+
+def test_errors_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of("llama")
+    source = make(tmp_path / "hf", config)
+    assert "nowhere is not a folder" in fails(capsys, "import", tmp_path / "nowhere", tmp_path / "x")
+    assert "exists already" in fails(capsys, "import", source, source)
+    other = make(tmp_path / "other", config | {"model_type": "llama5"}, random_hf(config))
+    assert "'llama5' is not supported; did you mean 'llama'" in fails(capsys, "import", other, tmp_path / "x")
+    tensors = random_hf(config)
+    del tensors["model.norm.weight"]
+    lacking = make(tmp_path / "lacking", config, tensors)
+    assert "lacks 1 tensors, first model.norm.weight" in fails(capsys, "import", lacking, tmp_path / "x")
+    extra = make(tmp_path / "extra", config, random_hf(config) | {"model.visual.weight": torch.ones(2)})
+    assert "holds model.visual.weight" in fails(capsys, "import", extra, tmp_path / "x")
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert "cut off" in fails(capsys, "import", source, tmp_path / "x")
+    assert "not a torch_dist checkpoint" in fails(capsys, "export", source, tmp_path / "x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["extra", "hf", "lacking", "other"]
+
+
+def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    index = tmp_path / ".metadata"
+    index.write_bytes(pickle.dumps({"x": print}))
+    with pytest.raises(CheckpointError, match="refers to builtins.print"):
+        torch_dist.read_index(index)
+    index.write_bytes(pickle.dumps({"x": 1}))
+    with pytest.raises(CheckpointError, match="does not hold a checkpoint index"):
+        torch_dist.read_index(index)
+    index.write_bytes(b"\x80")
+    with pytest.raises(CheckpointError, match="unreadable"):
+        torch_dist.read_index(index)

@@ -1,0 +1,90 @@
+"""The probe lets healthy differences pass and says what a broken sync looks like."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.schema import Format
+from megatron_rl.types import Batch
+from megatron_rl.weight_sync.probe import SyncMismatch, check, check_batch
+
+B, T, VOCAB = 8, 32, 64
+
+
+def logprobs(seed: int = 0) -> torch.Tensor:
+    return torch.log_softmax(torch.randn(B, T, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2, -1)[..., 0]
+
+
+def mask() -> torch.Tensor:
+    mask_BT = torch.ones(B, T, dtype=torch.bool)
+    mask_BT[3, 10:] = False
+    return mask_BT
+
+
+def run(sampler_BT: torch.Tensor, learner_BT: torch.Tensor | None = None, **changes: object):  # noqa: ANN201
+    arguments = {"format": Format.int8, "version": 7, "vocab": VOCAB, "tied": True} | changes
+    return check(sampler_BT, logprobs() if learner_BT is None else learner_BT, mask(), **arguments)  # type: ignore[arg-type]
+
+
+def test_within_budget() -> None:
+    sampler_BT = logprobs() + 0.05
+    sampler_BT[3, 20] = math.nan  # outside the mask
+    result = run(sampler_BT)
+    assert result.ok and result.mean_abs == pytest.approx(0.05, rel=1e-4) and result.missing == 0
+    assert result.mean == pytest.approx(-0.05, rel=1e-4)
+    assert result.metrics() == {"sync/probe_abs_diff": result.mean_abs, "sync/probe_budget": 0.08}
+
+
+def test_a_few_missing_logprobs_do_not_count() -> None:
+    sampler_BT = logprobs()
+    sampler_BT[0, 0] = math.nan
+    assert run(sampler_BT).missing == 1
+
+
+def test_budget_depends_on_the_format_and_can_be_set() -> None:
+    with pytest.raises(SyncMismatch, match=r"policy version 7 \(none\).*0\.05 nats over 234 tokens, budget 0\.02"):
+        run(logprobs() + 0.05, format=Format.none)
+    assert run(logprobs() + 0.05, format=Format.none, budget=0.06).ok
+
+
+@pytest.mark.parametrize(
+    ("sampler_BT", "diagnosis"),
+    [
+        (torch.full((B, T), -3.1), "constant whatever the token: the kernel state"),
+        (torch.full((B, T), math.nan), "NaN: its quantized kernels were not rebuilt"),
+        (-math.log(VOCAB) + 0.01 * torch.randn(B, T), "uniform guess: the output layer.*tied lm_head"),
+        (logprobs(seed=1) - 2, "Logits of another model: with tied embeddings, a lm_head"),
+        (logprobs() + 0.2, "A moderate excess"),
+    ],
+)
+def test_diagnoses(sampler_BT: torch.Tensor, diagnosis: str) -> None:
+    with pytest.raises(SyncMismatch, match=diagnosis):
+        run(sampler_BT)
+
+
+def test_a_broken_learner_is_not_blamed_on_the_sampler() -> None:
+    learner_BT = logprobs()
+    learner_BT[1, 1] = -math.inf
+    with pytest.raises(SyncMismatch, match="The learner's own logprobs are not finite"):
+        run(logprobs(), learner_BT)
+
+
+def test_empty_answers_are_not_a_pass() -> None:
+    with pytest.raises(SyncMismatch, match="No tokens to compare"):
+        check(logprobs(), logprobs(), torch.zeros(B, T, dtype=torch.bool), format=Format.none, version=1)
+
+
+def test_only_rows_of_the_synced_version_count() -> None:
+    zeros_B = torch.zeros(B, dtype=torch.long)
+    versions_B = torch.tensor([2] * 4 + [1] * 4)
+    sampler_BT = logprobs()
+    sampler_BT[4:] += 5  # sampled by an older policy
+    batch = Batch(zeros_B[:, None], zeros_B, zeros_B + T, mask(), sampler_BT, zeros_B.float(), zeros_B, versions_B)
+    assert check_batch(batch, logprobs(), format=Format.none, version=2).mean_abs == 0
+    with pytest.raises(SyncMismatch):
+        check_batch(batch, logprobs(), format=Format.none, version=1)
+    with pytest.raises(ValueError, match=r"version 3, the batch holds versions \[1, 2\]"):
+        check_batch(batch, logprobs(), format=Format.none, version=3)

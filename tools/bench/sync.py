@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""What a weight sync costs: learner ranks with TP shards, a live engine, every phase timed.
+
+    python tools/bench/sync.py [--formats none int8 fp8] [--tensor-parallel 2] [--repeats 5]
+
+For each format: bytes, time per phase, the ratio to a plain memory copy of the BF16 weights, and the ratio to the
+naive path, which gathers everything in BF16 to one rank, quantizes there and loads the same engine. Both paths take
+turns in one run; medians are shown. The learner's ranks hold random weights and do nothing else meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.schema import (
+    Config,
+    Format,
+    LearnerSection,
+    ModelSection,
+    QuantizationSection,
+    RolloutSection,
+    SamplerSection,
+)
+from megatron_rl.weight_sync.file_transport import remove_version, update_info, write_version
+from megatron_rl.weight_sync.groups import Ranks, TorchGroup
+from megatron_rl.weight_sync.layout import Layout, Place
+from megatron_rl.weight_sync.mapping import params, stage_params
+from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.weight_sync.push import WeightSync
+from megatron_rl.weight_sync.quantize import is_quantized, quantize
+from megatron_rl.weight_sync.source import ShardSource
+
+PHASES = ("quantize", "gather", "transfer", "load")
+
+
+class RandomWeights:
+    """A learner's shards without the learner."""
+
+    def __init__(self, shape: ModelShape, layout: Layout, place: Place) -> None:
+        generator = torch.Generator().manual_seed(place.tp)
+        self._parameters = [
+            (param.megatron, (torch.randn(param.local_shape(layout), generator=generator) * 0.02).bfloat16())
+            for param in stage_params(shape, layout, place)
+        ]
+
+    def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        return self._parameters
+
+
+def hf_config(given: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": given.hidden,
+        "num_hidden_layers": given.layers,
+        "num_attention_heads": given.hidden // 64,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": given.ffn,
+        "vocab_size": given.vocab,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def naive(
+    source: ShardSource, weights: RandomWeights, sampler: EmbeddedSampler | None, config: Config, to: Path, version: int
+) -> float:
+    """BF16 to one rank, quantized there, written, loaded."""
+    started = time.perf_counter()
+    gathered = list(source.tensors(dict(weights.named_parameters())))
+    if sampler is not None:
+        section = config.quantization
+
+        def converted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in gathered:
+                if is_quantized(name, section.format, section.ignore):
+                    for suffix, value in quantize(tensor, section.format).items():
+                        yield name.removesuffix("weight") + suffix, value
+                else:
+                    yield name, tensor
+
+        write_version(to, version, converted(), format=section.format.value)
+        sampler.start_weight_update()
+        sampler.update_weights(update_info(to, version, 1))
+        sampler.finish_weight_update(str(version))
+        remove_version(to, version)
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def copy_seconds(nbytes: int, repeats: int = 5) -> float:
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(given.threads)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=given.tensor_parallel)
+    model = hf_config(given)
+    shape, layout, place = ModelShape.from_hf(model), Layout(tp=given.tensor_parallel), Place(tp=rank)
+    weights, ranks = RandomWeights(shape, layout, place), Ranks(place, TorchGroup(), TorchGroup())
+    plain_bytes = sum(tensor.nbytes for param in params(shape) for tensor in _meta(param.shapes))
+    copy = copy_seconds(plain_bytes) if rank == 0 else 0.0
+    dist.barrier()
+    results = []
+    for name in given.formats:
+        config = Config(
+            model=ModelSection(path=folder),
+            learner=LearnerSection(tensor_parallel=given.tensor_parallel),
+            quantization=QuantizationSection(format=Format(name)),
+            rollout=RolloutSection(max_prompt_tokens=64, max_response_tokens=64),
+            sampler=SamplerSection(memory_gib=0.2, max_sequences=8),
+        )
+        sampler = EmbeddedSampler(config, Path(folder), Path(folder) / f"log_{name}") if rank == 0 else None
+        if sampler is not None:
+            sampler.start()
+        try:
+            result = measure(weights, sampler, config, model, ranks, given.repeats)
+        finally:
+            if sampler is not None:
+                sampler.close()
+        if rank == 0:
+            results.append({"format": name, "plain_bytes": plain_bytes, "copy_s": copy} | result)
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def measure(
+    weights: RandomWeights,
+    sampler: EmbeddedSampler | None,
+    config: Config,
+    model: dict[str, Any],
+    ranks: Ranks,
+    repeats: int,
+) -> dict[str, Any]:
+    shape, layout = ModelShape.from_hf(model), Layout.from_config(config.learner)
+    sync = WeightSync(weights, sampler, config, model, ranks)
+    plain = ShardSource(shape, layout, ranks)
+    reports, naive_s, versions = [], [], iter(range(1000))
+    sync.push(next(versions))  # warms both sides up
+    try:
+        for _ in range(repeats):
+            dist.barrier()
+            naive_s.append(naive(plain, weights, sampler, config, sync.directory, next(versions)))
+            dist.barrier()
+            reports.append(sync.push(next(versions)))
+    finally:
+        sync.close()
+
+    def median(phase: str) -> float:
+        return statistics.median(getattr(report.seconds, phase) for report in reports)
+
+    return {
+        **{phase: median(phase) for phase in (*PHASES, "total")},
+        "engine": sampler.last_sync if sampler is not None else {},
+        "nbytes": reports[0].nbytes,
+        "naive_s": statistics.median(naive_s),
+        "quant_error_max": reports[0].error.worst[0][1] if reports[0].error.worst else 0.0,
+    }
+
+
+def _meta(shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
+    return [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in shapes]
+
+
+def table(results: list[dict[str, Any]]) -> list[str]:
+    head = (
+        "format",
+        "MiB",
+        *(f"{phase} ms" for phase in PHASES),
+        "total ms",
+        "naive ms",
+        "/ naive",
+        "/ copy",
+        "blocked",
+    )
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in results:
+        cells = [
+            row["format"],
+            f"{row['nbytes'] / 2**20:.0f}",
+            *(f"{row[phase] * 1e3:.0f}" for phase in (*PHASES, "total", "naive_s")),
+            f"{row['total'] / row['naive_s']:.2f}",
+            f"{row['total'] / row['copy_s']:.0f}",
+            f"{row['load'] / row['total']:.0%}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", default=["none", "int8", "fp8"])
+    parser.add_argument("--tensor-parallel", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="per learner rank")
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=11)
+    parser.add_argument("--ffn", type=int, default=2560)
+    parser.add_argument("--vocab", type=int, default=16000)
+    parser.add_argument("--timeout", type=float, default=600.0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-bench-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(hf_config(given)))
+        context = multiprocessing.get_context("spawn")
+        processes = [
+            context.Process(target=run_rank, args=(rank, f"{folder}/store", given, folder))
+            for rank in range(given.tensor_parallel)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + given.timeout
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        if any(codes) or None in codes:
+            print(f"error: learner ranks ended with {codes}", file=sys.stderr)
+            return 1
+        results = json.loads(Path(folder, "results.json").read_text())
+    parameters = results[0]["plain_bytes"] / 2 / 1e6
+    print(
+        f"{parameters:.0f}M parameters, learner TP{given.tensor_parallel}, engine TP1; a plain copy of the BF16 bytes"
+    )
+    print(f"({results[0]['plain_bytes'] / 2**20:.0f} MiB) takes {results[0]['copy_s'] * 1e3:.1f} ms")
+    print("\n".join(table(results)))
+    for row in results:
+        engine = {key: value for key, value in row["engine"].items() if key.endswith("_s")}
+        parts = ", ".join(f"{key.removesuffix('_s')} {value * 1e3:.0f} ms" for key, value in engine.items())
+        print(f"{row['format']}: inside the engine {parts}; worst relative error {row['quant_error_max']:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
