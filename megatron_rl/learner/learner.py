@@ -256,7 +256,9 @@ class Learner:
             )
         if policy is OnNonFinite.skip_and_dump and self.is_driver and self.dump_dir is not None:
             self.dump_dir.mkdir(parents=True, exist_ok=True)
-            dump(targets, {**metrics, "optim/grad_norm": norm}, self.dump_dir / f"nonfinite_{self.steps:06d}.safetensors")
+            dump(
+                targets, {**metrics, "optim/grad_norm": norm}, self.dump_dir / f"nonfinite_{self.steps:06d}.safetensors"
+            )
 
     # talking to the other ranks
 

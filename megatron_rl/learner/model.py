@@ -76,9 +76,11 @@ def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) ->
 def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     bias = [shape.has(feature) for feature in ("proj_bias", "dense_mlp_bias")]
     if any(bias):
-        raise ValueError("attention_bias / mlp_bias of config.json: biases beyond query, key and value are not supported")
+        raise ValueError(
+            "attention_bias / mlp_bias of config.json: biases beyond query, key and value are not supported"
+        )
     if hf_config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={hf_config['hidden_act']!r} of config.json is not supported (supported: 'silu')")
+        raise ValueError(f"hidden_act={hf_config['hidden_act']!r} of config.json is not supported, only 'silu' is")
     if hf_config.get("use_sliding_window") or (shape.family == "mixtral" and hf_config.get("sliding_window")):
         raise ValueError("sliding-window attention of config.json is not supported")
     fields: dict[str, Any] = {
@@ -100,7 +102,9 @@ def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, 
     }
     if shape.experts:
         if shape.dense_layers:
-            raise ValueError("mlp_only_layers / decoder_sparse_step of config.json: dense layers among experts are not supported")
+            raise ValueError(
+                "mlp_only_layers / decoder_sparse_step of config.json: dense layers among experts are not supported"
+            )
         fields |= {
             "num_moe_experts": shape.experts,
             "moe_ffn_hidden_size": shape.expert_ffn,
@@ -178,7 +182,7 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
 class PolicyModel(GPTModel):
     """GPTModel over packs: logits come only for the positions that predict response tokens."""
 
-    def forward(self, pack: Pack) -> Tensor:  # type: ignore[override]
+    def forward(self, pack: Pack) -> Tensor:
         """Logits [N, V] on the last pipeline stage, hidden states [S, 1, H] on the others."""
         hidden_S1H = self.embedding(pack.tokens_S[None], pack.positions_S[None]) if self.pre_process else None
         packed, angles = self._packed(pack)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -101,23 +100,17 @@ def make_targets(batch: Batch, anchor_BT: torch.Tensor, seed: int = 1) -> Target
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_ranks(world: int, jobs: list[dict[str, Any]], folder: Path, timeout: float = 240.0) -> dict[str, Any]:
     """Do the jobs one after another on `world` processes; rank 0's results by job name."""
-    for job in jobs:
-        job["port"] = free_port()
+    for number, job in enumerate(jobs):
+        job["meeting"] = f"file://{folder}/meeting_{world}_{number}"
     work, out = folder / f"jobs_{world}.json", folder / f"results_{world}.json"
     work.write_text(json.dumps(jobs))
     root = Path(__file__).parents[2]
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("learner_worker.py")), str(work), str(out)]
     ranks = []
     for rank in range(world):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
         log = (folder / f"rank_{world}_{rank}.log").open("w")
         env = {**os.environ, **place, "PYTHONPATH": str(root)}
         ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))

@@ -15,7 +15,7 @@ import torch
 from learner_cases import make_batch, make_targets
 
 from megatron_rl.learner.learner import Learner, NonFiniteError
-from megatron_rl.learner.parallel import leave
+from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.schema import (
     Config,
     LearnerSection,
@@ -29,7 +29,7 @@ from megatron_rl.schema import (
 
 
 def build(job: dict[str, Any]) -> Learner:
-    os.environ["MASTER_PORT"] = str(job["port"])
+    os.environ[RENDEZVOUS] = job["meeting"]
     learner = LearnerSection(
         precision=Precision(job.get("precision", "fp32")),
         on_nonfinite=OnNonFinite(job.get("on_nonfinite", "raise")),
@@ -117,6 +117,7 @@ def main() -> None:
     for job in jobs:
         if job.get("kind") == "refused":
             results[job["name"]] = refused(job)
+            out.write_text(json.dumps(results))
             continue
         learner = build(job)
         results[job["name"]] = KINDS[job.get("kind", "train")](learner, job)

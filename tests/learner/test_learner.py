@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+pytestmark = pytest.mark.ranks
 FAMILIES = {
     "qwen3": cases.QWEN3,
     "qwen2": cases.QWEN2,
@@ -29,7 +30,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEPS = 3
 # what is wrong -> (config.json, learner section, words that the error must hold)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "field": (cases.QWEN3, {"megatron": {"num_layer": 2}}, ("learner.megatron.num_layer", "learner.megatron.num_layers")),
+    "field": (
+        cases.QWEN3,
+        {"megatron": {"num_layer": 2}},
+        ("learner.megatron.num_layer", "learner.megatron.num_layers"),
+    ),
     "world": (cases.QWEN3, {"tensor_parallel": 2}, ("needs 2 processes", "WORLD_SIZE is 1")),
     "chunks": (cases.QWEN3, {"virtual_pipeline": 2}, ("learner.virtual_pipeline=2",)),
     "rope": ({**cases.QWEN3, "rope_scaling": {"rope_type": "yarn"}}, {}, ("rope_type 'yarn'", "llama3")),

@@ -88,5 +88,5 @@ def test_all_padding_shares_hold_no_probability() -> None:
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_temperature_must_be_positive(temperature: float) -> None:
     logits, labels, _, _ = _inputs()
-    with pytest.raises(ValueError, match="rollout.temperature"):
+    with pytest.raises(ValueError, match=r"rollout\.temperature"):
         logprobs_and_entropy(logits, labels, VocabShare.of(0, 1, VOCAB, COLUMNS, None), temperature)
