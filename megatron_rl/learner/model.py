@@ -53,6 +53,9 @@ def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) ->
         "tensor_model_parallel_size": learner.tensor_parallel,
         "pipeline_model_parallel_size": learner.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": learner.virtual_pipeline,
+        # interleaved chunks send both ways at once: in one batch of two neighbours the two could be swapped
+        "overlap_p2p_comm": learner.virtual_pipeline is not None,
+        "batch_p2p_comm": learner.virtual_pipeline is None,
         "expert_model_parallel_size": learner.expert_parallel,
         "sequence_parallel": learner.sequence_parallel and learner.tensor_parallel > 1,
         "recompute_granularity": "full" if learner.recompute else None,

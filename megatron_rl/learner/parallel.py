@@ -66,10 +66,10 @@ class Ranks:
                 f"learner.context_parallel={learner.context_parallel} is not supported yet: "
                 "use 1, and learner.recompute or learner.sequence_parallel against long sequences"
             )
-        if learner.virtual_pipeline is not None:
+        if learner.virtual_pipeline is not None and not (learner.pipeline_parallel > 1 < learner.virtual_pipeline):
             raise ValueError(
-                f"learner.virtual_pipeline={learner.virtual_pipeline}: the interleaved schedule is not supported, "
-                "because packs of different lengths need shapes that it cannot exchange: use null (plain 1F1B)"
+                f"learner.virtual_pipeline={learner.virtual_pipeline} with pipeline_parallel "
+                f"{learner.pipeline_parallel}: interleaving needs at least 2 of each; null turns it off"
             )
 
     @property

@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel": 2},
     "dp2": {"data_parallel": 2},
     "tp2_sp": {"tensor_parallel": 2, "sequence_parallel": True},
+    "vp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
 }
 STEPS = 3
 # what is wrong -> (config.json, learner section, words that the error must hold)
@@ -104,6 +105,7 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     }
     jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout) for name, layout in experts.items()]
     jobs.append(_train("dp2_packs_of_80", cases.QWEN3, {**LAYOUTS["dp2"], "tokens_per_microbatch": 80}))
+    jobs.append(_train("vp2_packs_of_80", cases.QWEN3, {**LAYOUTS["vp2"], "tokens_per_microbatch": 80}))
     jobs.append({"name": "broadcast", "hf": cases.QWEN3, "layout": LAYOUTS["dp2"], "kind": "broadcast"})
     jobs.append({"name": "dead_rank", "hf": cases.QWEN3, "layout": LAYOUTS["dp2"], "kind": "dead_rank"})
     return cases.run_ranks(2, jobs, tmp_path_factory.mktemp("two_ranks"))
@@ -169,8 +171,9 @@ def test_packing_changes_nothing(case: str, one: dict[str, Any]) -> None:
     _same(one[case], one["fp32"], 1e-4)
 
 
-def test_packing_changes_nothing_with_replicas(one: dict[str, Any], two: dict[str, Any]) -> None:
-    _same(two["dp2_packs_of_80"], one["fp32"], 1e-4)
+@pytest.mark.parametrize("layout", ["dp2", "vp2"])
+def test_packing_changes_nothing_on_two_ranks(layout: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    _same(two[f"{layout}_packs_of_80"], one["fp32"], 1e-4)
 
 
 def test_training_moves_the_policy(one: dict[str, Any]) -> None:
@@ -198,6 +201,7 @@ def test_names_count_over_the_whole_model(one: dict[str, Any], two: dict[str, An
     assert {name for name in two["fp32_pp2"]["names"] if ".layers." in name} == {
         name for name in whole if ".layers.0." in name or ".layers.1." in name
     }
+    assert {name.split(".")[2] for name in two["fp32_vp2"]["names"] if ".layers." in name} == {"0", "2"}
     assert "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight" in two["moe_ep2"]["names"]
     assert "decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight" not in two["moe_ep2"]["names"]
 

@@ -32,6 +32,15 @@ def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
     assert plan(lengths, replicas, budget, at_least, same_count) == shares
 
 
+@given(LENGTHS, st.integers(1, 3), st.integers(20, 150), st.integers(1, 3))
+def test_the_number_of_microbatches_can_be_rounded_up(
+    lengths: list[int], replicas: int, budget: int, multiple: int
+) -> None:
+    shares = plan(lengths, replicas, budget, count_multiple=multiple)
+    assert all(len(share) % multiple == 0 for share in shares)
+    assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
+
+
 def test_replicas_get_similar_loads() -> None:
     lengths = [100, 90, 10, 10, 10, 10, 80, 70, 5, 5]
     loads = [sum(lengths[row] for group in share for row in group) for share in plan(lengths, 2, 1000)]
