@@ -60,8 +60,9 @@ def restore_checkpoint_layout(model: Any) -> None:
     for layer in model.modules():
         if is_deferred_attention_layer(layer):
             # its scales of a quantized KV cache: back to the sentinels that mean "not given"
-            if isinstance(layer.quant_method, QuantizeMethodBase):
-                layer.quant_method.create_weights(layer)
+            quant_method = getattr(layer, "quant_method", None)
+            if isinstance(quant_method, QuantizeMethodBase):
+                quant_method.create_weights(layer)
             continue
         for name, meta in checkpoint_parameters(layer).items():
             current = layer._parameters.get(name)
