@@ -9,9 +9,11 @@ from typing import Any
 
 
 from megatron_rl.config import ConfigError
+from megatron_rl.correction import checks as objective
 from megatron_rl.device import Machine, detect, format_problem
 from megatron_rl.rewards.functions import resolve
 from megatron_rl.schema import Config, Device, Estimator, Format, Fp8, LossName, ModelInit, RolloutSource, Transport
+from megatron_rl.weight_sync.plan import config_problems
 
 
 
@@ -77,7 +79,7 @@ def _numbers(config: Config, machine: Machine) -> Iterator[str]:
 
 def _model(config: Config, machine: Machine) -> Iterator[str]:
     hf = read_hf_config(config)
-    yield from layout_problems(hf, config)
+    yield from config_problems(config, hf)
     context = hf.get("max_position_embeddings")
     wanted = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if context is not None and wanted > context:
@@ -132,7 +134,7 @@ def _data(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _algorithm(config: Config, machine: Machine) -> Iterator[str]:
-    yield from correction_checks.problems(config)
+    yield from objective.problems(config)
     supervised = config.rollout.source == RolloutSource.dataset
     if supervised and config.loss.name != LossName.cross_entropy:
         yield f"loss.name: {config.loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"

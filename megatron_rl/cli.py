@@ -14,7 +14,12 @@ from megatron_rl.schema import Config
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    stray = [word for word in rest if word.startswith("-") or "overrides" not in options]
+    if stray:
+        parser.error(f"unknown argument {stray[0]!r}; overrides are written section.key=value")
+    if rest:  # overrides after an option
+        options.overrides += rest
     try:
         return options.run(options)
     except ConfigError as error:

@@ -19,7 +19,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("eval/accuracy", "eval", ".3f"),
     ("reward/sampler_mean", "reward", ".3f"),
     ("reward/mean", "trained reward", ".3f"),
-    ("loss/loss", "loss", ".4f"),
+    ("loss/total", "loss", ".4f"),
     ("loss/entropy", "entropy", ".3f"),
     ("optim/grad_norm", "grad", ".3f"),
     ("rollout_corr/k3_kl", "mismatch", ".2e"),

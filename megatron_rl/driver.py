@@ -124,6 +124,9 @@ class Driver:
         return self._stop_reason
 
     def record(self, step: int, anchor_BT: torch.Tensor, correction: Correction, advantages_B: torch.Tensor) -> None:
+        every = self._config.log.record_every
+        if every == 0 or step % every:
+            return
         self.recorder.rollouts(
             step,
             self._scored,

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
 import yaml
 from plotly.offline import get_plotlyjs
 
-from megatron_rl import report_figures as figures
 from megatron_rl.console import duration
-from megatron_rl.report_figures import PALETTE, curves
-from megatron_rl.run_data import NotARun, RunData, config_differences, load_runs
+from megatron_rl.report_figures import PALETTE
+from megatron_rl.report_sections import Panel, sections, supervised
+from megatron_rl.run_data import RunData, config_differences, load_runs
 
 STYLE = Path(__file__).with_name("report.css")
-
-
-@dataclass(frozen=True)
-class Panel:
-    title: str
-    about: str
-    figure: go.Figure | None
-    wide: bool = False
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> None:
@@ -41,10 +30,9 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> None:
 def page(runs: Sequence[RunData]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     parts = [_headline(runs, title), _summary(runs), _differences(runs)]
-    for heading, panels in _sections(runs):
-        drawn = [panel for panel in panels if panel.figure is not None]
-        if drawn:
-            parts.append(f"<h2>{heading}</h2>\n<div class=grid>{''.join(map(_draw, drawn))}</div>")
+    for heading, panels in sections(runs).items():
+        if panels:
+            parts.append(f"<h2>{heading}</h2>\n<div class=grid>{''.join(map(_draw, panels))}</div>")
     parts.append(_appendix(runs))
     body = "\n".join(filter(None, parts))
     return (
@@ -52,115 +40,6 @@ def page(runs: Sequence[RunData]) -> str:
         f"<meta name=viewport content='width=device-width'><style>{STYLE.read_text(encoding='utf-8')}</style>\n"
         f"<script>{get_plotlyjs()}</script></head>\n<body><main>\n{body}\n</main></body></html>\n"
     )
-
-
-def _sections(runs: Sequence[RunData]) -> list[tuple[str, list[Panel]]]:
-    reward = next((name for run in runs if (name := run.first_of("reward/sampler_mean", "reward/mean"))), "reward/mean")
-    about_reward = "All generated answers." if reward.endswith("sampler_mean") else "The answers that were trained on."
-    unit = (-0.02, 1.02)
-    estimate = {"reward/learner_estimate": "learner estimate"}
-    rewards = {reward: "reward", **(estimate if any(run.series("reward/learner_estimate") for run in runs) else {})}
-    mismatch = {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}
-    probe = {"sync/probe_abs_diff": "probe", "sync/probe_budget": "budget"}
-    clipping = {"loss/clip_fraction": "policy clip", "rollout_corr/rollout_rs_masked_fraction": "rejected"}
-    return [
-        (
-            "Learning",
-            [
-                Panel("Reward", f"{about_reward} Bold: running mean.", curves(runs, rewards, smooth=True)),
-                Panel(
-                    "Held-out accuracy",
-                    "Greedy answers on the evaluation split.",
-                    curves(runs, {"eval/accuracy": "accuracy"}, markers=True, y_range=unit),
-                ),
-            ],
-        ),
-        (
-            "Sampler and learner",
-            [
-                Panel(
-                    "Mismatch KL",
-                    _dashes(runs, "KL(sampler, learner) per token, in nats", mismatch),
-                    curves(runs, mismatch, y_title="nats", from_zero=True),
-                ),
-                Panel(
-                    "Effective sample size",
-                    "Of the applied weights, as a fraction of the tokens.",
-                    figures.effective_sample_size(runs),
-                ),
-                Panel("Importance ratio", _about_ratio(runs), figures.ratio_histogram(runs)),
-                Panel(
-                    "Logprob probe after sync",
-                    _dashes(runs, "Mean |difference| on fresh tokens", probe),
-                    curves(runs, probe, y_title="nats", markers=True, from_zero=True),
-                ),
-                Panel(
-                    "Mismatch by probability", "Recorded tokens, by how likely they were.", figures.by_probability(runs)
-                ),
-                Panel("Mismatch by position", "Recorded tokens, by place in the response.", figures.by_position(runs)),
-            ],
-        ),
-        (
-            "Time",
-            [
-                Panel(
-                    "Where a step's time goes",
-                    "Mean step of each run."
-                    if len(runs) > 1
-                    else "Wall clock on the driver rank; phases do not overlap.",
-                    figures.time_split(runs),
-                    wide=True,
-                ),
-                Panel("Weight sync", "Its own phases.", figures.sync_split(runs)),
-                Panel(
-                    "Weight sync size",
-                    "Sent per step.",
-                    curves(runs, {"sync/bytes": "MiB"}, y_title="MiB", scale=2**-20, from_zero=True),
-                ),
-                Panel(
-                    "Rollout throughput",
-                    "Response tokens per second of generation.",
-                    curves(runs, {"perf/rollout_tokens_per_s": "tokens/s"}, smooth=True, first_step=1, from_zero=True),
-                ),
-                Panel(
-                    "Quantization error",
-                    "Relative, the worst layer.",
-                    curves(runs, {"sync/quant_error_max": "worst layer"}, from_zero=True),
-                ),
-            ],
-        ),
-        (
-            "Learner",
-            [
-                Panel(
-                    "Response length",
-                    "Mean, in tokens.",
-                    curves(runs, {"rollout/response_tokens_mean": "tokens"}, from_zero=True),
-                ),
-                Panel(
-                    "Entropy",
-                    "Mean over trained tokens, in nats.",
-                    curves(runs, {"loss/entropy": "entropy"}, from_zero=True),
-                ),
-                Panel(
-                    "Gradient norm",
-                    "Before clipping.",
-                    curves(runs, {"optim/grad_norm": "norm"}, smooth=True, from_zero=True),
-                ),
-                Panel(
-                    "Clipping and rejection",
-                    _dashes(runs, "Fraction of tokens", clipping),
-                    curves(runs, clipping, from_zero=True),
-                ),
-                Panel("Loss", "The one whose gradient was taken.", curves(runs, {"loss/loss": "loss"}, smooth=True)),
-                Panel(
-                    "Groups kept",
-                    "Groups with spread in their rewards, of all generated.",
-                    curves(runs, {"rollout/groups_kept_fraction": "kept"}, y_range=unit),
-                ),
-            ],
-        ),
-    ]
 
 
 def headline_numbers(run: RunData) -> dict[str, str]:
@@ -179,7 +58,8 @@ def headline_numbers(run: RunData) -> dict[str, str]:
         "Effective sample size": f"{ess:.1%}" if ess is not None else "",
         "Weight sync": f"{sync_time / step_time:.1%} of a step" if step_time and sync_time else "",
     }
-    return {label: value for label, value in numbers.items() if value}
+    meaningless = {"Rollout tokens/s", "Mismatch KL (k3)", "Effective sample size"} if supervised(run) else set()
+    return {label: value for label, value in numbers.items() if value and label not in meaningless}
 
 
 def describe_setup(run: RunData) -> str:
@@ -194,7 +74,7 @@ def describe_setup(run: RunData) -> str:
         low, high = weight.get("low"), weight.get("high")
         bounds = " to ".join(f"{bound:g}" for bound in (low, high) if bound is not None) or "unbounded"
         correction = f"{weight['level']} weights, {weight.get('outside', 'truncate')} {bounds}"
-    model = Path(str(run.setting("model.path", ""))).name
+    model = "/".join(Path(str(run.setting("model.path", ""))).parts[-2:])
     parts = [
         model,
         f"sampler {'BF16' if quantization == 'none' else quantization.upper()}",
@@ -292,32 +172,3 @@ def _colour(number: int) -> str:
 
 def _show(value: Any) -> str:
     return "null" if value is None else json.dumps(value) if isinstance(value, (dict, list, bool)) else str(value)
-
-
-def _dashes(runs: Sequence[RunData], about: str, names: Mapping[str, str]) -> str:
-    """With several runs the dash pattern tells quantities apart, and only these words say which is which."""
-    present = [label for name, label in names.items() if any(run.series(name) for run in runs)]
-    if len(runs) == 1 or len(present) < 2:
-        return f"{about}."
-    styles = [f"{dash}: {label}" for dash, label in zip(("solid", "dashed", "dotted"), names.values(), strict=False)]
-    return f"{about} ({', '.join(styles)})."
-
-
-def _about_ratio(runs: Sequence[RunData]) -> str:
-    counts = [len(run.tokens.position) for run in runs if run.tokens is not None]
-    return f"Learner over sampler probability of {sum(counts):,} recorded tokens."
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, as runs/NAME")
-    parser.add_argument("-o", "--output", type=Path, help="the file to write; RUN/report.html for a single run")
-
-
-def run_command(arguments: argparse.Namespace) -> int:
-    output = arguments.output
-    if output is None and len(arguments.runs) > 1:
-        raise NotARun("several runs need a file to write: -o FILE")
-    output = output or arguments.runs[0] / "report.html"
-    write_report(arguments.runs, output)
-    print(output)
-    return 0

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.correction.metrics import PREFIX, MismatchSums, WeightSums
-from megatron_rl.correction.ratio import LogRatio, log_ratio, row_chunks
+from megatron_rl.correction.ratio import LogRatio, as_float, filled, log_ratio, row_chunks
 from megatron_rl.correction.rules import budget_cutoff, judged_BT, stat_of, violations
 from megatron_rl.correction.weights import Weighted, bound, fraction_bounds, raw_ratio, solve_cap
 from megatron_rl.schema import Anchor, CorrectionConfig, Level, RejectRule, WeightConfig
@@ -123,7 +123,7 @@ class _Work:
         self.kept_BT[rows], self.stays_BT[rows] = kept_BT, ratio.stays_BT
         assert self.source.prox_logprobs_BT is not None
         self.mismatch.add(rows, ratio, self.source.prox_logprobs_BT[rows])
-        self.ratios[rows.start] = ratio
+        self.ratios[rows.start] = ratio.without_cache() if self.needs_all_rows else ratio
 
     def apply_budgets(self) -> None:
         """Rules with a budget look at the statistic of the whole batch, before any rule has masked anything."""
@@ -160,11 +160,10 @@ class _Work:
         metrics = self.mismatch.metrics()
         scale = _normalize_(self.weights_BT, self.config.weight, self.applied)
         metrics |= self.applied.metrics(scale)
-        metrics |= _masked_fractions(self.stays_BT, self.kept_BT)
         if self.config.weight.target_ess is not None and self.cap is not None:
             metrics[PREFIX + "cap"] = self.cap
         denominator_BT = self.kept_BT if self.config.renormalize else self.stays_BT
-        rejected_B = self.source.mask_BT.any(dim=1) & ~self.kept_BT.any(dim=1)
+        rejected_B = filled(self.source.mask_BT) & ~filled(self.kept_BT)
         return Correction(self.weights_BT, self.kept_BT, denominator_BT, metrics, rejected_B, self.source)
 
 
@@ -174,15 +173,18 @@ def _weigh(
     """Bounded weights of some rows into `out_BT`, which may be the memory of `ratio.d_BT`."""
     raw = raw_ratio(config, ratio)
     bounded = bound(config, raw, cap)
-    kept_units = kept_BT.any(dim=1, keepdim=True) if config.level == Level.sequence else kept_BT
-    applied.add_units(raw, bounded, kept_units, *fraction_bounds(config, cap))
-    torch.mul(bounded, kept_BT, out=out_BT)
-    ratio.fix_weights_(out_BT, kept_BT)
+    kept_float_BT = as_float(kept_BT)
+    units = (kept_float_BT.sum(dim=1, keepdim=True) > 0).float() if config.level == Level.sequence else kept_float_BT
+    applied.add_units(raw, bounded, units, *fraction_bounds(config, cap))
     if config.level == Level.none:
-        measured_BT = kept_BT & ratio.counted_BT
+        measured_BT = kept_float_BT * ratio.counted_float_BT
         applied.add(raw * measured_BT, measured_BT)
-    else:
-        applied.add(out_BT, kept_BT)
+    torch.mul(bounded, kept_float_BT, out=out_BT)
+    ratio.fix_weights_(out_BT, kept_BT)
+    if config.level != Level.none:
+        applied.add(out_BT, kept_float_BT)
+    stays_B = as_float(ratio.stays_BT).sum(dim=1)
+    applied.add_rejections(stays_B, kept_float_BT.sum(dim=1))
 
 
 def _normalize_(weights_BT: Tensor, config: WeightConfig, applied: WeightSums) -> float:
@@ -194,16 +196,6 @@ def _normalize_(weights_BT: Tensor, config: WeightConfig, applied: WeightSums) -
         return 1.0
     weights_BT.div_(mean)
     return 1.0 / mean
-
-
-def _masked_fractions(stays_BT: Tensor, kept_BT: Tensor) -> dict[str, float]:
-    gone_B = (stays_BT & ~kept_BT).sum(dim=1)
-    stays_B = stays_BT.sum(dim=1)
-    tokens, rows = int(stays_B.sum()), int((stays_B > 0).sum())
-    return {
-        PREFIX + "rollout_rs_masked_fraction": int(gone_B.sum()) / max(1, tokens),
-        PREFIX + "rollout_rs_seq_masked_fraction": int((gone_B > 0).sum()) / max(1, rows),
-    }
 
 
 def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
@@ -220,7 +212,7 @@ def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
         stays_BT[rows] = ratio.stays_BT
         weights_BT[rows] = ratio.counted_BT.float()
         faults += ratio.sampler_faults
-    rejected_B = source.mask_BT.any(dim=1) & ~stays_BT.any(dim=1)
+    rejected_B = filled(source.mask_BT) & ~filled(stays_BT)
     metrics = {PREFIX + "non_finite_sampler": float(faults)}
     return Correction(weights_BT, stays_BT, stays_BT, metrics, rejected_B, source)
 
@@ -262,15 +254,13 @@ def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -
     weights_BT = correction.weights_BT.masked_fill(gone_BT, 0.0)
     metrics = dict(correction.metrics)
     if correction.source.prox_logprobs_BT is not None:
-        stays_BT = torch.empty_like(kept_BT)
         applied = WeightSums()
         cap = correction.metrics.get(PREFIX + "cap", config.weight.high)
         for rows in row_chunks(kept_BT):
             ratio = correction.source.ratio(rows, config)
-            stays_BT[rows] = ratio.stays_BT
             _weigh(config.weight, ratio, kept_BT[rows], cap, weights_BT[rows], applied)
         scale = _normalize_(weights_BT, config.weight, applied)
-        metrics |= applied.metrics(scale) | _masked_fractions(stays_BT, kept_BT)
+        metrics |= applied.metrics(scale)
     return replace(
         correction,
         weights_BT=weights_BT,

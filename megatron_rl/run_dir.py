@@ -31,9 +31,9 @@ import yaml
 from megatron_rl.schema import IfExists
 
 PACKAGES = (
-    "megatron-rl megatron-core torch vllm transformers transformer-engine nvidia-modelopt compressed-tensors "
-    "safetensors numpy pyarrow omegaconf wandb plotly rich"
-).split()
+    *("megatron-rl", "megatron-core", "torch", "vllm", "transformers", "transformer-engine", "nvidia-modelopt"),
+    *("compressed-tensors", "safetensors", "numpy", "pyarrow", "omegaconf", "wandb", "plotly", "rich"),
+)
 ENDED = ("finished", "stopped", "failed")
 # Configuration is free of secrets by design; the pass-through maps are the only way one could slip in.
 SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|bearer|(hf|auth|access)_?token)s?$", re.I)

@@ -8,12 +8,15 @@ from megatron_rl.checks import read_hf_config
 from megatron_rl.device import Machine
 from megatron_rl.launch import world_size
 from megatron_rl.schema import Config
-from megatron_rl.weight_sync.plan import sync_plan
+from megatron_rl.weight_sync.layout import Layout
+from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.weight_sync.plan import plan_sync
 
 
 def describe(config: Config, machine: Machine) -> str:
     layout, rollout = config.learner, config.rollout
-    plan = sync_plan(read_hf_config(config), config)
+    shape = ModelShape.from_hf(read_hf_config(config))
+    plan = plan_sync(shape, Layout.from_config(layout), config.quantization.format, config.quantization.ignore)
     axes = [
         f"{name}{size}"
         for name, size in (
@@ -29,10 +32,10 @@ def describe(config: Config, machine: Machine) -> str:
     rows = [
         ("run", str(Path(config.run.root) / str(config.run.name))),
         ("machine", machine.name),
-        ("model", f"{config.model.path}, {plan.parameters / 1e6:.2f}M parameters, {config.model.init}"),
+        ("model", f"{config.model.path}, {plan.plain_bytes / 2e6:.2f}M parameters, {config.model.init}"),
         ("learner", f"{world_size(config)} ranks ({' '.join(axes) or 'one rank'}), {layout.precision}"),
         ("sampler", f"vLLM, format {config.quantization.format}, TP{config.sampler.tensor_parallel}"),
-        ("sync", f"{config.sync.transport}, {plan.bytes / 1e6:.2f} MB in {plan.tensors} tensors each time"),
+        ("sync", f"{config.sync.transport}, {plan.nbytes / 1e6:.2f} MB in {len(plan.transfers)} tensors each time"),
         ("step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers, at most "
                  f"{rollout.max_response_tokens} tokens each; {layout.n_minibatches} update(s)"),
         ("loss", loss),

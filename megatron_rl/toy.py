@@ -41,7 +41,7 @@ def _apply(a: int, operator: str, b: int) -> int:
 @dataclass(frozen=True)
 class ToyShape:
     hidden: int = 128
-    layers: int = 4
+    layers: int = 2
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32

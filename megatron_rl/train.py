@@ -17,6 +17,7 @@ import torch
 
 from megatron_rl.advantage import group_advantages
 from megatron_rl.checks import read_hf_config
+from megatron_rl.covariance import select_by_covariance
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner.learner import Learner
 from megatron_rl.metrics import combine
@@ -104,6 +105,7 @@ def minibatches(
     step: int,
 ) -> Iterator[Targets]:
     """The step's optimizer updates: whole groups, shuffled, in `learner.n_minibatches` nearly equal parts."""
+    selected_BT = select_by_covariance(anchor_BT, advantages_B, correction.mask_BT, config.loss, config.run.seed + step)
     groups = batch.groups_B.unique().tolist()
     count = min(config.learner.n_minibatches, len(groups))
     if count > 1:
@@ -118,6 +120,7 @@ def minibatches(
             weights_BT=correction.weights_BT[rows],
             mask_BT=correction.mask_BT[rows],
             denominator_mask_BT=correction.denominator_mask_BT[rows],
+            selected_BT=None if selected_BT is None else selected_BT[rows],
         )
 
 

@@ -43,6 +43,7 @@ class WandbLog:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
+        self._wandb = wandb
         self._run = wandb.init(
             mode="online" if mode is Wandb.online else "offline",
             project=config.log.project,
@@ -65,3 +66,4 @@ class WandbLog:
     def close(self, state: str) -> None:
         assert state in ENDED
         self._run.finish(exit_code=0 if state == "finished" else 1)
+        self._wandb.teardown()  # its writer is a process of its own: only when it has ended is the file whole

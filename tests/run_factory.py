@@ -66,9 +66,9 @@ def make_run(
             "rollout/response_tokens_mean": 7 + 2 * skill + draw.gauss(0, 0.2),
             "rollout/groups_kept_fraction": 0.8 - 0.5 * skill,
             "rollout/tokens": 4000.0,
-            "loss/loss": draw.gauss(0, 0.01),
+            "loss/total": draw.gauss(0, 0.01),
             "loss/entropy": 0.8 - 0.5 * skill,
-            "loss/clip_fraction": abs(draw.gauss(0.004, 0.001)),
+            "loss/clip_fraction_high": abs(draw.gauss(0.004, 0.001)),
             "optim/grad_norm": 0.4 + abs(draw.gauss(0, 0.1)) if step != 7 else math.nan,
             "sync/bytes": 1_450_000,
             "sync/quant_error_max": 0.011 + draw.gauss(0, 0.0003),
@@ -82,7 +82,7 @@ def make_run(
         if step % 10 == 0:
             metrics |= {"eval/accuracy": 0.31 + 0.6 * skill, "eval/n": 256}
             metrics |= {"sync/probe_abs_diff": 0.03 + draw.gauss(0, 0.004), "sync/probe_budget": 0.08}
-            scored, prox_BT = make_scored(32, noise=0.02 if fmt is Format.none else 0.3, seed=step)
+            scored, prox_BT = make_scored(32, noise=0.02 if fmt is Format.none else 0.5, seed=step)
             sampler_BT = torch.zeros_like(prox_BT)
             for row, one in enumerate(scored):
                 sampler_BT[row, : len(one.rollout.logprobs)] = torch.tensor(one.rollout.logprobs)

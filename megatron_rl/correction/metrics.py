@@ -24,15 +24,16 @@ def _deviation(mean: float, mean_square: float) -> float:
     return math.sqrt(max(0.0, mean_square - mean * mean))
 
 
-def extremes(values_BT: Tensor, mask_BT: Tensor) -> tuple[float, float]:
-    """Smallest and largest value under the mask; (inf, -inf) where it is empty."""
-    first = int(mask_BT.flatten().to(torch.uint8).argmax())
-    filler = values_BT.flatten()[first]
-    if not bool(mask_BT.flatten()[first]):
+def outside_penalty(mask_float_BT: Tensor) -> Tensor:
+    """0 inside the mask and infinite outside: added, it keeps padding out of a minimum."""
+    return mask_float_BT.reciprocal().sub_(1.0)
+
+
+def extremes(values_BT: Tensor, penalty_BT: Tensor) -> tuple[float, float]:
+    """Smallest and largest value inside; (inf, -inf) where there is none. `values_BT` is finite throughout."""
+    if values_BT.numel() == 0:
         return math.inf, -math.inf
-    # filling with one of the masked-in values keeps padding out of both ends in one pass
-    low, high = torch.aminmax(values_BT.masked_fill(~mask_BT, filler))
-    return float(low), float(high)
+    return float((values_BT + penalty_BT).amin()), float((values_BT - penalty_BT).amax())
 
 
 class MismatchSums:
@@ -51,25 +52,23 @@ class MismatchSums:
     def add(self, rows: slice, ratio: LogRatio, prox_logprobs_BT: Tensor) -> None:
         self.sampler_faults += ratio.sampler_faults
         self.learner_faults += ratio.learner_faults
-        d_BT, counted_BT = ratio.d_BT, ratio.counted_BT
-        outside_BT = ~counted_BT
-        prox_BT = prox_logprobs_BT.float().masked_fill(outside_BT, 0.0)
-        n_B = counted_BT.sum(dim=1)
-        self.counted_B[rows] = n_B.float()
-        self.d_B[rows] = d_BT.sum(dim=1)
+        mask_BT = ratio.counted_float_BT
+        prox_BT = prox_logprobs_BT.float().nan_to_num(0.0, 0.0, 0.0).mul_(mask_BT)
+        self.counted_B[rows] = ratio.counts_B1[:, 0]
+        self.d_B[rows] = ratio.sums_B1[:, 0]
         self.prox_B[rows] = prox_BT.sum(dim=1)
 
-        low, high = extremes(d_BT, counted_BT)
+        low, high = extremes(ratio.d_BT, outside_penalty(mask_BT))
         self.low, self.high = min(self.low, low), max(self.high, high)
 
-        d = d_BT.reshape(-1)
+        d = ratio.d_BT.reshape(-1)
         absolute = d.abs()
         excess = d.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1_()  # rho - 1, exact where rho is near 1
-        rho = bounded_exp(d)
+        rho = ratio.rho_BT.reshape(-1)
         error = torch.maximum(rho, rho.reciprocal()).sub_(1.0)  # exp|d| - 1
         # exp(mu) comes from p - d, which is defined wherever p is
-        sampler_prob = bounded_prob(prox_BT - d_BT, outside_BT)
-        prob = bounded_prob(prox_BT, outside_BT)
+        sampler_prob = bounded_prob(prox_BT - ratio.d_BT, mask_BT)
+        prob = bounded_prob(prox_BT, mask_BT)
         gap = prob - sampler_prob
         absolute_gap = gap.abs()
         self.prob_high = max(self.prob_high, float(absolute_gap.amax()) if gap.numel() else 0.0)
@@ -141,9 +140,9 @@ class MismatchSums:
         }
 
 
-def bounded_prob(logprobs_BT: Tensor, outside_BT: Tensor) -> Tensor:
-    """Probabilities as a flat tensor, 0 outside the mask. A logprob is at most 0: no overflow to bound."""
-    return logprobs_BT.clamp(max=EXPONENT_LIMIT).exp_().masked_fill_(outside_BT, 0.0).reshape(-1)
+def bounded_prob(logprobs_BT: Tensor, mask_float_BT: Tensor) -> Tensor:
+    """Probabilities as a flat tensor, 0 outside the mask. Only their upper end needs a bound."""
+    return logprobs_BT.clamp(max=EXPONENT_LIMIT).exp_().mul_(mask_float_BT).reshape(-1)
 
 
 class WeightSums:
@@ -152,19 +151,19 @@ class WeightSums:
     def __init__(self) -> None:
         self.sums: Tensor | None = None
         self.low, self.high = math.inf, -math.inf
-        self.units = self.above = self.below = 0
+        self.units = self.above = self.below = 0.0
         self.unit_total = 0.0
+        self.kept_tokens = self.before_tokens = self.before_rows = self.touched_rows = 0.0
         self.kept = 0
 
-    def add(self, weights_BT: Tensor, kept_BT: Tensor) -> None:
-        """`weights_BT` is 0 where `kept_BT` is false."""
-        kept = int(kept_BT.sum())
-        self.kept += kept
-        low, high = extremes(weights_BT, kept_BT)
+    def add(self, weights_BT: Tensor, kept_float_BT: Tensor) -> None:
+        """`weights_BT` is 0 where `kept_float_BT` is."""
+        self.kept += int(kept_float_BT.sum(dtype=torch.float64))
+        low, high = extremes(weights_BT, outside_penalty(kept_float_BT))
         self.low, self.high = min(self.low, low), max(self.high, high)
         flat = weights_BT.reshape(-1)
         # centred on 1, where weights cluster: a plain sum of squares loses small deviations
-        centred = flat - kept_BT.reshape(-1).to(flat.dtype)
+        centred = flat - kept_float_BT.reshape(-1)
         sums = torch.stack([flat.sum(), torch.dot(flat, flat), torch.dot(centred, centred)]).double()
         self.sums = sums if self.sums is None else self.sums + sums
 
@@ -176,12 +175,22 @@ class WeightSums:
     def unit_mean(self) -> float:
         return _ratio(self.unit_total, self.units)
 
-    def add_units(self, raw: Tensor, bounded: Tensor, kept: Tensor, low: float, high: float) -> None:
+    def add_units(self, raw: Tensor, bounded: Tensor, kept_float: Tensor, low: float, high: float) -> None:
         """Tokens or, for sequence weights, rows: what the bounds and the normalisation act on."""
-        self.units += int(kept.sum())
-        self.unit_total += float((bounded * kept).sum())
-        self.above += int(((raw > high) & kept).sum())
-        self.below += int(((raw < low) & kept).sum())
+        raw, kept = raw.reshape(-1), kept_float.reshape(-1)
+        self.units += float(kept.sum())
+        self.unit_total += float(torch.dot(bounded.reshape(-1), kept))
+        # a comparison written as float32 is summed without converting bools
+        beyond = torch.empty_like(raw)
+        self.above += float(torch.dot(torch.gt(raw, high, out=beyond), kept))
+        self.below += float(torch.dot(torch.lt(raw, low, out=beyond), kept))
+
+    def add_rejections(self, before_B: Tensor, kept_B: Tensor) -> None:
+        """Tokens per row before and after the rules."""
+        self.kept_tokens += float(kept_B.sum(dtype=torch.float64))
+        self.before_tokens += float(before_B.sum(dtype=torch.float64))
+        self.before_rows += float((before_B > 0).sum())
+        self.touched_rows += float((kept_B < before_B).sum())
 
     def metrics(self, scale: float = 1.0) -> dict[str, float]:
         """`scale`: what the weights were multiplied by after the sums were taken."""
@@ -196,5 +205,7 @@ class WeightSums:
             "rollout_is_eff_sample_size": min(1.0, _ratio(total * total, n * square)),
             "rollout_is_ratio_fraction_high": _ratio(self.above, self.units),
             "rollout_is_ratio_fraction_low": _ratio(self.below, self.units),
+            "rollout_rs_masked_fraction": 1.0 - self.kept_tokens / self.before_tokens if self.before_tokens else 0.0,
+            "rollout_rs_seq_masked_fraction": _ratio(self.touched_rows, self.before_rows),
         }
         return {PREFIX + name: value for name, value in found.items()}

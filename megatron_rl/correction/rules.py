@@ -37,14 +37,10 @@ def row_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:
     counted_BT, d_BT = ratio.counted_BT, ratio.d_BT
     if rule.reduce in (Reduce.sum, Reduce.mean):
         # for the ratio it is d that is summed or averaged: the product, or the geometric mean
-        is_ratio = rule.stat == Stat.ratio
-        values_BT = d_BT if is_ratio else token_stat(rule.stat, d_BT)
-        if rule.stat == Stat.abs:
-            values_BT = values_BT * counted_BT
-        row_B1 = values_BT.sum(dim=1, keepdim=True)
-        if rule.reduce == Reduce.mean:
-            row_B1 = row_B1 / counted_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        return bounded_exp(row_B1) if is_ratio else row_B1
+        if rule.stat == Stat.ratio:
+            return bounded_exp(ratio.sums_B1 if rule.reduce == Reduce.sum else ratio.means_B1)
+        row_B1 = (token_stat(rule.stat, d_BT) * ratio.counted_float_BT).sum(dim=1, keepdim=True)
+        return row_B1 if rule.reduce == Reduce.sum else row_B1 / ratio.counts_B1.clamp(min=1.0)
     values_BT = token_stat(rule.stat, d_BT)
     if rule.reduce == Reduce.max:
         return values_BT.masked_fill(~counted_BT, -math.inf).amax(dim=1, keepdim=True)
@@ -60,7 +56,7 @@ def stat_of(rule: RejectRule, ratio: LogRatio) -> Tensor:
 
 def judged_BT(rule: RejectRule, ratio: LogRatio) -> Tensor:
     """Where the statistic exists: [B, T] for token rules, [B, 1] for sequence rules."""
-    return ratio.counted_BT if rule.level == Level.token else ratio.counted_BT.any(dim=1, keepdim=True)
+    return ratio.counted_BT if rule.level == Level.token else ratio.counts_B1 > 0
 
 
 def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:

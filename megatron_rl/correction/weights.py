@@ -21,11 +21,8 @@ SEARCH_STEPS = 40
 def raw_ratio(config: WeightConfig, ratio: LogRatio) -> Tensor:
     """The ratio before any bound: [B, T] per token, [B, 1] per sequence."""
     if config.level != Level.sequence:
-        return bounded_exp(ratio.d_BT)
-    exponent_B1 = ratio.d_BT.sum(dim=1, keepdim=True)
-    if config.aggregate == Aggregate.geometric:
-        exponent_B1 = exponent_B1 / ratio.counted_BT.sum(dim=1, keepdim=True).clamp(min=1)
-    return bounded_exp(exponent_B1)
+        return ratio.rho_BT
+    return bounded_exp(ratio.means_B1 if config.aggregate == Aggregate.geometric else ratio.sums_B1)
 
 
 def bound(config: WeightConfig, raw: Tensor, cap: float | None) -> Tensor:

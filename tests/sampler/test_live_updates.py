@@ -1,0 +1,177 @@
+"""A live engine that is updated in place: equal to a fresh one, all or nothing, and wrong when it must be."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tiny_engine import Live, fresh_rollouts
+
+from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.types import Rollout, SamplingParams
+from megatron_rl.weight_sync.manifest import WeightSyncError
+
+pytestmark = pytest.mark.engine
+
+VICTIM = "model.layers.1.mlp.down_proj.weight"
+
+
+def essence(rollouts: list[Rollout]) -> list[tuple]:
+    return [(r.token_ids, r.logprobs, r.finish_reason) for r in rollouts]
+
+
+def mean_difference(live: Live, right: list[Rollout], wrong: list[Rollout]) -> float:
+    """Mean |logprob difference| on the tokens that both sampled from equal prefixes."""
+    differences = []
+    for a, b in zip(right, wrong, strict=True):
+        for i, (mine, other) in enumerate(zip(a.logprobs, b.logprobs, strict=True)):
+            if a.token_ids[: i + 1] == b.token_ids[: i + 1]:
+                differences.append(abs(mine - other) if math.isfinite(other) else math.inf)
+    assert differences, "no token in common"
+    return sum(differences) / len(differences)
+
+
+@pytest.mark.parametrize("fixture", ["live_bf16", "live_int8", "live_fp8"])
+def test_three_updates_equal_a_fresh_engine(fixture, request, monkeypatch, tmp_path):
+    live: Live = request.getfixturevalue(fixture)
+    answers = []
+    for seed in (11, 12, 13):
+        live.update(seed)
+        answers.append(essence(live.rollouts()))
+    assert len({str(answer) for answer in answers}) == 3, "every update must show"
+    assert answers[-1] == essence(fresh_rollouts(live, 13, monkeypatch, tmp_path))
+    live.update(11)
+    assert essence(live.rollouts()) == answers[0], "a change and a change back"
+    assert live.rollouts()[0].policy_version == live.sampler.policy_version == 3
+    assert live.sampler.stats.missing_logprobs == 0
+
+
+def flip_a_byte(manifest: Path) -> None:
+    entry = next(e for e in json.loads(manifest.read_text())["tensors"] if e["name"] == VICTIM)
+    path = manifest.parent / entry["file"]
+    content = bytearray(path.read_bytes())
+    content[entry["offset"]] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(manifest: Path) -> None:
+    (path,) = manifest.parent.glob("*.bin")
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def edit(manifest: Path, change) -> None:
+    content = json.loads(manifest.read_text())
+    change(content, next(e for e in content["tensors"] if e["name"] == VICTIM))
+    manifest.write_text(json.dumps(content))
+
+
+def remove(manifest: Path) -> None:
+    edit(manifest, lambda content, entry: content["tensors"].remove(entry))
+
+
+def repeat(manifest: Path) -> None:
+    edit(manifest, lambda content, entry: content["tensors"].append(entry))
+
+
+def rename(manifest: Path) -> None:
+    edit(manifest, lambda content, entry: entry.update(name="model.layers.9.mlp.down_proj.weight"))
+
+
+def misshape(manifest: Path) -> None:
+    edit(manifest, lambda content, entry: entry["shape"].reverse())
+
+
+def make_stale(manifest: Path) -> None:
+    edit(manifest, lambda content, entry: content.update(policy_version=0))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (flip_a_byte, f"corrupt tensor {VICTIM}"),
+        (truncate, "truncated file"),
+        (remove, f"missing tensor {VICTIM}"),
+        (repeat, f"duplicate tensor {VICTIM}"),
+        (rename, r"unexpected tensor model\.layers\.9"),
+        (misshape, f"misshapen tensor {VICTIM}"),
+        (make_stale, "policy version 0"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_faulty_update_is_refused_and_the_old_version_serves_on(live_int8, fault, message):
+    live: Live = live_int8
+    live.update(21)
+    version, before = live.sampler.policy_version, essence(live.rollouts())
+    fault(live.write(22))
+    with pytest.raises(WeightSyncError, match=message):
+        live.load()
+    assert live.sampler.health()["policy_version"] == live.sampler.policy_version == version
+    assert essence(live.rollouts()) == before
+    live.update(22)
+    assert essence(live.rollouts()) != before
+
+
+def test_finish_needs_an_accepted_update(live_int8):
+    live: Live = live_int8
+    live.update(21)
+    live.sampler.start_weight_update()
+    with pytest.raises(WeightSyncError, match="without an accepted update"):
+        live.sampler.finish_weight_update()
+    assert live.rollouts()
+
+
+@pytest.mark.parametrize(
+    ("fixture", "fault"),
+    [("live_int8", "kernels_not_rebuilt"), ("live_bf16", "tied_head_not_refreshed")],
+)
+def test_what_the_probe_must_catch_is_visible(fixture, fault, request):
+    live: Live = request.getfixturevalue(fixture)
+    live.update(31)
+    live.update(32)
+    right = live.rollouts()
+    live.update(31)
+    live.update(32, fault)
+    wrong = live.rollouts()
+    assert mean_difference(live, right, wrong) > 0.3
+    live.update(32)
+    assert essence(live.rollouts()) == essence(right), "the next good update repairs it"
+
+
+def test_an_unwritten_parameter_stops_the_engine_until_the_next_update(live_bf16):
+    live: Live = live_bf16
+    live.update(41)
+    before = essence(live.rollouts())
+    with pytest.raises(WeightSyncError, match=r"unwritten: model\.norm\.weight"):
+        live.update(42, "parameter_not_written")
+    with pytest.raises(SamplerError, match="of no version"):
+        live.rollouts()
+    live.update(41)
+    assert essence(live.rollouts()) == before
+
+
+def test_seeds_samples_and_greedy(live_bf16):
+    live: Live = live_bf16
+    live.update(51)
+    first = live.rollouts(seed=1)
+    assert [(r.group, r.sample) for r in first] == [(group, sample) for group in range(6) for sample in range(2)]
+    assert all(len(r.token_ids) == len(r.logprobs) == len(r.loss_mask) == 6 for r in first)
+    assert essence(live.rollouts(seed=1)) == essence(first)
+    assert essence(live.rollouts(seed=2)) != essence(first)
+    assert all(a.token_ids != b.token_ids for a, b in zip(first[::2], first[1::2], strict=True))
+    greedy = live.rollouts(params=SamplingParams(samples=2, max_tokens=6, temperature=0.0))
+    assert [r.token_ids for r in greedy[::2]] == [r.token_ids for r in greedy[1::2]]
+    stop = first[0].token_ids[2]
+    stopped = live.rollouts(params=SamplingParams(samples=2, max_tokens=6, stop_token_ids=(stop,)))
+    assert stopped[0].finish_reason == "stop"
+    assert stopped[0].token_ids[-1] == stop
+    assert first[0].finish_reason == "length"
+
+
+def test_a_paused_sampler_refuses_until_resumed(live_bf16):
+    live: Live = live_bf16
+    live.update(61)
+    live.sampler.pause()
+    with pytest.raises(SamplerError, match="paused"):
+        live.rollouts()
+    live.sampler.resume()
+    assert live.rollouts()

@@ -1,0 +1,183 @@
+"""Runs one recipe under several corrections, one after the other, and puts their curves side by side.
+
+    python tools/compare_corrections.py recipes/quickstart.yaml --corrections none tis icepop \
+        --steps 40 --seeds 1 2 quantization.format=fp8
+
+Each run is `megatron-rl train RECIPE correction=NAME run.name=... log.group=...`. A run that fails does not stop
+the next ones: it is named at the end, and the exit status is 1. Ctrl-C stops the run in progress and still
+writes the report of what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.console import duration
+from megatron_rl.report import headline_numbers, write_report
+from megatron_rl.run_data import load_run
+from megatron_rl.run_dir import RunDir
+
+STOP_TIMEOUT_S = 30.0  # a run stops its own children within ten seconds
+INTERRUPTED = 130
+TRAIN = (sys.executable, "-m", "megatron_rl.cli", "train")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    correction: str
+    seed: int | None
+    name: str
+
+
+class Runner:
+    """One child at a time. Signals to this process stop the child first."""
+
+    def __init__(self, train: Sequence[str]) -> None:
+        self._train = list(train)
+        self._child: subprocess.Popen[bytes] | None = None
+        self.interrupted = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._stop)
+
+    def run(self, arguments: Sequence[str]) -> int:
+        # a session of its own: the terminal's Ctrl-C reaches the child once, through _stop
+        self._child = subprocess.Popen([*self._train, *arguments], start_new_session=True)
+        if self.interrupted:  # the signal came while the child was being started
+            self._child.send_signal(signal.SIGINT)
+        while self._child.poll() is None:
+            if self.interrupted:
+                return self._wait_stopped(self._child)
+            time.sleep(0.1)
+        return self._child.returncode
+
+    def _stop(self, number: int, _frame: object) -> None:
+        if self.interrupted:
+            return
+        self.interrupted = True
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGINT)
+
+    @staticmethod
+    def _wait_stopped(child: subprocess.Popen[bytes]) -> int:
+        try:
+            return child.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            return child.wait()
+
+
+def plan(group: str, corrections: Sequence[str], seeds: Sequence[int]) -> list[Experiment]:
+    """Seeds outermost: after every round, each correction has been seen equally often."""
+    if not seeds:
+        return [Experiment(name, None, f"{group}_{name}") for name in corrections]
+    return [Experiment(name, seed, f"{group}_{name}_s{seed}") for seed in seeds for name in corrections]
+
+
+def arguments_of(experiment: Experiment, options: argparse.Namespace, group: str) -> list[str]:
+    arguments = [
+        str(options.recipe),
+        f"correction={experiment.correction}",
+        f"run.name={experiment.name}",
+        f"run.root={options.root}",
+        f"log.group={group}",
+    ]
+    if experiment.seed is not None:
+        arguments.append(f"run.seed={experiment.seed}")
+    if options.steps is not None:
+        arguments.append(f"run.steps={options.steps}")
+    return arguments + list(options.overrides)
+
+
+def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
+    options = parse(argv)
+    group = options.group or f"{options.recipe.stem}_corrections"
+    experiments = plan(group, options.corrections, options.seeds)
+    archive = any(override.startswith("run.if_exists=archive") for override in options.overrides)
+    taken = [e.name for e in experiments if (options.root / e.name).exists()]
+    if taken and not archive:
+        print(
+            f"run directories are used: {', '.join(taken)} in {options.root}. Choose another --group NAME, or move "
+            "them aside with run.if_exists=archive",
+            file=sys.stderr,
+        )
+        return 2
+    runner, outcomes = Runner(train), {}
+    for number, experiment in enumerate(experiments, start=1):
+        if runner.interrupted:
+            outcomes[experiment] = "not started"
+            continue
+        print(f"[{number}/{len(experiments)}] {experiment.name}", flush=True)
+        begun = time.monotonic()
+        status = runner.run(arguments_of(experiment, options, group))
+        outcome = "finished" if status == 0 else f"failed, exit status {status}"
+        outcomes[experiment] = "stopped" if runner.interrupted else outcome
+        print(
+            f"[{number}/{len(experiments)}] {outcomes[experiment]} in {duration(time.monotonic() - begun)}", flush=True
+        )
+    report = options.output or options.root / f"{group}.html"
+    summarize(experiments, outcomes, options.root, report)
+    if runner.interrupted:
+        return INTERRUPTED
+    return int(any(outcome != "finished" for outcome in outcomes.values()))
+
+
+def summarize(experiments: Sequence[Experiment], outcomes: dict[Experiment, str], root: Path, report: Path) -> None:
+    started = [e for e in experiments if outcomes[e] != "not started"]
+    readable = [e for e in started if _has_metrics(root / e.name)]
+    width = max(len(e.name) for e in experiments)
+    for experiment in experiments:
+        numbers = ""
+        if experiment in readable:
+            found = headline_numbers(load_run(root / experiment.name))
+            wanted = ("Held-out accuracy", "Mismatch KL (k3)", "Effective sample size")
+            numbers = "  ".join(f"{label} {found[label]}" for label in wanted if label in found)
+        print(f"{experiment.name:<{width}}  {outcomes[experiment]:<12}  {numbers}".rstrip())
+    if readable:
+        write_report([root / e.name for e in readable], report)
+        print(f"report {report}")
+    else:
+        print("no report: no run has written a line of metrics")
+
+
+def _has_metrics(path: Path) -> bool:
+    metrics = RunDir(path).metrics
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s RECIPE --corrections NAME [NAME ...] [options] [key=value ...]",
+        description="Runs a recipe under several corrections and reports on them side by side.",
+        epilog="key=value: configuration for every run, anywhere on the line",
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--corrections", nargs="+", required=True, metavar="NAME", help="presets of conf/correction")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[], metavar="N", help="each correction with each seed")
+    parser.add_argument("--steps", type=int, help="instead of the recipe's run.steps")
+    parser.add_argument("--group", help="W&B group and start of the runs' names; RECIPE_corrections")
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="where run directories go (run.root)")
+    parser.add_argument("-o", "--output", type=Path, help="the report; ROOT/GROUP.html")
+    overrides = [word for word in argv if "=" in word and not word.startswith("-")]
+    options = parser.parse_args([word for word in argv if word not in overrides])
+    options.overrides = overrides
+    if not options.recipe.is_file():
+        parser.error(f"recipe {options.recipe} does not exist")
+    for name in ("corrections", "seeds"):
+        if len(set(getattr(options, name))) != len(getattr(options, name)):
+            parser.error(f"--{name} names one twice")
+    for override in overrides:
+        if override.split("=", 1)[0] in ("run.name", "run.root", "log.group", "correction"):
+            parser.error(f"{override}: this tool sets that key itself; see --group, --root and --corrections")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
