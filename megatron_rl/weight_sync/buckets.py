@@ -119,11 +119,11 @@ def gather(
     at = 0
     for job, made in zip(bucket.jobs, content, strict=True):
         outs = [out for of_slice in job.outputs[bucket.rank] for out in of_slice]
-        for out, tensor in zip(outs, made or [None] * len(outs), strict=True):
+        for index, out in enumerate(outs):
             if out.dim is None:
                 continue
-            if tensor is not None:
-                sent[at : at + out.part_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            if made is not None:
+                sent[at : at + out.part_bytes].copy_(made[index].reshape(-1).view(torch.uint8))
             at += out.part_bytes
     bucket.group.gather(sent, [], bucket.rank)
     return []

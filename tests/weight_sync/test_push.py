@@ -42,10 +42,12 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert driver["left"] == ["owner.lock"]  # a loaded version is removed
     assert driver["metrics"]["sync/version"] == other["metrics"]["sync/version"] == 3
     assert driver["metrics"]["sync/tensors"] == len(driver["names"])
-    assert len(driver["worst"]) == 5 and 0.001 < driver["worst"][0][1] < 0.02
+    assert len(driver["worst"]) == 5
+    assert 0.001 < driver["worst"][0][1] < 0.02
     assert driver["metrics"]["sync/clamped_fraction"] == 0
     refused, diverged, blocked, healthy = zip(driver["errors"], other["errors"], strict=True)
-    assert "misshapen tensor X" in refused[0] and "misshapen tensor X" in refused[1]
+    assert "misshapen tensor X" in refused[0]
+    assert "misshapen tensor X" in refused[1]
     assert all("rank 1" in error and NAME in error for error in diverged)
     assert all("rank 0" in error and "v00000006" in error for error in blocked)
     assert healthy == ("none", "none")
@@ -57,6 +59,6 @@ def test_no_space_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.
     full = os.statvfs_result((*real[:4], 0, *real[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     config = Config(sync=SyncSection(dir=str(tmp_path)))
-    with pytest.raises(WeightSyncError, match="has 0 MiB free: free space there, or set sync.dir"):
+    with pytest.raises(WeightSyncError, match=r"has 0 MiB free: free space there, or set sync\.dir"):
         WeightSync(Weights(0, 1), None, config, HF_CONFIG, Ranks())
     assert list(tmp_path.iterdir()) == []
