@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -61,7 +62,7 @@ def breakdowns(
     edges = torch.tensor(PROBABILITY_EDGES, device=d_BT.device)
     bucket_N = torch.bucketize(sampler_logprobs_BT[counted_BT].float().exp(), edges)
     bounds = ("0", *map(str, PROBABILITY_EDGES), "1")
-    names = [f"{low} to {high}" for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    names = [f"{low} to {high}" for low, high in pairwise(bounds)]
     found += tokens.slices("probability", bucket_N, names)
 
     power_B = lengths_B.clamp(min=1).double().log2().floor().long()
