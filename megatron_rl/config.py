@@ -162,6 +162,9 @@ def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
     types = get_type_hints(schema)
     keys: list[str] = []
     for field in fields(schema):
-        inner: Any = types[field.name]
-        keys += all_keys(inner, f"{prefix}{field.name}.") if is_dataclass(inner) else [f"{prefix}{field.name}"]
+        key, inner = f"{prefix}{field.name}", types[field.name]
+        if isinstance(inner, type) and is_dataclass(inner):
+            keys += all_keys(inner, f"{key}.")
+        else:
+            keys.append(key)
     return keys
