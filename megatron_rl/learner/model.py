@@ -43,6 +43,8 @@ from megatron_rl.weight_sync.model_shape import ModelShape
 def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) -> TransformerConfig:
     """What config.json and the learner's section say, in megatron-core's words."""
     shape = ModelShape.from_hf(hf_config)
+    if host.ON_HOST and learner.fp8 is not Fp8.none:
+        raise ValueError(f"learner.fp8={learner.fp8.value} needs CUDA and Transformer Engine: use none here")
     dtype = torch.bfloat16 if learner.precision is Precision.bf16 else torch.float32
     fields: dict[str, Any] = {
         **_architecture(shape, hf_config),

@@ -18,6 +18,7 @@ from megatron_rl.learner.learner import Learner, NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.schema import (
     Config,
+    Fp8,
     LearnerSection,
     LossConfig,
     LossName,
@@ -30,10 +31,12 @@ from megatron_rl.schema import (
 
 def build(job: dict[str, Any]) -> Learner:
     os.environ[RENDEZVOUS] = job["meeting"]
+    section = dict(job.get("layout", {}))
     learner = LearnerSection(
         precision=Precision(job.get("precision", "fp32")),
         on_nonfinite=OnNonFinite(job.get("on_nonfinite", "raise")),
-        **job.get("layout", {}),
+        fp8=Fp8(section.pop("fp8", "none")),
+        **section,
     )
     config = Config(
         learner=learner,

@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
 }
 STEPS = 3
+ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
 # what is wrong -> (config.json, learner section, words that the error must hold)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "field": (
@@ -39,6 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "world": (cases.QWEN3, {"tensor_parallel": 2}, ("needs 2 processes", "WORLD_SIZE is 1")),
     "chunks": (cases.QWEN3, {"virtual_pipeline": 2}, ("learner.virtual_pipeline=2",)),
     "rope": ({**cases.QWEN3, "rope_scaling": {"rope_type": "yarn"}}, {}, ("rope_type 'yarn'", "llama3")),
+    "fp8": (cases.QWEN3, {"fp8": "hybrid"}, ("learner.fp8=hybrid",)),
     "activation": ({**cases.QWEN3, "hidden_act": "gelu"}, {}, ("hidden_act='gelu'",)),
     "family": ({**cases.QWEN3, "model_type": "qwen4"}, {}, ("'qwen4'", "qwen3")),
 }
@@ -76,6 +78,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _train("bf16", cases.QWEN3, precision="bf16", loss="cross_entropy"),
         _train("untied", cases.LLAMA),
         _train("moe", cases.QWEN3_MOE),
+        _train("one_kv_head", ONE_KV_HEAD),
         _train("entropy", cases.QWEN3, entropy_coef=0.1),
         _train("packs_of_80", cases.QWEN3, {"tokens_per_microbatch": 80}),
         _train("unpacked", cases.QWEN3, {"tokens_per_microbatch": 1}),
@@ -104,6 +107,7 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         "tp2_ep2": {**LAYOUTS["tp2_sp"], "expert_parallel": 2, "megatron": {"expert_tensor_parallel_size": 1}},
     }
     jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout) for name, layout in experts.items()]
+    jobs.append(_train("one_kv_head", ONE_KV_HEAD, LAYOUTS["tp2"]))
     jobs.append(_train("dp2_packs_of_80", cases.QWEN3, {**LAYOUTS["dp2"], "tokens_per_microbatch": 80}))
     jobs.append(_train("vp2_packs_of_80", cases.QWEN3, {**LAYOUTS["vp2"], "tokens_per_microbatch": 80}))
     jobs.append({"name": "broadcast", "hf": cases.QWEN3, "layout": LAYOUTS["dp2"], "kind": "broadcast"})
@@ -164,6 +168,10 @@ def test_every_layout_trains_alike(
 @pytest.mark.parametrize("layout", ["ep2", "pp2", "dp2", "tp2_sp", "tp2_ep2"])
 def test_experts_train_alike_on_every_layout(layout: str, one: dict[str, Any], two: dict[str, Any]) -> None:
     _same(two[f"moe_{layout}"], one["moe"], 1e-4)
+
+
+def test_tensor_parallel_ranks_may_share_a_key_value_head(one: dict[str, Any], two: dict[str, Any]) -> None:
+    _same(two["one_kv_head"], one["one_kv_head"], 1e-4)
 
 
 @pytest.mark.parametrize("case", ["packs_of_80", "unpacked", "recompute"])
