@@ -20,7 +20,7 @@ from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.shards import full_tensors, local_shard
 from megatron_rl.weight_sync.source import ShardSource
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 class ThreadGroup:
