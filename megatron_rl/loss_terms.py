@@ -107,7 +107,9 @@ def cispo(terms: Terms, config: LossConfig) -> Result:
 
 
 def sapo(terms: Terms, config: LossConfig) -> Result:
-    tau_B1 = torch.where(terms.advantages_B1 > 0, config.tau_positive, config.tau_negative)
+    # filled in the advantages' dtype: two plain numbers would make a float32 tensor
+    tau_B1 = torch.full_like(terms.advantages_B1, config.tau_negative)
+    tau_B1 = tau_B1.masked_fill(terms.advantages_B1 > 0, config.tau_positive)
     gate_BT = torch.sigmoid(tau_B1 * (terms.ratio_BT - 1.0)) * 4.0 / tau_B1
     return -terms.advantages_B1 * gate_BT * terms.weights_BT, {}
 

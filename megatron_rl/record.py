@@ -129,7 +129,6 @@ class Recorder:
             self.run, said = open_run(run_dir, config.run.if_exists, resolved_yaml)
         mark_status(run_dir, "running")
         self._n_steps = n_steps
-        self._record_every = config.log.record_every
         self._clock = PhaseClock()
         self._begun = time.perf_counter()
         self._step_times: list[float] = []
@@ -186,9 +185,7 @@ class Recorder:
         mask_BT: torch.Tensor | None = None,
         advantages_B: torch.Tensor | None = None,
     ) -> None:
-        """rollouts/step_N.parquet where `log.record_every` says so: the input of replay and of the histograms."""
-        if not self._record_every or (step % self._record_every and step != 1):
-            return
+        """rollouts/step_N.parquet: the input of replay, and of the report's histograms."""
         from megatron_rl.rollout_file import write_rollouts
 
         write_rollouts(

@@ -130,7 +130,7 @@ class _Work:
         for rule in self.budget_rules:
             assert rule.budget is not None
             pieces = [stat_of(rule, ratio)[judged_BT(rule, ratio)] for ratio in self.ratios.values()]
-            cutoff = budget_cutoff(torch.cat(pieces), rule.budget)
+            cutoff = budget_cutoff(torch.cat(pieces), rule.budget) if pieces else 0.0
             for rows in row_chunks(self.kept_BT):
                 ratio = self.ratios[rows.start]
                 self.kept_BT[rows] &= ~((stat_of(rule, ratio) >= cutoff) & judged_BT(rule, ratio))

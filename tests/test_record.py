@@ -199,15 +199,6 @@ def test_rollouts_round_trip(tmp_path):
     assert pq.read_table(files[0][1]).column("prox_logprobs").null_count == 9
 
 
-@pytest.mark.parametrize(("every", "steps"), [(10, [1, 10, 20]), (1, list(range(1, 21))), (0, [])])
-def test_only_every_so_many_steps_are_recorded(tmp_path, every, steps):
-    recorder = start(tmp_path / "run", Config(log=LogSection(record_every=every)))
-    scored, prox_BT = make_scored(2)
-    for step in range(1, 21):
-        recorder.rollouts(step, scored, prox_logprobs_BT=prox_BT)
-    assert [step for step, _ in recorded_steps(recorder.run.rollouts)] == steps
-
-
 def test_rollouts_of_the_wrong_shape_are_refused(tmp_path):
     scored, prox_BT = make_scored(4)
     with pytest.raises(ValueError, match="prox_logprobs_BT"):

@@ -1,0 +1,127 @@
+"""Where the sampler and the learner disagree: the mismatch of a recorded batch, cut along five lines.
+
+A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small
+probabilities, stale weights in the staleness, a stop-token fault in the finish reasons.
+
+Shape legend: B sequences, T response positions, N tokens under the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_rl.correction.ratio import bounded_exp
+
+PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One part of a batch. `kl` is the plain estimate of KL(sampler || learner), the mean of -d."""
+
+    by: str  # position | probability | length | staleness | finish
+    label: str
+    tokens: int
+    sequences: int
+    kl: float
+    k3_kl: float
+    abs_diff: float  # mean |d|
+    mult_prob_error: float  # mean exp|d|
+
+
+@torch.no_grad()
+def breakdowns(
+    prox_logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    finish_reasons: Sequence[str] | None = None,
+    versions_B: Tensor | None = None,
+    policy_version: int | None = None,
+) -> list[Slice]:
+    """Slices with at least one token, in the order of their labels; tokens without a ratio are left out.
+
+    Staleness is `policy_version` (the newest of the batch where it is None) less the row's version.
+    """
+    d_BT = prox_logprobs_BT.float() - sampler_logprobs_BT.float()
+    counted_BT = mask_BT.bool() & torch.isfinite(d_BT)
+    tokens = _Tokens(d_BT[counted_BT], counted_BT.nonzero()[:, 0])
+    lengths_B = mask_BT.bool().sum(dim=1)
+    order_BT = mask_BT.bool().cumsum(dim=1) - 1  # a token's place among the row's own tokens
+
+    decile_BT = (10 * order_BT).div(lengths_B.clamp(min=1)[:, None], rounding_mode="floor")
+    names = [f"{10 * decile}-{10 * decile + 10} %" for decile in range(10)]
+    found = list(tokens.slices("position", decile_BT[counted_BT], names))
+
+    edges = torch.tensor(PROBABILITY_EDGES, device=d_BT.device)
+    bucket_N = torch.bucketize(sampler_logprobs_BT[counted_BT].float().exp(), edges)
+    bounds = ("0", *map(str, PROBABILITY_EDGES), "1")
+    names = [f"{low} to {high}" for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    found += tokens.slices("probability", bucket_N, names)
+
+    power_B = lengths_B.clamp(min=1).double().log2().floor().long()
+    names = [f"{2**power} to {2 ** (power + 1) - 1}" for power in range(int(power_B.max()) + 1)] if len(power_B) else []
+    found += tokens.slices("length", power_B[tokens.row_N], names)
+
+    if versions_B is not None and len(versions_B):
+        newest = int(versions_B.max()) if policy_version is None else policy_version
+        staleness_B = (newest - versions_B).clamp(min=0)
+        names = [str(age) for age in range(int(staleness_B.max()) + 1)]
+        found += tokens.slices("staleness", staleness_B[tokens.row_N], names)
+    if finish_reasons is not None:
+        names = sorted(set(finish_reasons))
+        reason_B = torch.tensor([names.index(reason) for reason in finish_reasons], dtype=torch.int64)
+        found += tokens.slices("finish", reason_B.to(d_BT.device)[tokens.row_N], names)
+    return found
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    d_N: Tensor
+    row_N: Tensor
+
+    def slices(self, by: str, bucket_N: Tensor, names: Sequence[str]) -> Iterator[Slice]:
+        for bucket, label in enumerate(names):
+            inside_N = bucket_N == bucket
+            d = self.d_N[inside_N].double()
+            if not len(d):
+                continue
+            yield Slice(
+                by=by,
+                label=label,
+                tokens=len(d),
+                sequences=len(self.row_N[inside_N].unique()),
+                kl=float(-d.mean()),
+                k3_kl=float((bounded_exp(d) - 1.0 - d).mean()),
+                abs_diff=float(d.abs().mean()),
+                mult_prob_error=float(bounded_exp(d.abs()).mean()),
+            )
+
+
+def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[Slice]:
+    """The breakdowns of one recorded step; none where it holds no learner logprobs."""
+    import pyarrow.parquet as pq
+
+    columns = ["sampler_logprobs", "prox_logprobs", "loss_mask", "policy_version", "finish_reason"]
+    table = pq.read_table(path, columns=columns)
+    rows = [row for row in table.to_pylist() if row["prox_logprobs"] is not None]
+    width = max((len(row["loss_mask"]) for row in rows), default=0)
+    if width == 0:
+        return []
+
+    def padded(name: str, filler: float) -> Tensor:
+        return torch.tensor([row[name] + [filler] * (width - len(row[name])) for row in rows], dtype=torch.float32)
+
+    return breakdowns(
+        padded("prox_logprobs", 0.0),
+        padded("sampler_logprobs", 0.0),
+        padded("loss_mask", 0.0).bool(),
+        finish_reasons=[row["finish_reason"] for row in rows],
+        versions_B=torch.tensor([row["policy_version"] for row in rows]),
+        policy_version=policy_version,
+    )

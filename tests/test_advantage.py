@@ -1,0 +1,133 @@
+"""Advantages worked by hand, who counts in a baseline, and DAPO's filters."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from megatron_rl.advantage import (
+    AdvantageConfig,
+    filter_overlong,
+    group_advantages,
+    groups_with_spread,
+    overlong_penalty,
+)
+
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 3.0, 0.5, 2.5, 2.0, 9.0])
+GROUPS = torch.tensor([5, 5, 2, 5, 2, 2, 2, 8])
+EVERYONE = torch.ones(8, dtype=torch.bool)
+
+
+def members(group: int) -> list[int]:
+    return [i for i, g in enumerate(GROUPS.tolist()) if g == group]
+
+
+def by_hand(estimator: str, rewards: list[float], own: float) -> float:
+    mean = statistics.mean(rewards)
+    return {
+        "grpo": (own - mean) / (statistics.stdev(rewards) + 1e-6),
+        "dr_grpo": own - mean,
+        "rloo": own - (sum(rewards) - own) / (len(rewards) - 1),
+        "maxrl": (own - mean) / (mean + 1e-6),
+    }[estimator]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl"])
+def test_groups_by_hand(estimator: str) -> None:
+    advantages_N, keep_N = group_advantages(REWARDS, GROUPS, EVERYONE, AdvantageConfig(estimator))
+    for group in (5, 2):
+        rewards = [float(REWARDS[i]) for i in members(group)]
+        for i in members(group):
+            assert float(advantages_N[i]) == pytest.approx(by_hand(estimator, rewards, float(REWARDS[i])), abs=1e-6)
+    assert keep_N.tolist() == [True] * 7 + [False]  # an answer without siblings has no baseline
+    assert float(advantages_N[7]) == 0.0
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl"])
+def test_rejected_rows_leave_the_baseline(estimator: str) -> None:
+    keep_N = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1]).bool()
+    advantages_N, kept_N = group_advantages(REWARDS, GROUPS, keep_N, AdvantageConfig(estimator))
+    survivors = [i for i in members(2) if keep_N[i]]
+    rewards = [float(REWARDS[i]) for i in survivors]
+    for i in survivors:
+        assert float(advantages_N[i]) == pytest.approx(by_hand(estimator, rewards, float(REWARDS[i])), abs=1e-6)
+    assert not advantages_N[~kept_N].any()
+    # whatever a rejected row earned is without influence
+    other = torch.where(keep_N, REWARDS, torch.tensor(math.nan))
+    again_N, _ = group_advantages(other, GROUPS, keep_N, AdvantageConfig(estimator))
+    assert torch.equal(again_N, advantages_N)
+
+
+def test_a_group_with_one_survivor_is_dropped() -> None:
+    keep_N = torch.tensor([1, 0, 1, 0, 1, 1, 1, 1]).bool()
+    for estimator in ("grpo", "dr_grpo", "rloo", "maxrl"):
+        advantages_N, kept_N = group_advantages(REWARDS, GROUPS, keep_N, AdvantageConfig(estimator))
+        assert kept_N.tolist() == [False, False, True, False, True, True, True, False]
+        assert float(advantages_N[0]) == 0.0
+    for estimator in ("reinforce_pp", "none"):
+        _, kept_N = group_advantages(REWARDS, GROUPS, keep_N, AdvantageConfig(estimator))
+        assert torch.equal(kept_N, keep_N)
+
+
+def test_reinforce_pp_whitens_the_survivors_of_the_batch() -> None:
+    keep_N = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1]).bool()
+    advantages_N, _ = group_advantages(REWARDS, GROUPS, keep_N, AdvantageConfig("reinforce_pp"))
+    kept = advantages_N[keep_N]
+    assert float(kept.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(kept.std()) == pytest.approx(1.0, abs=1e-5)
+    assert not advantages_N[~keep_N].any()
+    alone, _ = group_advantages(REWARDS, GROUPS, EVERYONE & (GROUPS == 8), AdvantageConfig("reinforce_pp"))
+    assert not alone.any()
+
+
+def test_none_is_one_for_survivors() -> None:
+    keep_N = torch.tensor([1, 0, 1, 1, 1, 1, 1, 1]).bool()
+    advantages_N, _ = group_advantages(REWARDS, GROUPS, keep_N, AdvantageConfig("none"))
+    assert torch.equal(advantages_N, keep_N.float())
+
+
+def test_equal_rewards_are_exactly_zero() -> None:
+    """0.1 three times has a float32 mean a hair off, which grpo would blow up by a million."""
+    rewards, groups = torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int64)
+    advantages_N, _ = group_advantages(rewards, groups, torch.ones(3), AdvantageConfig("grpo"))
+    assert float(advantages_N.abs().max()) < 1e-8
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"maxrl needs rewards >= 0, the lowest is -1\.0"):
+        group_advantages(-torch.ones(2), torch.zeros(2), torch.ones(2), AdvantageConfig("maxrl"))
+    with pytest.raises(ValueError, match="no finite reward"):
+        group_advantages(torch.tensor([math.nan, 1.0]), torch.zeros(2), torch.ones(2), AdvantageConfig())
+    with pytest.raises(ValueError, match=r"advantage\.estimator is 'gae'"):
+        group_advantages(torch.ones(2), torch.zeros(2), torch.ones(2), AdvantageConfig("gae"))  # type: ignore[arg-type]
+
+
+def test_row_order_does_not_matter() -> None:
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
+    for estimator in ("grpo", "rloo", "maxrl", "reinforce_pp", "dr_grpo"):
+        plain_N, _ = group_advantages(REWARDS, GROUPS, EVERYONE, AdvantageConfig(estimator))
+        moved_N, _ = group_advantages(REWARDS[order], GROUPS[order], EVERYONE, AdvantageConfig(estimator))
+        torch.testing.assert_close(moved_N, plain_N[order])
+
+
+def test_groups_with_spread() -> None:
+    rewards = [1.0, 1.0, 0.0, 1.0, 0.5, 0.5, math.nan]
+    groups = [4, 4, 1, 1, 9, 9, 9]
+    assert groups_with_spread(rewards, groups).tolist() == [False, False, True, True, False, False, False]
+    keep_N = torch.tensor([1, 1, 0, 1, 1, 1, 1]).bool()
+    assert not groups_with_spread(torch.tensor(rewards), torch.tensor(groups), keep_N).any()
+    assert groups_with_spread([], []).tolist() == []
+
+
+def test_overlong_penalty() -> None:
+    found = overlong_penalty([10, 80, 85, 90, 100, 120], max_tokens=100, buffer=20, penalty=0.5)
+    assert found.tolist() == pytest.approx([0.0, 0.0, -0.125, -0.25, -0.5, -0.5])
+    assert not overlong_penalty([100], max_tokens=100, buffer=0).any()
+
+
+def test_filter_overlong() -> None:
+    mask_NT = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    assert filter_overlong(mask_NT, torch.tensor([False, True])).tolist() == [[True, True, False], [False] * 3]
