@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-
 from megatron_rl.config import ConfigError
 from megatron_rl.correction import checks as objective
 from megatron_rl.device import Machine, detect, format_problem
 from megatron_rl.rewards.functions import resolve
 from megatron_rl.schema import Config, Device, Estimator, Format, Fp8, LossName, ModelInit, RolloutSource, Transport
 from megatron_rl.weight_sync.plan import config_problems
-
 
 
 def check(config: Config) -> Machine:

@@ -67,7 +67,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path))
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # yaml raises a family of its own, OmegaConf another
         first = " ".join(str(error).split())
         raise ConfigError(f"{path}: not readable as YAML: {first}") from None
@@ -137,7 +137,7 @@ def _refuse_unknown(mapping: Mapping[str, Any], schema: type, prefix: str) -> No
             if not isinstance(value, Mapping):
                 inner = ", ".join(field.name for field in fields(types[key]))
                 raise ConfigError(f"{full}: {value!r} where a section was expected; its keys are {inner}")
-            _refuse_unknown(value, types[key], f"{full}.")  # type: ignore[arg-type]
+            _refuse_unknown(value, types[key], f"{full}.")
         elif get_origin(types[key]) is list and is_dataclass(get_args(types[key])[0]):
             for index, element in enumerate(value or []):
                 if isinstance(element, Mapping):
@@ -162,6 +162,9 @@ def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
     types = get_type_hints(schema)
     keys: list[str] = []
     for field in fields(schema):
-        inner = types[field.name]
-        keys += all_keys(inner, f"{prefix}{field.name}.") if is_dataclass(inner) else [f"{prefix}{field.name}"]
+        key, inner = f"{prefix}{field.name}", types[field.name]
+        if isinstance(inner, type) and is_dataclass(inner):
+            keys += all_keys(inner, f"{key}.")
+        else:
+            keys.append(key)
     return keys

@@ -17,20 +17,20 @@ CHARACTERS = "0123456789+-*= "
 
 @dataclass(frozen=True)
 class ToyTask:
-    """`a+b=` for every pair of operands up to `largest`; `held_out` problems are never trained on."""
+    """`a+b=` for every a up to `largest` and b up to `largest_second`; `held_out` of them are never trained on."""
 
-    largest: int = 99
+    largest: int = 999
+    largest_second: int = 9
     operators: str = "+"
     held_out: int = 256
     seed: int = 1
 
     def problems(self) -> list[dict[str, str]]:
-        operands = range(self.largest + 1)
         return [
             {"prompt": f"{a}{operator}{b}=", "answer": str(_apply(a, operator, b))}
             for operator in self.operators
-            for a in operands
-            for b in operands
+            for a in range(self.largest + 1)
+            for b in range(self.largest_second + 1)
         ]
 
 

@@ -8,9 +8,9 @@ Shape legend: B sequences, T response positions, N tokens under the mask.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -62,7 +62,7 @@ def breakdowns(
     edges = torch.tensor(PROBABILITY_EDGES, device=d_BT.device)
     bucket_N = torch.bucketize(sampler_logprobs_BT[counted_BT].float().exp(), edges)
     bounds = ("0", *map(str, PROBABILITY_EDGES), "1")
-    names = [f"{low} to {high}" for low, high in itertools.pairwise(bounds)]
+    names = [f"{low} to {high}" for low, high in pairwise(bounds)]
     found += tokens.slices("probability", bucket_N, names)
 
     power_B = lengths_B.clamp(min=1).double().log2().floor().long()

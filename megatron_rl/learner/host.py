@@ -118,8 +118,8 @@ def _patch_torch() -> None:
     for name in _CONSTRUCTORS:
         setattr(torch, name, _placed_on_host(getattr(torch, name)))
     torch.Tensor.type = _cuda_named_type(torch.Tensor.type)  # type: ignore[method-assign]
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
-    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
 
 

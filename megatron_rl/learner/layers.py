@@ -179,10 +179,10 @@ class PackedAttention(torch.nn.Module):
     def _bucket(self, bucket: Bucket, query_XAD: Tensor, key_XGD: Tensor, value_XGD: Tensor) -> Tensor:
         dtype = query_XAD.dtype
         shape = (bucket.sequences, bucket.length)
-        heads = [x.unflatten(0, shape).transpose(1, 2) for x in (query_XAD, key_XGD, value_XGD)]
-        if query_XAD.device.type == "cpu" and bucket.length <= FP32_ATTENTION_LENGTH:
-            heads = [x.float() for x in heads]
-        out_NALD = scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale, enable_gqa=True)
+        query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (query_XAD, key_XGD, value_XGD))
+        if bucket.length <= FP32_ATTENTION_LENGTH:
+            query, key, value = query.float(), key.float(), value.float()
+        out_NALD = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
         return out_NALD.transpose(1, 2).flatten(2).flatten(0, 1).to(dtype)
 
 

@@ -65,18 +65,13 @@ class Learner:
         self.dump_dir = dump_dir
         self.steps = 0  # optimizer steps taken
         self.megatron_config = transformer_config(self.hf_config, config.learner)
-        self.module: PolicyModel = build(
-            self.hf_config,
-            self.megatron_config,
-            self.layout,
-            first=self.ranks.first_stage,
-            last=self.ranks.last_stage,
-        )
-        self.model = self._wrapped()
+        self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
+        self.model = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         self.optimizer = get_megatron_optimizer(
-            self._optimizer_config(), [self.model], use_gloo_process_groups=self.device.type != "cpu"
+            self._optimizer_config(), self.model, use_gloo_process_groups=self.device.type != "cpu"
         )
-        self.megatron_config.no_sync_func = self.model.no_sync
+        no_sync = [chunk.no_sync for chunk in self.model]
+        self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.megatron_config.finalize_model_grads_func = _finalize
         self.share = VocabShare.of(
             self.place.tp,
@@ -86,12 +81,23 @@ class Learner:
             parallel_state.get_tensor_model_parallel_group(),
         )
 
-    def _wrapped(self) -> DistributedDataParallel:
-        module = self.module.to(self.device)
+    def _chunk(self, chunk: int) -> PolicyModel:
+        """This rank's part of the pipeline: one stage, or one of several chunks in an interleaved one."""
+        return build(
+            self.hf_config,
+            self.megatron_config,
+            self.layout,
+            first=self.ranks.first_stage and chunk == 0,
+            last=self.ranks.last_stage and chunk == self.layout.chunks - 1,
+            chunk=chunk if self.layout.vp is not None else None,
+        )
+
+    def _wrapped(self, module: PolicyModel, chunk: int) -> DistributedDataParallel:
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        inner = module.to(self.device)
         if self.config.learner.precision is Precision.bf16:
-            module = Float16Module(self.megatron_config, module)
-        return DistributedDataParallel(self.megatron_config, ddp_config, module)
+            inner = Float16Module(self.megatron_config, inner)
+        return DistributedDataParallel(self.megatron_config, ddp_config, inner, disable_bucketing=chunk > 0)
 
     def _optimizer_config(self) -> OptimizerConfig:
         optim = self.config.optim
@@ -113,11 +119,12 @@ class Learner:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's shards, under names whose layer and expert numbers count over the whole model."""
-        first_layer = self.layout.layers(self.shape.layers, self.place.pp).start
         experts = self.shape.experts
         first_expert = self.layout.local_experts(experts, self.place.ep).start if experts else 0
-        for name, parameter in self.module.named_parameters():
-            yield global_name(name, first_layer, first_expert), parameter
+        for chunk, module in enumerate(self.modules):
+            first_layer = self.layout.layers(self.shape.layers, self.place.pp, chunk).start
+            for name, parameter in module.named_parameters():
+                yield global_name(name, first_layer, first_expert), parameter
 
     def load_hf(self, folder: Path | str) -> None:
         """Weights of a Hugging Face folder."""
@@ -162,6 +169,7 @@ class Learner:
             budget=learner.tokens_per_microbatch,
             at_least=2 * layout.pp if layout.pp > 1 else 1,  # fewer would leave stages idle
             same_count=layout.ep > 1,  # expert-parallel replicas exchange tokens in every micro-batch
+            count_multiple=layout.pp if layout.chunks > 1 else 1,  # an interleaved schedule works in rounds
         )
         multiple = layout.tp if self.megatron_config.sequence_parallel else 1
         mine = shares[self.place.dp]
@@ -177,8 +185,8 @@ class Learner:
 
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(packs),
-            model=[self.model],
+            data_iterator=[iter(packs) for _ in self.model],
+            model=self.model,
             num_microbatches=len(packs),
             seq_length=1,  # the schedule asks each sender for the real shape
             micro_batch_size=1,
@@ -193,7 +201,8 @@ class Learner:
         counted_BT, groups_B = targets.denominator_mask_BT.to(self.device), targets.batch.groups_B.to(self.device)
         totals = count_totals(counted_BT, groups_B, self.config.rollout.max_response_tokens)
         rows = targets.mask_BT.any(dim=1).nonzero().flatten().tolist()  # the others add nothing
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         tokens = max(1, int(targets.mask_BT.sum()))
         packs = self._packs(targets.batch, rows)
@@ -256,7 +265,9 @@ class Learner:
             )
         if policy is OnNonFinite.skip_and_dump and self.is_driver and self.dump_dir is not None:
             self.dump_dir.mkdir(parents=True, exist_ok=True)
-            dump(targets, {**metrics, "optim/grad_norm": norm}, self.dump_dir / f"nonfinite_{self.steps:06d}.safetensors")
+            dump(
+                targets, {**metrics, "optim/grad_norm": norm}, self.dump_dir / f"nonfinite_{self.steps:06d}.safetensors"
+            )
 
     # talking to the other ranks
 
@@ -295,8 +306,9 @@ def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch
 
 def dump(targets: Targets, metrics: Mapping[str, float], path: Path) -> None:
     """A minibatch as safetensors, its metrics as the file's metadata."""
-    parts = {**vars(targets.batch), **{name: value for name, value in vars(targets).items() if name != "batch"}}
-    tensors = {name: value.detach().cpu().contiguous() for name, value in parts.items() if isinstance(value, Tensor)}
+    parts = {f"batch.{name}": value for name, value in vars(targets.batch).items()} | vars(targets)
+    # clones: the file refuses tensors that share memory
+    tensors = {name: value.detach().cpu().clone() for name, value in parts.items() if isinstance(value, Tensor)}
     save_file(tensors, path, metadata={"metrics": json.dumps(dict(metrics))})
 
 

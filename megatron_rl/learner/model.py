@@ -43,6 +43,8 @@ from megatron_rl.weight_sync.model_shape import ModelShape
 def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) -> TransformerConfig:
     """What config.json and the learner's section say, in megatron-core's words."""
     shape = ModelShape.from_hf(hf_config)
+    if host.ON_HOST and learner.fp8 is not Fp8.none:
+        raise ValueError(f"learner.fp8={learner.fp8.value} needs CUDA and Transformer Engine: use none here")
     dtype = torch.bfloat16 if learner.precision is Precision.bf16 else torch.float32
     fields: dict[str, Any] = {
         **_architecture(shape, hf_config),
@@ -53,6 +55,9 @@ def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) ->
         "tensor_model_parallel_size": learner.tensor_parallel,
         "pipeline_model_parallel_size": learner.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": learner.virtual_pipeline,
+        # interleaved chunks send both ways at once: in one batch of two neighbours the two could be swapped
+        "overlap_p2p_comm": learner.virtual_pipeline is not None,
+        "batch_p2p_comm": learner.virtual_pipeline is None,
         "expert_model_parallel_size": learner.expert_parallel,
         "sequence_parallel": learner.sequence_parallel and learner.tensor_parallel > 1,
         "recompute_granularity": "full" if learner.recompute else None,
@@ -76,9 +81,11 @@ def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) ->
 def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     bias = [shape.has(feature) for feature in ("proj_bias", "dense_mlp_bias")]
     if any(bias):
-        raise ValueError("attention_bias / mlp_bias of config.json: biases beyond query, key and value are not supported")
+        raise ValueError(
+            "attention_bias / mlp_bias of config.json: biases beyond query, key and value are not supported"
+        )
     if hf_config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={hf_config['hidden_act']!r} of config.json is not supported (supported: 'silu')")
+        raise ValueError(f"hidden_act={hf_config['hidden_act']!r} of config.json is not supported, only 'silu' is")
     if hf_config.get("use_sliding_window") or (shape.family == "mixtral" and hf_config.get("sliding_window")):
         raise ValueError("sliding-window attention of config.json is not supported")
     fields: dict[str, Any] = {
@@ -100,7 +107,9 @@ def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, 
     }
     if shape.experts:
         if shape.dense_layers:
-            raise ValueError("mlp_only_layers / decoder_sparse_step of config.json: dense layers among experts are not supported")
+            raise ValueError(
+                "mlp_only_layers / decoder_sparse_step of config.json: dense layers among experts are not supported"
+            )
         fields |= {
             "num_moe_experts": shape.experts,
             "moe_ffn_hidden_size": shape.expert_ffn,
@@ -148,11 +157,15 @@ def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
     """Rotary frequencies per channel pair, with the scaling that config.json asks for."""
     # newer configs keep everything in rope_parameters, older ones split it in two keys
     rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
+    # older Llama configs leave it out and mean this; other families have defaults of their own
+    missing = 10000.0 if hf_config.get("model_type") == "llama" else None
+    theta = rope.get("rope_theta") or hf_config.get("rope_theta") or missing
+    if theta is None:
+        raise ValueError(f"config.json of a {hf_config.get('model_type')} model lacks rope_theta")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if float(rope.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError("partial_rotary_factor of config.json: partial rotary embeddings are not supported")
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = 1.0 / float(theta) ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if kind == "default":
         return frequencies
     if kind == "linear":
@@ -174,7 +187,7 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
 class PolicyModel(GPTModel):
     """GPTModel over packs: logits come only for the positions that predict response tokens."""
 
-    def forward(self, pack: Pack) -> Tensor:  # type: ignore[override]
+    def forward(self, pack: Pack) -> Tensor:
         """Logits [N, V] on the last pipeline stage, hidden states [S, 1, H] on the others."""
         hidden_S1H = self.embedding(pack.tokens_S[None], pack.positions_S[None]) if self.pre_process else None
         packed, angles = self._packed(pack)

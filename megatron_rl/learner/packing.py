@@ -63,22 +63,28 @@ class Pack:
 
 
 def plan(
-    lengths: Sequence[int], replicas: int, budget: int, at_least: int = 1, same_count: bool = False
+    lengths: Sequence[int],
+    replicas: int,
+    budget: int,
+    at_least: int = 1,
+    same_count: bool = False,
+    count_multiple: int = 1,
 ) -> list[list[list[int]]]:
-    """Row numbers per replica and micro-batch, balanced by tokens; `rows` of a replica may be [[]].
+    """Row numbers per replica and micro-batch, balanced by tokens; a micro-batch may be empty.
 
     A micro-batch holds at most `budget` tokens unless a single row is longer. `at_least` micro-batches are
-    made where there are rows enough; `same_count` gives every replica equally many.
+    made where there are rows enough; `same_count` gives every replica equally many, and the number is
+    rounded up to a multiple of `count_multiple`.
     """
     shares = _spread(range(len(lengths)), lengths, replicas)
     packs = [_fit(share, lengths, budget, at_least) for share in shares]
-    if same_count:
-        most = max(len(share) for share in packs)
-        packs = [
-            share if len(share) == most else _spread(rows, lengths, most)
-            for share, rows in zip(packs, shares, strict=True)
-        ]
-    return packs
+    most = max(len(share) for share in packs)
+    counts = [most if same_count else len(share) for share in packs]
+    counts = [-(-count // count_multiple) * count_multiple for count in counts]
+    return [
+        share if len(share) == count else _spread(rows, lengths, count)
+        for share, rows, count in zip(packs, shares, counts, strict=True)
+    ]
 
 
 def _fit(rows: Sequence[int], lengths: Sequence[int], budget: int, at_least: int) -> list[list[int]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
@@ -27,6 +26,7 @@ from megatron_rl.weight_sync.layout import Layout, Place
 
 # ranks wait in a broadcast for as long as the driver generates; a dead rank is noticed by its closed connection
 PATIENCE = timedelta(hours=12)
+RENDEZVOUS = "MEGATRON_RL_RENDEZVOUS"
 _SENDABLE = {cls.__name__: cls for cls in (Batch, Targets)}
 
 
@@ -56,8 +56,8 @@ class Ranks:
     def _check(self, learner: LearnerSection) -> None:
         if self.world_size != self.layout.world:
             raise ValueError(
-                f"the learner's layout needs {self.layout.world} processes (tensor_parallel {learner.tensor_parallel} x "
-                f"pipeline_parallel {learner.pipeline_parallel} x context_parallel {learner.context_parallel} x "
+                f"the learner's layout needs {self.layout.world} processes (tensor_parallel {learner.tensor_parallel} "
+                f"x pipeline_parallel {learner.pipeline_parallel} x context_parallel {learner.context_parallel} x "
                 f"data_parallel {learner.data_parallel}), but WORLD_SIZE is {self.world_size}: "
                 "start that many, or change learner.data_parallel"
             )
@@ -66,10 +66,10 @@ class Ranks:
                 f"learner.context_parallel={learner.context_parallel} is not supported yet: "
                 "use 1, and learner.recompute or learner.sequence_parallel against long sequences"
             )
-        if learner.virtual_pipeline is not None:
+        if learner.virtual_pipeline is not None and not (learner.pipeline_parallel > 1 < learner.virtual_pipeline):
             raise ValueError(
-                f"learner.virtual_pipeline={learner.virtual_pipeline}: the interleaved schedule is not supported, "
-                "because packs of different lengths need shapes that it cannot exchange: use null (plain 1F1B)"
+                f"learner.virtual_pipeline={learner.virtual_pipeline} with pipeline_parallel "
+                f"{learner.pipeline_parallel}: interleaving needs at least 2 of each; null turns it off"
             )
 
     @property
@@ -183,19 +183,15 @@ def _limit_threads(local_ranks: int) -> None:
 def _join(rank: int, world_size: int) -> None:
     if dist.is_initialized():
         return
-    if world_size == 1 and not {"MASTER_ADDR", "MEGATRON_RL_RENDEZVOUS"} & os.environ.keys():
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     # tensors in host memory go through gloo even where NCCL moves the gradients
     backend = "gloo" if host.ON_HOST else "cpu:gloo,cuda:nccl"
-    # ranks of one machine meet in a file: no port is open to anybody
-    meeting = os.environ.get("MEGATRON_RL_RENDEZVOUS", "env://")
+    if world_size == 1:
+        # no other rank to find: a store in this process opens no port
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
+        return
+    # ranks that were launched here meet in a file; torchrun and srun give an address instead
+    meeting = os.environ.get(RENDEZVOUS, "env://")
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size, timeout=PATIENCE)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def leave() -> None:

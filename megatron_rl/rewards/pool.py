@@ -70,11 +70,13 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
         )
         self._send({"name": self._config.name, "path": [os.getcwd(), *filter(None, sys.path)]})
-        reply = self._receive(START_TIMEOUT_S)
-        if reply is None or "error" in reply:
+        try:
+            reply = self._receive(START_TIMEOUT_S) or {"error": f"no start within {START_TIMEOUT_S:.0f} s"}
+        except EOFError:
+            reply = {"error": "the reward worker died at its start"}
+        if "error" in reply:
             self.stop()
-            reason = reply["error"] if reply else f"the worker did not start within {START_TIMEOUT_S:.0f} s"
-            raise ConfigError(f"reward.name: {reason}")
+            raise ConfigError(f"reward.name: {reply['error']}")
 
     def score(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[Score]:
         return [self._score_one(row, response) for row, response in tasks]
@@ -85,8 +87,9 @@ class _Worker:
         try:
             self._send({"row": row, "answer_key": self._answer_key, "response": response})
             reply = self._receive(self._config.timeout_s)
-        except BrokenPipeError:
-            reply = {"error": "the reward worker died"}
+        except (BrokenPipeError, EOFError):
+            self.stop()
+            return Score(0.0, "the reward worker died")
         if reply is None:
             self.stop()
             return Score(0.0, f"no score within reward.timeout_s={self._config.timeout_s:g}")
@@ -100,7 +103,7 @@ class _Worker:
         self._process.stdin.flush()
 
     def _receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """One reply; None at the deadline."""
+        """One reply; None at the deadline; EOFError from a worker that is gone."""
         assert self._process is not None and self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         deadline = time.monotonic() + timeout_s
@@ -110,7 +113,7 @@ class _Worker:
                 return None
             piece = os.read(descriptor, 65536)
             if not piece:
-                return {"error": "the reward worker died"}
+                raise EOFError
             self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)

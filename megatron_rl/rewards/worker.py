@@ -24,7 +24,9 @@ def main() -> None:
         for line in sys.stdin:
             task = json.loads(line)
             try:
-                reply = {"score": float(reward(task["row"], task["answer_key"], task["response"]))}
+                reply: dict[str, float | str] = {
+                    "score": float(reward(task["row"], task["answer_key"], task["response"]))
+                }
             except Exception as error:  # a reward is user code: whatever it raises is its result
                 reply = {"error": f"{type(error).__name__}: {error}"}
             answers.write(json.dumps(reply) + "\n")

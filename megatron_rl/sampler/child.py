@@ -84,9 +84,10 @@ class Engine:
             raise RuntimeError("the last weight update stopped half-way: the weights are of no version. Sync again")
         if self.paused:
             raise RuntimeError("the sampler is paused: resume it before generating")
+        distinct = 1 if temperature == 0 else samples  # greedy samples are copies of one
         params = [
             SamplingParams(
-                n=samples,
+                n=distinct,
                 seed=seed,
                 max_tokens=max_tokens,
                 temperature=temperature,
@@ -101,7 +102,8 @@ class Engine:
         ]
         inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
-        return pack([completion for output in outputs for completion in sorted(output.outputs, key=lambda c: c.index)])
+        completions = [c for output in outputs for c in sorted(output.outputs, key=lambda c: c.index)]
+        return pack([c for c in completions for _ in range(samples // distinct)])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
@@ -118,15 +120,16 @@ class Engine:
             raise
 
     def finish_weight_update(self) -> dict[str, Any]:
-        self.torn = True  # until every worker says otherwise
-        self.llm.collective_rpc("finish_weight_update")
-        states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
-        versions = {state["policy_version"] for state in states}
-        if len(versions) > 1 or any(state["torn"] for state in states):
-            raise RuntimeError(f"the engine's workers hold different policy versions: {sorted(versions)}")
+        try:
+            self.llm.collective_rpc("finish_weight_update")
+        finally:
+            states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
+            versions = sorted({state["policy_version"] for state in states})
+            self.torn = len(versions) > 1 or any(state["torn"] for state in states)
+        if self.torn:
+            raise RuntimeError(f"the engine's workers hold different policy versions: {versions}")
         self.llm.reset_prefix_cache()
-        self.torn = False
-        self.policy_version = versions.pop()
+        (self.policy_version,) = versions
         return max(states, key=lambda state: state["load_s"])
 
     def pause(self) -> None:

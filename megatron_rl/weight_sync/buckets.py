@@ -92,28 +92,47 @@ def plan_buckets(
     return buckets
 
 
-def gather(bucket: Bucket, content: Sequence[list[torch.Tensor] | None], device: torch.device) -> list[torch.Tensor]:
-    """The bytes of every rank of the group, on its first rank; content is None where a rank has failed."""
+class Workspace:
+    """Memory that buckets pass through, kept from one sync to the next: fresh pages cost more than the copies."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def take(self, slot: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        buffer = self._buffers.get(slot)
+        if buffer is None or len(buffer) < nbytes or buffer.device != device:
+            buffer = self._buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return buffer[:nbytes]
+
+
+def gather(
+    bucket: Bucket, content: Sequence[list[torch.Tensor] | None], workspace: Workspace, device: torch.device
+) -> list[torch.Tensor]:
+    """On the group's first rank: the bytes of each of the others. Content is None where this rank has failed."""
     if bucket.size == 1:
         return []
-    # collectives want equal sizes; shares differ where a rank's vocabulary rows are padding
-    sent = torch.empty(max(bucket.sent_bytes(rank) for rank in range(bucket.size)), dtype=torch.uint8, device=device)
+    if bucket.rank == 0:
+        received = [workspace.take(rank, bucket.sent_bytes(rank), device) for rank in range(1, bucket.size)]
+        bucket.group.gather(received[0][:0], received, 0)
+        return received
+    sent = workspace.take(0, bucket.sent_bytes(bucket.rank), device)
     at = 0
     for job, made in zip(bucket.jobs, content, strict=True):
         outs = [out for of_slice in job.outputs[bucket.rank] for out in of_slice]
-        for out, tensor in zip(outs, made or [None] * len(outs), strict=True):
+        for index, out in enumerate(outs):
             if out.dim is None:
                 continue
-            if tensor is not None:
-                sent[at : at + out.part_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            if made is not None:
+                sent[at : at + out.part_bytes].copy_(made[index].reshape(-1).view(torch.uint8))
             at += out.part_bytes
-    return bucket.group.gather(sent, bucket.size, bucket.rank)
+    bucket.group.gather(sent, [], bucket.rank)
+    return []
 
 
 def full_tensors(
     bucket: Bucket, content: Sequence[list[torch.Tensor]], received: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """On the group's first rank: every tensor of the bucket whole, from its own content and the received bytes."""
+    """On the group's first rank: every tensor of the bucket whole, from its own content and the others' bytes."""
     at = [0] * bucket.size
     for job, made in zip(bucket.jobs, content, strict=True):
         outs = [[out for of_slice in of_rank for out in of_slice] for of_rank in job.outputs]
@@ -122,11 +141,12 @@ def full_tensors(
                 yield own.name, _without_padding(tensor, own)
                 continue
             full = torch.empty(own.shape, dtype=tensor.dtype, device=tensor.device)
-            for rank in range(bucket.size):
+            _place(full, own, tensor)
+            for rank in range(1, bucket.size):
                 out = outs[rank][index]
-                raw = received[rank][at[rank] : at[rank] + out.part_bytes]
+                raw = received[rank - 1][at[rank] : at[rank] + out.part_bytes]
                 at[rank] += out.part_bytes
-                _place(full, out, raw, tensor.dtype)
+                _place(full, out, _typed(raw, tensor.dtype).view(out.part_shape))
             yield own.name, full
 
 
@@ -136,11 +156,13 @@ def _without_padding(tensor: torch.Tensor, out: Output) -> torch.Tensor:
     return tensor
 
 
-def _place(full: torch.Tensor, out: Output, raw: torch.Tensor, dtype: torch.dtype) -> None:
+def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as elements; a view of wide elements must begin at a multiple of their size."""
+    return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)
+
+
+def _place(full: torch.Tensor, out: Output, part: torch.Tensor) -> None:
     assert out.dim is not None
-    if raw.storage_offset() % dtype.itemsize:
-        raw = raw.clone()  # a view of wider elements must begin at a multiple of their size
-    part = raw.view(dtype).view(out.part_shape)
     at = 0
     for start, length in out.runs:
         full.narrow(out.dim, start, length).copy_(part.narrow(out.dim, at, length))

@@ -60,7 +60,8 @@ def _save(tensors: dict[str, torch.Tensor], folder: Path, rank: int, number: int
 def _write_index(folder: Path) -> None:
     from safetensors import safe_open
 
-    weight_map, size = {}, 0
+    weight_map: dict[str, str] = {}
+    size = 0
     for file in sorted(folder.glob("*.safetensors")):
         size += file.stat().st_size
         with safe_open(file, framework="pt") as opened:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,8 +18,8 @@ class Group(Protocol):
     def max_(self, tensor: torch.Tensor) -> None:
         """Replace by the element-wise maximum over the group."""
 
-    def gather(self, tensor: torch.Tensor, size: int, rank: int) -> list[torch.Tensor]:
-        """Every rank's tensor, in order, on the group's first rank; nothing elsewhere."""
+    def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
+        """Fill `received` on the group's first rank with the tensors of the others, in order; empty elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,17 @@ class TorchGroup:
     def max_(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
 
-    def gather(self, tensor: torch.Tensor, size: int, rank: int) -> list[torch.Tensor]:
-        received = [torch.empty_like(tensor) for _ in range(size)] if rank == 0 else None
-        dist.gather(tensor, received, group=self.handle, group_dst=0)
-        return received or []
+    def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
+        # point to point: a collective would copy the first rank's own share as well
+        if rank:
+            dist.send(tensor, group=self.handle, group_dst=0)
+            return
+        pending = [
+            dist.irecv(buffer, group=self.handle, group_src=source) for source, buffer in enumerate(received, start=1)
+        ]
+        for work in pending:
+            if work is not None:
+                work.wait()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron_rl.schema import Config, Format
 from megatron_rl.weight_sync.formats import BLOCK, Output, is_quantized, outputs
@@ -154,7 +155,7 @@ def _learner_tensor(shape: ModelShape, layout: Layout, format: Format, ignore: S
         check.add(lambda tp: shape.ffn % tp == 0, f"does not divide the intermediate size {shape.ffn}")
     blocks = _block_shares(shape, format, ignore, expert=False)
     for name, total in blocks:
-        check.add(lambda tp, t=total: _whole_blocks(t, tp), _straddles(name, total, layout.tp))
+        check.add(partial(_whole_blocks, total), _straddles(name, total, layout.tp))
     return check
 
 
@@ -165,7 +166,7 @@ def _expert_tensor(shape: ModelShape, layout: Layout, format: Format, ignore: Se
     if shape.experts:
         check.add(lambda tp: shape.expert_ffn % tp == 0, f"does not divide the experts' width {shape.expert_ffn}")
         for name, total in _block_shares(shape, format, ignore, expert=True):
-            check.add(lambda tp, t=total: _whole_blocks(t, tp), _straddles(name, total, layout.expert_tp))
+            check.add(partial(_whole_blocks, total), _straddles(name, total, layout.expert_tp))
     return check
 
 
@@ -175,12 +176,12 @@ def _sampler_tensor(shape: ModelShape, tp: int, format: Format, ignore: Sequence
     widths = {shape.ffn} if any(shape.has("dense_mlp", layer) for layer in range(shape.layers)) else set()
     widths |= {shape.expert_ffn} if shape.experts else set()
     for width in sorted(widths):
-        check.add(lambda tp, w=width: w % tp == 0, f"does not divide the intermediate size {width}")
+        check.add(partial(_divides, width), f"does not divide the intermediate size {width}")
     for expert in (False, True) if shape.experts else (False,):
         for name, total in _block_shares(shape, format, ignore, expert):
             # heads beyond the number of key-value heads hold copies of them
             limit = shape.kv_heads if name in ("k_proj", "v_proj") else LARGEST
-            check.add(lambda tp, t=total, m=limit: _whole_blocks(t, min(tp, m)), _straddles(name, total, tp))
+            check.add(partial(_whole_blocks, total, most=limit), _straddles(name, total, tp))
     return check
 
 
@@ -214,7 +215,12 @@ def _params_of_layers(shape: ModelShape, layers: set[int]) -> list[Param]:
     return [param for param in params(shape) if param.layer in layers and (param.expert or 0) == 0]
 
 
-def _whole_blocks(total: int, shares: int) -> bool:
+def _divides(total: int, shares: int) -> bool:
+    return total % shares == 0
+
+
+def _whole_blocks(total: int, shares: int, most: int = LARGEST) -> bool:
+    shares = min(shares, most)
     return shares == 1 or (total % shares == 0 and (total // shares) % BLOCK == 0)
 
 

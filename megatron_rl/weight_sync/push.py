@@ -6,8 +6,10 @@ sampler, is raised on all of them, and the sampler keeps serving the version bef
 
 from __future__ import annotations
 
+import queue
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.schema import Config, Transport
-from megatron_rl.weight_sync.file_transport import remove_version, update_info, write_version
+from megatron_rl.weight_sync.file_transport import Written, remove_version, update_info, write_version
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.hf_folder import read_config
 from megatron_rl.weight_sync.layout import Layout
@@ -25,6 +27,9 @@ from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.quantization_error import ErrorSummary, summarize
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.sync_dir import SyncDir
+
+WRITE_AHEAD = 16  # tensors between gathering and writing
+WRITER_POLL_S = 0.5
 
 
 class LearnerWeights(Protocol):
@@ -53,7 +58,7 @@ class SyncSeconds:
     plan: float = 0.0
     quantize: float = 0.0
     gather: float = 0.0
-    transfer: float = 0.0  # writing; nothing else happens meanwhile
+    transfer: float = 0.0  # writing, as far as it does not hide behind the two before
     load: float = 0.0  # verifying and loading in the sampler, as the driver waits for it
     total: float = 0.0
 
@@ -198,15 +203,7 @@ class WeightSync:
             if self._sync_dir is not None:
                 self._sync_dir.require_free(self._nbytes)
             if source.writes:
-                written = write_version(
-                    self._directory,
-                    version,
-                    tensors,
-                    format=self._config.quantization.format.value,
-                    writer=self._writer,
-                    writers=self._writers,
-                    bucket_bytes=self._config.sync.bucket_mib << 20,
-                )
+                written = self._write_alongside(version, tensors)
                 count, nbytes = written.tensors, written.nbytes
         except (WeightSyncError, OSError) as error:
             failure = str(error)
@@ -219,6 +216,37 @@ class WeightSync:
             transfer=max(0.0, elapsed - source.seconds.quantize - source.seconds.gather) if source.writes else 0.0,
         )
         return _Contribution(source.failure or failure, nbytes, count, seconds, summarize(source.errors))
+
+    def _write_alongside(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:
+        """Write in a thread of its own, while this one quantizes and gathers the next tensors."""
+        handover: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=WRITE_AHEAD)
+        with ThreadPoolExecutor(1, thread_name_prefix="weight-sync-writer") as pool:
+            writing = pool.submit(
+                write_version,
+                self._directory,
+                version,
+                iter(handover.get, None),
+                format=self._config.quantization.format.value,
+                writer=self._writer,
+                writers=self._writers,
+                bucket_bytes=self._config.sync.bucket_mib << 20,
+            )
+            try:
+                for pair in tensors:
+                    while not writing.done():  # done before the end: it failed
+                        try:
+                            handover.put(pair, timeout=WRITER_POLL_S)
+                            break
+                        except queue.Full:
+                            continue
+            finally:
+                while not writing.done():
+                    try:
+                        handover.put(None, timeout=WRITER_POLL_S)
+                        break
+                    except queue.Full:
+                        continue
+            return writing.result()
 
     def _load(self, version: int) -> tuple[float, Exception | None]:
         """Rank 0: have the sampler verify and load what was written."""

@@ -25,7 +25,7 @@ DTYPES = {Format.int8: torch.int8, Format.fp8: torch.float8_e4m3fn, Format.fp8_b
 
 def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
     """Largest magnitude per output row, FP32: what a row-parallel weight all-reduces (max) before `quantize`."""
-    return torch.linalg.vector_norm(weight_OI.detach(), ord=float("inf"), dim=1).float()
+    return weight_OI.detach().abs().amax(dim=1).float()  # several times faster on hosts than an infinity norm
 
 
 def quantize(weight_OI: torch.Tensor, format: Format, amax_O: torch.Tensor | None = None) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.schema import Format
-from megatron_rl.weight_sync.buckets import DTYPE_NAMES, Bucket, Job, full_tensors, gather, plan_buckets
+from megatron_rl.weight_sync.buckets import DTYPE_NAMES, Bucket, Job, Workspace, full_tensors, gather, plan_buckets
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.layout import Layout
 from megatron_rl.weight_sync.mapping import find
@@ -51,6 +51,7 @@ class ShardSource:
         self.errors: list[ErrorSample] = []
         self._shape, self._layout = shape, layout
         self._format, self._dtype = format, dtype
+        self._workspace = Workspace()
         self._buckets = plan_buckets(shape, layout, ranks, format, ignore, DTYPE_NAMES[dtype], bucket_bytes)
 
     @property
@@ -101,7 +102,7 @@ class ShardSource:
         amax = self._shared_amax(bucket, parts, device)
         content = [self._convert(job, part, bucket.rank, amax) for job, part in zip(bucket.jobs, parts, strict=True)]
         converted = time.perf_counter()
-        received = gather(bucket, content, device)
+        received = gather(bucket, content, self._workspace, device)
         self.seconds.quantize += converted - started
         self.seconds.gather += time.perf_counter() - converted
         whole = [made for made in content if made is not None]

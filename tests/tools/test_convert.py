@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 
 def _tool() -> Any:
     spec = importlib.util.spec_from_file_location("convert", ROOT / "tools" / "convert.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -179,7 +180,7 @@ def test_errors_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
     index = tmp_path / ".metadata"
     index.write_bytes(pickle.dumps({"x": print}))
-    with pytest.raises(CheckpointError, match="refers to builtins.print"):
+    with pytest.raises(CheckpointError, match=r"refers to builtins\.print"):
         torch_dist.read_index(index)
     index.write_bytes(pickle.dumps({"x": 1}))
     with pytest.raises(CheckpointError, match="does not hold a checkpoint index"):

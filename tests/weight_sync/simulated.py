@@ -6,7 +6,7 @@ Also the toy shapes of every family that the tests share.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,14 +36,14 @@ class ThreadGroup:
             self._slots.clear()
         self._barrier.wait()
 
-    def gather(self, tensor: torch.Tensor, size: int, rank: int) -> list[torch.Tensor]:
+    def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
         self._slots[rank] = tensor
         self._barrier.wait()
-        received = [self._slots[r].clone() for r in range(size)] if rank == 0 else []
+        for source, buffer in enumerate(received, start=1):
+            buffer.copy_(self._slots[source])
         if self._barrier.wait() == 0:
             self._slots.clear()
         self._barrier.wait()
-        return received
 
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:

@@ -118,4 +118,5 @@ def test_a_diverged_shard_is_named_and_does_not_hang() -> None:
     hf[name][3, -1] = float("nan")  # on the last rank alone
     sources, _ = run_sources(hf, shape, Layout(tp=2), Format.int8)
     assert sources[0].failure is None
-    assert sources[1].failure is not None and name in sources[1].failure
+    assert sources[1].failure is not None
+    assert name in sources[1].failure

@@ -68,7 +68,8 @@ def test_blocks_that_straddle_shards() -> None:
 )
 def test_pipelines_and_experts(layout: Layout, message: str) -> None:
     found = problems(ModelShape.from_hf(hf_config("llama")), layout, 1, Format.none)
-    assert len(found) == 1 and message in found[0]
+    assert len(found) == 1
+    assert message in found[0]
 
 
 def test_expert_groups_must_fit_a_stage() -> None:
@@ -81,7 +82,8 @@ def test_expert_groups_must_fit_a_stage() -> None:
 
 def test_unknown_architectures_are_named() -> None:
     found = config_problems(Config(), hf_config("qwen3") | {"model_type": "qwen4"})
-    assert len(found) == 1 and "'qwen4' is not supported; did you mean 'qwen" in found[0]
+    assert len(found) == 1
+    assert "'qwen4' is not supported; did you mean 'qwen" in found[0]
 
 
 def test_planning_loads_no_torch() -> None:
@@ -107,5 +109,6 @@ def test_a_trillion_parameters_are_planned() -> None:
     layout = Layout(tp=8, pp=16, ep=8, etp=1, dp=8, first_layers=3, last_layers=2)
     plan = plan_sync(shape, layout, Format.fp8)
     assert layout.world == 1024
-    assert plan.plain_bytes > 2e12 and 0.5 < plan.nbytes / plan.plain_bytes < 0.51
+    assert plan.plain_bytes > 2e12
+    assert 0.5 < plan.nbytes / plan.plain_bytes < 0.51
     assert len(plan.writers) == 16 * 8

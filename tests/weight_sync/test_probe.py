@@ -24,7 +24,7 @@ def mask() -> torch.Tensor:
     return mask_BT
 
 
-def run(sampler_BT: torch.Tensor, learner_BT: torch.Tensor | None = None, **changes: object):  # noqa: ANN201
+def run(sampler_BT: torch.Tensor, learner_BT: torch.Tensor | None = None, **changes: object):
     arguments = {"format": Format.int8, "version": 7, "vocab": VOCAB, "tied": True} | changes
     return check(sampler_BT, logprobs() if learner_BT is None else learner_BT, mask(), **arguments)  # type: ignore[arg-type]
 
@@ -33,7 +33,9 @@ def test_within_budget() -> None:
     sampler_BT = logprobs() + 0.05
     sampler_BT[3, 20] = math.nan  # outside the mask
     result = run(sampler_BT)
-    assert result.ok and result.mean_abs == pytest.approx(0.05, rel=1e-4) and result.missing == 0
+    assert result.ok
+    assert result.mean_abs == pytest.approx(0.05, rel=1e-4)
+    assert result.missing == 0
     assert result.mean == pytest.approx(-0.05, rel=1e-4)
     assert result.metrics() == {"sync/probe_abs_diff": result.mean_abs, "sync/probe_budget": 0.08}
 

@@ -21,7 +21,8 @@ def test_private_and_removed(tmp_path: Path) -> None:
     assert first.path != second.path
     assert first.path.stat().st_mode & 0o777 == 0o700
     first.close()
-    assert not first.path.exists() and second.path.exists()
+    assert not first.path.exists()
+    assert second.path.exists()
     second.close()
 
 
@@ -39,7 +40,9 @@ def test_only_dead_runs_are_cleaned(tmp_path: Path) -> None:
     for folder in (alive.path, dead, foreign):
         age(folder)
     assert remove_stale(tmp_path) == [dead]
-    assert alive.path.exists() and young.exists() and foreign.exists()
+    assert alive.path.exists()
+    assert young.exists()
+    assert foreign.exists()
     alive.close()
 
 

@@ -1,0 +1,126 @@
+"""What the learner's tests share: tiny models, batches, and running ranks in processes of their own.
+
+Ranks never run inside the test process: the host profile changes torch for the whole process.
+B rows, S positions, T response positions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.types import Batch, Targets
+
+VOCAB = 37  # odd, so that tensor parallelism has to pad it
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2,
+    "rope_theta": 10000.0,
+}
+QWEN3 = {**TINY, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, "rope_theta": 5000.0}
+QWEN2 = {**TINY, "model_type": "qwen2", "tie_word_embeddings": False}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LLAMA = {**TINY, "model_type": "llama", "tie_word_embeddings": False, "rope_scaling": LLAMA3_ROPE}
+QWEN3_MOE = {
+    **TINY,
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
+MIXTRAL = {
+    **TINY,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+
+
+def make_batch(rows: int = 14, seed: int = 0) -> Batch:
+    """Rows of very different lengths; one without an answer, one that nothing trains on."""
+    random = torch.Generator().manual_seed(seed)
+    prompts_B = torch.randint(2, 12, (rows,), generator=random)
+    responses_B = torch.randint(1, 14, (rows,), generator=random)
+    prompts_B[0], responses_B[0] = 40, 30
+    responses_B[3] = 0
+    lengths_B = prompts_B + responses_B
+    tokens_BS = torch.randint(1, VOCAB, (rows, int(lengths_B.max())), generator=random)
+    tokens_BS = torch.where(torch.arange(tokens_BS.shape[1]) < lengths_B[:, None], tokens_BS, 0)
+    mask_BT = torch.arange(int(responses_B.max())) < responses_B[:, None]
+    sampler_BT = torch.where(mask_BT, -3 * torch.rand(mask_BT.shape, generator=random), 0.0)
+    mask_BT[5] = False
+    return Batch(
+        tokens_BS=tokens_BS,
+        prompt_lengths_B=prompts_B,
+        response_lengths_B=responses_B,
+        mask_BT=mask_BT,
+        sampler_logprobs_BT=sampler_BT,
+        rewards_B=torch.rand(rows, generator=random),
+        groups_B=torch.arange(rows) // 4,
+        versions_B=torch.zeros(rows, dtype=torch.int64),
+    )
+
+
+def make_targets(batch: Batch, anchor_BT: torch.Tensor, seed: int = 1) -> Targets:
+    random = torch.Generator().manual_seed(seed)
+    return Targets(
+        batch=batch,
+        anchor_logprobs_BT=anchor_BT,
+        ref_logprobs_BT=None,
+        advantages_B=torch.randn(len(batch), generator=random),
+        weights_BT=torch.rand(batch.mask_BT.shape, generator=random) + 0.5,
+        mask_BT=batch.mask_BT,
+        denominator_mask_BT=batch.mask_BT,
+    )
+
+
+def run_ranks(world: int, jobs: list[dict[str, Any]], folder: Path, timeout: float = 240.0) -> dict[str, Any]:
+    """Do the jobs one after another on `world` processes; rank 0's results by job name."""
+    for number, job in enumerate(jobs):
+        job["meeting"] = f"file://{folder}/meeting_{world}_{number}"
+    work, out = folder / f"jobs_{world}.json", folder / f"results_{world}.json"
+    work.write_text(json.dumps(jobs))
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("learner_worker.py")), str(work), str(out)]
+    ranks = []
+    for rank in range(world):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+        log = (folder / f"rank_{world}_{rank}.log").open("w")
+        env = {**os.environ, **place, "PYTHONPATH": str(root)}
+        ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        log.close()
+    try:
+        codes = [process.wait(timeout) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    logs = "\n".join((folder / f"rank_{world}_{rank}.log").read_text()[-3000:] for rank in range(world))
+    assert codes[0] == 0, logs
+    return json.loads(out.read_text())

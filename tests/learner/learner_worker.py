@@ -1,0 +1,134 @@
+"""One rank: builds a Learner for each job in a list, runs it, and lets rank 0 write down what came out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from learner_cases import make_batch, make_targets
+
+from megatron_rl.learner.learner import Learner, NonFiniteError
+from megatron_rl.learner.parallel import RENDEZVOUS, leave
+from megatron_rl.schema import (
+    Config,
+    Fp8,
+    LearnerSection,
+    LossConfig,
+    LossName,
+    OnNonFinite,
+    OptimSection,
+    Precision,
+    RolloutSection,
+)
+
+
+def build(job: dict[str, Any]) -> Learner:
+    os.environ[RENDEZVOUS] = job["meeting"]
+    section = dict(job.get("layout", {}))
+    learner = LearnerSection(
+        precision=Precision(job.get("precision", "fp32")),
+        on_nonfinite=OnNonFinite(job.get("on_nonfinite", "raise")),
+        fp8=Fp8(section.pop("fp8", "none")),
+        **section,
+    )
+    config = Config(
+        learner=learner,
+        loss=LossConfig(name=LossName(job.get("loss", "ppo")), entropy_coef=job.get("entropy_coef", 0.0)),
+        optim=OptimSection(lr=1e-3, warmup_steps=2),
+        rollout=RolloutSection(temperature=0.8),
+    )
+    made = Learner(config, job["hf"], dump_dir=Path(job["dump"]) if "dump" in job else None)
+    if "folder" in job:
+        made.load_hf(job["folder"])
+    else:
+        made.init_random(7)
+    return made
+
+
+def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    batch = make_batch()
+    before_BT = learner.logprobs(batch)
+    targets = make_targets(batch, before_BT)
+    steps = [learner.update(targets) for _ in range(job.get("steps", 0))]
+    after_BT = learner.logprobs(batch) if steps else before_BT
+    return {
+        "logprobs": before_BT.tolist(),
+        "after": after_BT.tolist(),
+        "steps": steps,
+        "names": sorted(name for name, _ in learner.named_parameters()),
+    }
+
+
+def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """A minibatch with one infinite advantage, then a good one."""
+    batch = make_batch()
+    before_BT = learner.logprobs(batch)
+    good = make_targets(batch, before_BT)
+    bad = replace(good, advantages_B=good.advantages_B.index_fill(0, torch.tensor([1]), math.inf))
+    try:
+        metrics, error = learner.update(bad), ""
+    except NonFiniteError as caught:
+        metrics, error = {}, str(caught)
+    unchanged = torch.equal(before_BT, learner.logprobs(batch))
+    return {"metrics": metrics, "error": error, "unchanged": unchanged, "next": learner.update(good)}
+
+
+def broadcast(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    targets = make_targets(make_batch(), torch.zeros(make_batch().mask_BT.shape))
+    sent = {"targets": targets, "step": 3, "note": [1.5, None, True, "x"], "tensor": torch.arange(5)}
+    got = learner.broadcast(sent if learner.is_driver else None)
+    same = torch.equal(got["targets"].batch.tokens_BS, targets.batch.tokens_BS) and got["targets"].selected_BT is None
+    same = same and got["step"] == 3 and got["note"] == [1.5, None, True, "x"] and got["tensor"].tolist() == [*range(5)]
+    return learner.ranks.add_up({"same": float(same), f"rank_{learner.rank}": 1.0})
+
+
+def dead_rank(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """The other rank dies while this one waits for it."""
+    if not learner.is_driver:
+        os._exit(1)
+    start = time.monotonic()
+    try:
+        learner.ranks.sum(torch.zeros(4))
+    except RuntimeError as error:
+        return {"error": str(error), "seconds": time.monotonic() - start}
+    return {"error": "", "seconds": time.monotonic() - start}
+
+
+def refused(job: dict[str, Any]) -> str:
+    """The error that a configuration is refused with."""
+    try:
+        build(job)
+    except ValueError as error:
+        leave()
+        return str(error)
+    return ""
+
+
+KINDS = {"train": train, "nonfinite": nonfinite, "broadcast": broadcast, "dead_rank": dead_rank}
+
+
+def main() -> None:
+    jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    results: dict[str, Any] = {}
+    for job in jobs:
+        if job.get("kind") == "refused":
+            results[job["name"]] = refused(job)
+            out.write_text(json.dumps(results))
+            continue
+        learner = build(job)
+        results[job["name"]] = KINDS[job.get("kind", "train")](learner, job)
+        if learner.is_driver:
+            out.write_text(json.dumps(results))
+        if job.get("kind") != "dead_rank":
+            learner.close()
+
+
+if __name__ == "__main__":
+    main()

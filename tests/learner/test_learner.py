@@ -1,0 +1,249 @@
+"""The learner against transformers, and against itself on every layout.
+
+The learner runs in two spawns of processes, one rank and two ranks, which do all the cases in turn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import learner_cases as cases
+import pytest
+import torch
+from safetensors import safe_open
+
+pytestmark = pytest.mark.ranks
+FAMILIES = {
+    "qwen3": cases.QWEN3,
+    "qwen2": cases.QWEN2,
+    "llama": cases.LLAMA,
+    "qwen3_moe": cases.QWEN3_MOE,
+    "mixtral": cases.MIXTRAL,
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
+    "dp2": {"data_parallel": 2},
+    "tp2_sp": {"tensor_parallel": 2, "sequence_parallel": True},
+    "vp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+}
+STEPS = 3
+ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
+# what is wrong -> (config.json, learner section, words that the error must hold)
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "field": (
+        cases.QWEN3,
+        {"megatron": {"num_layer": 2}},
+        ("learner.megatron.num_layer", "learner.megatron.num_layers"),
+    ),
+    "world": (cases.QWEN3, {"tensor_parallel": 2}, ("needs 2 processes", "WORLD_SIZE is 1")),
+    "chunks": (cases.QWEN3, {"virtual_pipeline": 2}, ("learner.virtual_pipeline=2",)),
+    "rope": ({**cases.QWEN3, "rope_scaling": {"rope_type": "yarn"}}, {}, ("rope_type 'yarn'", "llama3")),
+    "fp8": (cases.QWEN3, {"fp8": "hybrid"}, ("learner.fp8=hybrid",)),
+    "activation": ({**cases.QWEN3, "hidden_act": "gelu"}, {}, ("hidden_act='gelu'",)),
+    "family": ({**cases.QWEN3, "model_type": "qwen4"}, {}, ("'qwen4'", "qwen3")),
+}
+
+
+def _train(name: str, hf: dict[str, Any], layout: dict[str, Any] | None = None, **rest: Any) -> dict[str, Any]:
+    return {"name": name, "hf": hf, "layout": layout or {}, "steps": STEPS, **rest}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random models written by transformers, with norms and biases away from their trivial starts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = {}
+    for family, hf in FAMILIES.items():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**hf)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+        made[family] = tmp_path_factory.mktemp(family)
+        model.save_pretrained(made[family])
+    return made
+
+
+@pytest.fixture(scope="module")
+def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    work = tmp_path_factory.mktemp("one_rank")
+    bad = {"hf": cases.QWEN3, "kind": "nonfinite"}
+    jobs = [
+        *({"name": family, "hf": FAMILIES[family], "folder": str(path)} for family, path in folders.items()),
+        _train("fp32", cases.QWEN3),
+        _train("bf16", cases.QWEN3, precision="bf16", loss="cross_entropy"),
+        _train("untied", cases.LLAMA),
+        _train("moe", cases.QWEN3_MOE),
+        _train("one_kv_head", ONE_KV_HEAD),
+        _train("entropy", cases.QWEN3, entropy_coef=0.1),
+        _train("packs_of_80", cases.QWEN3, {"tokens_per_microbatch": 80}),
+        _train("unpacked", cases.QWEN3, {"tokens_per_microbatch": 1}),
+        _train("recompute", cases.QWEN3, {"recompute": True}),
+        {**bad, "name": "raise"},
+        {**bad, "name": "skip", "on_nonfinite": "skip"},
+        {**bad, "name": "dump", "on_nonfinite": "skip_and_dump", "dump": str(work / "dump")},
+        *({"name": f"no_{n}", "kind": "refused", "hf": hf, "layout": at} for n, (hf, at, _) in REFUSED.items()),
+    ]
+    return {**cases.run_ranks(1, jobs, work), "work": work}
+
+
+@pytest.fixture(scope="module")
+def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    jobs = []
+    for name, layout in LAYOUTS.items():
+        jobs.append(_train(f"fp32_{name}", cases.QWEN3, layout))
+        jobs.append(_train(f"bf16_{name}", cases.QWEN3, layout, precision="bf16", loss="cross_entropy"))
+        jobs.append(_train(f"untied_{name}", cases.LLAMA, layout))
+        jobs.append({"name": f"qwen2_{name}", "hf": cases.QWEN2, "layout": layout, "folder": str(folders["qwen2"])})
+    experts = {
+        "ep2": {"data_parallel": 2, "expert_parallel": 2},
+        "pp2": LAYOUTS["pp2"],
+        "dp2": LAYOUTS["dp2"],
+        "tp2_sp": LAYOUTS["tp2_sp"],
+        "tp2_ep2": {**LAYOUTS["tp2_sp"], "expert_parallel": 2, "megatron": {"expert_tensor_parallel_size": 1}},
+    }
+    jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout) for name, layout in experts.items()]
+    jobs.append(_train("one_kv_head", ONE_KV_HEAD, LAYOUTS["tp2"]))
+    jobs.append(_train("dp2_packs_of_80", cases.QWEN3, {**LAYOUTS["dp2"], "tokens_per_microbatch": 80}))
+    jobs.append(_train("vp2_packs_of_80", cases.QWEN3, {**LAYOUTS["vp2"], "tokens_per_microbatch": 80}))
+    jobs.append({"name": "broadcast", "hf": cases.QWEN3, "layout": LAYOUTS["dp2"], "kind": "broadcast"})
+    jobs.append({"name": "dead_rank", "hf": cases.QWEN3, "layout": LAYOUTS["dp2"], "kind": "dead_rank"})
+    return cases.run_ranks(2, jobs, tmp_path_factory.mktemp("two_ranks"))
+
+
+def _same(found: dict[str, Any], wanted: dict[str, Any], rel: float) -> None:
+    torch.testing.assert_close(_matrix(found["logprobs"]), _matrix(wanted["logprobs"]), rtol=0, atol=10 * rel)
+    assert len(found["steps"]) == len(wanted["steps"]) == STEPS
+    for here, there in zip(found["steps"], wanted["steps"], strict=True):
+        for key in ("loss/total", "loss/entropy", "optim/grad_norm", "optim/lr"):
+            assert here[key] == pytest.approx(there[key], rel=rel), key
+    torch.testing.assert_close(_matrix(found["after"]), _matrix(wanted["after"]), rtol=0, atol=20 * rel)
+
+
+def _matrix(values: list[list[float]]) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_transformers(family: str, one: dict[str, Any], folders: dict[str, Path]) -> None:
+    wanted = transformers_logprobs(folders[family])
+    torch.testing.assert_close(_matrix(one[family]["logprobs"]), wanted, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loaded_folder_gives_the_same_logprobs_on_every_layout(
+    layout: str, two: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    found = _matrix(two[f"qwen2_{layout}"]["logprobs"])
+    torch.testing.assert_close(found, transformers_logprobs(folders["qwen2"]), rtol=0, atol=3e-5)
+
+
+def transformers_logprobs(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    batch = cases.make_batch()
+    wanted_BT = torch.zeros(batch.mask_BT.shape)
+    for row, (prompt, response) in enumerate(zip(batch.prompt_lengths_B, batch.response_lengths_B, strict=True)):
+        tokens_1S = batch.tokens_BS[row : row + 1, : prompt + response]
+        with torch.no_grad():
+            logits_SV = model(tokens_1S).logits[0] / 0.8
+        picked_S = torch.log_softmax(logits_SV[:-1], -1).gather(1, tokens_1S[0, 1:, None]).squeeze(1)
+        wanted_BT[row, :response] = picked_S[prompt - 1 :]
+    return wanted_BT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("model", "rel"), [("fp32", 1e-4), ("bf16", 2e-2), ("untied", 1e-4)])
+def test_every_layout_trains_alike(
+    layout: str, model: str, rel: float, one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    _same(two[f"{model}_{layout}"], one[model], rel)
+
+
+@pytest.mark.parametrize("layout", ["ep2", "pp2", "dp2", "tp2_sp", "tp2_ep2"])
+def test_experts_train_alike_on_every_layout(layout: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    _same(two[f"moe_{layout}"], one["moe"], 1e-4)
+
+
+def test_tensor_parallel_ranks_may_share_a_key_value_head(one: dict[str, Any], two: dict[str, Any]) -> None:
+    _same(two["one_kv_head"], one["one_kv_head"], 1e-4)
+
+
+@pytest.mark.parametrize("case", ["packs_of_80", "unpacked", "recompute"])
+def test_packing_changes_nothing(case: str, one: dict[str, Any]) -> None:
+    _same(one[case], one["fp32"], 1e-4)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "vp2"])
+def test_packing_changes_nothing_on_two_ranks(layout: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    _same(two[f"{layout}_packs_of_80"], one["fp32"], 1e-4)
+
+
+def test_training_moves_the_policy(one: dict[str, Any]) -> None:
+    """Guards the comparisons above: they would also hold for a learner that does nothing."""
+    for case in ("fp32", "bf16", "untied", "moe"):
+        moved = (_matrix(one[case]["after"]) - _matrix(one[case]["logprobs"])).abs().max()
+        assert moved > 0.05, case
+        assert one[case]["steps"][0]["optim/grad_norm"] > 0.05, case
+    losses = [step["loss/total"] for step in one["bf16"]["steps"]]
+    assert losses[-1] < losses[0]
+
+
+def test_warmup_is_applied(one: dict[str, Any]) -> None:
+    assert [step["optim/lr"] for step in one["fp32"]["steps"]] == pytest.approx([5e-4, 1e-3, 1e-3])
+
+
+def test_entropy_bonus_raises_entropy(one: dict[str, Any]) -> None:
+    assert one["entropy"]["steps"][-1]["loss/entropy"] > one["fp32"]["steps"][-1]["loss/entropy"]
+
+
+def test_names_count_over_the_whole_model(one: dict[str, Any], two: dict[str, Any]) -> None:
+    whole = set(one["fp32"]["names"])
+    assert "decoder.layers.3.mlp.linear_fc1.weight" in whole
+    assert set(two["fp32_tp2"]["names"]) == whole
+    assert {name for name in two["fp32_pp2"]["names"] if ".layers." in name} == {
+        name for name in whole if ".layers.0." in name or ".layers.1." in name
+    }
+    assert {name.split(".")[2] for name in two["fp32_vp2"]["names"] if ".layers." in name} == {"0", "2"}
+    assert "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight" in two["moe_ep2"]["names"]
+    assert "decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight" not in two["moe_ep2"]["names"]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_by_name(case: str, one: dict[str, Any]) -> None:
+    for words in REFUSED[case][2]:
+        assert words in one[f"no_{case}"]
+
+
+@pytest.mark.parametrize("case", ["raise", "skip", "dump"])
+def test_a_non_finite_loss_leaves_the_policy_alone(case: str, one: dict[str, Any]) -> None:
+    found = one[case]
+    assert found["unchanged"]
+    assert found["next"]["optim/skipped"] == 0.0
+    assert found["next"]["optim/grad_norm"] > 0
+    if case == "raise":
+        assert "learner.on_nonfinite" in found["error"]
+    else:
+        assert found["metrics"]["optim/skipped"] == 1.0
+        assert found["error"] == ""
+
+
+def test_a_dump_holds_the_minibatch(one: dict[str, Any]) -> None:
+    (path,) = (one["work"] / "dump").iterdir()
+    with safe_open(path, framework="pt") as file:
+        assert torch.equal(file.get_tensor("batch.tokens_BS"), cases.make_batch().tokens_BS)
+        assert torch.isinf(file.get_tensor("advantages_B")).any()
+        assert "optim/grad_norm" in file.metadata()["metrics"]
+
+
+def test_the_driver_reaches_every_rank(two: dict[str, Any]) -> None:
+    assert two["broadcast"] == {"same": 2.0, "rank_0": 1.0, "rank_1": 1.0}
+
+
+def test_a_dead_rank_does_not_hang_the_others(two: dict[str, Any]) -> None:
+    assert two["dead_rank"]["error"]

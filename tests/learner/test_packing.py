@@ -1,0 +1,114 @@
+"""Packs: every row once, within the budget, every index where it belongs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_cases import make_batch
+
+from megatron_rl.learner.packing import Pack, pack, plan
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=40)
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 150), st.integers(1, 4), st.booleans())
+def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
+    lengths: list[int], replicas: int, budget: int, at_least: int, same_count: bool
+) -> None:
+    shares = plan(lengths, replicas, budget, at_least, same_count)
+    assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
+    assert len(shares) == replicas
+    assert all(share for share in shares)
+    for share in shares:
+        rows = sum(map(len, share))
+        assert len(share) >= min(at_least, max(1, rows))
+        for group in share:
+            assert len(group) <= 1 or sum(lengths[row] for row in group) <= budget
+    if same_count:
+        assert len({len(share) for share in shares}) == 1
+    assert plan(lengths, replicas, budget, at_least, same_count) == shares
+
+
+@given(LENGTHS, st.integers(1, 3), st.integers(20, 150), st.integers(1, 3))
+def test_the_number_of_microbatches_can_be_rounded_up(
+    lengths: list[int], replicas: int, budget: int, multiple: int
+) -> None:
+    shares = plan(lengths, replicas, budget, count_multiple=multiple)
+    assert all(len(share) % multiple == 0 for share in shares)
+    assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
+
+
+def test_replicas_get_similar_loads() -> None:
+    lengths = [100, 90, 10, 10, 10, 10, 80, 70, 5, 5]
+    loads = [sum(lengths[row] for group in share for row in group) for share in plan(lengths, 2, 1000)]
+    assert max(loads) - min(loads) <= 10
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 7])
+@pytest.mark.parametrize("rows", [range(14), [5, 2, 9], [3], [0, 1]])
+def test_every_index_of_a_pack(rows: list[int], multiple: int) -> None:
+    batch = make_batch()
+    made = pack(batch, rows, multiple)
+    assert sorted(made.rows) == sorted(rows)
+    assert len(made.tokens_S) == len(made.positions_S) == made.starts[-1]
+    assert len(made.tokens_S) % multiple == 0
+    assert len(made.tokens_S) - multiple < sum(_length(batch, row) for row in rows)
+    for place, row in enumerate(made.rows):
+        start, length = int(made.starts[place]), _length(batch, row)
+        assert torch.equal(made.tokens_S[start : start + length], batch.tokens_BS[row, :length])
+        assert made.positions_S[start : start + length].tolist() == list(range(length))
+    # a token's own position is one behind the position whose logits predict it
+    assert torch.equal(made.tokens_S[made.logit_index_N + 1], made.labels_N)
+    labels = made.matrix(made.labels_N)
+    for place, row in enumerate(made.rows):
+        prompt, response = int(batch.prompt_lengths_B[row]), int(batch.response_lengths_B[row])
+        assert labels[place, :response].tolist() == batch.tokens_BS[row, prompt : prompt + response].tolist()
+        assert not labels[place, response:].any()
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 13), min_size=1, max_size=14, unique=True), st.sampled_from([1, 2, 8]))
+def test_buckets_hold_every_position_once(rows: list[int], multiple: int) -> None:
+    made = pack(make_batch(), rows, multiple)
+    assert sum(bucket.sequences * bucket.length for bucket in made.buckets) == len(made.padded_index_X)
+    assert sum(bucket.sequences for bucket in made.buckets) == len(made.starts) - 1
+    values = torch.randn(len(made.tokens_S))
+    assert torch.equal(values[made.padded_index_X][made.packed_index_S], values)
+    assert len(made.blanks) == len(made.padded_index_X) - len(made.tokens_S)
+    assert not set(made.blanks.tolist()) & set(made.packed_index_S.tolist())
+    _check_bucket_rows(made)
+
+
+def _check_bucket_rows(made: Pack) -> None:
+    """Each padded row of a bucket is one sequence from its first position on."""
+    at, place = 0, 0
+    for bucket in made.buckets:
+        for _ in range(bucket.sequences):
+            start, stop = int(made.starts[place]), int(made.starts[place + 1])
+            assert stop - start <= bucket.length
+            assert made.padded_index_X[at : at + stop - start].tolist() == list(range(start, stop))
+            at, place = at + bucket.length, place + 1
+
+
+def test_similar_lengths_share_a_bucket_and_different_ones_do_not() -> None:
+    batch = make_batch()
+    made = pack(batch, range(14))
+    longest = max(_length(batch, row) for row in range(14))
+    assert made.buckets[0].sequences == 1  # the one long row pads no other
+    assert made.buckets[0].length == longest
+    assert len(made.buckets) < 14
+    assert len(made.padded_index_X) < 1.35 * len(made.tokens_S)
+
+
+def test_a_pack_without_rows_still_has_something_to_run() -> None:
+    made = pack(make_batch(), [], multiple=4)
+    assert len(made.tokens_S) == 4
+    assert len(made.labels_N) == 0
+    assert made.matrix(torch.zeros(0)).shape == (0, 1)
+
+
+def _length(batch: object, row: int) -> int:
+    return int(batch.prompt_lengths_B[row] + batch.response_lengths_B[row])  # type: ignore[attr-defined]

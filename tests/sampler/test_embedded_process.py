@@ -1,0 +1,162 @@
+"""The child process: it never outlives its parent, interrupts are the parent's, and failures are one clear error."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from tiny_engine import make_config, make_model
+
+from megatron_rl.sampler.embedded import EmbeddedSampler, engine_environment, request_seed
+from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.schema import Format
+
+PATIENCE_S = 30.0
+
+# a parent that starts a sampler, says which process it owns and when the engine is up, and waits
+PARENT = """
+import sys
+from pathlib import Path
+from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.schema import Config, Device, RolloutSection, RunSection, SamplerSection
+
+folder = Path(sys.argv[1])
+config = Config(
+    run=RunSection(device=Device.cpu),
+    rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
+    sampler=SamplerSection(memory_gib=0.1, start_timeout_s=240),
+)
+sampler = EmbeddedSampler(config, folder, folder)
+try:
+    sampler.launch()
+    print(sampler._process.pid, flush=True)
+    sampler.wait_ready()
+    print("ready", flush=True)
+    sampler._channel.receive(600)
+except KeyboardInterrupt:
+    sampler.close()
+    print("closed", flush=True)
+"""
+
+
+def start_parent(folder) -> tuple[subprocess.Popen, int]:
+    make_model(folder, True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
+    return parent, int(parent.stdout.readline())
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(pid)
+
+
+@pytest.fixture
+def needs_proc():
+    if not os.path.isdir("/proc/self"):
+        pytest.skip("reads process states from /proc")
+
+
+@pytest.mark.engine
+def test_the_child_dies_with_a_killed_parent(tmp_path, needs_proc):
+    parent, child = start_parent(tmp_path)
+    try:
+        assert parent.stdout.readline() == "ready\n"
+        assert is_running(child)
+        parent.kill()
+        parent.wait(PATIENCE_S)
+        assert wait_until_gone(child)
+    finally:
+        parent.kill()
+        if is_running(child):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path, needs_proc):
+    parent, child = start_parent(tmp_path)
+    try:
+        assert os.getpgid(child) != os.getpgid(parent.pid)
+        os.killpg(parent.pid, signal.SIGINT)  # what a terminal does
+        output, _ = parent.communicate(timeout=PATIENCE_S)
+        assert "closed" in output
+        assert wait_until_gone(child)
+    finally:
+        parent.kill()
+        if is_running(child):
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.engine
+def test_a_start_that_fails_says_why_and_shows_the_log(tmp_path):
+    model = make_model(tmp_path, True)
+    config = make_config()
+    config = replace(config, sampler=replace(config.sampler, vllm={"max_model_len": 1 << 20}))
+    sampler = EmbeddedSampler(config, model.folder, tmp_path)
+    with pytest.raises(
+        SamplerError, match=r"(?s)`start` failed in the sampler.*max_model_len.*sampler\.log:\n"
+    ) as caught:
+        sampler.start()
+    assert "Traceback" in str(caught.value) or "Error" in str(caught.value)
+    assert sampler._process is None
+
+
+def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path, needs_proc):
+    sampler = EmbeddedSampler(make_config(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path)
+    sampler.launch()
+    child = sampler._process.pid
+    with pytest.raises(SamplerError, match=r"sampler\.start_timeout_s=0\.2"):
+        sampler.wait_ready()
+    assert not is_running(child)
+    with pytest.raises(SamplerError, match="not running"):
+        sampler.health()
+    sampler.close()
+
+
+def test_a_child_that_dies_is_an_error_at_once(tmp_path):
+    sampler = EmbeddedSampler(make_config(), make_model(tmp_path, True).folder, tmp_path)
+    sampler.launch()
+    os.kill(sampler._process.pid, signal.SIGKILL)
+    with pytest.raises(SamplerError, match=r"process ended during `start` \(exit status -9\)"):
+        sampler.wait_ready()
+
+
+def test_a_folder_without_config_is_refused_before_anything_starts(tmp_path):
+    sampler = EmbeddedSampler(make_config(Format.int8), tmp_path, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"model\.path=.* has no config\.json"):
+        sampler.launch()
+    assert sampler._process is None
+
+
+def test_the_learner_s_rendezvous_and_credentials_stay_behind(monkeypatch):
+    for name in ("RANK", "MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PATH", "/bin")
+    environment = engine_environment()
+    assert environment["PATH"] == "/bin"
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert not {"RANK", "MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY"} & set(environment)
+
+
+def test_request_seeds_differ_by_run_and_group_and_leave_room_for_samples():
+    seeds = {request_seed(seed, group) for seed in range(20) for group in range(200)}
+    assert len(seeds) == 4000
+    assert max(seeds) < 2**62
+    assert request_seed(3, 5) == request_seed(3, 5)

@@ -1,0 +1,56 @@
+"""The engine's folder and arguments."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from tiny_engine import make_config, make_model
+
+from megatron_rl.sampler.model_folder import engine_arguments, quantization_config, write_engine_folder
+from megatron_rl.schema import EvalSection, Format
+
+
+def test_the_layout_of_each_format():
+    assert quantization_config(Format.none, []) is None
+    int8 = quantization_config(Format.int8, ["model.layers.0.mlp.down_proj"])
+    assert int8["format"] == "int-quantized"
+    assert {"lm_head", "model.layers.0.mlp.down_proj"} <= set(int8["ignore"])
+    group = int8["config_groups"]["group_0"]
+    assert (group["weights"]["type"], group["weights"]["strategy"]) == ("int", "channel")
+    assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
+    block = quantization_config(Format.fp8_block, [])["config_groups"]["group_0"]
+    assert block["weights"]["block_structure"] == [128, 128]
+    assert block["input_activations"]["group_size"] == 128
+
+
+def test_the_folder_holds_the_quantized_config_alone(tmp_path):
+    model = make_model(tmp_path / "hf", tied=True)
+    (model.folder / "tokenizer.json").write_text("{}")
+    folder = write_engine_folder(model.folder, tmp_path / "engine", make_config(Format.fp8))
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    written = json.loads((folder / "config.json").read_text())
+    assert written.pop("quantization_config")["format"] == "float-quantized"
+    assert written == json.loads((model.folder / "config.json").read_text())
+
+
+def test_a_model_that_is_already_quantized_is_refused(tmp_path):
+    model = make_model(tmp_path / "hf", tied=True)
+    folder = write_engine_folder(model.folder, tmp_path / "engine", make_config(Format.int8))
+    with pytest.raises(ValueError, match=r"already quantized.*quantization\.format"):
+        write_engine_folder(folder, tmp_path / "again", make_config(Format.int8))
+
+
+def test_arguments_follow_the_config_and_protect_what_the_sampler_owns(tmp_path):
+    config = replace(make_config(), eval=EvalSection(max_response_tokens=100))
+    arguments = engine_arguments(config, tmp_path)
+    assert json.loads(json.dumps(arguments)) == arguments, "they travel as a message"
+    assert arguments["max_model_len"] == 24 + 100
+    assert arguments["logprobs_mode"] == "processed_logprobs"
+    assert arguments["load_format"] == "dummy"
+    assert arguments["enforce_eager"] is True
+    passed = replace(config, sampler=replace(config.sampler, vllm={"block_size": 32, "enforce_eager": False}))
+    assert engine_arguments(passed, tmp_path)["block_size"] == 32
+    assert engine_arguments(passed, tmp_path)["enforce_eager"] is False
+    stolen = replace(config, sampler=replace(config.sampler, vllm={"logprobs_mode": "raw_logprobs"}))
+    with pytest.raises(ValueError, match=r"sampler\.vllm\.logprobs_mode is set by the sampler itself"):
+        engine_arguments(stolen, tmp_path)

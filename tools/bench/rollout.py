@@ -1,0 +1,192 @@
+"""Rollout throughput per format: our sampler against the bare engine, and INT8 against BF16.
+
+    python tools/bench/rollout.py [--shape toy] [--shape large] [--format none ...] [--repeats 5]
+
+Both engines of a format stay up and take turns, so that whatever else the machine does meets both. The bare
+engine is `vllm.LLM.generate` on the same prompts, the same engine arguments and no seeds. Weights are random:
+lengths are fixed, so only shapes matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_rl.sampler import embedded, model_folder
+from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.schema import Config, Format, QuantizationSection, RolloutSection, SamplerSection
+from megatron_rl.types import Prompt, SamplingParams
+
+START_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A Qwen3 shape and what is asked of it."""
+
+    model: dict[str, int]
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def parameters(self) -> int:
+        m = self.model
+        attention = m["hidden_size"] * m["head_dim"] * 2 * (m["num_attention_heads"] + m["num_key_value_heads"])
+        layer = attention + 3 * m["hidden_size"] * m["intermediate_size"]
+        return m["num_hidden_layers"] * layer + m["vocab_size"] * m["hidden_size"]
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.samples * self.response_tokens
+
+
+SHAPES = {
+    "toy": Workload(
+        model={
+            "vocab_size": 64, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        },
+        prompts=32, samples=8, prompt_tokens=12, response_tokens=12,
+    ),
+    "large": Workload(
+        model={
+            "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 9,
+            "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+        },
+        prompts=16, samples=4, prompt_tokens=32, response_tokens=16,
+    ),
+}  # fmt: skip
+
+
+def make_config(format: Format, work: Workload) -> Config:
+    return Config(
+        quantization=QuantizationSection(format=format),
+        rollout=RolloutSection(max_prompt_tokens=work.prompt_tokens, max_response_tokens=work.response_tokens),
+        sampler=SamplerSection(memory_gib=0.5, start_timeout_s=START_TIMEOUT_S),
+    )
+
+
+def write_model(folder: Path, work: Workload) -> Path:
+    folder.mkdir()
+    config = work.model | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024, "rope_theta": 10000.0, "tie_word_embeddings": True,
+        "attention_bias": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def prompt_ids(work: Workload) -> list[tuple[int, ...]]:
+    size = work.model["vocab_size"]
+    return [tuple((7 * i + 3 * j) % size for j in range(work.prompt_tokens)) for i in range(work.prompts)]
+
+
+def serve_bare(arguments: dict[str, Any], work: Workload) -> None:
+    """The bare engine's process: one generation per line of standard input, its seconds per line of output."""
+    from vllm import LLM
+    from vllm import SamplingParams as EngineParams
+
+    llm = LLM(**arguments)
+    params = EngineParams(n=work.samples, max_tokens=work.response_tokens, logprobs=0, detokenize=False)
+    inputs: Any = [{"prompt_token_ids": list(ids)} for ids in prompt_ids(work)]
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        llm.generate(inputs, params, use_tqdm=False)
+        print(f"seconds {time.perf_counter() - start}", flush=True)
+
+
+@contextmanager
+def bare_engine(config: Config, hf_folder: Path, folder: Path, shape: str) -> Iterator[subprocess.Popen[str]]:
+    engine_folder = model_folder.write_engine_folder(hf_folder, folder / "engine", config)
+    arguments = model_folder.engine_arguments(config, engine_folder)
+    with (folder / "bare.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--bare", json.dumps(arguments), "--shape", shape],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=embedded.engine_environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def ask_bare(process: subprocess.Popen[str]) -> float:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    for line in process.stdout:
+        if line.startswith("seconds "):
+            return float(line.split()[1])
+    raise RuntimeError("the bare engine ended; see bare.log")
+
+
+def measure(format: Format, shape: str, repeats: int) -> tuple[float, float]:
+    """(our tokens/s, the bare engine's), medians over alternating runs."""
+    work = SHAPES[shape]
+    config = make_config(format, work)
+    prompts = [Prompt(i, ids, "", {}) for i, ids in enumerate(prompt_ids(work))]
+    params = SamplingParams(samples=work.samples, max_tokens=work.response_tokens)
+    ours: list[float] = []
+    bare: list[float] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        hf_folder = write_model(folder / "hf", work)
+        with (
+            EmbeddedSampler(config, hf_folder, folder) as sampler,
+            bare_engine(config, hf_folder, folder, shape) as process,
+        ):
+            for repeat in range(repeats + 1):
+                start = time.perf_counter()
+                rollouts = sampler.generate(prompts, params, seed=repeat, first_group=0, step=repeat)
+                elapsed = time.perf_counter() - start
+                assert sum(len(rollout.token_ids) for rollout in rollouts) == work.tokens
+                other = ask_bare(process)
+                if repeat:  # the first round is warm-up
+                    ours.append(work.tokens / elapsed)
+                    bare.append(work.tokens / other)
+    return median(ours), median(bare)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
+    parser.add_argument("--format", action="append", choices=["none", "int8", "fp8"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.bare:
+        serve_bare(json.loads(options.bare), SHAPES[options.shape[0]])
+        return
+    for shape in options.shape or ["toy", "large"]:
+        print(f"{shape}: {SHAPES[shape].parameters / 1e6:.1f}M parameters, {SHAPES[shape].tokens} tokens per call")
+        rates: dict[str, float] = {}
+        for format in options.format or ["none", "int8", "fp8"]:
+            ours, bare = measure(Format(format), shape, options.repeats)
+            rates[format] = ours
+            print(f"  {format:5} sampler {ours:8.0f} tokens/s   bare {bare:8.0f} tokens/s   ratio {ours / bare:.3f}")
+        if {"none", "int8"} <= rates.keys():
+            print(f"  INT8 / BF16: {rates['int8'] / rates['none']:.2f}")
+
+
+if __name__ == "__main__":
+    main()
