@@ -25,6 +25,20 @@ RATIO_LOSSES = frozenset(
     {LossName.ppo, LossName.gspo, LossName.cispo, LossName.sapo, LossName.gmpo, LossName.dppo}
     | {LossName.clip_cov, LossName.kl_cov, LossName.rollout_is}
 )
+# what rollout_correction measures per token, so that micro-batches add up
+TOKEN_MEAN_METRICS = tuple(
+    f"rollout_corr/{name}"
+    for name in (
+        "kl",
+        "k3_kl",
+        "chi2_token",
+        "rho_mean",
+        "mult_prob_error",
+        "logp_abs_diff_mean",
+        "probs_diff_mean",
+        "rollout_rs_masked_fraction",
+    )
+)
 ROW_LOSSES = frozenset({LossName.gspo, LossName.gmpo})
 
 
@@ -70,10 +84,11 @@ def policy_loss(
     Without `totals` these rows are the batch. `correction` is looked at for `anchor: sampler` only,
     where the correction is formed here, from the policy's own logprobs.
     """
-    if correction is not None and correction.anchor == Anchor.sampler:
-        inputs = _correct_by_current_policy(inputs, config, correction)
     if totals is None:
         totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, _extent(inputs.denominator_mask_BT))
+    mismatch: dict[str, Tensor] = {}
+    if correction is not None and correction.anchor == Anchor.sampler:
+        inputs, mismatch = _correct_by_current_policy(inputs, config, correction, totals)
     mask_BT = inputs.mask_BT.bool()
     logprobs_BT = inputs.logprobs_BT.masked_fill(~mask_BT, 0.0)
     if logprobs_BT.dtype in (torch.bfloat16, torch.float16):
@@ -111,7 +126,8 @@ def policy_loss(
         loss = loss - config.entropy_coef * entropy
         metrics["loss/entropy"] = entropy.detach()
     metrics["loss/total"] = loss.detach()
-    return loss, metrics | _token_metrics(terms, clipped, totals, against_anchor=config.name != LossName.cross_entropy)
+    against_anchor = config.name != LossName.cross_entropy
+    return loss, metrics | mismatch | _token_metrics(terms, clipped, totals, against_anchor)
 
 
 @torch.no_grad()
@@ -157,7 +173,9 @@ def _extent(mask_BT: Tensor) -> int:
     return int(columns[-1]) + 1 if len(columns) else 1
 
 
-def _correct_by_current_policy(inputs: LossInputs, config: LossConfig, correction: CorrectionConfig) -> LossInputs:
+def _correct_by_current_policy(
+    inputs: LossInputs, config: LossConfig, correction: CorrectionConfig, totals: Totals
+) -> tuple[LossInputs, dict[str, Tensor]]:
     """`anchor: sampler`: d = sg(pi) - mu is known only now. Denominators stay those of the global batch."""
     if correction.weight.level != Level.none and config.name in RATIO_LOSSES:
         raise ValueError(
@@ -171,4 +189,10 @@ def _correct_by_current_policy(inputs: LossInputs, config: LossConfig, correctio
     found = apply_conditional_rules(found, inputs.advantages_B, correction)
     # where the sampler reported nothing, and the policy says to go on, the ratio is 1
     anchor_BT = torch.where(torch.isfinite(sampler_BT), sampler_BT, current_BT.to(sampler_BT.dtype))
-    return replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
+    # a mean over these rows' tokens, as its share of the mean over the batch
+    share = int(inputs.mask_BT.sum()) / max(1, totals.tokens)
+    mismatch = {
+        name: torch.tensor(found.metrics[name] * share, device=current_BT.device) for name in TOKEN_MEAN_METRICS
+    }
+    corrected = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
+    return corrected, mismatch

@@ -289,6 +289,27 @@ class TestAnchorSampler:
         assert float(loss.detach()) == pytest.approx(value, abs=1e-7)
         torch.testing.assert_close(torch.autograd.grad(loss, inputs.logprobs_BT)[0], slope)  # the weight is detached
 
+    def test_micro_batches_add_up(self) -> None:
+        rule = RejectRule(stat="ratio", reduce="mean", low=0.8, high=1.3)
+        correction = replace(self.BYPASS, reject=[rule])
+        inputs = self.inputs(correction)
+        totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, horizon=T)
+        whole, whole_metrics = policy_loss(inputs, LossConfig(), totals, correction)
+        found = [
+            policy_loss(rows(inputs, torch.tensor(part)), LossConfig(), totals, correction)
+            for part in ([0, 4], [1, 2, 3], [7, 6, 5])
+        ]
+        torch.testing.assert_close(sum(loss for loss, _ in found), whole)
+        direct = rollout_correction(
+            inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction
+        ).metrics
+        for key, value in whole_metrics.items():
+            if key != "loss/empty_microbatches":
+                assert float(sum(metrics[key] for _, metrics in found)) == pytest.approx(float(value), abs=1e-6), key
+            if key.startswith("rollout_corr/"):
+                assert float(value) == pytest.approx(direct[key], abs=1e-6), key
+        assert float(whole_metrics["rollout_corr/rollout_rs_masked_fraction"]) > 0
+
     def test_a_weight_on_top_of_the_ratio_is_refused(self) -> None:
         correction = replace(self.BYPASS, weight=WeightConfig(level="token"))
         with pytest.raises(ValueError, match=r"correction\.weight\.level is token .* loss\.name: reinforce"):

@@ -16,6 +16,9 @@ from megatron_rl.schema import NonFinite
 
 EXPONENT_LIMIT = 20.0
 
+# no logprobs of one token differ by this much, and its square still sums over a batch in float32
+LARGEST_DIFFERENCE = 1e15
+
 # Rows are handled in slices that stay in a core's cache; a GPU prefers fewer, larger ones.
 CHUNK_ELEMENTS_HOST = 1 << 16
 CHUNK_ELEMENTS_CUDA = 1 << 22
@@ -101,9 +104,11 @@ def log_ratio(
 ) -> LogRatio:
     """The log-ratio of some rows, written to `out_BT`."""
     torch.sub(_wide(prox_logprobs_BT), _wide(sampler_logprobs_BT), out=out_BT)
-    # any NaN or infinity survives a product and a sum: one cheap pass tells whether a closer look is needed
-    if bool(torch.isfinite((out_BT * as_float(mask_BT)).sum())):
-        return LogRatio(out_BT.mul_(as_float(mask_BT)), mask_BT, mask_BT, None, 0, 0)
+    mask_float_BT = as_float(mask_BT)
+    flat = (out_BT * mask_float_BT).reshape(-1)
+    # NaN, infinities and absurd values survive a dot product: one cheap pass tells whether to look closer
+    if float(torch.dot(flat, flat)) < LARGEST_DIFFERENCE**2:
+        return LogRatio(out_BT.mul_(mask_float_BT), mask_BT, mask_BT, None, 0, 0)
     return _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
 
 
@@ -111,8 +116,9 @@ def _without_faults(
     prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, policy: NonFinite, d_BT: Tensor
 ) -> LogRatio:
     sampler_BT = mask_BT & ~torch.isfinite(sampler_logprobs_BT)
-    # a difference that overflows although both sides are finite forms no ratio either
-    learner_BT = mask_BT & (~torch.isfinite(prox_logprobs_BT) | (~sampler_BT & ~torch.isfinite(d_BT)))
+    # two finite logprobs too far apart for any sum of them form no ratio either
+    usable_BT = d_BT.abs() < LARGEST_DIFFERENCE
+    learner_BT = mask_BT & (~torch.isfinite(prox_logprobs_BT) | (~sampler_BT & ~usable_BT))
     faults = int(sampler_BT.sum())
     if faults and policy == NonFinite.raise_:
         row, column = (int(place) for place in sampler_BT.nonzero()[0])

@@ -175,6 +175,14 @@ def test_agrees_with_the_plain_version() -> None:
         assert fast.metrics[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
 
 
+def test_memory() -> None:
+    """Beside its inputs: the weights, two masks, and slices that do not grow with the batch."""
+    bench = benchmark()
+    prox_BT, mu_BT, mask_BT = bench.example(512, 2048)
+    peak = bench.peak_bytes(lambda: rollout_correction(prox_BT, mu_BT, mask_BT, bench.CONFIG))
+    assert 1.5 * prox_BT.nbytes < peak < 4 * prox_BT.nbytes
+
+
 def test_every_metric_is_in_the_table() -> None:
     config = CorrectionConfig(weight=WeightConfig(target_ess=0.9))
     corrected = apply_conditional_rules(rollout_correction(*example(), config), torch.ones(3), config)
