@@ -111,6 +111,8 @@ def engine_arguments(config: Config, folder: Path, worker_extension: str = WORKE
         # which tokens share a batch or a cached prefix changes BF16 rounding; hosts favour exact repetition
         "enable_prefix_caching": gpu,
         "enforce_eager": not gpu,
+        # a seeded request whose prompt is cut in two asks its generator for an offset, which only CUDA's have
+        "enable_chunked_prefill": gpu,
     }
     if gpu:
         arguments["enable_sleep_mode"] = True
