@@ -22,14 +22,15 @@ from safetensors import safe_open
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+# in the order in which the safetensors library lays tensors out
 DTYPES = {
+    "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
+    "I32": torch.int32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64,
-    "I32": torch.int32,
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
@@ -173,10 +174,11 @@ class SafetensorsWriter:
 
 
 def make_header(specs: Sequence[TensorSpec]) -> bytes:
-    """Entries ordered as the safetensors library orders them: wide dtypes first, then by name."""
+    """Entries ordered as the safetensors library orders them: by dtype, then by name."""
+    order = list(DTYPES.values())
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for spec in sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name)):
+    for spec in sorted(specs, key=lambda spec: (order.index(spec.dtype), spec.name)):
         entries[spec.name] = {
             "dtype": DTYPE_NAMES[spec.dtype],
             "shape": list(spec.shape),

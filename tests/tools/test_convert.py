@@ -127,15 +127,15 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
     learner = Learner(Config(), config)
     try:
         learner.init_random(3)
-        loaded = dist_checkpointing.load(weights_of(learner.module), str(tmp_path / "checkpoint"))
-        learner.module.load_state_dict(loaded, strict=False)
+        loaded = dist_checkpointing.load(weights_of(learner.modules[0]), str(tmp_path / "checkpoint"))
+        learner.modules[0].load_state_dict(loaded, strict=False)
         got = {name: tensor.detach().clone() for name, tensor in learner.named_parameters()}
         learner.load_hf(source)
         assert got.keys() == dict(learner.named_parameters()).keys()
         for name, tensor in learner.named_parameters():
             assert torch.equal(got[name], tensor), name
         (tmp_path / "saved").mkdir()
-        dist_checkpointing.save(weights_of(learner.module), str(tmp_path / "saved"))
+        dist_checkpointing.save(weights_of(learner.modules[0]), str(tmp_path / "saved"))
     finally:
         learner.close()
     assert convert.main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_rl.weight_sync.push import WeightSync
 from megatron_rl.weight_sync.quantize import quantize
 
 HF_CONFIG = hf_config("qwen3", num_hidden_layers=2, tie_word_embeddings=True)
+PATIENCE = timedelta(seconds=60)
 NAME = "model.layers.1.mlp.down_proj.weight"  # row-parallel: its scale needs both ranks
 
 
@@ -66,7 +68,7 @@ class Client:
 
 def run_rank(rank: int, rendezvous: str, folder: str, out: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=PATIENCE)
     config = Config(
         learner=LearnerSection(tensor_parallel=2),
         quantization=QuantizationSection(format=Format.int8),

@@ -20,7 +20,7 @@ from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.shards import full_tensors, local_shard
 from megatron_rl.weight_sync.source import ShardSource
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 class ThreadGroup:
@@ -61,7 +61,7 @@ def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     if family == "qwen3_moe":
         config |= {"num_experts": 4, "moe_intermediate_size": 48}
     if family == "mixtral":
-        config |= {"num_local_experts": 4}
+        config |= {"num_local_experts": 2}
     return config | changes
 
 
@@ -94,8 +94,14 @@ def run_sources(
         expert = groups.setdefault(("etp", place.pp, place.ep, place.edp), ThreadGroup(layout.expert_tp))
         sources.append(ShardSource(shape, layout, Ranks(place, dense, expert), format, **source_args))
         work.append(local_parameters(hf, shape, layout, place))
-    with ThreadPoolExecutor(len(sources)) as pool:
-        futures = [
-            pool.submit(lambda s=source, p=part: list(s.tensors(p))) for source, part in zip(sources, work, strict=True)
-        ]
-        return sources, [future.result(timeout=TIMEOUT_S * 2) for future in futures]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # every rank would start a team of its own
+    try:
+        with ThreadPoolExecutor(len(sources)) as pool:
+            futures = [
+                pool.submit(lambda s=source, p=part: list(s.tensors(p)))
+                for source, part in zip(sources, work, strict=True)
+            ]
+            return sources, [future.result(timeout=TIMEOUT_S * 2) for future in futures]
+    finally:
+        torch.set_num_threads(threads)

@@ -15,7 +15,7 @@ from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
 
-TIMEOUT_S = 90
+TIMEOUT_S = 180
 
 
 @pytest.mark.ranks
