@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from dataclasses import replace
 
 import torch
@@ -27,7 +28,8 @@ from megatron_rl.rollout_correction import (
 from megatron_rl.schema import Aggregate, LossName, NonFinite, Outside, Reduce, Reduction, Stat
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-EXAMPLES = settings(max_examples=60, deadline=None)
+# the same examples in every run; more of them, on demand, when the code changes
+EXAMPLES = settings(max_examples=int(os.environ.get("PROPERTY_EXAMPLES", "60")), deadline=None, derandomize=True)
 GARBAGE = [math.nan, math.inf, -math.inf, 3e38]
 
 

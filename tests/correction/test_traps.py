@@ -84,9 +84,12 @@ def test_nan_times_zero_in_padding(garbage: float) -> None:
     assert torch.equal(clean.weights_BT, dirty.weights_BT)
     assert clean.metrics == dirty.metrics
     for name in ("ppo", "gspo", "gmpo", "reinforce", "kl_cov"):
-        loss, _ = policy_loss(inputs_for(dirty, [1.0]), LossConfig(name=name))
-        loss.backward()
+        inputs = inputs_for(dirty, [1.0])
+        loss, _ = policy_loss(inputs, LossConfig(name=name))
         assert math.isfinite(float(loss.detach()))
+        (gradient,) = torch.autograd.grad(loss, inputs.logprobs_BT)
+        assert gradient[0, 2] == 0.0
+        assert bool(torch.isfinite(gradient).all())
 
 
 def test_a_geometric_mask_keeps_no_row_without_a_mean() -> None:
