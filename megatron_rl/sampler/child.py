@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.sampler.channel import Channel, ChannelClosed
+from megatron_rl.weight_sync.manifest import WeightSyncError
 
 PR_SET_PDEATHSIG = 1
 
@@ -106,31 +107,35 @@ class Engine:
         return pack([c for c in completions for _ in range(samples // distinct)])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
+        self._on_workers("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:
-        self.llm.collective_rpc("abort_weight_update")
-        self.llm.collective_rpc("start_weight_update")
+        self._on_workers("abort_weight_update")
+        self._on_workers("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         try:
-            self.llm.collective_rpc("update_weights", kwargs={"update_info": update_info})
-        except BaseException:
-            self.llm.collective_rpc("abort_weight_update")
+            self._on_workers("update_weights", update_info=update_info)
+        except (RuntimeError, WeightSyncError):
+            self._on_workers("abort_weight_update")
             raise
 
     def finish_weight_update(self) -> dict[str, Any]:
         try:
-            self.llm.collective_rpc("finish_weight_update")
+            self._on_workers("finish_weight_update")
         finally:
             states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
             versions = sorted({state["policy_version"] for state in states})
             self.torn = len(versions) > 1 or any(state["torn"] for state in states)
-        if self.torn:
-            raise RuntimeError(f"the engine's workers hold different policy versions: {versions}")
         self.llm.reset_prefix_cache()
         (self.policy_version,) = versions
         return max(states, key=lambda state: state["load_s"])
+
+    def _on_workers(self, method: str, **arguments: Any) -> None:
+        """Call a method of every worker; the first failure is raised here."""
+        answers = self.llm.collective_rpc("guarded_call", args=(method, arguments))
+        for kind, message in filter(None, answers):
+            raise WeightSyncError(message) if kind == WeightSyncError.__name__ else RuntimeError(f"{kind}: {message}")
 
     def pause(self) -> None:
         self.paused = True

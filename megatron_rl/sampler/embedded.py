@@ -2,6 +2,9 @@
 
 A child, because vLLM and Megatron each want the process's threads, distributed state and signal handlers for
 themselves. The child is started in its own session, so that Ctrl-C in a terminal reaches the parent alone.
+
+On a GPU the same code runs with other engine arguments (`model_folder.engine_arguments`, `sampler.vllm`); that
+has not been run yet.
 """
 
 from __future__ import annotations
@@ -96,7 +99,7 @@ class EmbeddedSampler:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(),),
-                    env=engine_environment(),
+                    env=engine_environment() | thread_binding(self._config.sampler.tensor_parallel),
                     start_new_session=True,
                 )
         finally:
@@ -285,6 +288,17 @@ def engine_environment() -> dict[str, str]:
         if name not in _DROPPED_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
     return inherited | _ENGINE_VARIABLES
+
+
+def thread_binding(workers: int) -> dict[str, str]:
+    """Cores for each worker of an engine on a host: vLLM by itself wants a memory node per worker."""
+    name = "VLLM_CPU_OMP_THREADS_BIND"
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else []
+    if workers == 1 or len(cores) < workers or name in os.environ:
+        return {}
+    share = len(cores) // workers
+    groups = [cores[i * share : (i + 1) * share] for i in range(workers)]
+    return {name: "|".join(",".join(map(str, group)) for group in groups)}
 
 
 def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:

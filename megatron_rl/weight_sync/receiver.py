@@ -8,6 +8,7 @@ Nothing touches the live model before every worker has accepted the whole update
 from __future__ import annotations
 
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,19 @@ class WorkerExtension:
 
     def weight_sync_state(self) -> dict[str, Any]:
         return asdict(self.weight_transfer_engine.state)
+
+    def guarded_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
+        """Call a worker method; a failure comes back as (type, message).
+
+        An exception in one of several workers would leave the answers of the others in vLLM's queue, to be
+        taken for the answers of the next call.
+        """
+        try:
+            getattr(self, method)(**arguments)
+        except Exception as error:
+            traceback.print_exc()
+            return type(error).__name__, str(error)
+        return None
 
     def abort_weight_update(self) -> None:
         """End an update that some worker refused, so that the next one can start."""

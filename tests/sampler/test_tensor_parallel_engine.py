@@ -1,0 +1,49 @@
+"""An engine of two workers: both load every update, or neither does."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tiny_engine import Live, make_config, make_model
+
+from megatron_rl.sampler.embedded import EmbeddedSampler, thread_binding
+from megatron_rl.schema import Format
+from megatron_rl.weight_sync.manifest import WeightSyncError
+
+
+def answers(live: Live) -> list[tuple]:
+    return [(rollout.token_ids, rollout.logprobs) for rollout in live.rollouts()]
+
+
+@pytest.mark.engine
+def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("two workers need two cores")
+    model = make_model(tmp_path / "hf", tied=True)
+    with EmbeddedSampler(make_config(Format.int8, tensor_parallel=2), model.folder, tmp_path) as sampler:
+        live = Live(sampler, model, Format.int8, tmp_path)
+        live.update(1)
+        first = answers(live)
+        live.update(2)
+        assert answers(live) != first
+        live.update(1)
+        assert answers(live) == first
+        manifest = live.write(2)
+        content = json.loads(manifest.read_text())
+        content["tensors"][3]["checksum"] = "0"
+        manifest.write_text(json.dumps(content))
+        with pytest.raises(WeightSyncError, match=f"corrupt tensor {content['tensors'][3]['name']}"):
+            live.load()
+        assert answers(live) == first
+        live.update(2)
+        assert answers(live) != first
+
+
+def test_each_worker_gets_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7, 9})
+    assert thread_binding(1) == {}
+    assert thread_binding(2) == {"VLLM_CPU_OMP_THREADS_BIND": "4,5|6,7"}
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    assert thread_binding(2) == {}
