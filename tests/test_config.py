@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+
 from megatron_rl.config import ConfigError, all_keys, from_mapping, load, to_yaml
 from megatron_rl.schema import Format, Level, OnNonFinite
-from omegaconf import OmegaConf
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

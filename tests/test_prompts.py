@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from megatron_rl.config import ConfigError
 from megatron_rl.prompts import FolderTokenizer, PromptOrder, load_dataset
 from megatron_rl.schema import DataSection, LongPrompts

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from megatron_rl.config import ConfigError
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.schema import RewardSection
 
-MODULE = '''
+MODULE = """
 import os, time
 
 def by_word(row, answer_key, response):
@@ -21,7 +22,7 @@ def by_word(row, answer_key, response):
     if response == "die":
         os._exit(7)
     return float(response)
-'''
+"""
 
 
 @pytest.fixture
