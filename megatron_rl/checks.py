@@ -12,6 +12,7 @@ from megatron_rl.correction import checks as objective
 from megatron_rl.device import Machine, detect, format_problem
 from megatron_rl.rewards.functions import resolve
 from megatron_rl.schema import Config, Device, Estimator, Format, Fp8, LossName, ModelInit, RolloutSource, Transport
+from megatron_rl.wandb_log import resolve_mode
 from megatron_rl.weight_sync.plan import config_problems
 
 
@@ -151,4 +152,11 @@ def _algorithm(config: Config, machine: Machine) -> Iterator[str]:
         yield f"run.stop_metric: {config.run.stop_metric!r}, expected one of eval/ (such as eval/accuracy)"
 
 
-_RULES = (_numbers, _model, _formats, _data, _algorithm)
+def _logging(config: Config, machine: Machine) -> Iterator[str]:
+    try:
+        resolve_mode(config.log.wandb)
+    except (ValueError, RuntimeError) as error:
+        yield str(error)
+
+
+_RULES = (_numbers, _model, _formats, _data, _algorithm, _logging)

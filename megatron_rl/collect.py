@@ -35,7 +35,8 @@ class Generates(Protocol):
 
 @dataclass(frozen=True)
 class Collected:
-    scored: list[Scored]
+    scored: list[Scored]  # what the step trains on
+    drawn: list[Scored]  # everything, before the group filter
     metrics: dict[str, float]
 
 
@@ -74,7 +75,7 @@ class Collector:
         # A policy that solves everything leaves nothing to learn from: the step then runs on what was
         # drawn, with advantages of zero, rather than stopping the run.
         chosen = kept[:wanted] or drawn[:wanted]
-        return Collected([one for group in chosen for one in group], self._metrics(drawn, kept, chosen, rounds, step))
+        return Collected(_flat(chosen), _flat(drawn), self._metrics(drawn, kept, chosen, rounds))
 
     def _draw(self, count: int, step: int) -> list[Group]:
         prompts = self.order.take(count)
@@ -92,11 +93,8 @@ class Collector:
         rewards = [one.reward for one in group]
         return not self._config.rollout.dynamic_sampling or max(rewards) - min(rewards) > SPREAD
 
-    def _metrics(
-        self, drawn: list[Group], kept: list[Group], chosen: list[Group], rounds: int, step: int
-    ) -> dict[str, float]:
-        everything = [one for group in drawn for one in group]
-        trained = [one for group in chosen for one in group]
+    def _metrics(self, drawn: list[Group], kept: list[Group], chosen: list[Group], rounds: int) -> dict[str, float]:
+        everything, trained = _flat(drawn), _flat(chosen)
         rewards = [one.reward for one in trained]
         lengths = [len(one.rollout.token_ids) for one in everything]
         best = max(one.reward for one in everything)
@@ -126,6 +124,10 @@ class Collector:
             "rollout/groups_all_right": sum(group[0].reward >= best - SPREAD for group in flat),
             "rollout/groups_all_wrong": sum(group[0].reward < best - SPREAD for group in flat),
         }
+
+
+def _flat(groups: Sequence[Group]) -> list[Scored]:
+    return [one for group in groups for one in group]
 
 
 def _refill(missing: int, kept: int, drawn: int) -> int:

@@ -38,6 +38,9 @@ class Follower:
     def collect(self, step: int) -> tuple[Batch, dict[str, float]] | None:
         return None
 
+    def everything_drawn(self) -> Batch | None:
+        return None
+
     def probe_batch(self, step: int) -> Batch | None:
         return None
 
@@ -65,6 +68,7 @@ class Driver:
         self._stack = ExitStack()
         self._stop_reason: str | None = None
         self._scored: list[Scored] = []
+        self._drawn: list[Scored] = []
         self.recorder = self._stack.enter_context(Recorder(config, resolved_yaml, run_dir, config.run.steps))
         try:
             self._open(run_dir)
@@ -100,8 +104,12 @@ class Driver:
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         collected = self._collector.collect(step)
-        self._scored = collected.scored
+        self._scored, self._drawn = collected.scored, collected.drawn
         return collate(collected.scored), collected.metrics
+
+    def everything_drawn(self) -> Batch:
+        """All of the step's rollouts, those of dropped groups included."""
+        return collate(self._drawn)
 
     def probe_batch(self, step: int) -> Batch:
         """Fresh answers of the sampler as it is now, unscored."""

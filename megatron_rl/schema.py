@@ -152,6 +152,7 @@ class RewardSection:
     timeout_s: float = 10.0
     overlong_buffer: int = 0  # DAPO: linear penalty inside the last so many response tokens
     overlong_penalty: float = 1.0
+    learner_estimate: bool = False  # log the mean reward under the learner; one more forward pass over all answers
     overlong_filter: bool = False  # DAPO: truncated answers leave the mask
 
 

@@ -17,6 +17,7 @@ import torch
 
 from megatron_rl.advantage import group_advantages
 from megatron_rl.checks import read_hf_config
+from megatron_rl.correction.learner_reward import learner_reward
 from megatron_rl.covariance import select_by_covariance
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner.learner import Learner
@@ -49,6 +50,8 @@ def load_policy(learner: Learner, config: Config) -> None:
         learner.load_hf(Path(config.model.path))
     else:
         learner.init_random(config.run.seed)
+    if config.loss.kl_coef:
+        learner.keep_reference()
 
 
 def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync) -> None:
@@ -61,12 +64,14 @@ def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: Weig
             batch, drawn = learner.broadcast(driver.collect(step))
         with recorder.phase("prox"):
             anchor_BT = anchor_logprobs(learner, batch, config)
+            reference_BT = reference_logprobs(learner, batch, config)
+            drawn |= learner_estimate(learner, driver, config)
         with recorder.phase("correction"):
             correction, advantages_B = correct(anchor_BT, batch, config)
         with recorder.phase("record"):
             driver.record(step, anchor_BT, correction, advantages_B)
         with recorder.phase("update"):
-            parts = minibatches(batch, anchor_BT, correction, advantages_B, config, step)
+            parts = minibatches(batch, anchor_BT, reference_BT, correction, advantages_B, config, step)
             updates = combine([learner.update(part) for part in parts])
         synced = publish(step, config, driver, learner, sync)
         evaluated = evaluate(step, config, driver, learner)
@@ -85,6 +90,19 @@ def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> torch.Ten
     return learner.logprobs(batch)
 
 
+def reference_logprobs(learner: Learner, batch: Batch, config: Config) -> torch.Tensor | None:
+    return learner.reference_logprobs(batch) if config.loss.kl_coef else None
+
+
+def learner_estimate(learner: Learner, driver: Driver | Follower, config: Config) -> dict[str, float]:
+    """The mean reward under the learner, over everything that was drawn: a forward pass for dropped groups too."""
+    if not config.reward.learner_estimate:
+        return {}
+    everything = learner.broadcast(driver.everything_drawn())
+    prox_BT = learner.logprobs(everything)
+    return learner_reward(everything.rewards_B, prox_BT, everything.sampler_logprobs_BT, everything.mask_BT)
+
+
 def correct(anchor_BT: torch.Tensor, batch: Batch, config: Config) -> tuple[Correction, torch.Tensor]:
     """Correction first, so that rejected answers can leave their group's baseline; then the advantages."""
     prox_BT = None if config.correction.anchor == Anchor.sampler else anchor_BT
@@ -99,6 +117,7 @@ def correct(anchor_BT: torch.Tensor, batch: Batch, config: Config) -> tuple[Corr
 def minibatches(
     batch: Batch,
     anchor_BT: torch.Tensor,
+    reference_BT: torch.Tensor | None,
     correction: Correction,
     advantages_B: torch.Tensor,
     config: Config,
@@ -115,7 +134,7 @@ def minibatches(
         yield Targets(
             batch=batch.rows(rows),
             anchor_logprobs_BT=anchor_BT[rows],
-            ref_logprobs_BT=None,
+            ref_logprobs_BT=None if reference_BT is None else reference_BT[rows],
             advantages_B=advantages_B[rows],
             weights_BT=correction.weights_BT[rows],
             mask_BT=correction.mask_BT[rows],

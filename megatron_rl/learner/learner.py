@@ -64,6 +64,7 @@ class Learner:
         self.layout, self.place = self.ranks.layout, self.ranks.place
         self.dump_dir = dump_dir
         self.steps = 0  # optimizer steps taken
+        self._reference: list[Tensor] = []
         self.megatron_config = transformer_config(self.hf_config, config.learner)
         self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         self.model = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
@@ -151,6 +152,20 @@ class Learner:
             for mine, values_bT in zip(packs, results, strict=True):
                 logprobs_BT[list(mine.rows), : mine.horizon] = values_bT
         return self.ranks.sum(logprobs_BT)
+
+    def keep_reference(self) -> None:
+        """Remember the present weights as the policy that a KL penalty pulls towards."""
+        self._reference = [parameter.detach().clone() for _, parameter in self.named_parameters()]
+
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """As `logprobs`, of the reference policy: its weights take the policy's place for one forward pass."""
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        present = [parameter.detach().clone() for parameter in parameters]
+        _overwrite(parameters, self._reference)
+        try:
+            return self.logprobs(batch)
+        finally:
+            _overwrite(parameters, present)
 
     def _collect(self, batch: Batch, mine: Pack, logits_NV: Tensor, non_loss_data: bool = True) -> Tensor:
         logprobs_N, _ = self._logprobs_and_entropy(logits_NV, mine)
@@ -277,6 +292,12 @@ class Learner:
 
     def close(self) -> None:
         leave()
+
+
+@torch.no_grad()
+def _overwrite(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch.device) -> LossInputs:

@@ -1,0 +1,57 @@
+"""Runs the real loop for a list of cases on one learner rank and one engine: `python loop_cases.py FOLDER CASES_JSON`.
+
+A case is a list of overrides of sections that the loop reads at every step (correction, loss, advantage).
+Prints one JSON line per case: the metrics of its steps, and how far the policy moved.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_rl.config import load, to_yaml
+from megatron_rl.record import SilentRecorder
+
+
+class Kept(SilentRecorder):
+    """Keeps what the loop logs."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        self.lines.append(dict(metrics))
+        return dict(metrics)
+
+
+def main(folder: Path, cases: dict[str, list[str]]) -> None:
+    from megatron_rl.checks import read_hf_config
+    from megatron_rl.driver import Driver
+    from megatron_rl.learner.learner import Learner
+    from megatron_rl.train import load_policy, loop
+    from megatron_rl.weight_sync.push import WeightSync
+
+    recipe = folder / "loop.yaml"
+    base = load(recipe)
+    with Driver(base, to_yaml(base), folder / "run") as driver:
+        learner = Learner(base, read_hf_config(base))
+        load_policy(learner, base)
+        sync = WeightSync(learner, driver.sampler, base)
+        try:
+            for name, overrides in cases.items():
+                config = load(recipe, overrides)
+                learner.config, driver.recorder = config, Kept()
+                before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
+                loop(config, driver, learner, sync)
+                moved = sum(
+                    float((parameter - old).abs().sum())
+                    for old, (_, parameter) in zip(before, learner.named_parameters(), strict=True)
+                )
+                print("CASE " + json.dumps({"name": name, "moved": moved, "lines": driver.recorder.lines}), flush=True)
+        finally:
+            sync.close()
+            learner.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,115 @@
+"""The command line refuses what cannot run: by key, with the way out, before anything is started or written."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import checks, cli
+from megatron_rl.device import Machine, format_problem
+from megatron_rl.schema import Device, Format
+from megatron_rl.toy import write_toy
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the toy, and a recipe that could run there."""
+    monkeypatch.chdir(tmp_path)
+    write_toy(tmp_path / "data" / "toy")
+    (tmp_path / "mine.yaml").write_text(f"base: {ROOT}/recipes/toy_sft.yaml\n")
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    assert cli.main(["train", "mine.yaml", *overrides]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert all(line.startswith("error: ") for line in said.splitlines())
+    return said
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learner.tensor_paralel=2", ["learner.tensor_paralel", "did you mean learner.tensor_parallel"]),
+        ("data.train=missing.jsonl", ["data.train", "missing.jsonl", "megatron-rl toy"]),
+        ("model.path=nowhere", ["model.path", "nowhere", "config.json"]),
+        ("model.init=pretrained", ["model.path", ".safetensors", "model.init=random"]),
+        ("learner.tensor_parallel=3", ["learner.tensor_parallel=3", "4 attention heads", "nearest valid"]),
+        ("learner.pipeline_parallel=3", ["learner.pipeline_parallel=3", "2 layers"]),
+        ("rollout.max_response_tokens=60", ["rollout.max_response_tokens", "72", "context is 64"]),
+        ("rollout.max_prompt_tokens=3", ["rollout.max_prompt_tokens: 3", "longer", "data.long_prompts=drop"]),
+        ("quantization=fp8_block", ["quantization", "no preset"]),
+        ("quantization.format=fp8_block", ["quantization.format", "no CPU kernel", "fp8"]),
+        ("run.device=cuda", ["run.device", "cuda", "cpu or auto"]),
+        ("sync.transport=nccl", ["sync.transport", "nccl", "file"]),
+        ("learner.fp8=hybrid", ["learner.fp8", "none"]),
+        ("reward.name=exact_macth", ["reward.name", "exact_match"]),
+        ("loss.name=ppo", ["loss.name", "rollout.source=dataset"]),
+        ("correction={weight: {high: -1}}", ["correction.weight.high", "-1"]),
+        ("optim.lr=0", ["optim.lr", "above 0"]),
+        ("eval.every=7", ["eval.every", "sync.every=5"]),
+        ("log.wandb=online", ["log.wandb"]),
+    ],
+)
+def test_bad_input_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, override: str, words: list[str]
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(place))  # no key of a real user
+    said = refused(capsys, override)
+    assert all(word in said for word in words), said
+    assert not (place / "runs").exists()
+
+
+def test_every_problem_is_reported_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "learner.tensor_parallel=3", "data.train=missing.jsonl", "optim.lr=-1")
+    assert all(key in said for key in ("learner.tensor_parallel", "data.train", "optim.lr"))
+
+
+def test_a_used_run_directory_is_refused_with_the_ways_out(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    used = place / "runs" / "mine"
+    used.mkdir(parents=True)
+    (used / "metrics.jsonl").write_text('{"progress/step": 0}\n')
+    said = refused(capsys)
+    assert all(word in said for word in ("runs/mine", "run.name=", "run.if_exists=archive"))
+    assert (used / "metrics.jsonl").read_text() == '{"progress/step": 0}\n'
+
+
+def test_int8_is_refused_where_it_has_no_kernel(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "detect", lambda wanted: Machine(Device.cuda, "a Blackwell GPU", 10.0))
+    said = refused(capsys)
+    assert all(word in said for word in ("quantization.format", "int8", "Blackwell", "fp8"))
+
+
+def test_formats_by_machine() -> None:
+    hopper, ada = Machine(Device.cuda, "H", 9.0), Machine(Device.cuda, "A", 8.0)
+    assert all(format_problem(form, hopper) is None for form in Format)
+    assert format_problem(Format.int8, ada) is None
+    assert "8.9" in str(format_problem(Format.fp8, ada))
+
+
+def test_a_dry_run_says_the_plan_and_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(place.rglob("*"))
+    assert cli.main(["train", "mine.yaml", "--dry-run", "run.name=other"]) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("runs/other", "TP2", "int8", "2 ranks", "nothing was written"))
+    assert sorted(place.rglob("*")) == before
+
+
+def test_print_config_is_a_recipe(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "mine.yaml", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    (place / "again.yaml").write_text(printed)
+    assert cli.main(["train", "again.yaml", "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("arguments", [["train", "mine.yaml", "--dryrun"], ["toy", "folder", "a=b", "--c"], []])
+def test_unknown_arguments_are_refused(arguments: list[str], place: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2

@@ -1,0 +1,125 @@
+"""What a user does: train from a recipe on two ranks with a quantized engine, and stop it at any moment."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.record import decode_line
+from megatron_rl.rollout_file import read_rollouts
+from megatron_rl.toy import write_toy
+
+ROOT = Path(__file__).parent.parent
+BOUND_S = 240
+COMMAND = [sys.executable, "-m", "megatron_rl.cli", "train"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("end_to_end")
+    write_toy(folder / "data" / "toy")
+    return folder
+
+
+def train(place: Path, recipe: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, str(ROOT / "recipes" / recipe), *overrides]
+    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=BOUND_S, check=False)
+
+
+def metrics(place: Path, run: str) -> list[dict[str, float]]:
+    return [decode_line(line) for line in (place / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def warm_start(place: Path) -> Path:
+    done = train(place, "toy_sft.yaml", "run.steps=10", "eval.max_prompts=16", "rollout.prompts_per_step=64")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return place
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+def test_the_warm_start_learns_and_leaves_a_model(warm_start: Path) -> None:
+    lines = metrics(warm_start, "toy_sft")
+    assert [line["progress/step"] for line in lines] == list(range(11))
+    assert lines[-1]["loss/total"] < 0.9 * lines[1]["loss/total"]
+    model = warm_start / "runs" / "toy_sft" / "model"
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {path.name for path in model.iterdir()}
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+@pytest.mark.parametrize("recipe", ["quickstart", "quickstart_pp2", "quickstart_bf16", "quickstart_fp8"])
+def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
+    small = ["run.steps=2", "rollout.prompts_per_step=16", "rollout.max_gen_batches=1", "eval.max_prompts=16"]
+    done = train(warm_start, f"{recipe}.yaml", *small, "log.record_every=1", "sync.verify_every=1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = warm_start / "runs" / recipe
+    lines = metrics(warm_start, recipe)
+    assert [line["progress/step"] for line in lines] == [0, 1, 2]
+    assert all(line["sync/probe_abs_diff"] <= line["sync/probe_budget"] for line in lines)
+    assert all("eval/accuracy" in line for line in (lines[0], lines[-1]))
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["unknown_metrics"]) == ("finished", [])
+    table = read_rollouts(run / "rollouts" / "step_2.parquet")
+    assert table.num_rows == lines[-1]["rollout/n_trained"]
+    assert table.column("prox_logprobs").null_count == 0
+    assert (run / "report.html").stat().st_size > 100_000
+    assert len(done.stdout.splitlines()) < 40  # a person reads this
+
+
+def running(command: list[str], place: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def endless(warm_start: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    name = f"endless_{request.param.name.lower()}"
+    recipe = str(ROOT / "recipes" / "quickstart.yaml")
+    settings = [f"run.name={name}", "run.steps=100000", "rollout.prompts_per_step=16", "eval.max_prompts=16"]
+    process = running([*COMMAND, recipe, *settings], warm_start)
+    yield process, warm_start / "runs" / name
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+@pytest.mark.parametrize("endless", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], indirect=True)
+def test_stopping_leaves_no_process_and_a_consistent_directory(
+    endless: tuple[subprocess.Popen[str], Path], request: pytest.FixtureRequest
+) -> None:
+    process, run = endless
+    number = signal.Signals[run.name.removeprefix("endless_").upper()]
+    log = run / "metrics.jsonl"
+    wait_for(lambda: process.poll() is not None or (log.exists() and log.read_text().count("\n") >= 3), BOUND_S, "step")
+    assert process.poll() is None, process.stdout.read() if process.stdout else ""
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 4  # two ranks, the engine, a reward worker
+    os.kill(process.pid, number)
+    process.wait(timeout=30)
+    wait_for(lambda: not any(child.is_running() and child.status() != "zombie" for child in children), 30, "end of all")
+    lines = [decode_line(line) for line in log.read_text().splitlines()]
+    assert [line["progress/step"] for line in lines] == list(range(len(lines)))
+    if number is not signal.SIGKILL:  # killed for good, nobody is left to say anything
+        status = json.loads((run / "status.json").read_text())
+        assert status["state"] == "stopped"
+        said = process.stdout.read() if process.stdout else ""
+        assert "metrics.jsonl" in said
+        assert "Traceback" not in said
+        assert "resume" not in said

@@ -1,0 +1,114 @@
+"""Every correction preset and every loss trains the toy for a few steps, with the real learner and the real engine."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.schema import Estimator, LossName
+from megatron_rl.toy import write_toy
+
+ROOT = Path(__file__).parent.parent
+PRESETS = sorted(path.stem for path in (ROOT / "conf" / "correction").glob("*.yaml"))
+# the warm start has a test of its own; anchored to the sampler, a ratio and a weight exclude each other
+LOSSES = [name.value for name in LossName if name is not LossName.cross_entropy]
+BYPASS_ONLY = {"rollout_is"}
+
+RECIPE = """
+base: {root}/recipes/quickstart.yaml
+run: {{steps: 2, name: loop}}
+model: {{path: {folder}/toy/model, init: random}}
+data: {{train: {folder}/toy/train.jsonl, eval: {folder}/toy/test.jsonl}}
+rollout: {{prompts_per_step: 16, samples_per_prompt: 4, max_gen_batches: 2}}
+sampler: {{max_sequences: 64}}
+reward: {{name: "uneven_reward:by_answer"}}
+learner: {{tensor_parallel: 1, n_minibatches: 2}}
+loss: {{kl_coef: 0.1}}  # so that the learner keeps a reference; the cases switch it off
+eval: {{every: 0}}
+log: {{record_every: 0}}
+"""
+# a policy that knows nothing is right too rarely: this reward differs within a group without being noise
+REWARD = """
+def by_answer(row, answer_key, response):
+    return (sum(map(ord, response)) % 3) / 2
+"""
+
+
+def cases() -> dict[str, list[str]]:
+    wanted = {f"correction {name}": [f"correction={name}", "loss.kl_coef=0"] for name in PRESETS}
+    for name in LOSSES:
+        anchor = ["correction=bypass"] if name in BYPASS_ONLY else ["correction=tis"]
+        wanted[f"loss {name}"] = [f"loss.name={name}", "loss.kl_coef=0", *anchor]
+    wanted["kl to a reference"] = ["loss.kl_coef=0.1"]
+    wanted["entropy bonus"] = ["loss.entropy_coef=0.01"]
+    wanted["estimate under the learner"] = ["reward.learner_estimate=true"]
+    wanted |= {
+        f"advantage {name.value}": [f"advantage.estimator={name.value}", "loss.kl_coef=0"]
+        for name in Estimator
+        if name is not Estimator.none
+    }
+    return wanted
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("loop")
+    write_toy(folder / "toy")
+    (folder / "loop.yaml").write_text(RECIPE.format(root=ROOT, folder=folder))
+    (folder / "uneven_reward.py").write_text(REWARD)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "loop_cases.py"), str(folder), json.dumps(cases())],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    return {case["name"]: case for case in found}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", cases())
+def test_it_trains(results: dict[str, dict], name: str) -> None:
+    case = results[name]
+    steps = case["lines"][1:]
+    assert len(steps) == 2
+    for line in steps:
+        assert line["optim/skipped"] == 0
+        assert math.isfinite(line["loss/total"])
+        assert line["optim/grad_norm"] > 0
+        assert line["reward/std"] > 0
+    assert case["moved"] > 0
+
+
+@pytest.mark.engine
+def test_the_corrections_differ_where_they_should(results: dict[str, dict]) -> None:
+    last = {name: results[f"correction {name}"]["lines"][-1] for name in PRESETS}
+    assert last["none"]["rollout_corr/rollout_rs_masked_fraction"] == 0
+    assert 0 < last["tis"]["rollout_corr/rollout_is_eff_sample_size"] <= 1
+    assert "rollout_corr/cap" in last["adaptive"]
+    assert last["tis"]["rollout_corr/k3_kl"] > 0  # INT8 and BF16 do not agree exactly
+
+
+@pytest.mark.engine
+def test_the_reference_and_the_estimate_are_measured(results: dict[str, dict]) -> None:
+    # the cases before have moved the policy away from where the reference was kept
+    assert all(line["loss/kl"] > 0 for line in results["kl to a reference"]["lines"][1:])
+    line = results["estimate under the learner"]["lines"][-1]
+    assert abs(line["reward/learner_estimate"] - line["reward/sampler_mean"]) < 0.2
+    assert line["reward/learner_estimate_stderr"] > 0
+
+
+@pytest.mark.engine
+def test_every_step_was_sampled_by_the_policy_before_it(results: dict[str, dict]) -> None:
+    for case in results.values():
+        assert [line["sync/version"] for line in case["lines"]] == [0, 1, 2]
+        assert all(line["rollout/staleness_max"] == 0 for line in case["lines"][1:])
+        assert case["lines"][0]["sync/probe_abs_diff"] <= case["lines"][0]["sync/probe_budget"]
