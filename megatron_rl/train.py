@@ -54,12 +54,12 @@ def load_policy(learner: Learner, config: Config) -> None:
         learner.keep_reference()
 
 
-def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync) -> None:
-    recorder, steps = driver.recorder, config.run.steps
-    start = publish(0, config, driver, learner, sync) | evaluate(0, config, driver, learner)
-    recorder.log(0, start)
+def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync, done: int = 0) -> None:
+    """Steps after `done` up to run.steps; what `done` steps have made is what the sampler starts with."""
+    recorder = driver.recorder
+    recorder.log(done, publish(done, config, driver, learner, sync) | evaluate(done, config, driver, learner))
     seen = Seen()
-    for step in range(1, steps + 1):
+    for step in range(done + 1, config.run.steps + 1):
         with recorder.phase("rollout"):
             batch, drawn = learner.broadcast(driver.collect(step))
         with recorder.phase("prox"):

@@ -38,13 +38,14 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
         load_policy(learner, base)
         sync = WeightSync(learner, driver.sampler, base)
         try:
-            for name, overrides in cases.items():
-                config = load(recipe, overrides)
+            for number, (name, overrides) in enumerate(cases.items()):
+                done = number * (base.run.steps + 1)  # policy versions only ever grow
+                config = load(recipe, [*overrides, f"run.steps={done + base.run.steps}"])
                 learner.config, driver.recorder = config, Kept()
                 before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
-                loop(config, driver, learner, sync)
+                loop(config, driver, learner, sync, done)
                 moved = sum(
-                    float((parameter - old).abs().sum())
+                    float((parameter.detach() - old).abs().sum())
                     for old, (_, parameter) in zip(before, learner.named_parameters(), strict=True)
                 )
                 print("CASE " + json.dumps({"name": name, "moved": moved, "lines": driver.recorder.lines}), flush=True)
