@@ -61,12 +61,12 @@ SHAPES = {
         },
         prompts=32, samples=8, prompt_tokens=12, response_tokens=12,
     ),
-    "large": Workload(
+    "large": Workload(  # linear layers dominate, as they do in models worth training
         model={
-            "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 9,
-            "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,
+            "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6,
+            "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
         },
-        prompts=16, samples=4, prompt_tokens=32, response_tokens=16,
+        prompts=8, samples=8, prompt_tokens=16, response_tokens=64,
     ),
 }  # fmt: skip
 
