@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -24,11 +25,19 @@ def main(run_dir: Path) -> None:
 
 def run_rank(config: Config, run_dir: Path) -> None:
     """Runs the loop as the rank that the environment says this process is."""
+    # advice to the authors of the engines, repeated by every rank: nothing a user could act on
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    rank = int(os.environ["RANK"])
+    # Slurm signals every rank. The driver installs what it does about it; the others follow the driver.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if rank > 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
     from megatron_rl.train import train
 
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    train(config, to_yaml(config), run_dir, int(os.environ["RANK"]))
+    train(config, to_yaml(config), run_dir, rank)
 
 
 def die_with_parent() -> None:
