@@ -140,7 +140,7 @@ def score(
     rollouts: Sequence[Rollout], rewards: RewardPool, tokenizer: Tokenizer, config: Config, max_tokens: int
 ) -> list[Scored]:
     """Rewards with DAPO's length penalty; truncated answers leave the loss where they are filtered."""
-    texts = [tokenizer.decode(rollout.token_ids) for rollout in rollouts]
+    texts = tokenizer.decode([rollout.token_ids for rollout in rollouts])
     scores = rewards.score([(rollout.prompt.row, text) for rollout, text in zip(rollouts, texts, strict=True)])
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     reward = config.reward

@@ -13,6 +13,8 @@ from contextlib import redirect_stdout
 
 from megatron_rl.rewards.functions import resolve
 
+MAX_ERROR = 500  # characters: a window of replies must fit a pipe
+
 
 def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
@@ -28,7 +30,7 @@ def main() -> None:
                     "score": float(reward(task["row"], task["answer_key"], task["response"]))
                 }
             except Exception as error:  # a reward is user code: whatever it raises is its result
-                reply = {"error": f"{type(error).__name__}: {error}"}
+                reply = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR]}
             answers.write(json.dumps(reply) + "\n")
 
 
