@@ -24,11 +24,16 @@ def main(run_dir: Path) -> None:
 
 def run_rank(config: Config, run_dir: Path) -> None:
     """Runs the loop as the rank that the environment says this process is."""
+    rank = int(os.environ["RANK"])
+    # Slurm signals every task: only the driver acts on it, once it can; the others end when it does
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if rank:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
     from megatron_rl.train import train
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    train(config, to_yaml(config), run_dir, int(os.environ["RANK"]))
+    train(config, to_yaml(config), run_dir, rank)
 
 
 def die_with_parent() -> None:

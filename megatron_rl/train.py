@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,17 +33,16 @@ from megatron_rl.weight_sync.push import WeightSync
 
 def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
     """One run, from loaded weights to the last report."""
-    with Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower() as driver:
-        learner = Learner(config, read_hf_config(config), dump_dir=run_dir / "dumps")
-        sync = WeightSync(learner, driver.sampler, config)
-        try:
-            load_policy(learner, config)
-            loop(config, driver, learner, sync)
-            if config.log.export:
-                export_hf(learner, config, run_dir / "model")
-        finally:
-            sync.close()
-            learner.close()
+    with ExitStack() as last:
+        with Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower() as driver:
+            learner = Learner(config, read_hf_config(config), dump_dir=run_dir / "dumps")
+            # after the driver's last word: a rank that leaves ends the ones that still wait for it
+            last.callback(learner.close)
+            with closing(WeightSync(learner, driver.sampler, config)) as sync:
+                load_policy(learner, config)
+                loop(config, driver, learner, sync)
+                if config.log.export:
+                    export_hf(learner, config, run_dir / "model")
 
 
 def load_policy(learner: Learner, config: Config) -> None:
@@ -147,7 +147,7 @@ def publish(
     step: int, config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync
 ) -> dict[str, float]:
     """The policy into the sampler, where it is due; then, where that is due, the proof that it arrived."""
-    if step % config.sync.every:
+    if step % config.sync.every and step != config.run.steps:  # the last evaluation is of the last policy
         return {}
     with driver.recorder.phase("sync"):
         metrics = sync.push(step).metrics()
@@ -168,7 +168,8 @@ def publish(
 
 
 def evaluate(step: int, config: Config, driver: Driver | Follower, learner: Learner) -> dict[str, float]:
-    if not due(step, config.eval.every) and not (config.eval.every and step == config.run.steps):
+    every = config.eval.every
+    if every == 0 or not (due(step, every) or step == config.run.steps):
         return {}
     with driver.recorder.phase("eval"):
         return learner.broadcast(driver.evaluate(step))
