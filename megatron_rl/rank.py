@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -11,13 +10,12 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from megatron_rl.config import from_mapping, to_yaml
+from megatron_rl.parent_death import die_with_parent
 from megatron_rl.schema import Config
-
-PR_SET_PDEATHSIG = 1
 
 
 def main(run_dir: Path) -> None:
-    die_with_parent()
+    die_with_parent(by=signal.SIGTERM)
     config = from_mapping(OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml")))  # type: ignore[arg-type]
     run_rank(config, run_dir)
 
@@ -34,11 +32,6 @@ def run_rank(config: Config, run_dir: Path) -> None:
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     train(config, to_yaml(config), run_dir, rank)
-
-
-def die_with_parent() -> None:
-    """A launcher that is killed takes its ranks with it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

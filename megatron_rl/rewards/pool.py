@@ -50,8 +50,10 @@ class RewardPool:
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.stop()
+            worker.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:
+            worker.stop()
 
 
 class _Worker:
@@ -60,6 +62,7 @@ class _Worker:
         self._answer_key = answer_key
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
+        self._closed = False
 
     def start(self) -> None:
         self._unread = b""
@@ -82,6 +85,8 @@ class _Worker:
         return [self._score_one(row, response) for row, response in tasks]
 
     def _score_one(self, row: Mapping[str, Any], response: str) -> Score:
+        if self._closed:  # by another thread, with tasks left
+            return Score(0.0, "the rewards were closed")
         if self._process is None or self._process.poll() is not None:
             self.start()
         try:
@@ -117,6 +122,13 @@ class _Worker:
             self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
+
+    def close(self) -> None:
+        """Ends the worker for good. A thread that waits for its answer sees the end of its stream."""
+        self._closed = True
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
 
     def stop(self) -> None:
         if self._process is None:

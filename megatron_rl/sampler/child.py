@@ -7,7 +7,6 @@ parent's business.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import signal
@@ -22,17 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.parent_death import die_with_parent
 from megatron_rl.sampler.channel import Channel, ChannelClosed
 from megatron_rl.weight_sync.manifest import WeightSyncError
-
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 def kill_own_group() -> None:
