@@ -11,9 +11,28 @@ from megatron_rl.config import ConfigError
 from megatron_rl.correction import checks as objective
 from megatron_rl.device import Machine, detect, format_problem
 from megatron_rl.rewards.functions import resolve
-from megatron_rl.schema import Config, Device, Estimator, Format, Fp8, LossName, ModelInit, RolloutSource, Transport
+from megatron_rl.schema import (
+    Config,
+    Device,
+    Estimator,
+    Format,
+    Fp8,
+    LossName,
+    ModelInit,
+    RolloutSection,
+    RolloutSource,
+    Transport,
+)
 from megatron_rl.wandb_log import resolve_mode
 from megatron_rl.weight_sync.plan import config_problems
+
+# what the sampler decides itself; `sampler.vllm` may set anything else
+OWNED_ARGUMENTS = frozenset(
+    {
+        "model", "quantization", "load_format", "logprobs_mode", "skip_tokenizer_init", "generation_config",
+        "tensor_parallel_size", "weight_transfer_config", "worker_extension_cls", "max_num_seqs",
+    }
+)  # fmt: skip
 
 
 def check(config: Config) -> Machine:
@@ -79,6 +98,11 @@ def _numbers(config: Config, machine: Machine) -> Iterator[str]:
 def _model(config: Config, machine: Machine) -> Iterator[str]:
     hf = read_hf_config(config)
     yield from config_problems(config, hf)
+    if "quantization_config" in hf:
+        yield (
+            f"model.path: {config.model.path} is already quantized; name the BF16 model, and let quantization.format "
+            "say what the sampler runs"
+        )
     context = hf.get("max_position_embeddings")
     wanted = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if context is not None and wanted > context:
@@ -110,6 +134,27 @@ def _formats(config: Config, machine: Machine) -> Iterator[str]:
         yield "learner.context_parallel: needs Transformer Engine's attention on GPUs; use 1"
     if config.sync.dir is not None and not Path(config.sync.dir).is_dir():
         yield f"sync.dir: no folder {config.sync.dir!r}; make it, or leave null for shared memory"
+
+
+def _sampler(config: Config, machine: Machine) -> Iterator[str]:
+    sampler, rollout = config.sampler, config.rollout
+    if sampler.devices is not None:
+        devices = sampler.devices.split(",")
+        if not all(map(str.isdecimal, devices)) or len(set(devices)) != len(devices):
+            yield f"sampler.devices: {sampler.devices!r}, expected numbers of GPUs such as '4,5', each once"
+        elif len(devices) != sampler.tensor_parallel:
+            yield (
+                f"sampler.devices: {sampler.devices!r} are {len(devices)} GPUs for "
+                f"sampler.tensor_parallel={sampler.tensor_parallel}; name as many"
+            )
+    for name in sorted(OWNED_ARGUMENTS & set(sampler.vllm)):
+        yield f"sampler.vllm.{name}: is set by the sampler itself; remove it"
+    filtered = {"top_p": rollout.top_p != 1.0, "top_k": rollout.top_k != -1}
+    for key in [key for key, is_set in filtered.items() if is_set]:
+        yield (
+            f"rollout.{key}: {getattr(rollout, key)}, but the learner does not filter its own probabilities yet, so "
+            f"every ratio would be off; use {getattr(RolloutSection(), key)}"
+        )
 
 
 def _data(config: Config, machine: Machine) -> Iterator[str]:
@@ -159,4 +204,4 @@ def _logging(config: Config, machine: Machine) -> Iterator[str]:
         yield str(error)
 
 
-_RULES = (_numbers, _model, _formats, _data, _algorithm, _logging)
+_RULES = (_numbers, _model, _formats, _sampler, _data, _algorithm, _logging)

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | toy | quickstart | report | plan | translate`."""
+"""The command line: `megatron-rl train | toy | quickstart | report | translate`."""
 
 from __future__ import annotations
 
@@ -98,13 +98,17 @@ def run(config: Config, ranks: str = "local", dry: bool = False) -> int:
 
         print(describe(config, machine))
         return 0
-    if ranks == "local":
-        from megatron_rl.launch import launch
-
-        return launch(config)
+    from megatron_rl.launch import launch, world_size
     from megatron_rl.rank import run_rank
 
+    if ranks == "local":
+        return launch(config)
     os.environ.update(_slurm_environment() if ranks == "slurm" else {})
+    if os.environ.get("WORLD_SIZE") != str(world_size(config)):
+        raise ConfigError(
+            f"--ranks {ranks}: {os.environ.get('WORLD_SIZE', 'no WORLD_SIZE')} processes were started, but the product "
+            f"of the learner's tensor, pipeline, context and data parallel sizes is {world_size(config)}"
+        )
     run_rank(config, run_dir)
     return 0
 

@@ -25,6 +25,10 @@ SPREAD = 1e-6  # rewards closer than this are the same
 Group = list[Scored]
 
 
+class RewardError(RuntimeError):
+    """No answer of a step could be scored."""
+
+
 class Generates(Protocol):
     """The half of a Sampler that collecting needs."""
 
@@ -90,24 +94,34 @@ class Collector:
         return score(rollouts, self._rewards, self._tokenizer, self._config, self._config.rollout.max_response_tokens)
 
     def _learnable(self, group: Group) -> bool:
-        rewards = [one.reward for one in group]
-        return not self._config.rollout.dynamic_sampling or max(rewards) - min(rewards) > SPREAD
+        if not self._config.rollout.dynamic_sampling:
+            return True
+        rewards = [one.reward for one in group if self._counts(one)]
+        return len(rewards) > 1 and max(rewards) - min(rewards) > SPREAD
+
+    def _counts(self, one: Scored) -> bool:
+        """Whether the group's baseline will count it: the spread must be there without the others."""
+        return one.error is None and (any(one.rollout.loss_mask) or not self._config.correction.rebaseline)
 
     def _metrics(self, drawn: list[Group], kept: list[Group], chosen: list[Group], rounds: int) -> dict[str, float]:
-        everything, trained = _flat(drawn), _flat(chosen)
-        rewards = [one.reward for one in trained]
+        everything = _flat(drawn)
+        scored = [one.reward for one in everything if one.error is None]
+        if not scored:
+            raise RewardError(f"none of {len(everything)} answers got a score; the first: {everything[0].error}")
+        rewards = [one.reward for one in _flat(chosen) if one.error is None] or scored
         lengths = [len(one.rollout.token_ids) for one in everything]
-        best = max(one.reward for one in everything)
-        flat = [group for group in drawn if not self._learnable(group)]
+        best = max(scored)
+        flat = [[one.reward for one in group if self._counts(one)] for group in drawn if not self._learnable(group)]
+        solved = sum(bool(rewards) and min(rewards) >= best - SPREAD for rewards in flat)
         return {
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
             "reward/min": min(rewards),
             "reward/max": max(rewards),
-            "reward/sampler_mean": fmean(one.reward for one in everything),
+            "reward/sampler_mean": fmean(scored),
             "reward/errors": sum(one.error is not None for one in everything),
             "rollout/n": len(everything),
-            "rollout/n_trained": len(trained),
+            "rollout/n_trained": sum(map(len, chosen)),
             "rollout/prompt_tokens": sum(len(one.rollout.prompt.token_ids) for one in everything),
             "rollout/prompt_tokens_mean": fmean(len(one.rollout.prompt.token_ids) for one in everything),
             "rollout/tokens": sum(lengths),
@@ -121,8 +135,8 @@ class Collector:
             "rollout/groups": len(drawn),
             "rollout/groups_kept": len(kept),
             "rollout/groups_kept_fraction": len(kept) / len(drawn),
-            "rollout/groups_all_right": sum(group[0].reward >= best - SPREAD for group in flat),
-            "rollout/groups_all_wrong": sum(group[0].reward < best - SPREAD for group in flat),
+            "rollout/groups_all_right": solved,
+            "rollout/groups_all_wrong": sum(map(bool, flat)) - solved,
         }
 
 
@@ -139,7 +153,7 @@ def _refill(missing: int, kept: int, drawn: int) -> int:
 def score(
     rollouts: Sequence[Rollout], rewards: RewardPool, tokenizer: Tokenizer, config: Config, max_tokens: int
 ) -> list[Scored]:
-    """Rewards with DAPO's length penalty; truncated answers leave the loss where they are filtered."""
+    """Rewards with DAPO's length penalty. Answers without a score leave the loss, truncated ones where filtered."""
     texts = tokenizer.decode([rollout.token_ids for rollout in rollouts])
     scores = rewards.score([(rollout.prompt.row, text) for rollout, text in zip(rollouts, texts, strict=True)])
     lengths = [len(rollout.token_ids) for rollout in rollouts]
@@ -147,9 +161,10 @@ def score(
     penalties = overlong_penalty(lengths, max_tokens, reward.overlong_buffer, reward.overlong_penalty).tolist()
     scored = []
     for rollout, text, result, penalty in zip(rollouts, texts, scores, penalties, strict=True):
-        if config.reward.overlong_filter and rollout.finish_reason == "length":
+        filtered = config.reward.overlong_filter and rollout.finish_reason == "length"
+        if filtered or result.error is not None:
             rollout = replace(rollout, loss_mask=(False,) * len(rollout.token_ids))
-        scored.append(Scored(rollout, result.reward + penalty, result.error, text))
+        scored.append(Scored(rollout, result.reward + penalty if result.error is None else 0.0, result.error, text))
     return scored
 
 
@@ -163,7 +178,7 @@ def collate(scored: Sequence[Scored]) -> Batch:
         response_lengths_B=torch.tensor([len(rollout.token_ids) for rollout in rollouts]),
         mask_BT=_pad([rollout.loss_mask for rollout in rollouts], False, torch.bool),
         sampler_logprobs_BT=_pad([rollout.logprobs for rollout in rollouts], 0.0, torch.float32),
-        rewards_B=torch.tensor([one.reward for one in scored], dtype=torch.float32),
+        rewards_B=torch.tensor([one.reward if one.error is None else math.nan for one in scored], dtype=torch.float32),
         groups_B=torch.tensor([rollout.group for rollout in rollouts]),
         versions_B=torch.tensor([rollout.policy_version for rollout in rollouts]),
     )

@@ -8,13 +8,14 @@ other stream is a file under logs/attempt_N/.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +26,7 @@ from megatron_rl.schema import Config
 STOP_GRACE_S = 6.0  # for the driver to close its engines and write down what happened
 PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
 LOG_LINES_SHOWN = 25
+LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe", re.I)
 
 
 def world_size(config: Config) -> int:
@@ -44,11 +46,14 @@ def launch(config: Config) -> int:
     finally:
         ranks.end()
         shutil.rmtree(store, ignore_errors=True)
-    if read_status(run.path).get("state") not in ENDED:
-        reason = ranks.stopping or f"a rank ended with status {status}"
-        mark_status(run.path, "stopped" if ranks.stopping else "failed", reason)
-    if status and not ranks.stopping:
-        ranks.explain()
+    if ranks.stopping:
+        if read_status(run.path).get("state") not in ENDED:
+            mark_status(run.path, "stopped", ranks.stopping)
+    elif status:
+        rank, log = ranks.culprit()
+        if rank or read_status(run.path).get("state") not in ENDED:  # the driver cannot know what ended another rank
+            mark_status(run.path, "failed", f"rank {rank}: {log[-1] if log else f'ended with status {status}'}")
+        ranks.explain(rank, log)
     return status
 
 
@@ -60,9 +65,12 @@ class Ranks:
         self._count = world_size(config)
         self.stopping: str | None = None
         self._stop_deadline = float("inf")
+        self._failed: list[int] = []  # ranks that ended by themselves
+        self._processes: list[subprocess.Popen[bytes]] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._on_signal)
-        self._processes = [self._start(rank, store / "store") for rank in range(self._count)]
+        for rank in range(self._count):
+            self._processes.append(self._start(rank, store / "store"))
 
     def _start(self, rank: int, store: Path) -> subprocess.Popen[bytes]:
         log = self._log(rank).open("ab")
@@ -80,15 +88,18 @@ class Ranks:
         return self._run.logs / f"rank_{rank}.log"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        driver = self._processes[:1]  # none yet, while the ranks are being started
         if number == signal.SIGUSR1:  # finish the step, then stop
-            self._processes[0].send_signal(number)
+            for process in driver:
+                process.send_signal(number)
         elif self.stopping:
             self._stop_deadline = 0.0  # asked twice: now
         else:
             self.stopping = f"stopped by {signal.Signals(number).name}"
             self._stop_deadline = time.monotonic() + STOP_GRACE_S
             print(f"\n{self.stopping}; closing the engines (again to end them at once)", flush=True)
-            self._processes[0].send_signal(signal.SIGINT)
+            for process in driver:
+                process.send_signal(signal.SIGINT)
 
     def wait(self) -> int:
         """Until every rank has ended, one has failed, or the time to stop is over."""
@@ -99,6 +110,7 @@ class Ranks:
             failed = [code for code in codes if code]
             if failed and not self.stopping:
                 self._settle(PEER_GRACE_S)
+                self._failed = [rank for rank, process in enumerate(self._processes) if process.poll()]
                 return abs(failed[0])
             if all(code == 0 for code in codes):
                 return 0
@@ -120,13 +132,24 @@ class Ranks:
                 process.kill()
             process.wait()
 
-    def explain(self) -> None:
-        """The end of the log of the rank that failed first by itself."""
-        failed = [rank for rank, process in enumerate(self._processes) if process.returncode not in (0, -15, -9)]
-        rank = failed[0] if failed else 0
-        lines = self._log(rank).read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+    def culprit(self) -> tuple[int, list[str]]:
+        """The rank that failed for a reason of its own, and the end of its log."""
+        logs = {rank: _tail(self._log(rank)) for rank in self._failed}
+        rank = first_cause({rank: "\n".join(lines) for rank, lines in logs.items()})
+        return rank, logs.get(rank, [])
+
+    def explain(self, rank: int, log: Sequence[str]) -> None:
         print(f"\nrank {rank} failed; the end of {self._log(rank)}:", file=sys.stderr)
-        print("\n".join(f"  {line}" for line in lines), file=sys.stderr, flush=True)
+        print("\n".join(f"  {line}" for line in log), file=sys.stderr, flush=True)
+
+
+def first_cause(logs: Mapping[int, str]) -> int:
+    """The first failed rank whose log does not end in a lost connection: those only followed another one."""
+    return next((rank for rank, log in logs.items() if not LOST_PEER.search(log)), min(logs, default=0))
+
+
+def _tail(log: Path) -> list[str]:
+    return log.read_text(errors="replace").rstrip().splitlines()[-LOG_LINES_SHOWN:]
 
 
 def rank_environment(rank: int, count: int, store: Path) -> Mapping[str, str]:

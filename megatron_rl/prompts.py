@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config import ConfigError
-from megatron_rl.schema import Config, DataSection, LongPrompts
+from megatron_rl.schema import Config, DataSection, LongPrompts, RolloutSource
 from megatron_rl.types import Prompt
 
 
@@ -37,19 +37,33 @@ class FolderTokenizer:
         if not path.is_file():
             raise ConfigError(f"model.path: {folder} holds no tokenizer.json; save one there with the model")
         self._folder = folder
-        self._backend = Backend.from_file(str(path))
+        try:
+            self._backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"model.path: {path} is not a readable tokenizer ({error})") from None
         self._chat: Any = None
         self.stop_token_ids = _stop_tokens(folder, self._backend)
 
     def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         if isinstance(prompt, str):
             return self._backend.encode(prompt, add_special_tokens=False).ids
+        try:
+            return self._encode_chat(list(prompt))
+        except Exception as error:  # transformers and jinja raise families of their own
+            first = str(error).strip().split("\n")[0]
+            raise ConfigError(
+                f"model.path: the chat template of {self._folder} does not take a prompt that is a list of messages "
+                f"({type(error).__name__}: {first}); add a template, or make data.prompt_key a column of plain text"
+            ) from None
+
+    def _encode_chat(self, messages: list[Mapping[str, str]]) -> list[int]:
         if self._chat is None:
             from transformers import AutoTokenizer
 
             self._chat = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
-        ids = self._chat.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False)
-        return list(ids)
+        return list(
+            self._chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        )
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         return self._backend.decode_batch([list(row) for row in token_ids], skip_special_tokens=True)
@@ -59,16 +73,22 @@ def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:
     """End-of-sequence ids: generation_config.json knows best, then config.json, then the tokenizer."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        eos = _read_json(path).get("eos_token_id")
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (int(eos),)
-    path = folder / "tokenizer_config.json"
-    token = json.loads(path.read_text()).get("eos_token") if path.is_file() else None
+    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     found = backend.token_to_id(token) if token else None
     if found is None:
         raise ConfigError(f"model.path: no eos_token_id in {folder}/config.json or generation_config.json; add one")
     return (found,)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"model.path: {path} is not valid JSON ({error})") from None
 
 
 @dataclass(frozen=True)
@@ -97,12 +117,19 @@ def load_dataset(key: str, config: DataSection, tokenizer: Tokenizer, max_prompt
     duplicates = too_long = longest = 0
     for index, row in enumerate(rows):
         prompt = _field(row, config.prompt_key, "data.prompt_key", path, index)
+        if not isinstance(prompt, (str, list)):
+            raise ConfigError(
+                f"data.prompt_key: {config.prompt_key!r} of row {index} of {path} is {type(prompt).__name__}, expected "
+                "text or a list of messages"
+            )
         text = prompt if isinstance(prompt, str) else json.dumps(prompt)
         if config.deduplicate and text in seen:
             duplicates += 1
             continue
         seen.add(text)
         token_ids = tokenizer.encode(prompt)
+        if not token_ids:
+            raise ConfigError(f"data.{key}: row {index} of {path} has an empty prompt; remove it")
         longest = max(longest, len(token_ids))
         if len(token_ids) > max_prompt_tokens:
             too_long += 1
@@ -127,7 +154,7 @@ def read_rows(key: str, path: Path) -> list[dict[str, Any]]:
 
         try:
             return pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowInvalid as error:
+        except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{key}: {path} is not a readable parquet file ({error})") from None
     if path.suffix != ".jsonl":
         raise ConfigError(f"{key}: {path} ends in {path.suffix!r}; .jsonl and .parquet are read")
@@ -180,6 +207,8 @@ class PromptOrder:
 def check_datasets(config: Config) -> None:
     """Raises what loading the data would raise, before anything is started."""
     tokenizer = FolderTokenizer(Path(config.model.path))
-    load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens)
-    if config.data.eval:
-        load_dataset("eval", config.data, tokenizer, config.rollout.max_prompt_tokens)
+    needs_answer = config.reward.name == "exact_match" or config.rollout.source == RolloutSource.dataset
+    for key in ("train", "eval") if config.data.eval else ("train",):
+        dataset = load_dataset(key, config.data, tokenizer, config.rollout.max_prompt_tokens)
+        for prompt in dataset.prompts if needs_answer else ():
+            _field(prompt.row, config.data.answer_key, "data.answer_key", Path(getattr(config.data, key)), prompt.id)

@@ -49,9 +49,9 @@ def _summary(config: Config, seconds: float) -> str:
     sync = sum(line.get("time/sync", 0.0) for line in steps) / max(1e-9, sum(line["time/step"] for line in steps))
     wall = f"{seconds / 60:.1f} minutes"
     status = json.loads((folder / "status.json").read_text())["state"]
+    accuracy = f"{evals[0][1]:.2f} before, {evals[-1][1]:.2f}" if evals else "not measured,"
     return (
-        f"\n{status} in {wall}. Greedy accuracy on held-out problems: "
-        f"{evals[0][1]:.2f} before, {evals[-1][1]:.2f} after {len(steps)} steps.\n"
+        f"\n{status} in {wall}. Greedy accuracy on held-out problems: {accuracy} after {len(steps)} steps.\n"
         f"Sampler against learner: mean k3 KL {kl:.4f} nats per token. Weight sync: {sync:.1%} of the time.\n"
         f"The report, with curves: {folder / 'report.html'}"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -12,13 +11,12 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from megatron_rl.config import from_mapping, to_yaml
+from megatron_rl.parent_death import die_with_parent
 from megatron_rl.schema import Config
-
-PR_SET_PDEATHSIG = 1
 
 
 def main(run_dir: Path) -> None:
-    die_with_parent()
+    die_with_parent(by=signal.SIGTERM)
     config = from_mapping(OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml")))  # type: ignore[arg-type]
     run_rank(config, run_dir)
 
@@ -29,20 +27,15 @@ def run_rank(config: Config, run_dir: Path) -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     rank = int(os.environ["RANK"])
-    # Slurm signals every rank. The driver installs what it does about it; the others follow the driver.
+    # Slurm signals every task: only the driver acts on it, once it can; the others end when it does
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if rank > 0:
+    if rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-
     from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
     from megatron_rl.train import train
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     train(config, to_yaml(config), run_dir, rank)
-
-
-def die_with_parent() -> None:
-    """A launcher that is killed takes its ranks with it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

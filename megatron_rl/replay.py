@@ -54,12 +54,13 @@ def load_recorded(step: int, path: Path) -> Recorded:
             f"{path}: no learner logprobs were recorded; a run has them with correction.anchor=prox and a policy loss"
         )
     masks = table.column("loss_mask").to_pylist()
+    scores = zip(table.column("reward").to_pylist(), table.column("error").to_pylist(), strict=True)
     return Recorded(
         step,
         _padded(table.column("prox_logprobs").to_pylist(), torch.float32),
         _padded(table.column("sampler_logprobs").to_pylist(), torch.float32),
         _padded(masks, torch.bool),
-        torch.tensor(table.column("reward").to_pylist(), dtype=torch.float32),
+        torch.tensor([reward if error is None else math.nan for reward, error in scores], dtype=torch.float32),
         torch.tensor(table.column("group").to_pylist(), dtype=torch.int64),
     )
 
@@ -81,9 +82,8 @@ def replay(
 def _metrics(batch: Recorded, config: CorrectionConfig, advantage: AdvantageConfig) -> dict[str, float]:
     """In the order of the loop: correction, baselines over the survivors, rules that look at advantages."""
     correction = rollout_correction(batch.prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, config)
-    advantages_B, keep_B = group_advantages(
-        batch.rewards_B, batch.groups_B, correction.baseline_keep_B(config), advantage
-    )
+    counted_B = correction.baseline_keep_B(config) & torch.isfinite(batch.rewards_B)
+    advantages_B, keep_B = group_advantages(batch.rewards_B, batch.groups_B, counted_B, advantage)
     correction = apply_conditional_rules(keep_rows(correction, keep_B, config), advantages_B, config)
     return {name.split("/", 1)[1]: value for name, value in correction.metrics.items()}
 

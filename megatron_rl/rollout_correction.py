@@ -67,8 +67,12 @@ class Correction:
     source: Source
 
     def baseline_keep_B(self, config: CorrectionConfig) -> Tensor:
-        """Rows that count in their group's baseline: the `keep_N` to hand to `group_advantages`."""
-        return ~self.rejected_B if config.rebaseline else torch.ones_like(self.rejected_B)
+        """Rows that count in their group's baseline: the `keep_N` to hand to `group_advantages`.
+
+        With `rebaseline`, only rows that are trained on: neither the rejected ones, nor those whose mask
+        was empty before (truncated answers under reward.overlong_filter).
+        """
+        return filled(self.mask_BT) if config.rebaseline else torch.ones_like(self.rejected_B)
 
 
 @torch.no_grad()

@@ -68,6 +68,12 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Decay(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
 class Wandb(StrEnum):
     none = "none"
     auto = "auto"  # online with a key, offline without
@@ -122,7 +128,7 @@ class RolloutSection:
 class SamplerSection:
     tensor_parallel: int = 1
     max_sequences: int = 256  # decoded at once
-    devices: str | None = None  # GPUs of the engine, such as "4,5"; null: all that this job sees
+    devices: str | None = None  # GPUs of the engine, such as "4,5", counted among those this job sees; null: all
     memory_gib: float = 1.0  # KV cache on hosts; on GPUs vllm.gpu_memory_utilization rules
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
@@ -310,7 +316,7 @@ class OptimSection:
     lr: float = 1e-6
     min_lr: float = 0.0
     warmup_steps: int = 10
-    decay: str = "constant"  # constant | linear | cosine
+    decay: Decay = Decay.constant
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.98

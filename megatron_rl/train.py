@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,17 +33,16 @@ from megatron_rl.weight_sync.push import WeightSync
 
 def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
     """One run, from loaded weights to the last report."""
-    with Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower() as driver:
+    driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
+    with ExitStack() as last, driving as driver:
         learner = Learner(config, read_hf_config(config), dump_dir=run_dir / "dumps")
-        sync = WeightSync(learner, driver.sampler, config)
-        try:
+        # after the driver's last word: a rank that leaves ends the ones that still wait for it
+        last.callback(learner.close)
+        with closing(WeightSync(learner, driver.sampler, config)) as sync:
             load_policy(learner, config)
             loop(config, driver, learner, sync)
             if config.log.export:
                 export_hf(learner, config, run_dir / "model")
-        finally:
-            sync.close()
-            learner.close()
 
 
 def load_policy(learner: Learner, config: Config) -> None:
@@ -104,12 +104,14 @@ def learner_estimate(learner: Learner, driver: Driver | Follower, config: Config
 
 
 def correct(anchor_BT: torch.Tensor, batch: Batch, config: Config) -> tuple[Correction, torch.Tensor]:
-    """Correction first, so that rejected answers can leave their group's baseline; then the advantages."""
+    """Correction first, so that rejected answers can leave their group's baseline; then the advantages.
+
+    An answer without a score is in neither the mask nor the baseline, whatever the correction says.
+    """
     prox_BT = None if config.correction.anchor == Anchor.sampler else anchor_BT
     correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config.correction)
-    advantages_B, keep_B = group_advantages(
-        batch.rewards_B, batch.groups_B, correction.baseline_keep_B(config.correction), config.advantage
-    )
+    counted_B = correction.baseline_keep_B(config.correction) & torch.isfinite(batch.rewards_B)
+    advantages_B, keep_B = group_advantages(batch.rewards_B, batch.groups_B, counted_B, config.advantage)
     correction = keep_rows(correction, keep_B, config.correction)
     return apply_conditional_rules(correction, advantages_B, config.correction), advantages_B
 
@@ -147,7 +149,7 @@ def publish(
     step: int, config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync
 ) -> dict[str, float]:
     """The policy into the sampler, where it is due; then, where that is due, the proof that it arrived."""
-    if step % config.sync.every:
+    if step % config.sync.every and step != config.run.steps:  # the last evaluation is of the last policy
         return {}
     with driver.recorder.phase("sync"):
         metrics = sync.push(step).metrics()
@@ -168,7 +170,8 @@ def publish(
 
 
 def evaluate(step: int, config: Config, driver: Driver | Follower, learner: Learner) -> dict[str, float]:
-    if not due(step, config.eval.every) and not (config.eval.every and step == config.run.steps):
+    every = config.eval.every
+    if every == 0 or not (due(step, every) or step == config.run.steps):
         return {}
     with driver.recorder.phase("eval"):
         return learner.broadcast(driver.evaluate(step))

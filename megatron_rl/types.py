@@ -52,8 +52,8 @@ class Rollout:
 @dataclass(frozen=True)
 class Scored:
     rollout: Rollout
-    reward: float
-    error: str | None = None  # why there is no real score (a timeout, an exception)
+    reward: float  # 0 where there is no score
+    error: str | None = None  # why there is none (a timeout, an exception): the answer is not trained on
     text: str = ""
 
 
@@ -66,7 +66,7 @@ class Batch:
     response_lengths_B: torch.Tensor
     mask_BT: torch.Tensor  # bool: trained-on response tokens
     sampler_logprobs_BT: torch.Tensor  # float32
-    rewards_B: torch.Tensor  # float32
+    rewards_B: torch.Tensor  # float32, NaN where there is no score
     groups_B: torch.Tensor  # int64
     versions_B: torch.Tensor  # int64: policy version that sampled the row
 

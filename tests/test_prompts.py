@@ -79,6 +79,9 @@ def test_long_prompts_are_refused_or_dropped(tmp_path: Path, tokenizer: FolderTo
         ("rows.jsonl", '{"prompt": "1+1="}\n{"prompt": \n', ["data.train", "line 2"]),
         ("rows.jsonl", "[1, 2]\n", ["line 1", "list"]),
         ("rows.jsonl", '{"question": "1+1="}\n', ["data.prompt_key", "question"]),
+        ("rows.jsonl", '{"prompt": 7}\n', ["data.prompt_key", "row 0", "int"]),
+        ("rows.jsonl", '{"prompt": ""}\n', ["data.train", "row 0", "empty"]),
+        ("rows.jsonl", '{"prompt": [{"role": "user", "content": "1+1="}]}\n', ["model.path", "chat template"]),
         ("rows.jsonl", "", ["leaves no prompts"]),
         ("rows.csv", "prompt\n", [".jsonl and .parquet"]),
         ("rows.parquet", "nonsense", ["not a readable parquet"]),
@@ -95,6 +98,12 @@ def test_broken_files_are_named(
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        FolderTokenizer(tmp_path)
+
+
+def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model\.path: .*tokenizer\.json is not a readable tokenizer"):
         FolderTokenizer(tmp_path)
 
 

@@ -270,9 +270,10 @@ def test_baseline_keep() -> None:
     found = rollout_correction(*batch, with_it)
     assert found.rejected_B.any()
     assert not found.rejected_B.all()
-    assert torch.equal(found.baseline_keep_B(with_it), ~found.rejected_B)
+    assert torch.equal(found.baseline_keep_B(with_it), batch[2].any(dim=1) & ~found.rejected_B)
     assert found.baseline_keep_B(without).all()
     assert not found.rejected_B[0]  # an empty answer is not a rejected one
+    assert not found.baseline_keep_B(with_it)[0]  # but says nothing about its siblings either
 
 
 def test_bfloat16_logprobs_are_subtracted_in_float32() -> None:

@@ -20,6 +20,7 @@ from megatron_rl.learner import host  # before megatron
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
+from megatron_rl.exchange import exchange
 from megatron_rl.schema import LearnerSection
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync.layout import Layout, Place
@@ -100,20 +101,10 @@ class Ranks:
     def add_up(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Sum per name over all ranks, in rank order on every rank; a rank may lack names."""
         total: dict[str, float] = {}
-        for text in self._gather_text(json.dumps(dict(numbers))):
-            for name, value in json.loads(text).items():
+        for part in exchange(dict(numbers)):
+            for name, value in part.items():
                 total[name] = total.get(name, 0.0) + value
         return total
-
-    def _gather_text(self, text: str) -> list[str]:
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        sizes = torch.zeros(self.world_size, dtype=torch.int64)
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]))
-        width = int(sizes.max())
-        every = torch.zeros(self.world_size * width, dtype=torch.uint8)
-        dist.all_gather_into_tensor(every, torch.cat((data, data.new_zeros(width - len(data)))))
-        rows = every.view(self.world_size, width)
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def broadcast(self, value: Any = None) -> Any:
         """The driver's value on every rank: tensors, Batch, Targets, and plain JSON values around them."""

@@ -53,8 +53,10 @@ class RewardPool:
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.stop()
+            worker.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:
+            worker.stop()
 
 
 class _Worker:
@@ -63,6 +65,7 @@ class _Worker:
         self._answer_key = answer_key
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
+        self._closed = False
 
     def start(self) -> None:
         self._unread = b""
@@ -102,6 +105,8 @@ class _Worker:
 
     def _score_some(self, messages: Sequence[bytes]) -> list[Score]:
         """Scores of these tasks, or of the first of them up to one that the worker did not survive."""
+        if self._closed:  # by another thread, with tasks left
+            return [Score(0.0, "the rewards were closed")] * len(messages)
         if self._process is None or self._process.poll() is not None:
             self.start()
         scores: list[Score] = []
@@ -139,6 +144,13 @@ class _Worker:
             self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
+
+    def close(self) -> None:
+        """Ends the worker for good. A thread that waits for its answer sees the end of its stream."""
+        self._closed = True
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
 
     def stop(self) -> None:
         if self._process is None:

@@ -7,16 +7,19 @@ so that it cannot be taken for an answer.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from contextlib import redirect_stdout
 
+from megatron_rl.parent_death import die_with_parent
 from megatron_rl.rewards.functions import resolve
 
 MAX_ERROR = 500  # characters: a window of replies must fit a pipe
 
 
 def main() -> None:
+    die_with_parent()  # a reward that hangs does not see the end of its input
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     start = json.loads(sys.stdin.readline())
     sys.path[:0] = start["path"]
@@ -26,9 +29,10 @@ def main() -> None:
         for line in sys.stdin:
             task = json.loads(line)
             try:
-                reply: dict[str, float | str] = {
-                    "score": float(reward(task["row"], task["answer_key"], task["response"]))
-                }
+                score = float(reward(task["row"], task["answer_key"], task["response"]))
+                reply: dict[str, float | str] = {"score": score}
+                if not math.isfinite(score):
+                    reply = {"error": f"the score is {score}"}
             except Exception as error:  # a reward is user code: whatever it raises is its result
                 reply = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR]}
             answers.write(json.dumps(reply) + "\n")

@@ -7,8 +7,11 @@ parent's business.
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import ctypes
 import gc
+=======
+>>>>>>> review
 import os
 import queue
 import signal
@@ -23,17 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.parent_death import die_with_parent
 from megatron_rl.sampler.channel import Channel, ChannelClosed
 from megatron_rl.weight_sync.manifest import WeightSyncError
-
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 def kill_own_group() -> None:

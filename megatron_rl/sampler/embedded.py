@@ -101,7 +101,9 @@ class EmbeddedSampler:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(),),
-                    env=engine_environment() | thread_binding(self._config.sampler.tensor_parallel),
+                    env=engine_environment()
+                    | thread_binding(self._config.sampler.tensor_parallel)
+                    | visible_devices(self._config.sampler.devices),
                     start_new_session=True,
                 )
         finally:
@@ -312,6 +314,18 @@ def thread_binding(workers: int) -> dict[str, str]:
     share = len(cores) // workers
     groups = [cores[i * share : (i + 1) * share] for i in range(workers)]
     return {name: "|".join(",".join(map(str, group)) for group in groups)}
+
+
+def visible_devices(wanted: str | None) -> dict[str, str]:
+    """The engine's GPUs. They are counted among those that this process sees, as CUDA counts them."""
+    if wanted is None:
+        return {}
+    name = "CUDA_VISIBLE_DEVICES"
+    seen = [device for device in os.environ.get(name, "").split(",") if device]
+    chosen = [int(device) for device in wanted.split(",")]
+    if seen and max(chosen) >= len(seen):
+        raise SamplerError(f"sampler.devices: {wanted!r}, but this job sees {len(seen)} GPUs ({name}={','.join(seen)})")
+    return {name: ",".join(seen[device] if seen else str(device) for device in chosen)}
 
 
 def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:

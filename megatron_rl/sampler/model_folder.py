@@ -20,14 +20,6 @@ WORKER_EXTENSION = "megatron_rl.weight_sync.receiver.WorkerExtension"
 # never quantized, whatever the recipe ignores: routers decide too much, and vLLM keeps a head in BF16
 ALWAYS_IGNORED = ("lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")
 
-# what the sampler decides itself; `sampler.vllm` may set anything else
-OWNED_ARGUMENTS = frozenset(
-    {
-        "model", "quantization", "load_format", "logprobs_mode", "skip_tokenizer_init", "generation_config",
-        "tensor_parallel_size", "weight_transfer_config", "worker_extension_cls", "max_num_seqs",
-    }
-)  # fmt: skip
-
 
 def quantization_config(format: Format, ignore: list[str]) -> dict[str, Any] | None:
     """The `quantization_config` of config.json: W8A8, weights per output channel, activations per token."""
@@ -88,9 +80,6 @@ def max_sequence_tokens(config: Config) -> int:
 
 def engine_arguments(config: Config, folder: Path, worker_extension: str = WORKER_EXTENSION) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`, plain data: they travel to the child process as a message."""
-    owned = sorted(OWNED_ARGUMENTS & set(config.sampler.vllm))
-    if owned:
-        raise ValueError(f"sampler.vllm.{owned[0]} is set by the sampler itself: remove it from the recipe")
     gpu = runs_on_gpu(config)
     longest = max_sequence_tokens(config)
     arguments: dict[str, Any] = {

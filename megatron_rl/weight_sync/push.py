@@ -10,13 +10,14 @@ import queue
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.exchange import exchange
 from megatron_rl.schema import Config, Transport
 from megatron_rl.weight_sync.file_transport import Written, remove_version, update_info, write_version
 from megatron_rl.weight_sync.groups import Ranks
@@ -97,6 +98,15 @@ class _Contribution:
     seconds: SyncSeconds = field(default_factory=SyncSeconds)
     error: ErrorSummary = field(default_factory=ErrorSummary)
 
+    def encode(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, sent: dict[str, Any]) -> _Contribution:
+        error = dict(sent["error"])
+        error["worst"] = tuple((name, value) for name, value in error["worst"])
+        return cls(**{**sent, "seconds": SyncSeconds(**sent["seconds"]), "error": ErrorSummary(**error)})
+
 
 class WeightSync:
     """Made on every rank. `sampler` is rank 0's; None elsewhere, or where only the writing is wanted."""
@@ -138,7 +148,7 @@ class WeightSync:
         started = time.perf_counter()
         plan_seconds, self._plan_seconds = self._plan_seconds, 0.0
         mine = self._write(version)
-        parts = _all_gather(mine)
+        parts = [_Contribution.decode(part) for part in exchange(mine.encode())]
         failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
         if failures:
             if self._rank == 0:
@@ -147,7 +157,7 @@ class WeightSync:
         load_seconds, outcome = 0.0, None
         if self._rank == 0:
             load_seconds, outcome = self._load(version)
-        load_seconds, message = _from_driver((load_seconds, outcome and str(outcome)))
+        load_seconds, message = exchange([load_seconds, None if outcome is None else str(outcome)])[0]
         if self._sampler is not None:  # without one the written version is the result
             remove_version(self._directory, version)
         if outcome is not None:
@@ -173,7 +183,7 @@ class WeightSync:
 
     def _writer_number(self) -> tuple[int, int, int]:
         """(this rank's number among the writers, how many there are, bytes of all of them)."""
-        writes = _all_gather((self._source.writes, self._source.nbytes))
+        writes = exchange([self._source.writes, self._source.nbytes])
         return sum(w for w, _ in writes[: self._rank]), sum(w for w, _ in writes), sum(n for _, n in writes)
 
     def _open_directory(self) -> Path:
@@ -185,10 +195,10 @@ class WeightSync:
             except WeightSyncError as error:
                 failure = str(error)
                 self.close()
-        path, failure = _from_driver((str(self._sync_dir.path) if self._sync_dir else "", failure))
+        path, failure = exchange([str(self._sync_dir.path) if self._sync_dir else "", failure])[0]
         if failure is None and self._source.writes and not Path(path).is_dir():
             failure = f"{path} of rank 0 is not visible on every host: set sync.dir to a shared file system"
-        reasons = [reason for reason in _all_gather(failure) if reason]
+        reasons = [reason for reason in exchange(failure) if reason]
         if reasons:
             self.close()
             raise WeightSyncError(reasons[0])
@@ -263,19 +273,3 @@ class WeightSync:
         except Exception as error:  # every kind: the other ranks wait for the outcome
             return time.perf_counter() - started, error
         return time.perf_counter() - started, None
-
-
-def _all_gather(value: Any) -> list[Any]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _from_driver(value: Any) -> Any:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

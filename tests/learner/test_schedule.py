@@ -34,8 +34,3 @@ def test_cosine_is_half_way_in_the_middle() -> None:
 
 def test_no_warmup() -> None:
     assert learning_rate(OptimSection(lr=1.0, warmup_steps=0), 0, 10) == 1.0
-
-
-def test_unknown_decay_is_named() -> None:
-    with pytest.raises(ValueError, match=r"optim.decay='step'"):
-        _rates(decay="step")

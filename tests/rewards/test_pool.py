@@ -1,5 +1,6 @@
 """Rewards run apart: order, exceptions, deadlines and deaths become scores with a reason, never a hang."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.pool import RewardPool, Score
 from megatron_rl.schema import RewardSection
 
 MODULE = """
@@ -21,6 +22,8 @@ def by_word(row, answer_key, response):
         raise ValueError("no digits")
     if response == "die":
         os._exit(7)
+    if response == "nan":
+        return float("nan")
     return float(response)
 """
 
@@ -56,6 +59,24 @@ def test_one_bad_answer_does_not_touch_the_others(odd: RewardPool) -> None:
     assert "died" in str(scores[5].error)
     assert time.monotonic() - begun < 20
     assert [score.reward for score in odd.score([({}, "6"), ({}, "7")])] == [6, 7]
+
+
+def test_a_score_that_is_no_number_is_an_error(odd: RewardPool) -> None:
+    (score,) = odd.score([({}, "nan")])
+    assert "nan" in str(score.error)
+
+
+def test_closing_does_not_wait_for_the_tasks_that_are_left(odd: RewardPool) -> None:
+    scores: list[Score] = []
+    scoring = threading.Thread(target=lambda: scores.extend(odd.score([({}, "sleep")] * 40)))
+    scoring.start()
+    time.sleep(0.3)
+    begun = time.monotonic()
+    odd.close()
+    scoring.join(5)
+    assert time.monotonic() - begun < 5
+    assert len(scores) == 40
+    assert all(score.error for score in scores)
 
 
 @pytest.mark.parametrize("name", ["exact_macth", "no.such.module:f", "json:nothing"])

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 from tiny_engine import make_config, make_model
 
+from megatron_rl.sampler.embedded import visible_devices
 from megatron_rl.sampler.model_folder import engine_arguments, quantization_config, write_engine_folder
+from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.schema import EvalSection, Format
 
 
@@ -40,7 +42,7 @@ def test_a_model_that_is_already_quantized_is_refused(tmp_path):
         write_engine_folder(folder, tmp_path / "again", make_config(Format.int8))
 
 
-def test_arguments_follow_the_config_and_protect_what_the_sampler_owns(tmp_path):
+def test_arguments_follow_the_config(tmp_path):
     config = replace(make_config(), eval=EvalSection(max_response_tokens=100))
     arguments = engine_arguments(config, tmp_path)
     assert json.loads(json.dumps(arguments)) == arguments, "they travel as a message"
@@ -51,6 +53,13 @@ def test_arguments_follow_the_config_and_protect_what_the_sampler_owns(tmp_path)
     passed = replace(config, sampler=replace(config.sampler, vllm={"block_size": 32, "enforce_eager": False}))
     assert engine_arguments(passed, tmp_path)["block_size"] == 32
     assert engine_arguments(passed, tmp_path)["enforce_eager"] is False
-    stolen = replace(config, sampler=replace(config.sampler, vllm={"logprobs_mode": "raw_logprobs"}))
-    with pytest.raises(ValueError, match=r"sampler\.vllm\.logprobs_mode is set by the sampler itself"):
-        engine_arguments(stolen, tmp_path)
+
+
+def test_the_engine_sees_its_own_gpus(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_devices(None) == {}
+    assert visible_devices("4,5") == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6,7")  # what a scheduler gave to the job
+    assert visible_devices("2,3") == {"CUDA_VISIBLE_DEVICES": "6,7"}
+    with pytest.raises(SamplerError, match=r"sampler\.devices: '4,5', but this job sees 4 GPUs"):
+        visible_devices("4,5")

@@ -1,0 +1,57 @@
+"""The loop's frame: what is closed, in which order, when a step fails."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_rl import train
+from megatron_rl.schema import Config, EvalSection, RunSection, SyncSection
+
+
+class Part:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.sampler = name, log, None
+
+    def close(self) -> None:
+        self.log.append(f"{self.name} closed")
+
+    def __enter__(self) -> "Part":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.log.append(f"{self.name} ended: {kind.__name__ if kind else None}")
+
+
+def test_the_driver_says_how_it_ended_before_the_ranks_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log: list[str] = []
+
+    def fails(*_: Any) -> None:
+        raise ArithmeticError
+
+    monkeypatch.setattr(train, "Driver", lambda *_: Part("driver", log))
+    monkeypatch.setattr(train, "Learner", lambda *_, **__: Part("learner", log))
+    monkeypatch.setattr(train, "WeightSync", lambda *_: Part("sync", log))
+    monkeypatch.setattr(train, "read_hf_config", lambda _: {})
+    monkeypatch.setattr(train, "load_policy", lambda *_: None)
+    monkeypatch.setattr(train, "loop", fails)
+    with pytest.raises(ArithmeticError):
+        train.train(Config(), "", tmp_path, rank=0)
+    assert log == ["sync closed", "driver ended: ArithmeticError", "learner closed"]
+
+
+def test_when_to_evaluate_and_to_publish() -> None:
+    recorder = SimpleNamespace(phase=lambda _: Part("phase", []))
+    driver: Any = SimpleNamespace(recorder=recorder, evaluate=lambda step: {"at": step})
+    learner: Any = SimpleNamespace(broadcast=lambda value: value)
+    sync: Any = SimpleNamespace(push=lambda step: SimpleNamespace(metrics=lambda: {"at": step}))
+
+    def evaluated(every: int) -> list[int]:
+        config = Config(run=RunSection(steps=7), eval=EvalSection(every=every))
+        return [step for step in range(8) if train.evaluate(step, config, driver, learner)]
+
+    assert evaluated(3) == [0, 3, 6, 7]
+    assert evaluated(0) == []
+    config = Config(run=RunSection(steps=7), sync=SyncSection(every=3, verify_every=0))
+    assert [step for step in range(1, 8) if train.publish(step, config, driver, learner, sync)] == [3, 6, 7]
