@@ -7,11 +7,7 @@ parent's business.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import ctypes
 import gc
-=======
->>>>>>> review
 import os
 import queue
 import signal
