@@ -1,0 +1,62 @@
+"""The batch scripts: their syntax, their recipes, and, where Slurm is installed, a run of one under real srun."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import load
+from megatron_rl.launch import world_size
+from megatron_rl.toy import write_toy
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "slurm").iterdir()), ids=lambda path: path.name)
+def test_the_syntax_is_right(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_as_many_tasks_are_asked_for_as_the_recipe_has_ranks(script: Path) -> None:
+    text = script.read_text()
+    recipe = re.search(r"RECIPE:-(\S+?)}", text)
+    nodes, tasks = (re.search(rf"#SBATCH --{name}=(\d+)", text) for name in ("nodes", "ntasks-per-node"))
+    assert recipe
+    assert nodes
+    assert tasks
+    assert int(nodes[1]) * int(tasks[1]) == world_size(load(ROOT / recipe[1]))
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("munged", "slurmctld", "slurmd", "sbatch"))),
+    reason="needs root and Debian's slurm-wlm and munge",
+)
+@pytest.mark.skipif(not (ROOT / ".venv" / "bin" / "megatron-rl").exists(), reason="the scripts run what .venv holds")
+def test_a_job_trains_under_srun(tmp_path: Path) -> None:
+    write_toy(tmp_path / "toy")
+    overrides = {
+        "run.root": tmp_path / "runs",
+        "run.steps": 2,
+        "rollout.prompts_per_step": 64,
+        "eval.max_prompts": 16,
+        "model.path": tmp_path / "toy" / "model",
+        "data.train": tmp_path / "toy" / "train.jsonl",
+        "data.eval": tmp_path / "toy" / "test.jsonl",
+    }
+    command = ["slurm/rehearse.sh", "slurm/dapo_int8.sbatch", "recipes/toy_sft.yaml"]
+    command += [f"{key}={value}" for key, value in overrides.items()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "2 ranks" in done.stdout
+    run = tmp_path / "runs" / "toy_sft"
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (run / "model" / "model.safetensors.index.json").exists()
