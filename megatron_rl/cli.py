@@ -162,6 +162,8 @@ def _report(options: argparse.Namespace) -> int:
 def _translate(options: argparse.Namespace) -> int:
     from megatron_rl.translate import TranslationError, translate_file
 
+    if not options.file.is_file():
+        raise ConfigError(f"{options.file}: no such file; name a YAML file that holds the other project's keys")
     try:
         print(translate_file(options.framework, options.file), end="")
     except TranslationError as error:

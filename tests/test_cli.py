@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import checks, cli
+from megatron_rl.config import load
 from megatron_rl.device import Machine, format_problem
 from megatron_rl.schema import Device, Format
 from megatron_rl.toy import write_toy
@@ -119,3 +120,15 @@ def test_unknown_arguments_are_refused(arguments: list[str], place: Path) -> Non
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2
+
+
+def test_translate_prints_a_section_or_names_what_is_wrong(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "theirs.yaml").write_text("tis_ratio_type: token\ntoken_tis_ratio_clip_high: 2.0\nuse_tis: true\n")
+    assert cli.main(["translate", "skyrl", "theirs.yaml"]) == 0
+    (place / "ours.yaml").write_text(capsys.readouterr().out)
+    assert load(place / "ours.yaml").correction.weight.high == 2.0
+    assert cli.main(["translate", "skyrl", "nowhere.yaml"]) == 2
+    assert cli.main(["translate", "skyr", "theirs.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "nowhere.yaml" in said
+    assert "skyrl" in said
