@@ -122,19 +122,15 @@ def _rank(ranks: str) -> int:
 
 
 def _slurm_environment() -> dict[str, str]:
-    ranks = {
+    if "MEGATRON_RL_RENDEZVOUS" not in os.environ:  # several nodes
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(f"--ranks slurm: {', '.join(missing)} not set; slurm/prologue.sh exports them")
+    return {
         "RANK": os.environ["SLURM_PROCID"],
         "WORLD_SIZE": os.environ["SLURM_NTASKS"],
         "LOCAL_RANK": os.environ["SLURM_LOCALID"],
     }
-    if os.environ.get("SLURM_STEP_NUM_NODES") == "1":  # one node meets in a file and opens no port to others
-        attempt = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-        store = f"file:///dev/shm/megatron-rl-{os.getuid()}-{attempt}"
-        return {**ranks, "MEGATRON_RL_RENDEZVOUS": store, "GLOO_SOCKET_IFNAME": "lo"}
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(f"--ranks slurm: {', '.join(missing)} not set; slurm/prologue.sh exports them")
-    return ranks
 
 
 def _toy(options: argparse.Namespace) -> int:

@@ -154,7 +154,7 @@ def score(
     rollouts: Sequence[Rollout], rewards: RewardPool, tokenizer: Tokenizer, config: Config, max_tokens: int
 ) -> list[Scored]:
     """Rewards with DAPO's length penalty. Answers without a score leave the loss, truncated ones where filtered."""
-    texts = [tokenizer.decode(rollout.token_ids) for rollout in rollouts]
+    texts = tokenizer.decode([rollout.token_ids for rollout in rollouts])
     scores = rewards.score([(rollout.prompt.row, text) for rollout, text in zip(rollouts, texts, strict=True)])
     lengths = [len(rollout.token_ids) for rollout in rollouts]
     reward = config.reward

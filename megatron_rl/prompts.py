@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
     def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]: ...
 
 
 class FolderTokenizer:
@@ -65,8 +65,8 @@ class FolderTokenizer:
             self._chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         )
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        return self._backend.decode_batch([list(row) for row in token_ids], skip_special_tokens=True)
 
 
 def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -22,6 +23,9 @@ def main(run_dir: Path) -> None:
 
 def run_rank(config: Config, run_dir: Path) -> None:
     """Runs the loop as the rank that the environment says this process is."""
+    # advice to the authors of the engines, repeated by every rank: nothing a user could act on
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     rank = int(os.environ["RANK"])
     # Slurm signals every task: only the driver acts on it, once it can; the others end when it does
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

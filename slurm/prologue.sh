@@ -18,14 +18,21 @@ read -r -a overrides <<<"${OVERRIDES:-}"
 # Anything a login node can know is checked here, before the other nodes are made to wait.
 .venv/bin/megatron-rl train "$RECIPE" "${overrides[@]}" --dry-run
 
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-export MASTER_ADDR MASTER_PORT
+if [[ $SLURM_JOB_NUM_NODES == 1 ]]; then
+  # Ranks of one node meet in a file and talk over the loopback interface: no port is open to others.
+  meeting=$(mktemp -d /dev/shm/megatron-rl-rendezvous-XXXXXX)
+  trap 'rm -rf "$meeting"' EXIT
+  export MEGATRON_RL_RENDEZVOUS=file://$meeting/store GLOO_SOCKET_IFNAME=lo
+else
+  MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+  export MASTER_ADDR MASTER_PORT
+fi
 # Threads per rank: a share of the task's cores; more would wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export PYTHONUNBUFFERED=1
 
-echo "job $SLURM_JOB_ID: $RECIPE on $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks, meeting at $MASTER_ADDR:$MASTER_PORT"
+echo "job $SLURM_JOB_ID: $RECIPE on $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks"
 
 # USR1 comes three minutes before the time limit (see --signal): the driver finishes its step and stops.
 srun --kill-on-bad-exit=1 .venv/bin/megatron-rl train "$RECIPE" "${overrides[@]}" --ranks slurm &

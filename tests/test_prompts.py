@@ -44,7 +44,7 @@ def test_characters_survive_the_tokenizer(tokenizer: FolderTokenizer) -> None:
     text = "12+34= 5-6*7"
     ids = tokenizer.encode(text)
     assert len(ids) == len(text)
-    assert tokenizer.decode([*ids, *tokenizer.stop_token_ids]) == text
+    assert tokenizer.decode([[*ids, *tokenizer.stop_token_ids], ids[:2]]) == [text, text[:2]]
 
 
 def test_parquet_and_jsonl_give_the_same_prompts(tmp_path: Path, tokenizer: FolderTokenizer) -> None:

@@ -21,6 +21,9 @@ from megatron_rl.config import ConfigError
 from megatron_rl.schema import RewardSection
 
 START_TIMEOUT_S = 60.0
+# Tasks are handed to a worker ahead of their turn, but never more than its two pipes hold: neither side can block.
+IN_FLIGHT = 64
+PIPE_BYTES = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class _Worker:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
         )
-        self._send({"name": self._config.name, "path": [os.getcwd(), *filter(None, sys.path)]})
+        start = {"name": self._config.name, "path": [os.getcwd(), *filter(None, sys.path)]}
+        self._send(json.dumps(start).encode() + b"\n")
         try:
             reply = self._receive(START_TIMEOUT_S) or {"error": f"no start within {START_TIMEOUT_S:.0f} s"}
         except EOFError:
@@ -82,29 +86,47 @@ class _Worker:
             raise ConfigError(f"reward.name: {reply['error']}")
 
     def score(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[Score]:
-        return [self._score_one(row, response) for row, response in tasks]
+        scores: list[Score] = []
+        while len(scores) < len(tasks):
+            scores += self._score_some(self._window(tasks[len(scores) : len(scores) + IN_FLIGHT]))
+        return scores
 
-    def _score_one(self, row: Mapping[str, Any], response: str) -> Score:
+    def _window(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[bytes]:
+        """The messages of the first tasks: as many as an idle pipe takes, and at least one."""
+        messages: list[bytes] = []
+        size = 0
+        for row, response in tasks:
+            task = {"row": row, "answer_key": self._answer_key, "response": response}
+            messages.append(json.dumps(task, default=str).encode() + b"\n")
+            size += len(messages[-1])
+            if size > PIPE_BYTES:
+                return messages[: max(1, len(messages) - 1)]
+        return messages
+
+    def _score_some(self, messages: Sequence[bytes]) -> list[Score]:
+        """Scores of these tasks, or of the first of them up to one that the worker did not survive."""
         if self._closed:  # by another thread, with tasks left
-            return Score(0.0, "the rewards were closed")
+            return [Score(0.0, "the rewards were closed")] * len(messages)
         if self._process is None or self._process.poll() is not None:
             self.start()
+        scores: list[Score] = []
         try:
-            self._send({"row": row, "answer_key": self._answer_key, "response": response})
-            reply = self._receive(self._config.timeout_s)
+            self._send(b"".join(messages))
+            for _ in messages:
+                reply = self._receive(self._config.timeout_s)
+                if reply is None:
+                    self.stop()
+                    late = f"no score within reward.timeout_s={self._config.timeout_s:g}"
+                    return [*scores, Score(0.0, late)]
+                scores.append(Score(reply.get("score", 0.0), reply.get("error")))
         except (BrokenPipeError, EOFError):
             self.stop()
-            return Score(0.0, "the reward worker died")
-        if reply is None:
-            self.stop()
-            return Score(0.0, f"no score within reward.timeout_s={self._config.timeout_s:g}")
-        if "error" in reply:
-            return Score(0.0, reply["error"])
-        return Score(reply["score"])
+            scores.append(Score(0.0, "the reward worker died"))
+        return scores
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, data: bytes) -> None:
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+        self._process.stdin.write(data)
         self._process.stdin.flush()
 
     def _receive(self, timeout_s: float) -> dict[str, Any] | None:

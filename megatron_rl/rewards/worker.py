@@ -15,6 +15,8 @@ from contextlib import redirect_stdout
 from megatron_rl.parent_death import die_with_parent
 from megatron_rl.rewards.functions import resolve
 
+MAX_ERROR = 500  # characters: a window of replies must fit a pipe
+
 
 def main() -> None:
     die_with_parent()  # a reward that hangs does not see the end of its input
@@ -32,7 +34,7 @@ def main() -> None:
                 if not math.isfinite(score):
                     reply = {"error": f"the score is {score}"}
             except Exception as error:  # a reward is user code: whatever it raises is its result
-                reply = {"error": f"{type(error).__name__}: {error}"}
+                reply = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR]}
             answers.write(json.dumps(reply) + "\n")
 
 

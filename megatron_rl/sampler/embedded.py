@@ -34,6 +34,8 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 
 LOG_LINES_SHOWN = 15
 CLOSE_GRACE_S = 3.0
+WORKERS_GRACE_S = 4.0
+TRACKER_GRACE_S = 1.0
 
 # a learner's rendezvous and thread limits are not the engine's; credentials are nobody's here
 _DROPPED_VARIABLES = frozenset(
@@ -169,6 +171,7 @@ class EmbeddedSampler:
     def close(self) -> None:
         """Stop the child and its workers; safe to call twice and in any state."""
         if self._channel is not None:
+            self._ask_workers_to_end()
             self._channel.close()  # the child kills its group at the end of the stream
             self._channel = None
         if self._process is not None:
@@ -232,6 +235,16 @@ class EmbeddedSampler:
         self.close()
         code = "" if process is None or process.returncode is None else f" (exit status {process.returncode})"
         return SamplerError(f"{message}{code}. The end of {self.log_path}:\n{log_tail(self.log_path)}")
+
+    def _ask_workers_to_end(self) -> None:
+        """Workers of a larger engine share memory that only they release; a single process needs no such wait."""
+        if self._config.sampler.tensor_parallel == 1 or self._process is None or self._channel is None:
+            return
+        try:
+            self._channel.send({"id": 0, "method": "shutdown", "arguments": {}})
+            self._process.wait(WORKERS_GRACE_S)
+        except (ChannelClosed, subprocess.TimeoutExpired):
+            pass  # it is ended anyway
 
     def _reap(self, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
