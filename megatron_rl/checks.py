@@ -58,7 +58,9 @@ def read_hf_config(config: Config) -> dict[str, Any]:
 
 
 def _numbers(config: Config, machine: Machine) -> Iterator[str]:
+    eval_tokens = 1 if config.eval.max_response_tokens is None else config.eval.max_response_tokens
     bounds: list[tuple[str, float, Callable[[float], bool], str]] = [
+        ("run.seed", config.run.seed, lambda x: x >= 0, "0 or more"),
         ("run.steps", config.run.steps, lambda x: x >= 0, "0 or more"),
         ("rollout.prompts_per_step", config.rollout.prompts_per_step, lambda x: x >= 1, "1 or more"),
         ("rollout.samples_per_prompt", config.rollout.samples_per_prompt, lambda x: x >= 1, "1 or more"),
@@ -80,6 +82,7 @@ def _numbers(config: Config, machine: Machine) -> Iterator[str]:
         ("learner.n_minibatches", config.learner.n_minibatches, lambda x: x >= 1, "1 or more"),
         ("learner.tokens_per_microbatch", config.learner.tokens_per_microbatch, lambda x: x >= 1, "1 or more"),
         ("eval.every", config.eval.every, lambda x: x >= 0, "0 (never) or more"),
+        ("eval.max_response_tokens", eval_tokens, lambda x: x >= 1, "1 or more, or null"),
         ("eval.max_prompts", config.eval.max_prompts, lambda x: x >= 1, "1 or more"),
     ]
     for axis in ("tensor", "pipeline", "context", "expert", "data"):
@@ -88,6 +91,12 @@ def _numbers(config: Config, machine: Machine) -> Iterator[str]:
     for key, value, holds, expected in bounds:
         if not holds(value):
             yield f"{key}: {value:g}, expected {expected}"
+    chunks, stages = config.learner.virtual_pipeline, config.learner.pipeline_parallel
+    if chunks is not None and not (stages > 1 and chunks > 1):
+        yield (
+            f"learner.virtual_pipeline: {chunks} with learner.pipeline_parallel={stages}; interleaving needs at least "
+            "2 of each, null turns it off"
+        )
     if config.learner.n_minibatches > config.rollout.prompts_per_step:
         yield (
             f"learner.n_minibatches: {config.learner.n_minibatches} updates of "
@@ -130,8 +139,8 @@ def _formats(config: Config, machine: Machine) -> Iterator[str]:
         yield f"sync.transport: {config.sync.transport} is not built yet; use file"
     if config.learner.fp8 != Fp8.none and machine.kind == Device.cpu:
         yield f"learner.fp8: {config.learner.fp8} needs Transformer Engine on a GPU; use none"
-    if config.learner.context_parallel > 1 and machine.kind == Device.cpu:
-        yield "learner.context_parallel: needs Transformer Engine's attention on GPUs; use 1"
+    if config.learner.context_parallel > 1:
+        yield f"learner.context_parallel: {config.learner.context_parallel} is not built yet; use 1"
     if config.sync.dir is not None and not Path(config.sync.dir).is_dir():
         yield f"sync.dir: no folder {config.sync.dir!r}; make it, or leave null for shared memory"
 

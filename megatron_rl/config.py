@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_rl.schema import Config
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-PRESET_SECTIONS = ("model", "correction", "quantization")
+PRESET_SECTIONS = ("correction", "quantization")
 
 
 class ConfigError(Exception):

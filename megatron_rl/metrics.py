@@ -64,7 +64,6 @@ _TABLE: list[Metric] = [
         ("step", "last", "", "optimizer steps on rollout batches finished; 0 is before training"),
         ("samples", "last", "rollouts", "rollouts trained on since the start"),
         ("tokens", "last", "tokens", "response tokens trained on since the start"),
-        ("policy_version", "last", "", "version of the weights the sampler holds after this step"),
         ("elapsed_s", "last", "s", "wall clock since the start of this attempt"),
     ),
     *_rows(
@@ -77,7 +76,6 @@ _TABLE: list[Metric] = [
         ("learner_estimate", "mean", "", "the same mean under the learner, by self-normalised sequence weights"),
         ("learner_estimate_stderr", "mean", "", "standard error of that estimate"),
         ("errors", "sum", "rollouts", "rewards that could not be computed (an exception or a timeout)"),
-        ("overlong_penalty", "mean", "", "mean length penalty that was added"),
     ),
     *_rows(
         "eval",
@@ -190,25 +188,19 @@ _TABLE: list[Metric] = [
     *_rows(
         "time",
         ("step", "sum", "s", "the whole step"),
-        ("rollout", "sum", "s", "generating"),
-        ("reward", "sum", "s", "scoring, where it does not hide behind generation"),
+        ("rollout", "sum", "s", "generating, scoring and refilling groups"),
         ("prox", "sum", "s", "the learner's forward pass for the proximal logprobs"),
         ("correction", "sum", "s", "rollout_correction, advantages and denominators"),
         ("update", "sum", "s", "forward, backward and optimizer"),
         ("sync", "sum", "s", "weight sync, probe included"),
         ("eval", "sum", "s", "evaluation on the held-out split"),
         ("record", "sum", "s", "writing rollouts and metrics"),
-        ("checkpoint", "sum", "s", "saving"),
         ("other", "sum", "s", "what no phase claims"),
     ),
     *_rows(
         "perf",
-        ("rollout_tokens_per_s", "mean", "tokens/s", "response tokens over the time of generation"),
-        ("learner_tokens_per_s", "mean", "tokens/s", "prompt and response tokens over the time of the update"),
-        ("tokens_per_s", "mean", "tokens/s", "response tokens trained on over the time of the whole step"),
-        ("samples_per_s", "mean", "rollouts/s", "rollouts trained on over the time of the whole step"),
+        ("rollout_tokens_per_s", "mean", "tokens/s", "response tokens over time/rollout"),
         ("sync_fraction", "mean", "", "weight sync as a fraction of the step"),
-        ("memory_gib", "max", "GiB", "peak memory: resident on hosts, allocated on GPUs"),
     ),
 ]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from megatron_rl.config import from_mapping, to_yaml
+from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.parent_death import die_with_parent
 from megatron_rl.schema import Config
 
@@ -18,7 +18,10 @@ from megatron_rl.schema import Config
 def main(run_dir: Path) -> None:
     die_with_parent(by=signal.SIGTERM)
     config = from_mapping(OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml")))  # type: ignore[arg-type]
-    run_rank(config, run_dir)
+    try:
+        run_rank(config, run_dir)
+    except ConfigError as error:  # its text is meant for the user; where it was raised says nothing more
+        sys.exit(f"error: {error}")
 
 
 def run_rank(config: Config, run_dir: Path) -> None:

@@ -20,13 +20,11 @@ FONT = "Inter, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 HEIGHT = 270
 TIME_PHASES = {
     "rollout": "#2563eb",
-    "reward": "#0b8aa5",
     "prox": "#8b5cf6",
     "correction": "#c4b5fd",
     "update": "#e8710a",
     "sync": "#12805c",
     "eval": "#d9a514",
-    "checkpoint": "#c8324a",
     "record": "#b98a94",
     "other": "#c3c8d0",
 }

@@ -155,10 +155,9 @@ def publish(
         metrics = sync.push(step).metrics()
         if due(step // config.sync.every, config.sync.verify_every):
             batch = learner.broadcast(driver.probe_batch(step))
-            result = probe.check(
-                batch.sampler_logprobs_BT,
+            result = probe.check_batch(
+                batch,
                 learner.logprobs(batch),
-                batch.mask_BT,
                 format=config.quantization.format,
                 version=step,
                 budget=config.sync.probe_budget,

@@ -76,7 +76,7 @@ def make_run(
             "time/update": 0.18,
         }
         metrics |= {f"sync/{part}_s": 0.004 for part in ("plan", "quantize", "gather", "transfer", "load")}
-        for phase in ("rollout", "reward", "prox", "correction", "update", "sync"):
+        for phase in ("rollout", "prox", "correction", "update", "sync"):
             with recorder.phase(phase):
                 pass
         if step % 10 == 0:

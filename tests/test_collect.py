@@ -32,8 +32,8 @@ class Words:
     def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         return [ord(letter) for letter in str(prompt)]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(chr, token_ids))
+    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        return ["".join(map(chr, row)) for row in token_ids]
 
 
 class Script:

@@ -261,7 +261,14 @@ class Learner:
             self.steps += 1
         else:
             self._non_finite(targets, metrics, norm)
-        return {**metrics, "optim/grad_norm": norm, "optim/lr": rate, "optim/skipped": float(not finite)}
+        return {
+            **metrics,
+            "optim/grad_norm": norm,
+            "optim/lr": rate,
+            "optim/updates": float(finite),
+            "optim/skipped": float(not finite),
+            "optim/clipped": float(finite and 0 < self.config.optim.clip_grad < norm),
+        }
 
     def _clip(self, norm: float) -> None:
         limit = self.config.optim.clip_grad

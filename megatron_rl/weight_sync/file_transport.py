@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +30,6 @@ class Written:
     manifest: Path
     tensors: int
     nbytes: int
-
-
-def default_directory() -> Path:
-    """A private folder in shared memory (or the temporary directory where there is none)."""
-    parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix="megatron-rl-sync-", dir=parent))
 
 
 def version_directory(directory: Path, policy_version: int) -> Path:

@@ -65,14 +65,6 @@ def export_shard(
     return [] if param.row.copy else cut(param, local, param.slices(shape, layout, place))
 
 
-def place_slice(full: torch.Tensor, piece: HfSlice, part: torch.Tensor) -> None:
-    """Write one rank's part into the full tensor."""
-    at = 0
-    for span in piece.spans:
-        full.narrow(piece.dim, span.full, span.length).copy_(part.narrow(piece.dim, at, span.length))
-        at += span.length
-
-
 def full_tensors(hf: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
     """`get_hf` over tensors already in memory."""
 

@@ -218,7 +218,8 @@ def read_index(path: Path) -> Metadata:
         metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
+    # what a damaged pickle can raise, according to the documentation of `pickle`
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is unreadable: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} does not hold a checkpoint index")
