@@ -21,6 +21,7 @@ from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.schema import Config
 from megatron_rl.types import Batch, Prompt, Rollout, SamplingParams, Scored
 
+RIGHT = 1.0  # the reward of a right answer
 SPREAD = 1e-6  # rewards closer than this are the same
 Group = list[Scored]
 
@@ -110,9 +111,8 @@ class Collector:
             raise RewardError(f"none of {len(everything)} answers got a score; the first: {everything[0].error}")
         rewards = [one.reward for one in _flat(chosen) if one.error is None] or scored
         lengths = [len(one.rollout.token_ids) for one in everything]
-        best = max(scored)
         flat = [[one.reward for one in group if self._counts(one)] for group in drawn if not self._learnable(group)]
-        solved = sum(bool(rewards) and min(rewards) >= best - SPREAD for rewards in flat)
+        solved = sum(bool(rewards) and min(rewards) >= RIGHT - SPREAD for rewards in flat)
         return {
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
@@ -242,7 +242,7 @@ class Evaluator:
         plain = replace(self._config, reward=replace(self._config.reward, overlong_buffer=0))
         scored = score(rollouts, self._rewards, self._tokenizer, plain, self._max_tokens)
         return {
-            "eval/accuracy": fmean(one.reward >= 1.0 for one in scored),
+            "eval/accuracy": fmean(one.reward >= RIGHT for one in scored),
             "eval/reward_mean": fmean(one.reward for one in scored),
             "eval/n": len(scored),
             "eval/response_tokens_mean": fmean(len(rollout.token_ids) for rollout in rollouts),

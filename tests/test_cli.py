@@ -127,7 +127,7 @@ def test_unknown_arguments_are_refused(arguments: list[str], place: Path) -> Non
 
 
 def test_translate_prints_a_section_or_names_what_is_wrong(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "theirs.yaml").write_text("tis_ratio_type: token\ntoken_tis_ratio_clip_high: 2.0\nuse_tis: true\n")
+    (place / "theirs.yaml").write_text("use_tis: true\ntis_imp_ratio_cap: 2.0\n")
     assert cli.main(["translate", "skyrl", "theirs.yaml"]) == 0
     (place / "ours.yaml").write_text(capsys.readouterr().out)
     assert load(place / "ours.yaml").correction.weight.high == 2.0
