@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -213,4 +216,31 @@ def _logging(config: Config, machine: Machine) -> Iterator[str]:
         yield str(error)
 
 
-_RULES = (_numbers, _model, _formats, _sampler, _data, _algorithm, _logging)
+def _passed_through(config: Config, machine: Machine) -> Iterator[str]:
+    known = _megatron_fields()
+    for key in config.learner.megatron:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean learner.megatron.{near[0]}?" if near else ""
+            yield f"learner.megatron.{key}: megatron-core's TransformerConfig has no such field{hint}"
+
+
+def _megatron_fields() -> set[str]:
+    """Read from megatron-core's source: importing it takes longer than a mistake should take to be found."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    core = Path(spec.submodule_search_locations[0])
+    fields: set[str] = set()
+    for file in (core / "model_parallel_config.py", core / "transformer" / "transformer_config.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name in ("ModelParallelConfig", "TransformerConfig"):
+                fields |= {field.target.id for field in node.body if _is_field(field)}  # type: ignore[attr-defined]
+    return fields
+
+
+def _is_field(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+
+
+_RULES = (_numbers, _model, _formats, _sampler, _data, _algorithm, _logging, _passed_through)

@@ -45,6 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("quantization.format=fp8_block", ["quantization.format", "no CPU kernel", "fp8"]),
         ("run.device=cuda", ["run.device", "cuda", "cpu or auto"]),
         ("sync.transport=nccl", ["sync.transport", "nccl", "file"]),
+        ("learner.megatron.num_moe_expert=2", ["learner.megatron.num_moe_expert", "num_moe_experts"]),
         ("learner.fp8=hybrid", ["learner.fp8", "none"]),
         ("reward.name=exact_macth", ["reward.name", "exact_match"]),
         ("loss.name=ppo", ["loss.name", "rollout.source=dataset"]),
