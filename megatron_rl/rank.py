@@ -37,7 +37,8 @@ def run_rank(config: Config, run_dir: Path) -> None:
     from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
     from megatron_rl.train import train
 
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # a driver that is asked to end writes down that it was; the others have nothing to say
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else signal.default_int_handler)
     train(config, to_yaml(config), run_dir, rank)
 
 
