@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.correction import checks as objective
 from megatron_rl.device import Machine, detect, format_problem
 from megatron_rl.rewards.functions import resolve
 from megatron_rl.schema import (
@@ -190,7 +189,6 @@ def _data(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _algorithm(config: Config, machine: Machine) -> Iterator[str]:
-    yield from objective.problems(config)
     supervised = config.rollout.source == RolloutSource.dataset
     if supervised and config.loss.name != LossName.cross_entropy:
         yield f"loss.name: {config.loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"

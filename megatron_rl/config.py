@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_rl.correction import checks as objective
 from megatron_rl.schema import Config
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -36,6 +37,9 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = from_mapping(merged)
     if config.run.name is None:
         config = from_mapping(_merge(merged, {"run": {"name": path.stem}}, path))
+    found = objective.problems(config)
+    if found:
+        raise ConfigError("\n".join(found))
     return config
 
 

@@ -72,6 +72,10 @@ def test_bases_merge_in_order(tmp_path: Path) -> None:
         ("learner=5", ["learner", "5", "tensor_parallel"]),
         ("steps", ["steps", "section.key=value"]),
         ("correction.reject=[{stta: ratio}]", ["correction.reject[0].stta", "stat"]),
+        ("correction.weight.high=-1", ["correction.weight.high", "-1"]),
+        ("correction.weight={low: 3, high: 2}", ["correction.weight"]),
+        ("correction.reject=[{stat: k2}]", ["correction.reject[0]"]),
+        ("correction={anchor: sampler, weight: {level: token}}", ["correction"]),
         ("correction.reject=[{stat: kk}]", ["correction.reject[0].stat", "kk"]),
     ],
 )
