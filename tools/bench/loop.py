@@ -81,6 +81,7 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
     rewards.start()
     ours: list[float] = []
     bare: list[float] = []
+    alone: list[float] = []  # generation without drawing, scoring and collating
     with tempfile.TemporaryDirectory() as name, EmbeddedSampler(config, model, Path(name)) as sampler:
         give_weights(sampler, model, Path(name))
         arguments = model_folder.engine_arguments(config, model) | {"load_format": "auto"}
@@ -96,6 +97,7 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
         try:
             collector = Collector(config, dataset, tokenizer, sampler, rewards)
             for repeat in range(repeats + 1):
+                before = sampler.stats
                 start = time.perf_counter()
                 collected = collector.collect(repeat)
                 collate(collected.scored)
@@ -105,12 +107,15 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
                 if repeat:  # the first round is warm-up
                     ours.append(collected.metrics["rollout/tokens"] / seconds)
                     bare.append(rate)
+                    after = sampler.stats
+                    alone.append((after.tokens - before.tokens) / (after.seconds - before.seconds))
         finally:
             process.kill()
             process.wait()
             rewards.close()
     print(f"in the loop {median(ours):.0f} tokens/s   bare {median(bare):.0f} tokens/s", end="   ")
-    print(f"ratio {median(a / b for a, b in zip(ours, bare, strict=True)):.3f}")
+    print(f"ratio {median(a / b for a, b in zip(ours, bare, strict=True)):.3f}", end="   ")
+    print(f"generation alone {median(a / b for a, b in zip(alone, bare, strict=True)):.3f}")
 
 
 def main() -> None:
