@@ -12,15 +12,13 @@ from safetensors.torch import save_file
 
 from megatron_rl.schema import Config
 from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.hf_folder import read_config
+from megatron_rl.weight_sync.hf_folder import INDEX, copy_companions, read_config
 from megatron_rl.weight_sync.layout import Layout
 from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.push import LearnerWeights
 from megatron_rl.weight_sync.source import ShardSource
 
 FILE_BYTES = 4 << 30
-# Everything beside the weights that makes a folder usable: configuration and tokenizer.
-COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
 def export_hf(learner: LearnerWeights, config: Config, folder: Path) -> None:
@@ -48,7 +46,7 @@ def export_hf(learner: LearnerWeights, config: Config, folder: Path) -> None:
     _wait()
     if rank == 0:
         _write_index(partial)
-        _copy_companions(origin, partial)
+        copy_companions(origin, partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 
@@ -67,14 +65,7 @@ def _write_index(folder: Path) -> None:
         with safe_open(file, framework="pt") as opened:
             weight_map |= dict.fromkeys(opened.keys(), file.name)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _copy_companions(origin: Path, folder: Path) -> None:
-    for pattern in COMPANIONS:
-        for path in origin.glob(pattern):
-            if not path.name.endswith(".index.json"):
-                shutil.copy2(path, folder / path.name)
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _wait() -> None:
