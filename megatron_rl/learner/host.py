@@ -115,6 +115,9 @@ def _patch_torch() -> None:
         setattr(torch.cuda, name, value)
     torch.cuda.random.get_rng_state = _rng_state
     torch.cuda.random.set_rng_state = _set_rng_state
+    # `with torch.device(...)` remembers, at its first use, which functions are constructors: it must see the true ones
+    with torch.device("cpu"):
+        torch.empty(0)
     for name in _CONSTRUCTORS:
         setattr(torch, name, _placed_on_host(getattr(torch, name)))
     torch.Tensor.type = _cuda_named_type(torch.Tensor.type)  # type: ignore[method-assign]
