@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.device import Machine, detect, format_problem
+from megatron_rl.engine_checks import engine_problems
 from megatron_rl.rewards.functions import resolve
 from megatron_rl.schema import (
     Config,
@@ -26,6 +27,7 @@ from megatron_rl.schema import (
     Transport,
 )
 from megatron_rl.wandb_log import resolve_mode
+from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.plan import config_problems
 
 # what the sampler decides itself; `sampler.vllm` may set anything else
@@ -108,7 +110,8 @@ def _numbers(config: Config, machine: Machine) -> Iterator[str]:
 
 def _model(config: Config, machine: Machine) -> Iterator[str]:
     hf = read_hf_config(config)
-    yield from config_problems(config, hf)
+    unfit = config_problems(config, hf)
+    yield from unfit or engine_problems(config, machine, ModelShape.from_hf(hf))
     if "quantization_config" in hf:
         yield (
             f"model.path: {config.model.path} is already quantized; name the BF16 model, and let quantization.format "

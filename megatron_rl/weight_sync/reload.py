@@ -1,9 +1,9 @@
 """Loading checkpoint-layout tensors into a live vLLM model, rebuilding what its kernels had packed away.
 
 Hosts: vLLM's CPU kernels pack weights into oneDNN handles and drop the originals, which vLLM's own in-place
-reload does not undo (INT8 answers with garbage, a tied lm_head keeps its old packed copy). Here every packed
-layer gets its checkpoint-layout parameters back, the model's own `load_weights` fills them, and every layer is
-processed again as after a first load.
+reload does not undo (INT8 answers with garbage, a tied lm_head keeps its old packed copy, experts are packed on
+the first load only). Here every packed layer gets its checkpoint-layout parameters back, the model's own
+`load_weights` fills them, and every layer is processed again as after a first load.
 
 GPUs: vLLM's layerwise reload keeps the tensors that CUDA graphs captured; it is used as it is.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -45,6 +46,7 @@ def load(
         if device.type == "cpu":
             restore_checkpoint_layout(model)
             refuse_unwritten(model, model.load_weights(tensors))
+            refuse_unwritten_experts(model)
             refresh_tied_head(model)
             process_weights_after_loading(model, model_config, device)
         else:
@@ -64,10 +66,16 @@ def restore_checkpoint_layout(model: Any) -> None:
             if isinstance(quant_method, QuantizeMethodBase):
                 quant_method.create_weights(layer)
             continue
+        if isinstance(layer, RoutedExperts):
+            # a kernel that exists makes vLLM copy the new weights in, unpacked
+            layer.quant_method.moe_kernel = None
         for name, meta in checkpoint_parameters(layer).items():
             current = layer._parameters.get(name)
             if current is None or type(current) is not type(meta) or current.shape != meta.shape:
                 layer.register_parameter(name, _parameter(meta, layer))
+        if isinstance(layer, RoutedExperts):
+            for stack in _expert_stacks(layer).values():
+                stack.fill_(torch.nan)  # what is left of it was not written
 
 
 def refuse_unwritten(model: Any, loaded: set[str]) -> None:
@@ -75,6 +83,26 @@ def refuse_unwritten(model: Any, loaded: set[str]) -> None:
     attention = tuple(f"{name}." for name, layer in model.named_modules() if is_deferred_attention_layer(layer))
     names = {name for name, _ in model.named_parameters() if not name.startswith(attention)}
     _refuse_missing(names - loaded)
+
+
+def refuse_unwritten_experts(model: Any) -> None:
+    """All experts of a layer share a parameter, which one of them is enough to report as loaded."""
+    _refuse_missing(
+        {
+            f"{name}.{parameter}[{expert}] (or it holds NaN)"
+            for name, layer in model.named_modules()
+            if isinstance(layer, RoutedExperts)
+            for parameter, stack in _expert_stacks(layer).items()
+            for expert, weight in enumerate(stack)
+            if bool(torch.isnan(weight).any())
+        }
+    )
+
+
+def _expert_stacks(layer: RoutedExperts) -> dict[str, torch.Tensor]:
+    """The unquantized weights of a layer's experts, the first dimension counting experts."""
+    plain = (torch.bfloat16, torch.float16, torch.float32)
+    return {name: weight.data for name, weight in layer.named_parameters(recurse=False) if weight.dtype in plain}
 
 
 def refresh_tied_head(model: Any) -> None:
