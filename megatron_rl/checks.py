@@ -42,7 +42,7 @@ def check(config: Config) -> Machine:
     machine = detect(config.run.device)
     found = [problem for rule in _RULES for problem in rule(config, machine)]
     if found:
-        raise ConfigError("\n".join(found))
+        raise ConfigError("\n".join(dict.fromkeys(found)))
     return machine
 
 

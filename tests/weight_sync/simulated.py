@@ -27,6 +27,7 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=TIMEOUT_S)
         self._slots: dict[int, torch.Tensor] = {}
+        self.sent: dict[int, int] = {}  # bytes by rank
 
     def max_(self, tensor: torch.Tensor) -> None:
         self._slots[threading.get_ident()] = tensor.clone()
@@ -38,6 +39,7 @@ class ThreadGroup:
 
     def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
         self._slots[rank] = tensor
+        self.sent[rank] = self.sent.get(rank, 0) + (tensor.nbytes if rank else 0)
         self._barrier.wait()
         for source, buffer in enumerate(received, start=1):
             buffer.copy_(self._slots[source])
@@ -84,10 +86,16 @@ def local_parameters(
 
 
 def run_sources(
-    hf: Mapping[str, torch.Tensor], shape: ModelShape, layout: Layout, format: Format, **source_args: Any
+    hf: Mapping[str, torch.Tensor],
+    shape: ModelShape,
+    layout: Layout,
+    format: Format,
+    *,
+    groups: dict[Any, ThreadGroup] | None = None,
+    **source_args: Any,
 ) -> tuple[list[ShardSource], list[list[tuple[str, torch.Tensor]]]]:
-    """Every rank's source, and what each yielded."""
-    groups: dict[Any, ThreadGroup] = {}
+    """Every rank's source, and what each yielded. `groups`: filled with the groups they talked over."""
+    groups = {} if groups is None else groups
     sources, work = [], []
     for place in layout.places():
         dense = groups.setdefault(("tp", place.pp, place.dp), ThreadGroup(layout.tp))
