@@ -6,12 +6,11 @@ import itertools
 
 import pytest
 import torch
-from simulated import hf_config, random_hf, run_sources
+from simulated import assert_same_bits, hf_config, quantized_whole, random_hf, run_sources
 
 from megatron_rl.schema import Format
 from megatron_rl.weight_sync.layout import Layout
 from megatron_rl.weight_sync.model_shape import ModelShape
-from megatron_rl.weight_sync.quantize import is_quantized, quantize
 
 PIPELINES = {
     "pp1": {},
@@ -22,32 +21,12 @@ PIPELINES = {
 IGNORE = ("lm_head",)
 
 
-def expected(hf: dict[str, torch.Tensor], format: Format, tied: bool) -> dict[str, torch.Tensor]:
-    out: dict[str, torch.Tensor] = {}
-    for name, tensor in hf.items():
-        if is_quantized(name, format, IGNORE):
-            for suffix, value in quantize(tensor, format).items():
-                out[name.removesuffix("weight") + suffix] = value
-        else:
-            out[name] = tensor.bfloat16()
-    return out
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def check(config: dict, layout: Layout, format: Format, dtype: torch.dtype = torch.bfloat16) -> None:
     shape = ModelShape.from_hf(config)
     hf = random_hf(shape, dtype)
     sources, yielded = run_sources(hf, shape, layout, format, ignore=IGNORE, bucket_bytes=40_000)
     assert [source.failure for source in sources] == [None] * layout.world
-    received = [pair for of_rank in yielded for pair in of_rank]
-    want = expected(hf, format, shape.tied)
-    assert sorted(name for name, _ in received) == sorted(want)  # each once
-    for name, tensor in received:
-        assert (tensor.dtype, tensor.shape) == (want[name].dtype, want[name].shape), name
-        assert torch.equal(bits(tensor), bits(want[name])), name
+    assert_same_bits([pair for of_rank in yielded for pair in of_rank], quantized_whole(hf, format, IGNORE))
     for source, tensors in zip(sources, yielded, strict=True):
         assert source.writes or not tensors
         assert source.nbytes == sum(tensor.nbytes for _, tensor in tensors)
