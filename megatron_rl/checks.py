@@ -44,7 +44,7 @@ def check(config: Config) -> Machine:
     machine = detect(config.run.device)
     found = [problem for rule in _RULES for problem in rule(config, machine)]
     if found:
-        raise ConfigError("\n".join(found))
+        raise ConfigError("\n".join(dict.fromkeys(found)))
     return machine
 
 
@@ -75,6 +75,7 @@ def _numbers(config: Config, machine: Machine) -> Iterator[str]:
         ("sampler.tensor_parallel", config.sampler.tensor_parallel, lambda x: x >= 1, "1 or more"),
         ("sampler.max_sequences", config.sampler.max_sequences, lambda x: x >= 1, "1 or more"),
         ("sampler.memory_gib", config.sampler.memory_gib, lambda x: x > 0, "above 0"),
+        ("quantization.smoothing_every", config.quantization.smoothing_every, lambda x: x >= 1, "1 or more"),
         ("sync.every", config.sync.every, lambda x: x >= 1, "1 or more"),
         ("sync.verify_every", config.sync.verify_every, lambda x: x >= 0, "0 or more"),
         ("sync.bucket_mib", config.sync.bucket_mib, lambda x: x >= 1, "1 or more"),
@@ -138,6 +139,14 @@ def _formats(config: Config, machine: Machine) -> Iterator[str]:
     problem = format_problem(config.quantization.format, machine)
     if problem:
         yield f"quantization.format: {config.quantization.format}: {problem}"
+    smoothing = config.quantization.smoothing or 0.0
+    if not 0 <= smoothing < 1:
+        yield f"quantization.smoothing: {smoothing:g}, expected 0 < alpha < 1 such as 0.5, or null (off)"
+    elif smoothing and config.quantization.format != Format.int8:
+        yield (
+            f"quantization.smoothing: {smoothing:g} with quantization.format={config.quantization.format}; only int8 "
+            "gains from it: set quantization.format=int8, or quantization.smoothing=null"
+        )
     if config.sync.transport != Transport.file and machine.kind == Device.cpu:
         yield f"sync.transport: {config.sync.transport} needs GPUs; use file"
     elif config.sync.transport != Transport.file:

@@ -21,10 +21,11 @@ from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.schema import Config, RolloutSource
-from megatron_rl.types import Batch, SamplingParams, Scored
+from megatron_rl.types import Batch, Rollout, SamplingParams, Scored
 
 PROBE_PROMPTS = 8
 PROBE_SAMPLES = 8
+CALIBRATION_PROMPTS = 64
 
 
 class Follower:
@@ -39,6 +40,9 @@ class Follower:
         return None
 
     def everything_drawn(self) -> Batch | None:
+        return None
+
+    def prompt_batch(self) -> Batch | None:
         return None
 
     def probe_batch(self, step: int) -> Batch | None:
@@ -97,6 +101,7 @@ class Driver:
             self.recorder.note(f"eval     {config.data.eval}: {held_out.describe()}")
             self._evaluator = Evaluator(config, held_out, tokenizer, self.sampler, self.rewards)
         self._probe_prompts = train.prompts[:PROBE_PROMPTS]
+        self._calibration_prompts = train.prompts[:CALIBRATION_PROMPTS]
         self._stop_tokens = tokenizer.stop_token_ids
 
     def _finish_step(self, number: int, frame: FrameType | None) -> None:
@@ -110,6 +115,13 @@ class Driver:
     def everything_drawn(self) -> Batch:
         """All of the step's rollouts, those of dropped groups included."""
         return collate(self._drawn)
+
+    def prompt_batch(self) -> Batch:
+        """The first prompts, as rows that hold no answer."""
+        rows = [
+            Rollout(prompt, group, 0, (), (), (), "abort", 0) for group, prompt in enumerate(self._calibration_prompts)
+        ]
+        return collate([Scored(one, reward=0.0) for one in rows])
 
     def probe_batch(self, step: int) -> Batch:
         """Fresh answers of the sampler as it is now, unscored."""

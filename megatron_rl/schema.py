@@ -139,6 +139,9 @@ class SamplerSection:
 class QuantizationSection:
     format: Format = Format.none
     ignore: list[str] = field(default_factory=lambda: ["lm_head"])  # names or re:patterns, as in checkpoints
+    # int8: how far outliers of the activations move into the weights, such as 0.5; null or 0: not at all
+    smoothing: float | None = None
+    smoothing_every: int = 10  # syncs between new smoothing scales
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
         last.callback(learner.close)
         with closing(WeightSync(learner, driver.sampler, config)) as sync:
             load_policy(learner, config)
+            calibrate(learner, driver, config)
             loop(config, driver, learner, sync)
             if config.log.export:
                 export_hf(learner, config, run_dir / "model")
@@ -52,6 +53,12 @@ def load_policy(learner: Learner, config: Config) -> None:
         learner.init_random(config.run.seed)
     if config.loss.kl_coef:
         learner.keep_reference()
+
+
+def calibrate(learner: Learner, driver: Driver | Follower, config: Config) -> None:
+    """Smoothing needs to have seen activations before the first sync: those of the first prompts."""
+    if config.quantization.smoothing:
+        learner.logprobs(learner.broadcast(driver.prompt_batch()))
 
 
 def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync, done: int = 0) -> None:

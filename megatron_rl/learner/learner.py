@@ -35,6 +35,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.learner import weights
+from megatron_rl.learner.activation_stats import ActivationStats
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.packing import Pack, pack, plan
@@ -67,6 +68,9 @@ class Learner:
         self._reference: list[Tensor] = []
         self.megatron_config = transformer_config(self.hf_config, config.learner)
         self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
+        self._activations = ActivationStats(self.shape, self.device)
+        if config.quantization.smoothing:
+            self._watch_activations()
         self.model = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         self.optimizer = get_megatron_optimizer(
             self._optimizer_config(), self.model, use_gloo_process_groups=self.device.type != "cpu"
@@ -92,6 +96,12 @@ class Learner:
             last=self.ranks.last_stage and chunk == self.layout.chunks - 1,
             chunk=chunk if self.layout.vp is not None else None,
         )
+
+    def _watch_activations(self) -> None:
+        shard = self.place.tp if self.megatron_config.sequence_parallel else None
+        for chunk, module in enumerate(self.modules):
+            first_layer = self.layout.layers(self.shape.layers, self.place.pp, chunk).start
+            self._activations.watch(module, first_layer, shard)
 
     def _wrapped(self, module: PolicyModel, chunk: int) -> DistributedDataParallel:
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -144,6 +154,17 @@ class Learner:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Logprob of every response token at rollout.temperature, [B, T] float32, 0 beyond a response."""
+        with self._activations.observing():
+            return self._logprobs(batch)
+
+    def take_activation_amax(self) -> Tensor:
+        """Largest magnitude per channel of the norms' outputs that this rank saw in `logprobs` since the last call.
+
+        [layer, norm, channel]; kept only with quantization.smoothing.
+        """
+        return self._activations.take()
+
+    def _logprobs(self, batch: Batch) -> Tensor:
         packs = self._packs(batch, range(len(batch)))
         logprobs_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
         with torch.no_grad():
@@ -163,7 +184,7 @@ class Learner:
         present = [parameter.detach().clone() for parameter in parameters]
         _overwrite(parameters, self._reference)
         try:
-            return self.logprobs(batch)
+            return self._logprobs(batch)
         finally:
             _overwrite(parameters, present)
 

@@ -26,6 +26,7 @@ from megatron_rl.weight_sync.layout import Layout
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.quantization_error import ErrorSummary, summarize
+from megatron_rl.weight_sync.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.sync_dir import SyncDir
 
@@ -38,6 +39,9 @@ class LearnerWeights(Protocol):
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """This rank's shards by global megatron name (see mapping.global_name)."""
+
+    def take_activation_amax(self) -> torch.Tensor:
+        """What this rank saw since the last call, [layer, norm, channel]: asked for with quantization.smoothing."""
 
 
 class SamplerClient(Protocol):
@@ -123,15 +127,22 @@ class WeightSync:
             raise WeightSyncError(f"sync.transport={config.sync.transport.value} is not available here; take `file`")
         started = time.perf_counter()
         shape = ModelShape.from_hf(hf_config or read_config(Path(config.model.path)))
+        ranks = ranks or Ranks.from_megatron()
+        quantization = config.quantization
+        smoothing = None
+        if quantization.smoothing:
+            every = quantization.smoothing_every
+            smoothing = Smoothing(shape, quantization.smoothing, every, ranks.world, learner.take_activation_amax)
         self._learner, self._sampler, self._config = learner, sampler, config
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._source = ShardSource(
             shape,
             Layout.from_config(config.learner),
-            ranks or Ranks.from_megatron(),
-            config.quantization.format,
-            config.quantization.ignore,
+            ranks,
+            quantization.format,
+            quantization.ignore,
             bucket_bytes=config.sync.bucket_mib << 20,
+            smoothing=smoothing,
         )
         self._sync_dir: SyncDir | None = None
         self._writer, self._writers, self._nbytes = self._writer_number()

@@ -22,11 +22,12 @@ from megatron_rl.weight_sync.buckets import Bucket, Job, Workspace, full_tensors
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.layout import Layout
 from megatron_rl.weight_sync.manifest import DTYPE_NAMES
-from megatron_rl.weight_sync.mapping import find
+from megatron_rl.weight_sync.mapping import Norm, find
 from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.quantization_error import ErrorSample, sample_error
 from megatron_rl.weight_sync.quantize import quantize, row_amax
 from megatron_rl.weight_sync.shards import cut
+from megatron_rl.weight_sync.smoothing import Smoothing, column_amax
 
 
 @dataclass
@@ -45,13 +46,14 @@ class ShardSource:
         ignore: Sequence[str] = (),
         dtype: torch.dtype = torch.bfloat16,
         bucket_bytes: int = 64 << 20,
+        smoothing: Smoothing | None = None,
     ) -> None:
         """`dtype`: what the sampler holds unquantized tensors in."""
         self.failure: str | None = None
         self.seconds = Seconds()
         self.errors: list[ErrorSample] = []
         self._shape, self._layout = shape, layout
-        self._format, self._dtype = format, dtype
+        self._format, self._dtype, self._smoothing = format, dtype, smoothing
         self._workspace = Workspace()
         self._buckets = plan_buckets(shape, layout, ranks, format, ignore, DTYPE_NAMES[dtype], bucket_bytes)
 
@@ -73,6 +75,8 @@ class ShardSource:
         """
         self.failure, self.seconds, self.errors = None, Seconds(), []
         shards = self._by_table_name(parameters)
+        if self._smoothing is not None:
+            self._smoothing.begin_sync(lambda: self._column_amax(shards))
         for bucket in self._buckets:
             yield from self._run(bucket, shards)
 
@@ -112,7 +116,34 @@ class ShardSource:
 
     def _parts(self, job: Job, shards: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
         local = shards.get(job.param.megatron)
-        return None if local is None else [part for _, part in cut(job.param, local, job.slices)]
+        if local is None:
+            return None
+        if self._smoothing is not None:
+            local = self._smoothing.fold(job.param, local)
+        return [part for _, part in cut(job.param, local, job.slices)]
+
+    @torch.no_grad()
+    def _column_amax(self, shards: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[layer, norm, channel]: the largest weight of each column over the quantized readers of a norm held here."""
+        device = next(iter(shards.values())).device if shards else None
+        amax_LNH = torch.zeros(self._shape.layers, len(Norm), self._shape.hidden, device=device)
+        for bucket in self._buckets:
+            for job in bucket.jobs:
+                local, norm, layer = shards.get(job.param.megatron), job.param.row.norm, job.param.layer
+                if local is None or norm is None or layer is None or local.ndim == 1:
+                    continue
+                for (piece, part), outs in zip(
+                    cut(job.param, local, job.slices), job.outputs[bucket.rank], strict=True
+                ):
+                    if len(outs) == 1 or not part.numel():
+                        continue
+                    amax_H = column_amax(part)
+                    if not torch.isfinite(amax_H).all():
+                        self._fail(f"{piece.name}: the weight holds NaN or infinity: the learner has diverged")
+                        continue
+                    here = amax_LNH[layer, norm]
+                    torch.maximum(here, amax_H, out=here)
+        return amax_LNH
 
     def _shared_amax(
         self, bucket: Bucket, parts: Sequence[list[torch.Tensor] | None], device: torch.device
