@@ -26,6 +26,8 @@ class SamplerStats:
     seconds: float = 0.0  # inside `generate`
     missing_logprobs: int = 0  # tokens whose logprob was absent or NaN
     truncated: int = 0  # sequences that ended by length
+    retried: int = 0  # prompts that another server had to answer
+    restarts: int = 0  # of servers
 
 
 class Sampler(Protocol):
