@@ -37,6 +37,11 @@ class Format(StrEnum):
     fp8_block = "fp8_block"
 
 
+def format_number(name: str) -> int:
+    """A format's place in the enumeration, for tensors; -1 where an answer came from no engine."""
+    return list(Format).index(Format(name)) if name else -1
+
+
 class Transport(StrEnum):
     file = "file"
     ipc = "ipc"

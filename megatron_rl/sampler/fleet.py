@@ -31,10 +31,11 @@ from megatron_rl.sampler.server_process import ServerPlan, share_of_cores
 from megatron_rl.sampler.supervisor import FleetState, Supervisor
 from megatron_rl.schema import Config, Format
 from megatron_rl.types import Prompt, Rollout, SamplingParams
+from megatron_rl.weight_sync.formats import BY_FORMAT
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
-BY_FORMAT = "by_format"  # the key of an update that differs from format to format
 KEY_BYTES = 32
+SHUT_S = 5.0
 
 
 class FleetSampler:
@@ -62,6 +63,7 @@ class FleetSampler:
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = False
         self._paused = False
+        self._updating = False  # between start_weight_update and the end of that update
         self._staged: dict[Format, dict[str, Any]] = {}
 
     @property
@@ -155,6 +157,7 @@ class FleetSampler:
     def close(self) -> None:
         """End the servers that were started here; safe to call twice and in any state."""
         if self._loop is not None:
+            self._loop.call(self._shut())
             self._loop.stop()
             self._loop = None
         for replica in self.replicas:
@@ -272,13 +275,13 @@ class FleetSampler:
         state = self._opened()
         if not any(replica.ready for replica in self.replicas):
             await self._until_one_is_ready()
-        if self._staged:  # an update that was never finished
-            self._end_update()
+        self._end_update()  # one that was never finished
         await asyncio.wait_for(state.updating.acquire(), state.start_timeout_s)
+        self._updating = True
         try:
             await self._on_all(lambda one: one.start_update())
         except BaseException:
-            state.updating.release()
+            self._end_update()
             raise
 
     async def _stage(self, updates: dict[Format, dict[str, Any]]) -> None:
@@ -301,10 +304,10 @@ class FleetSampler:
             self._end_update()
 
     def _end_update(self) -> None:
-        state = self._opened()
         self._staged = {}
-        if state.updating.locked():
-            state.updating.release()
+        if self._updating:
+            self._updating = False
+            self._opened().updating.release()
 
     async def _until_one_is_ready(self) -> None:
         state = self._opened()
@@ -313,6 +316,16 @@ class FleetSampler:
             if time.monotonic() > deadline or all(replica.lost for replica in self.replicas):
                 raise SamplerError(nobody_left(self.replicas, state.version, state.start_timeout_s))
             await asyncio.sleep(0.1)
+
+    async def _shut(self) -> None:
+        """Stop watching, and hang up. The servers themselves are ended afterwards."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=SHUT_S)
+        for supervisor in self._supervisors:
+            supervisor.first_start.cancel()
+            await supervisor.replica.close()
 
     async def _health(self) -> dict[str, Any]:
         return {

@@ -32,6 +32,11 @@ def replica_formats(config: Config) -> tuple[Format, ...]:
     return tuple(fleet.formats) or (config.quantization.format,) * (fleet.replicas + len(fleet.addresses))
 
 
+def local_formats(config: Config) -> tuple[Format, ...]:
+    """Those that this machine has to run: servers that are given by address have machines of their own."""
+    return replica_formats(config)[: config.sampler.fleet.replicas] if is_fleet(config) else replica_formats(config)
+
+
 def distinct_formats(config: Config) -> tuple[Format, ...]:
     """What every sync has to produce, in a fixed order."""
     wanted = set(replica_formats(config))

@@ -36,7 +36,18 @@ class Sampler(Protocol):
     @property
     def stats(self) -> SamplerStats: ...
 
+    @property
+    def last_sync(self) -> dict[str, Any]:
+        """verify_s, load_s and bytes of the last accepted update."""
+        ...
+
     def start(self) -> None: ...
+
+    def launch(self) -> None:
+        """Start without waiting; whatever comes next waits."""
+        ...
+
+    def wait_ready(self) -> None: ...
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int

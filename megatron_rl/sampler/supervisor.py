@@ -119,8 +119,8 @@ class Supervisor:
         replica = self.replica
         if replica.key and await replica.answers_strangers():
             raise ReplicaGone(
-                f"{replica.address} moves weights for whoever asks, without the key; start it with `megatron-rl serve`, "
-                "or with --middleware megatron_rl.sampler.server_key.RequireKey"
+                f"{replica.address} moves weights for whoever asks, without the key; start it with "
+                "--middleware megatron_rl.sampler.server_key.RequireKey"
             )
         info = (await replica.get("/server_info?config_format=json"))["vllm_config"]["model_config"]
         if info["logprobs_mode"] != "processed_logprobs":
@@ -129,8 +129,8 @@ class Supervisor:
             )
         if info["max_model_len"] < self._state.longest:
             raise ReplicaGone(
-                f"{replica.address} takes {info['max_model_len']} tokens, the recipe needs {self._state.longest}: start "
-                f"it with --max-model-len {self._state.longest}"
+                f"{replica.address} takes {info['max_model_len']} tokens, the recipe needs {self._state.longest}: "
+                f"start it with --max-model-len {self._state.longest}"
             )
 
     async def _watch(self) -> None:
