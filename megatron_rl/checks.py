@@ -14,6 +14,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.device import Machine, detect, format_problem
 from megatron_rl.engine_checks import engine_problems
 from megatron_rl.rewards.functions import resolve
+from megatron_rl.sampler import fleet_config
 from megatron_rl.schema import (
     Config,
     Device,
@@ -136,9 +137,11 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _formats(config: Config, machine: Machine) -> Iterator[str]:
-    problem = format_problem(config.quantization.format, machine)
-    if problem:
-        yield f"quantization.format: {config.quantization.format}: {problem}"
+    key = "sampler.fleet.formats" if config.sampler.fleet.formats else "quantization.format"
+    for format in dict.fromkeys(fleet_config.local_formats(config)):
+        problem = format_problem(format, machine)
+        if problem:
+            yield f"{key}: {format}: {problem}"
     smoothing = config.quantization.smoothing or 0.0
     if not 0 <= smoothing < 1:
         yield f"quantization.smoothing: {smoothing:g}, expected 0 < alpha < 1 such as 0.5, or null (off)"
@@ -180,6 +183,10 @@ def _sampler(config: Config, machine: Machine) -> Iterator[str]:
         )
 
 
+def _fleet(config: Config, machine: Machine) -> Iterator[str]:
+    yield from fleet_config.problems(config, machine.kind)
+
+
 def _data(config: Config, machine: Machine) -> Iterator[str]:
     for key, needed in (("train", True), ("eval", config.eval.every > 0)):
         value = getattr(config.data, key)
@@ -208,7 +215,7 @@ def _algorithm(config: Config, machine: Machine) -> Iterator[str]:
         yield f"advantage.estimator: {config.advantage.estimator} on the data set's own answers is 0; use none"
     if supervised and config.rollout.samples_per_prompt != 1:
         yield "rollout.samples_per_prompt: the data set has one answer per prompt; use 1 with rollout.source=dataset"
-    if config.sampler.tensor_parallel > 1 and config.quantization.format == Format.fp8_block:
+    if config.sampler.tensor_parallel > 1 and Format.fp8_block in fleet_config.replica_formats(config):
         yield "sampler.tensor_parallel: 128x128 blocks over several sampler ranks are not built yet; use 1"
     if config.eval.every % config.sync.every:
         yield (
@@ -253,4 +260,4 @@ def _is_field(node: ast.stmt) -> bool:
     return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
 
 
-_RULES = (_numbers, _model, _formats, _sampler, _data, _algorithm, _logging, _passed_through)
+_RULES = (_numbers, _model, _formats, _sampler, _fleet, _data, _algorithm, _logging, _passed_through)

@@ -19,7 +19,9 @@ from megatron_rl.prompts import FolderTokenizer, load_dataset
 from megatron_rl.record import Recorder, RecorderLike, SilentRecorder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
-from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.choose import make_sampler
+from megatron_rl.sampler.fleet_config import is_fleet, replica_formats
+from megatron_rl.sampler.protocol import Sampler, SamplerStats
 from megatron_rl.schema import Config, RolloutSource
 from megatron_rl.types import Batch, Rollout, SamplingParams, Scored
 
@@ -31,7 +33,7 @@ CALIBRATION_PROMPTS = 64
 class Follower:
     """Every rank but the first."""
 
-    sampler: EmbeddedSampler | None = None
+    sampler: Sampler | None = None
 
     def __init__(self) -> None:
         self.recorder: RecorderLike = SilentRecorder()
@@ -73,6 +75,7 @@ class Driver:
         self._stop_reason: str | None = None
         self._scored: list[Scored] = []
         self._drawn: list[Scored] = []
+        self._seen = SamplerStats()
         self.recorder = self._stack.enter_context(Recorder(config, resolved_yaml, run_dir, config.run.steps))
         try:
             self._open(run_dir)
@@ -89,7 +92,8 @@ class Driver:
         self.rewards = RewardPool(config.reward, config.data.answer_key)
         self._stack.callback(self.rewards.close)
         self.rewards.start()
-        self.sampler = EmbeddedSampler(config, folder, run_dir / "logs" / f"attempt_{self.recorder.run.attempt}")
+        log_dir = run_dir / "logs" / f"attempt_{self.recorder.run.attempt}"
+        self.sampler = make_sampler(config, folder, log_dir, self.recorder.note)
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
         supervised = config.rollout.source == RolloutSource.dataset
@@ -100,7 +104,8 @@ class Driver:
             held_out = load_dataset("eval", config.data, tokenizer, config.rollout.max_prompt_tokens)
             self.recorder.note(f"eval     {config.data.eval}: {held_out.describe()}")
             self._evaluator = Evaluator(config, held_out, tokenizer, self.sampler, self.rewards)
-        self._probe_prompts = train.prompts[:PROBE_PROMPTS]
+        # idle servers are given a prompt each, so that the probe meets every one
+        self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, len(replica_formats(config)))]
         self._calibration_prompts = train.prompts[:CALIBRATION_PROMPTS]
         self._stop_tokens = tokenizer.stop_token_ids
 
@@ -110,7 +115,17 @@ class Driver:
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         collected = self._collector.collect(step)
         self._scored, self._drawn = collected.scored, collected.drawn
-        return collate(collected.scored), collected.metrics
+        return collate(collected.scored), collected.metrics | self._fleet_news()
+
+    def _fleet_news(self) -> dict[str, float]:
+        """What became of a fleet's servers since the last step; nothing for an embedded engine."""
+        before, self._seen = self._seen, self.sampler.stats
+        if not is_fleet(self._config):
+            return {}
+        return {
+            "rollout/retried": self._seen.retried - before.retried,
+            "rollout/restarts": self._seen.restarts - before.restarts,
+        }
 
     def everything_drawn(self) -> Batch:
         """All of the step's rollouts, those of dropped groups included."""

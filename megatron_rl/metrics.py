@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.schema import Format
+
 GROUPS: dict[str, str] = {
     "progress": "How far the run is.",
     "reward": "What the answers scored. The policy that is scored is the *sampler's*: see `reward/learner_estimate`.",
@@ -106,6 +108,8 @@ _TABLE: list[Metric] = [
         ("groups_all_wrong", "sum", "groups", "groups dropped because every answer had the same lower reward"),
         ("staleness_mean", "mean", "versions", "mean number of updates between a rollout's policy and the learner"),
         ("staleness_max", "max", "versions", "the largest of those numbers"),
+        ("retried", "sum", "prompts", "prompts that another server of the fleet had to answer, because one had gone"),
+        ("restarts", "sum", "servers", "servers of the fleet that were started again"),
     ),
     *_rows(
         "rollout_corr",
@@ -144,6 +148,18 @@ _TABLE: list[Metric] = [
         ("cap", "mean", "", "the cap that was solved for the target effective sample size"),
         ("weight_bias", "mean", "", "mean(w A) - mean(rho A): what truncation costs in bias"),
         ("weight_variance", "mean", "", "var(w A) / n over kept tokens"),
+    ),
+    *(
+        row
+        for format in Format
+        for row in _rows(
+            f"rollout_corr/{format}",
+            ("kl", "mean", "nats", f"kl at tokens that {format} servers of a mixed fleet sampled"),
+            ("k3_kl", "mean", "nats", "k3_kl at the same tokens"),
+            ("logp_abs_diff_mean", "mean", "nats", "logp_abs_diff_mean at the same tokens"),
+            ("mult_prob_error", "mean", "", "mult_prob_error at the same tokens"),
+            ("token_fraction", "mean", "", "their share of the compared tokens"),
+        )
     ),
     *_rows(
         "loss",
@@ -184,6 +200,10 @@ _TABLE: list[Metric] = [
         ("clamped_fraction", "mean", "", "fraction of weight values beyond what their scale can express"),
         ("probe_abs_diff", "last", "nats", "mean absolute logprob difference on freshly sampled tokens, right after"),
         ("probe_budget", "last", "nats", "what that difference may be for this pair of formats"),
+        *(
+            (f"probe_abs_diff/{format}", "last", "nats", f"the same for {format} servers of a mixed fleet alone")
+            for format in Format
+        ),
     ),
     *_rows(
         "time",

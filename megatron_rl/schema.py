@@ -37,6 +37,11 @@ class Format(StrEnum):
     fp8_block = "fp8_block"
 
 
+def format_number(name: str) -> int:
+    """A format's place in the enumeration, for tensors; -1 where an answer came from no engine."""
+    return list(Format).index(Format(name)) if name else -1
+
+
 class Transport(StrEnum):
     file = "file"
     ipc = "ipc"
@@ -125,6 +130,22 @@ class RolloutSection:
 
 
 @dataclass(frozen=True)
+class FleetSection:
+    """vLLM servers over HTTP in place of the embedded engine; their number is replicas plus addresses."""
+
+    replicas: int = 0  # servers that the run starts on this machine
+    addresses: list[str] = field(default_factory=list)  # servers started elsewhere, such as http://node7:8000
+    formats: list[Format] = field(
+        default_factory=list
+    )  # of each server, started ones first; empty: quantization.format
+    devices: list[str] = field(default_factory=list)  # GPUs of each started server, such as ["0,1", "2,3"]
+    port: int | None = None  # of the first started server, the next ones follow; null: free ones
+    key_variable: str = "MEGATRON_RL_FLEET_KEY"  # the environment variable that holds the key of `addresses`
+    restarts: int = 3  # of each started server within a run
+    probe_every_s: float = 2.0  # between two looks at every server
+
+
+@dataclass(frozen=True)
 class SamplerSection:
     tensor_parallel: int = 1
     max_sequences: int = 256  # decoded at once
@@ -132,6 +153,7 @@ class SamplerSection:
     memory_gib: float = 1.0  # KV cache on hosts; on GPUs vllm.gpu_memory_utilization rules
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
+    fleet: FleetSection = field(default_factory=FleetSection)
     vllm: dict[str, Any] = field(default_factory=dict)  # handed to vLLM as is
 
 

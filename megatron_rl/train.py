@@ -18,12 +18,14 @@ import torch
 
 from megatron_rl.advantage import group_advantages
 from megatron_rl.checks import read_hf_config
+from megatron_rl.correction.breakdown import mismatch_by_format
 from megatron_rl.correction.learner_reward import learner_reward
 from megatron_rl.covariance import select_by_covariance
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner.learner import Learner
 from megatron_rl.metrics import combine
 from megatron_rl.rollout_correction import Correction, apply_conditional_rules, keep_rows, rollout_correction
+from megatron_rl.sampler.fleet_config import distinct_formats
 from megatron_rl.schema import Anchor, Config, LossName, ModelInit
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import probe
@@ -120,6 +122,7 @@ def correct(anchor_BT: torch.Tensor, batch: Batch, config: Config) -> tuple[Corr
     counted_B = correction.baseline_keep_B(config.correction) & torch.isfinite(batch.rewards_B)
     advantages_B, keep_B = group_advantages(batch.rewards_B, batch.groups_B, counted_B, config.advantage)
     correction = keep_rows(correction, keep_B, config.correction)
+    correction = replace(correction, metrics=correction.metrics | mismatch_by_format(prox_BT, batch))
     return apply_conditional_rules(correction, advantages_B, config.correction), advantages_B
 
 
@@ -162,16 +165,15 @@ def publish(
         metrics = sync.push(step).metrics()
         if due(step // config.sync.every, config.sync.verify_every):
             batch = learner.broadcast(driver.probe_batch(step))
-            result = probe.check_batch(
+            metrics |= probe.check_formats(
                 batch,
                 learner.logprobs(batch),
-                format=config.quantization.format,
+                distinct_formats(config),
                 version=step,
                 budget=config.sync.probe_budget,
                 vocab=learner.shape.vocab,
                 tied=learner.shape.tied,
             )
-            metrics |= result.metrics()
     return metrics
 
 

@@ -273,6 +273,7 @@ class EmbeddedSampler:
                     loss_mask=(True,) * length,
                     finish_reason=finish,
                     policy_version=self.policy_version,
+                    format=self._config.quantization.format.value,
                 )
             )
             start = stop

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from megatron_rl.sampler.fleet_config import distinct_formats
 from megatron_rl.schema import Config, Format
 from megatron_rl.weight_sync.formats import BLOCK, Output, is_quantized, outputs
 from megatron_rl.weight_sync.layout import Layout, Place
@@ -187,7 +188,10 @@ def config_problems(config: Config, hf_config: dict[str, object]) -> list[str]:
     if below:
         return below
     layout = Layout.from_config(learner)
-    return problems(shape, layout, config.sampler.tensor_parallel, quantization.format, quantization.ignore)
+    found: dict[str, None] = {}  # formats share most of their problems
+    for format in distinct_formats(config):
+        found |= dict.fromkeys(problems(shape, layout, config.sampler.tensor_parallel, format, quantization.ignore))
+    return list(found)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.exchange import exchange
-from megatron_rl.schema import Config, Transport
+from megatron_rl.sampler.fleet_config import distinct_formats, is_fleet
+from megatron_rl.schema import Config, Format, Transport
 from megatron_rl.weight_sync.file_transport import Written, remove_version, update_info, write_version
+from megatron_rl.weight_sync.formats import BY_FORMAT
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.hf_folder import read_config
 from megatron_rl.weight_sync.layout import Layout
@@ -102,6 +104,18 @@ class _Contribution:
     seconds: SyncSeconds = field(default_factory=SyncSeconds)
     error: ErrorSummary = field(default_factory=ErrorSummary)
 
+    @classmethod
+    def sum(cls, parts: Sequence[_Contribution]) -> _Contribution:
+        """One rank's parts of a version in several formats."""
+        names = ("quantize", "gather", "transfer")
+        return cls(
+            next((part.failure for part in parts if part.failure), None),
+            sum(part.nbytes for part in parts),
+            sum(part.tensors for part in parts),
+            SyncSeconds(**{name: sum(getattr(part.seconds, name) for part in parts) for name in names}),
+            ErrorSummary.merge(part.error for part in parts),
+        )
+
     def encode(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -135,15 +149,20 @@ class WeightSync:
             smoothing = Smoothing(shape, quantization.smoothing, every, ranks.world, learner.take_activation_amax)
         self._learner, self._sampler, self._config = learner, sampler, config
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._source = ShardSource(
-            shape,
-            Layout.from_config(config.learner),
-            ranks,
-            quantization.format,
-            quantization.ignore,
-            bucket_bytes=config.sync.bucket_mib << 20,
-            smoothing=smoothing,
-        )
+        layout = Layout.from_config(config.learner)
+        self._sources = {  # one for each weight format among the engines
+            format: ShardSource(
+                shape,
+                layout,
+                ranks,
+                format,
+                quantization.ignore,
+                bucket_bytes=config.sync.bucket_mib << 20,
+                smoothing=smoothing if format == Format.int8 else None,
+            )
+            for format in distinct_formats(config)
+        }
+        self._served: int | None = None  # the version that restarted engines will ask for
         self._sync_dir: SyncDir | None = None
         self._writer, self._writers, self._nbytes = self._writer_number()
         self._directory = self._open_directory()
@@ -163,14 +182,13 @@ class WeightSync:
         failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
         if failures:
             if self._rank == 0:
-                remove_version(self._directory, version)
+                self._remove(version)
             raise WeightSyncError(f"policy version {version} was not sent: " + "; ".join(failures[:3]))
         load_seconds, outcome = 0.0, None
         if self._rank == 0:
             load_seconds, outcome = self._load(version)
         load_seconds, message = exchange([load_seconds, None if outcome is None else str(outcome)])[0]
-        if self._sampler is not None:  # without one the written version is the result
-            remove_version(self._directory, version)
+        self._tidy(version, taken=message is None)
         if outcome is not None:
             raise outcome
         if message is not None:
@@ -194,7 +212,7 @@ class WeightSync:
 
     def _writer_number(self) -> tuple[int, int, int]:
         """(this rank's number among the writers, how many there are, bytes of all of them)."""
-        writes = exchange([self._source.writes, self._source.nbytes])
+        writes = exchange([self._writes, sum(source.nbytes for source in self._sources.values())])
         return sum(w for w, _ in writes[: self._rank]), sum(w for w, _ in writes), sum(n for _, n in writes)
 
     def _open_directory(self) -> Path:
@@ -207,7 +225,7 @@ class WeightSync:
                 failure = str(error)
                 self.close()
         path, failure = exchange([str(self._sync_dir.path) if self._sync_dir else "", failure])[0]
-        if failure is None and self._source.writes and not Path(path).is_dir():
+        if failure is None and self._writes and not Path(path).is_dir():
             failure = f"{path} of rank 0 is not visible on every host: set sync.dir to a shared file system"
         reasons = [reason for reason in exchange(failure) if reason]
         if reasons:
@@ -215,16 +233,46 @@ class WeightSync:
             raise WeightSyncError(reasons[0])
         return Path(path)
 
+    @property
+    def _writes(self) -> bool:
+        return any(source.writes for source in self._sources.values())
+
+    def _folder(self, format: Format) -> Path:
+        return self._directory / format.value if len(self._sources) > 1 else self._directory
+
+    def _update_info(self, version: int) -> dict[str, Any]:
+        """What the sampler needs to find the version; by format where its engines differ."""
+        infos = {one.value: update_info(self._folder(one), version, self._writers) for one in self._sources}
+        return {BY_FORMAT: infos} if len(infos) > 1 else next(iter(infos.values()))
+
+    def _remove(self, version: int) -> None:
+        for format in self._sources:
+            remove_version(self._folder(format), version)
+
+    def _tidy(self, version: int, taken: bool) -> None:
+        """Versions that nobody needs. A fleet's servers may start again and ask for the last one that was taken."""
+        if self._sampler is None:  # the written version is the result
+            return
+        if not (taken and is_fleet(self._config)):
+            self._remove(version)
+            return
+        if self._served is not None:
+            self._remove(self._served)
+        self._served = version
+
     def _write(self, version: int) -> _Contribution:
+        return _Contribution.sum([self._write_format(version, format) for format in self._sources])
+
+    def _write_format(self, version: int, format: Format) -> _Contribution:
         started = time.perf_counter()
-        source = self._source
+        source = self._sources[format]
         tensors = source.tensors(dict(self._learner.named_parameters()))
         failure, count, nbytes = None, 0, 0
         try:
             if self._sync_dir is not None:
                 self._sync_dir.require_free(self._nbytes)
             if source.writes:
-                written = self._write_alongside(version, tensors)
+                written = self._write_alongside(version, format, tensors)
                 count, nbytes = written.tensors, written.nbytes
         except (WeightSyncError, OSError) as error:
             failure = str(error)
@@ -238,16 +286,16 @@ class WeightSync:
         )
         return _Contribution(source.failure or failure, nbytes, count, seconds, summarize(source.errors))
 
-    def _write_alongside(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:
+    def _write_alongside(self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:
         """Write in a thread of its own, while this one quantizes and gathers the next tensors."""
         handover: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=WRITE_AHEAD)
         with ThreadPoolExecutor(1, thread_name_prefix="weight-sync-writer") as pool:
             writing = pool.submit(
                 write_version,
-                self._directory,
+                self._folder(format),
                 version,
                 iter(handover.get, None),
-                format=self._config.quantization.format.value,
+                format=format.value,
                 writer=self._writer,
                 writers=self._writers,
                 bucket_bytes=self._config.sync.bucket_mib << 20,
@@ -279,7 +327,7 @@ class WeightSync:
                 self._sampler.init_weight_transfer_engine({})
                 self._engine_ready = True
             self._sampler.start_weight_update()
-            self._sampler.update_weights(update_info(self._directory, version, self._writers))
+            self._sampler.update_weights(self._update_info(version))
             self._sampler.finish_weight_update(str(version))
         except Exception as error:  # every kind: the other ranks wait for the outcome
             return time.perf_counter() - started, error

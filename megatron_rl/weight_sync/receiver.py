@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,11 @@ class WorkerExtension:
         """End an update that some worker refused, so that the next one can start."""
         self._weight_update_active = False
         self.weight_transfer_engine.abort()
+
+    def forget_version(self) -> None:
+        """What is loaded counts as no version: a server that another run has used takes any version again."""
+        engine = self.weight_transfer_engine
+        engine.state = replace(engine.state, policy_version=NO_VERSION)
 
 
 # importing twice (a test module and a worker in one process) must not fail
