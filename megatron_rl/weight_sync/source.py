@@ -28,6 +28,7 @@ from megatron_rl.weight_sync.quantization_error import ErrorSample, sample_error
 from megatron_rl.weight_sync.quantize import quantize, row_amax
 from megatron_rl.weight_sync.shards import cut
 from megatron_rl.weight_sync.smoothing import Smoothing, column_amax
+from megatron_rl.weight_sync.wire import TensorMeta
 
 
 @dataclass
@@ -54,6 +55,7 @@ class ShardSource:
         self.errors: list[ErrorSample] = []
         self._shape, self._layout = shape, layout
         self._format, self._dtype, self._smoothing = format, dtype, smoothing
+        self._place = ranks.place
         self._workspace = Workspace()
         self._buckets = plan_buckets(shape, layout, ranks, format, ignore, DTYPE_NAMES[dtype], bucket_bytes)
 
@@ -73,12 +75,42 @@ class ShardSource:
 
         `parameters`: this rank's shards by global megatron name. Iterate to the end on every rank.
         """
+        for bucket in self.buckets(parameters):
+            yield from bucket
+
+    def buckets(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """The same, one bucket after the other. Take each to its end before asking for the next."""
         self.failure, self.seconds, self.errors = None, Seconds(), []
         shards = self._by_table_name(parameters)
         if self._smoothing is not None:
             self._smoothing.begin_sync(lambda: self._column_amax(shards))
         for bucket in self._buckets:
-            yield from self._run(bucket, shards)
+            yield self._run(bucket, shards)
+
+    @property
+    def bucket_keys(self) -> list[tuple[int, ...]]:
+        """Of each bucket: (stage, experts or not, expert rank, number), the same on all ranks that share it."""
+        keys: list[tuple[int, ...]] = []
+        for bucket in self._buckets:
+            expert = bucket.jobs[0].param.row.expert
+            owner = (self._place.pp, int(expert), self._place.ep if expert else 0)
+            keys.append((*owner, sum(key[:3] == owner for key in keys)))
+        return keys
+
+    @property
+    def bucket_tensors(self) -> list[tuple[TensorMeta, ...] | None]:
+        """Of each bucket: what this rank yields, None where another rank of the group does."""
+        return [
+            tuple(
+                TensorMeta(out.name, out.dtype, out.shape)
+                for job in bucket.jobs
+                for of_slice in job.outputs[0]
+                for out in of_slice
+            )
+            if bucket.rank == 0
+            else None
+            for bucket in self._buckets
+        ]
 
     def _by_table_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shards: dict[str, torch.Tensor] = {}

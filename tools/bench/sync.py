@@ -166,7 +166,7 @@ def measure(
     try:
         for _ in range(repeats):
             dist.barrier()
-            naive_s.append(naive(plain, weights, sampler, config, sync.directory, next(versions)))
+            naive_s.append(naive(plain, weights, sampler, config, sync.transport.directory, next(versions)))
             dist.barrier()
             reports.append(sync.push(next(versions)))
     finally:
