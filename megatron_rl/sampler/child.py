@@ -66,7 +66,14 @@ class Engine:
         gc.collect()
 
     def health(self) -> dict[str, Any]:
-        return {"policy_version": self.policy_version, "torn": self.torn, "paused": self.paused, "pid": os.getpid()}
+        building = any(self.llm.collective_rpc("weight_update_building"))
+        return {
+            "policy_version": self.policy_version,
+            "torn": self.torn,
+            "paused": self.paused,
+            "building": building,  # the next weights, beside the present ones
+            "pid": os.getpid(),
+        }
 
     def generate(
         self,
@@ -122,6 +129,11 @@ class Engine:
             raise
 
     def finish_weight_update(self) -> dict[str, Any]:
+        try:
+            self._on_workers("await_weight_update")
+        except (RuntimeError, WeightSyncError):
+            self._on_workers("abort_weight_update")
+            raise
         try:
             self._on_workers("finish_weight_update")
         finally:

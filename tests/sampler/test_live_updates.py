@@ -136,12 +136,23 @@ def test_what_the_probe_must_catch_is_visible(fixture, fault, request):
     assert essence(live.rollouts()) == essence(right), "the next good update repairs it"
 
 
-def test_an_unwritten_parameter_stops_the_engine_until_the_next_update(live_bf16):
+def test_an_unwritten_parameter_is_refused_and_the_old_version_serves_on(live_bf16):
     live: Live = live_bf16
     live.update(41)
     before = essence(live.rollouts())
     with pytest.raises(WeightSyncError, match=r"unwritten: model\.norm\.weight"):
         live.update(42, "parameter_not_written")
+    assert essence(live.rollouts()) == before
+    live.update(42)
+    assert essence(live.rollouts()) != before
+
+
+def test_an_update_that_stops_half_way_stops_the_engine_until_the_next_one(live_bf16):
+    live: Live = live_bf16
+    live.update(41)
+    before = essence(live.rollouts())
+    with pytest.raises(SamplerError, match="stopped half-way"):
+        live.update(42, "stopped_half_way")
     with pytest.raises(SamplerError, match="of no version"):
         live.rollouts()
     live.update(41)
