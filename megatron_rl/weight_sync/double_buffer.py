@@ -43,8 +43,8 @@ class Second:
         twin_model = self._twin(model)
         for live, twin in self._pairs.items():
             _give_parameters(live, twin)
-        refuse_unwritten(twin_model, twin_model.load_weights(tensors.items()))
         refresh_tied_head(twin_model)
+        refuse_unwritten(twin_model, twin_model.load_weights(tensors.items()))
         for twin in self._pairs.values():
             quant_method = getattr(twin, "quant_method", None)
             if isinstance(quant_method, QuantizeMethodBase):
