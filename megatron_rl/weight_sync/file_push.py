@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 WRITE_AHEAD = 16  # tensors between gathering and writing
 WRITER_POLL_S = 0.5
 
+Handover = queue.Queue[tuple[str, torch.Tensor] | BaseException | None]  # None: the end
+
 
 class FilePush:
     """See transports.Push. Without a sampler the written version is the result."""
@@ -161,13 +163,14 @@ class FilePush:
 
     def _write_alongside(self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:
         """Write in a thread of its own, while this one quantizes and gathers the next tensors."""
-        handover: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=WRITE_AHEAD)
+        handover: Handover = queue.Queue(maxsize=WRITE_AHEAD)
+        last: BaseException | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="weight-sync-writer") as pool:
             writing = pool.submit(
                 write_version,
                 self._folder(format),
                 version,
-                iter(handover.get, None),
+                _handed_over(handover),
                 format=format.value,
                 writer=self._writer,
                 writers=self._writers,
@@ -183,11 +186,21 @@ class FilePush:
                             break
                         except queue.Full:
                             continue
+            except BaseException as error:  # the writer must not take what it has for the whole
+                last = error
+                raise
             finally:
                 while not writing.done():
                     try:
-                        handover.put(None, timeout=WRITER_POLL_S)
+                        handover.put(last, timeout=WRITER_POLL_S)
                         break
                     except queue.Full:
                         continue
             return writing.result()
+
+
+def _handed_over(handover: Handover) -> Iterator[tuple[str, torch.Tensor]]:
+    while (item := handover.get()) is not None:
+        if isinstance(item, BaseException):
+            raise item
+        yield item

@@ -8,7 +8,8 @@ promise that).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ class WeightSync:
     def _push(self, version: int) -> SyncReport:
         started = time.perf_counter()
         plan_seconds, self._plan_seconds = self._plan_seconds, 0.0
-        mine = self.transport.send(version, dict(self._learner.named_parameters()))
-        parts = [Contribution.decode(part) for part in exchange(mine.encode())]
+        with _lost_ranks_named(version):
+            mine = self.transport.send(version, dict(self._learner.named_parameters()))
+            parts = [Contribution.decode(part) for part in exchange(mine.encode())]
         failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
         if failures:
             if self._rank == 0:
@@ -124,3 +126,17 @@ class WeightSync:
         if message is not None:
             raise WeightSyncError(f"the sampler did not take policy version {version}: {message}")
         return waited
+
+
+@contextmanager
+def _lost_ranks_named(version: int) -> Iterator[None]:
+    """A collective fails with the words of its backend when another rank has ended."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"policy version {version} was not sent: another rank of the learner ended or lost its connection in the "
+            f"middle of it ({error}). The sampler serves the version before; see that rank's log"
+        ) from error

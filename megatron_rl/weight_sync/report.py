@@ -11,13 +11,16 @@ from megatron_rl.weight_sync.quantization_error import ErrorSummary
 
 @dataclass(frozen=True)
 class SyncSeconds:
-    """Where a sync's time goes. The first four are the slowest writer's; the sampler is blocked during `load`."""
+    """Where a sync's time goes. The first four are the slowest writer's.
+
+    The driver waits for `load`; an embedded engine on a host generates meanwhile if asked, until it swaps.
+    """
 
     plan: float = 0.0
     quantize: float = 0.0
     gather: float = 0.0
     transfer: float = 0.0  # writing, as far as it does not hide behind the two before
-    load: float = 0.0  # verifying and loading in the sampler, as the driver waits for it
+    load: float = 0.0  # verifying, building and swapping in the sampler
     total: float = 0.0
 
 

@@ -4,9 +4,12 @@ An update directory that holds a file `fault` is loaded wrongly in the way the f
 the receiver as shipped. Found by the engine's workers through PYTHONPATH.
 """
 
+import os
+import signal
 from pathlib import Path
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -24,6 +27,8 @@ class FaultyEngine(FileWeightTransferEngine):
         if name == "parameter_not_written":
             tensors = {key: tensor for key, tensor in tensors.items() if key != "model.norm.weight"}
         make_live = super().prepare(tensors)
+        if name == "killed_while_building" or (name == "second_worker_killed" and get_tensor_model_parallel_rank()):
+            os.kill(os.getpid(), signal.SIGKILL)
 
         def make_live_wrongly() -> None:
             if name == "kernels_not_rebuilt":
