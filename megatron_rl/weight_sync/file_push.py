@@ -87,11 +87,13 @@ class FilePush:
         needed = set(self._lineage.versions) if self._config.sync.delta else set()
         if is_fleet(self._config):
             needed.add(version)
+        # on a shared file system another host may have pages of the old content at hand, and a server that is just
+        # starting may still be reading it
+        recycle = self._config.sync.dir is None and not is_fleet(self._config)
         for old in [old for old in self._kept if old not in needed]:
             self._kept.remove(old)
             for format in self._sources:
-                # on a shared file system another host may have pages of the old content at hand
-                remove_version(self._folder(format), old, recycle=self._config.sync.dir is None)
+                remove_version(self._folder(format), old, recycle)
 
     def close(self) -> None:
         if self._sync_dir is not None:
