@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -38,15 +39,19 @@ class TinyModel:
 
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
         """BF16, large enough that logprobs are far from uniform and every change shows."""
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(self.hf)
+        generator = torch.Generator().manual_seed(seed)
         weights = {}
-        for name, tensor in model.state_dict().items():
+        for name, tensor in self.untrained.items():
             if self.hf.tie_word_embeddings and name == "lm_head.weight":
                 continue
-            noise = torch.randn_like(tensor) * (0.02 if tensor.ndim == 1 else 0.08)
+            noise = torch.randn(tensor.shape, generator=generator) * (0.02 if tensor.ndim == 1 else 0.08)
             weights[name] = (tensor + noise).bfloat16()
         return weights
+
+    @cached_property
+    def untrained(self) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(self.hf).state_dict()
 
     def quantized(self, seed: int, format: Format) -> dict[str, torch.Tensor]:
         tensors = {}

@@ -42,6 +42,7 @@ from megatron_rl.schema import (
     QuantizationSection,
     RolloutSection,
     SamplerSection,
+    SyncSection,
 )
 from megatron_rl.types import Prompt, SamplingParams
 from megatron_rl.weight_sync.file_transport import remove_version, update_info, write_version
@@ -182,6 +183,7 @@ def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str)
             quantization=QuantizationSection(format=Format(name)),
             rollout=RolloutSection(max_prompt_tokens=64, max_response_tokens=64),
             sampler=SamplerSection(memory_gib=0.2, max_sequences=8),
+            sync=SyncSection(bucket_mib=given.bucket_mib),
         )
         sampler = (
             EmbeddedSampler(
@@ -302,6 +304,7 @@ def main() -> int:
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="per learner rank")
+    parser.add_argument("--bucket-mib", type=int, default=SyncSection.bucket_mib)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=11)
     parser.add_argument("--ffn", type=int, default=2560)
