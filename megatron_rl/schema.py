@@ -174,6 +174,9 @@ class SyncSection:
     bucket_mib: int = 64
     verify_every: int = 10  # the logprob probe: after the first sync, then every so many; 0: the first only
     probe_budget: float | None = None  # null: by format
+    # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the
+    # next request, which takes no memory and cannot fall back on the version before
+    staged: bool = True
 
 
 @dataclass(frozen=True)

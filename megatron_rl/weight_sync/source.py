@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_rl.schema import Format
 from megatron_rl.weight_sync.buckets import Bucket, Job, Workspace, full_tensors, gather, plan_buckets
+from megatron_rl.weight_sync.formats import Output
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.layout import Layout
-from megatron_rl.weight_sync.manifest import DTYPE_NAMES
+from megatron_rl.weight_sync.manifest import DTYPE_NAMES, DTYPES
 from megatron_rl.weight_sync.mapping import Norm, find
 from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.quantization_error import ErrorSample, sample_error
@@ -56,6 +57,10 @@ class ShardSource:
         self._shape, self._layout = shape, layout
         self._format, self._dtype, self._smoothing = format, dtype, smoothing
         self._place = ranks.place
+        self._elsewhere = lambda other: ShardSource(
+            shape, layout, other, format, ignore, dtype, bucket_bytes, smoothing
+        )
+        self._ranks = ranks
         self._workspace = Workspace()
         self._buckets = plan_buckets(shape, layout, ranks, format, ignore, DTYPE_NAMES[dtype], bucket_bytes)
 
@@ -80,12 +85,16 @@ class ShardSource:
 
     def buckets(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         """The same, one bucket after the other. Take each to its end before asking for the next."""
+        shards = self._begin(parameters)
+        for bucket in self._buckets:
+            yield self._run(bucket, shards)
+
+    def _begin(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.failure, self.seconds, self.errors = None, Seconds(), []
         shards = self._by_table_name(parameters)
         if self._smoothing is not None:
             self._smoothing.begin_sync(lambda: self._column_amax(shards))
-        for bucket in self._buckets:
-            yield self._run(bucket, shards)
+        return shards
 
     @property
     def bucket_keys(self) -> list[tuple[int, ...]]:
@@ -112,6 +121,38 @@ class ShardSource:
             for bucket in self._buckets
         ]
 
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def as_first_replica(self) -> ShardSource:
+        """The same on a rank of any replica: it then holds shards as the first one does, and yields them."""
+        return self._elsewhere(replace(self._ranks, place=replace(self._place, dp=0, edp=0)))
+
+    @property
+    def own_outputs(self) -> list[Output]:
+        """What `own_shards` yields: the full tensors, and this rank's part of each."""
+        return [
+            out
+            for bucket in self._buckets
+            for job in bucket.jobs
+            for of_slice in job.outputs[bucket.rank]
+            for out in of_slice
+        ]
+
+    def own_shards(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's part of every tensor, quantized with the scales of the whole and not gathered."""
+        shards = self._begin(parameters)
+        for bucket in self._buckets:
+            started = time.perf_counter()
+            made = self._made(bucket, shards)
+            self.seconds.quantize += time.perf_counter() - started
+            for job, content in zip(bucket.jobs, made, strict=True):
+                outs = [out for of_slice in job.outputs[bucket.rank] for out in of_slice]
+                for index, out in enumerate(outs):
+                    failed = torch.zeros(out.part_shape, dtype=DTYPES[out.dtype], device=_device(shards))
+                    yield out.name, failed if content is None else content[index].view(out.part_shape)
+
     def _by_table_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shards: dict[str, torch.Tensor] = {}
         for name, tensor in parameters.items():
@@ -134,17 +175,21 @@ class ShardSource:
     @torch.no_grad()
     def _run(self, bucket: Bucket, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()
-        device = next(iter(shards.values())).device if shards else torch.device("cpu")
-        parts = [self._parts(job, shards) for job in bucket.jobs]
-        amax = self._shared_amax(bucket, parts, device)
-        content = [self._convert(job, part, bucket.rank, amax) for job, part in zip(bucket.jobs, parts, strict=True)]
+        content = self._made(bucket, shards)
         converted = time.perf_counter()
-        received = gather(bucket, content, self._workspace, device)
+        received = gather(bucket, content, self._workspace, _device(shards))
         self.seconds.quantize += converted - started
         self.seconds.gather += time.perf_counter() - converted
         whole = [made for made in content if made is not None]
         if bucket.rank == 0 and len(whole) == len(content):
             yield from full_tensors(bucket, whole, received)
+
+    @torch.no_grad()
+    def _made(self, bucket: Bucket, shards: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor] | None]:
+        """This rank's converted parts of every parameter of the bucket; None where they cannot be made."""
+        parts = [self._parts(job, shards) for job in bucket.jobs]
+        amax = self._shared_amax(bucket, parts, _device(shards))
+        return [self._convert(job, part, bucket.rank, amax) for job, part in zip(bucket.jobs, parts, strict=True)]
 
     def _parts(self, job: Job, shards: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
         local = shards.get(job.param.megatron)
@@ -222,3 +267,7 @@ class ShardSource:
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason
+
+
+def _device(shards: Mapping[str, torch.Tensor]) -> torch.device:
+    return next(iter(shards.values())).device if shards else torch.device("cpu")

@@ -116,8 +116,8 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
     found["missing"] = case.update(engine, {name: tensor for name, tensor in whole.items() if name != victim})
     found["misshapen"] = case.update(engine, whole | {victim: whole[victim].T.contiguous()})
     found["intact"] = answers(engine) == first
-    with_kernels_kept = case.update_wrongly(engine, keep_kernels)
-    found["kept_kernels_show"] = with_kernels_kept == "" and answers(engine) != first
+    if case.hf["model_type"] == "mixtral":  # experts whose width needs padding fail at once instead
+        found["kept_kernels_show"] = case.update_wrongly(engine, keep_kernels) == "" and answers(engine) != first
     found["unwritten"] = case.update_wrongly(engine, drop(victim))
     case.version += 1  # a torn engine wants a newer version
     found["healed"] = case.update(engine, case.tensors(1)) == "" and answers(engine) == first
