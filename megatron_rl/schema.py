@@ -49,6 +49,12 @@ class Transport(StrEnum):
     nccl_m2n = "nccl_m2n"
 
 
+class Sleep(StrEnum):
+    none = "none"
+    offload = "offload"  # weights wait on the host
+    discard = "discard"  # weights are given up: the next sync brings all of them
+
+
 class Precision(StrEnum):
     bf16 = "bf16"
     fp32 = "fp32"
@@ -153,6 +159,7 @@ class SamplerSection:
     memory_gib: float = 1.0  # KV cache on hosts; on GPUs vllm.gpu_memory_utilization rules
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
+    sleep: Sleep = Sleep.none  # of an engine that shares its GPU with the learner, while the learner works
     fleet: FleetSection = field(default_factory=FleetSection)
     vllm: dict[str, Any] = field(default_factory=dict)  # handed to vLLM as is
 

@@ -162,7 +162,9 @@ def publish(
     if step % config.sync.every and step != config.run.steps:  # the last evaluation is of the last policy
         return {}
     with driver.recorder.phase("sync"):
-        metrics = sync.push(step).metrics()
+        learner.make_room()
+        with driver.syncing():
+            metrics = sync.push(step).metrics()
         if due(step // config.sync.every, config.sync.verify_every):
             batch = learner.broadcast(driver.probe_batch(step))
             metrics |= probe.check_formats(

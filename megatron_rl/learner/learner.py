@@ -41,7 +41,7 @@ from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.packing import Pack, pack, plan
 from megatron_rl.learner.schedule import learning_rate
 from megatron_rl.loss import Totals, count_totals, policy_loss
-from megatron_rl.schema import Config, OnNonFinite, Precision
+from megatron_rl.schema import Config, OnNonFinite, Precision, Sleep
 from megatron_rl.types import Batch, LossInputs, Targets
 from megatron_rl.weight_sync.hf_folder import HfFolder
 from megatron_rl.weight_sync.mapping import global_name
@@ -317,6 +317,12 @@ class Learner:
     def broadcast(self, value: Any = None) -> Any:
         """The driver's value on every rank: tensors, Batch, Targets, and plain JSON values around them."""
         return self.ranks.broadcast(value)
+
+    def make_room(self) -> None:
+        """On every rank, before an engine that slept takes its memory on these devices back."""
+        if self.device.type != "cpu" and self.config.sampler.sleep != Sleep.none:
+            torch.cuda.empty_cache()
+            self.broadcast()  # no rank is still holding on when the driver goes ahead
 
     def close(self) -> None:
         leave()

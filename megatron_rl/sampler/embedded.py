@@ -133,6 +133,7 @@ class EmbeddedSampler:
             top_p=params.top_p,
             top_k=params.top_k,
             stop_token_ids=params.stop_token_ids,
+            policy_version=self.policy_version,
         )
         rollouts = self._unpack(answer, prompts, params.samples, first_group)
         self._count(rollouts, answer, time.perf_counter() - start)
@@ -162,8 +163,8 @@ class EmbeddedSampler:
     def sleep(self, level: int = 1) -> None:
         self._call("sleep", level=level)
 
-    def wake(self) -> None:
-        self._call("wake")
+    def wake(self, tags: list[str] | None = None) -> None:
+        self._call("wake", tags=tags)
 
     def health(self) -> dict[str, Any]:
         return self._call("health")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -48,6 +49,15 @@ def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The layer's parameters as a checkpoint holds them (meta tensors vLLM recorded before it packed the layer)."""
     parameters, _ = get_layerwise_info(layer).restore_metadata
     return parameters
+
+
+def cache_scales(model: Any) -> dict[str, tuple[float, float]]:
+    """(key, value) scale of every attention layer's cache, as its kernels read them; 1 where it is not quantized."""
+    return {
+        name: (float(layer._k_scale.max()), float(layer._v_scale.max()))
+        for name, layer in model.named_modules()
+        if isinstance(layer, Attention)
+    }
 
 
 def _linear(name: str, layer: Any, fused_names: dict[str, list[str]]) -> dict[str, Expected]:

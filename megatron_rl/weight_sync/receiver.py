@@ -115,8 +115,15 @@ class WorkerExtension:
     weight_transfer_engine: FileWeightTransferEngine
     _weight_update_active: bool
 
+    _scales_seen: tuple[int, dict[str, tuple[float, float]]] | None = None  # of which version, and what they were
+
     def weight_sync_state(self) -> dict[str, Any]:
-        return asdict(self.weight_transfer_engine.state)
+        """`intact`: the cache's scales are still those that this version was loaded with."""
+        state = self.weight_transfer_engine.state
+        scales = expectation.cache_scales(self.weight_transfer_engine.model)
+        if self._scales_seen is None or self._scales_seen[0] != state.policy_version:
+            self._scales_seen = (state.policy_version, scales)
+        return asdict(state) | {"intact": scales == self._scales_seen[1]}
 
     def guarded_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
         """Call a worker method; a failure comes back as (type, message).
