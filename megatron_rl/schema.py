@@ -42,6 +42,11 @@ def format_number(name: str) -> int:
     return list(Format).index(Format(name)) if name else -1
 
 
+class KvCache(StrEnum):
+    none = "none"  # as the weights' activations: BF16
+    fp8 = "fp8"
+
+
 class Transport(StrEnum):
     file = "file"
     ipc = "ipc"
@@ -168,6 +173,7 @@ class SamplerSection:
 class QuantizationSection:
     format: Format = Format.none
     ignore: list[str] = field(default_factory=lambda: ["lm_head"])  # names or re:patterns, as in checkpoints
+    kv_cache: KvCache = KvCache.none  # fp8: scales measured on the learner's forward pass, sent with the weights
     # int8: how far outliers of the activations move into the weights, such as 0.5; null or 0: not at all
     smoothing: float | None = None
     smoothing_every: int = 10  # syncs between new smoothing scales

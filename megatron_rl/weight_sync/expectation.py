@@ -7,7 +7,7 @@ take whole tensors and cut their own shard.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.model_executor.layers.attention import Attention
@@ -23,6 +23,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from megatron_rl.weight_sync.manifest import DTYPE_NAMES, Expected, WeightSyncError
 from megatron_rl.weight_sync.quantize import BLOCK
 
+CACHE_SCALES = ("k_scale", "v_scale")
+
 
 def expected_tensors(model: torch.nn.Module, tied: bool) -> dict[str, Expected]:
     """Every tensor an update must carry, by its Hugging Face name."""
@@ -33,6 +35,8 @@ def expected_tensors(model: torch.nn.Module, tied: bool) -> dict[str, Expected]:
             expected |= _linear(name, module, fused_names)
         elif isinstance(module, RoutedExperts):
             expected |= _experts(name, module)
+        elif isinstance(module, Attention):
+            expected |= _cache_scale_tensors(name, module)
         elif isinstance(module, ParallelLMHead) and tied:
             continue
         elif isinstance(module, VocabParallelEmbedding):
@@ -51,10 +55,17 @@ def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return parameters
 
 
+def _cache_scale_tensors(name: str, layer: torch.nn.Module) -> dict[str, Expected]:
+    """Of a quantized cache, one key and one value scale; they belong to the attention block in a checkpoint."""
+    owner = name.rpartition(".")[0]
+    wanted = [scale for scale in CACHE_SCALES if scale in checkpoint_parameters(layer)]
+    return {f"{owner}.{scale}": Expected("float32", (1,)) for scale in wanted}
+
+
 def cache_scales(model: Any) -> dict[str, tuple[float, float]]:
     """(key, value) scale of every attention layer's cache, as its kernels read them; 1 where it is not quantized."""
     return {
-        name: (float(layer._k_scale.max()), float(layer._v_scale.max()))
+        name: (float(cast(torch.Tensor, layer._k_scale).max()), float(cast(torch.Tensor, layer._v_scale).max()))
         for name, layer in model.named_modules()
         if isinstance(layer, Attention)
     }

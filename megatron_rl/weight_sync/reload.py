@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from megatron_rl.weight_sync.expectation import checkpoint_parameters
+from megatron_rl.weight_sync.expectation import CACHE_SCALES, checkpoint_parameters
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 
@@ -80,9 +80,16 @@ def restore_checkpoint_layout(model: Any) -> None:
 
 def refuse_unwritten(model: Any, loaded: set[str]) -> None:
     """Tied parameters appear once in `named_parameters`, under the name that is loaded."""
-    attention = tuple(f"{name}." for name, layer in model.named_modules() if is_deferred_attention_layer(layer))
-    names = {name for name, _ in model.named_parameters() if not name.startswith(attention)}
-    _refuse_missing(names - loaded)
+    attention = {name: layer for name, layer in model.named_modules() if is_deferred_attention_layer(layer)}
+    prefixes = tuple(f"{name}." for name in attention)
+    names = {name for name, _ in model.named_parameters() if not name.startswith(prefixes)}
+    scales = {
+        f"{name}.{scale}"
+        for name, layer in attention.items()
+        for scale in CACHE_SCALES
+        if scale in checkpoint_parameters(layer)
+    }
+    _refuse_missing((names | scales) - loaded)
 
 
 def refuse_unwritten_experts(model: Any) -> None:

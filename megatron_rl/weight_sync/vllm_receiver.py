@@ -31,6 +31,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.m2n_engine import M2NWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
+from megatron_rl.sampler.model_folder import VLLM_BACKENDS
 from megatron_rl.weight_sync import expectation, ipc_handles, manifest, reload, wire
 from megatron_rl.weight_sync.manifest import Expected, WeightSyncError
 from megatron_rl.weight_sync.receiver import NO_VERSION, SyncState
@@ -38,7 +39,7 @@ from megatron_rl.weight_sync.receiver import WorkerExtension as WorkerExtension 
 from megatron_rl.weight_sync.wire import Announcement
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
-BACKEND_PREFIX = "checked_"  # + sync.transport: the names of these engines in vLLM's registry
+BACKEND_PREFIX = VLLM_BACKENDS  # + sync.transport: the names of these engines in vLLM's registry
 
 
 class Inbox:
@@ -70,6 +71,10 @@ class Inbox:
     def require_sealed(self) -> None:
         if not self._sealed:
             raise WeightSyncError("finish_weight_update without a verified seal")
+
+    @property
+    def in_place(self) -> bool:
+        return self._live is not None
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +155,7 @@ class Checked:
         inbox.require_sealed()
         started, before = time.perf_counter(), self.state
         self.state = replace(before, torn=True)
-        if inbox.staged:
+        if not inbox.in_place:
             reload.load(self.model, self.model_config, self.device, inbox.staged.items())
         else:
             super().finish_weight_update()  # type: ignore[misc]
@@ -158,7 +163,10 @@ class Checked:
         self.state = SyncState(inbox.announced.policy_version, False, before.verify_s, loaded, inbox.nbytes)
 
     def abort(self) -> None:
-        self._inbox = None
+        """What had arrived in place stays, torn; vLLM's books on it must be closed, or the next update joins them."""
+        inbox, self._inbox = self._inbox, None
+        if inbox is not None and inbox.in_place:
+            super().finish_weight_update()  # type: ignore[misc]
 
 
 class CheckedIPC(Checked, IPCWeightTransferEngine):
