@@ -19,11 +19,10 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from megatron_rl.weight_sync.manifest import DTYPE_NAMES, Expected, WeightSyncError
 from megatron_rl.weight_sync.quantize import BLOCK
-
-CACHE_SCALES = ("k_scale", "v_scale")
 
 
 def expected_tensors(model: torch.nn.Module, tied: bool) -> dict[str, Expected]:
@@ -36,7 +35,9 @@ def expected_tensors(model: torch.nn.Module, tied: bool) -> dict[str, Expected]:
         elif isinstance(module, RoutedExperts):
             expected |= _experts(name, module)
         elif isinstance(module, Attention):
-            expected |= _cache_scale_tensors(name, module)
+            owner = name.rpartition(".")[0]  # in a checkpoint the scales belong to the attention block
+            names = [scale.rpartition(".")[2] for scale in cache_scale_names(name, module)]
+            expected |= {f"{owner}.{scale}": Expected("float32", (1,)) for scale in names}
         elif isinstance(module, ParallelLMHead) and tied:
             continue
         elif isinstance(module, VocabParallelEmbedding):
@@ -55,11 +56,10 @@ def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return parameters
 
 
-def _cache_scale_tensors(name: str, layer: torch.nn.Module) -> dict[str, Expected]:
-    """Of a quantized cache, one key and one value scale; they belong to the attention block in a checkpoint."""
-    owner = name.rpartition(".")[0]
-    wanted = [scale for scale in CACHE_SCALES if scale in checkpoint_parameters(layer)]
-    return {f"{owner}.{scale}": Expected("float32", (1,)) for scale in wanted}
+def cache_scale_names(name: str, layer: torch.nn.Module) -> list[str]:
+    """Of an attention layer with a quantized cache: its key and value scale, as vLLM names them."""
+    quantized = isinstance(layer, Attention) and is_quantized_kv_cache(layer.kv_cache_dtype)
+    return [f"{name}.{scale}" for scale in ("k_scale", "v_scale")] if quantized else []
 
 
 def cache_scales(model: Any) -> dict[str, tuple[float, float]]:

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from megatron_rl.weight_sync.expectation import CACHE_SCALES, checkpoint_parameters
+from megatron_rl.weight_sync.expectation import cache_scale_names, checkpoint_parameters
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 
@@ -83,12 +83,7 @@ def refuse_unwritten(model: Any, loaded: set[str]) -> None:
     attention = {name: layer for name, layer in model.named_modules() if is_deferred_attention_layer(layer)}
     prefixes = tuple(f"{name}." for name in attention)
     names = {name for name, _ in model.named_parameters() if not name.startswith(prefixes)}
-    scales = {
-        f"{name}.{scale}"
-        for name, layer in attention.items()
-        for scale in CACHE_SCALES
-        if scale in checkpoint_parameters(layer)
-    }
+    scales = {scale for name, layer in attention.items() for scale in cache_scale_names(name, layer)}
     _refuse_missing((names | scales) - loaded)
 
 
