@@ -8,6 +8,8 @@ L layers of the whole model; the last dimension is (key, value).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,7 @@ class CacheStats:
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         self._amax_L2 = torch.zeros(shape.layers, 2, device=device)
+        self._active = True
 
     def watch(self, model: Any, first_layer: int) -> None:
         """Follow one chunk of the pipeline, in training as in scoring: every pass says what the policy caches."""
@@ -32,6 +35,15 @@ class CacheStats:
             attention = layer.self_attention.core_attention
             attention.register_forward_pre_hook(partial(self._see, first_layer + index, passing))
 
+    @contextmanager
+    def blind(self) -> Iterator[None]:
+        """While another policy's weights are in the model."""
+        self._active = False
+        try:
+            yield
+        finally:
+            self._active = True
+
     def take(self) -> Tensor:
         """[L, 2] since the last call, 0 where nothing was seen."""
         taken = self._amax_L2.clone()
@@ -40,6 +52,8 @@ class CacheStats:
 
     @torch.no_grad()
     def _see(self, layer: int, passing: list[Pack], module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._active:
+            return
         (pack,) = passing
         _, key, value, *_ = args  # positions first
         seen_2 = torch.stack([part[: pack.tokens].detach().abs().amax() for part in (key, value)]).float()

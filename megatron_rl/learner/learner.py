@@ -193,7 +193,8 @@ class Learner:
         present = [parameter.detach().clone() for parameter in parameters]
         _overwrite(parameters, self._reference)
         try:
-            return self._logprobs(batch)
+            with self._cache.blind():
+                return self._logprobs(batch)
         finally:
             _overwrite(parameters, present)
 
