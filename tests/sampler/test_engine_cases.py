@@ -105,6 +105,21 @@ def test_a_request_between_sleep_and_a_completed_sync_is_refused(found: dict) ->
 
 
 @pytest.mark.engine
+def test_vllm_s_trainer_side_takes_our_sources(found: dict) -> None:
+    case = found["trainer"]
+    assert case["sent"]
+    assert "disagrees with iteration at index 0" in case["out of step"]
+    assert case["mesh"] == [[2, 2], 4]
+    assert case["placements"] == ["(-1, 0)", "(-1, 1)", "None"]
+    assert case["m2n payload"]
+    for name, receiver in (("ipc", "CheckedIPC"), ("nccl", "CheckedNCCL"), ("nccl_m2n", "CheckedM2N")):
+        assert case[f"{name} settings"][:2] == [name, True]
+        assert case[f"{name} receiver"] == [receiver, True]
+        assert f"sync.transport={name}: " in case[f"{name} without a GPU"]
+    assert case["ipc settings"][2] == case["nccl settings"][2] == 3 << 20
+
+
+@pytest.mark.engine
 def test_scales_of_an_fp8_cache_reach_the_kernels(found: dict) -> None:
     case = found["cache"]
     assert case["said"] == ["", "", ""]
