@@ -120,8 +120,12 @@ class Engine:
 
     def start_weight_update(self) -> None:
         self.ready.begin_update()
-        self._on_workers("abort_weight_update")
-        self._on_workers("start_weight_update")
+        try:
+            self._on_workers("abort_weight_update")
+            self._on_workers("start_weight_update")
+        except (RuntimeError, WeightSyncError):
+            self.ready.abandon_update(torn=self._worker_states()[1])
+            raise
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         try:

@@ -94,14 +94,14 @@ class ShardSource:
         for bucket in self._buckets:
             yield self._run(bucket, shards)
         if self._writes_scales:
-            yield self._scale_values()
+            yield self._scale_values(_device(shards))
 
-    def _scale_values(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _scale_values(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Zeros where this rank has failed: the version is stopped, the lockstep is not."""
         if self._cache_scales is not None and self.failure is None:
             yield from self._cache_scales.values()
         else:
-            yield from ((scale.name, torch.zeros(scale.shape)) for scale in self._scale_tensors)
+            yield from ((scale.name, torch.zeros(scale.shape, device=device)) for scale in self._scale_tensors)
 
     def _begin(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.failure, self.seconds, self.errors = None, Seconds(), []
@@ -183,7 +183,7 @@ class ShardSource:
                 for index, out in enumerate(outs):
                     failed = torch.zeros(out.part_shape, dtype=DTYPES[out.dtype], device=_device(shards))
                     yield out.name, failed if content is None else content[index].view(out.part_shape)
-        yield from self._scale_values()
+        yield from self._scale_values(_device(shards))
 
     def _by_table_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shards: dict[str, torch.Tensor] = {}

@@ -1,44 +1,40 @@
 """vLLM's own transports on the learner's ranks: `ipc`, `nccl`, `nccl_m2n`, through its trainer API.
 
-The only module that imports vLLM on a rank that learns, and imported only when such a transport is chosen. vLLM's
-trainer engine moves the tensors; `Relay` stands between it and the sampler, so that the announcement goes first and
-the seal last (see `wire`), and so that a refusal on rank 0 is raised after the collectives that other ranks are in.
+With `vllm_sources` the only module that imports vLLM on a rank that learns, and only when such a transport is chosen.
+vLLM's trainer engine moves the tensors; `Relay` stands between it and the sampler, so that the announcement goes first
+and the seal last (see `wire`), and so that a refusal on rank 0 is raised after the collectives that others are in.
 
 Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.weight_transfer.base import (
-    ParamMeta,
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
-    WeightSource,
-)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-from vllm.distributed.weight_transfer.m2n_common import REPLICATE, REPLICATED, M2NMesh, M2NParamMeta, Placements
-from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource
 from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from megatron_rl.exchange import exchange
 from megatron_rl.schema import Config, Transport
 from megatron_rl.weight_sync import ipc_handles, wire
-from megatron_rl.weight_sync.manifest import DTYPES, WeightSyncError
+from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.quantization_error import summarize
 from megatron_rl.weight_sync.report import Contribution, SyncSeconds
-from megatron_rl.weight_sync.shard_stream import ShardStream
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.whole_source import WholeSource
-from megatron_rl.weight_sync.wire import Announcement, Seal, TensorMeta
+from megatron_rl.weight_sync.vllm_sources import open_stream
+from megatron_rl.weight_sync.wire import Announcement, Seal
 
 if TYPE_CHECKING:
     from megatron_rl.weight_sync.transports import SamplerClient
@@ -65,7 +61,8 @@ class VllmPush:
             return Contribution(failure if self._rank == 0 else None)
         self._stream.begin(parameters)
         try:
-            self._engine_or_raise().send_weights()
+            with bounded(self._config.sampler.request_timeout_s, f"sending policy version {version}"):
+                self._engine_or_raise().send_weights()
             failure = self._relay.failure
         except Exception as error:  # of vLLM's, of NCCL's: the other ranks wait for this one's outcome
             failure = f"{type(error).__name__}: {error}"
@@ -136,6 +133,26 @@ class VllmPush:
         return failure
 
 
+@contextmanager
+def bounded(seconds: float, what: str) -> Iterator[None]:
+    """End this process when it takes longer: a collective whose peer has died waits on the device, uninterruptibly.
+
+    The launcher notices that a rank has ended, and ends the run with this one's last words.
+    """
+
+    def give_up() -> None:
+        print(f"{what} did not end within sampler.request_timeout_s={seconds:g}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class Relay:
     """What vLLM's trainer engine takes for its client: rank 0's way to the sampler."""
 
@@ -187,78 +204,6 @@ class Relay:
     def _client(self) -> SamplerClient:
         assert self._sampler is not None, "only rank 0 talks to the sampler"
         return self._sampler
-
-
-class WholeTensors(WeightSource):
-    """`WholeSource` as vLLM asks for it."""
-
-    def __init__(self, source: WholeSource) -> None:
-        self._source = source
-
-    def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(each.name, DTYPES[each.dtype], each.shape) for each in self._source.tensors]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._source)
-
-
-class ShardedTensors(M2NWeightSource):
-    """`ShardStream` as vLLM's m2n engine asks for it: each rank's quantized shard, and how the ranks share a tensor."""
-
-    def __init__(self, source: ShardStream) -> None:
-        self._source = source
-
-    def mesh(self) -> M2NMesh:
-        return M2NMesh((self._source.replicas, self._source.shards), 0)
-
-    def metadata(self) -> list[ParamMeta]:
-        return [
-            M2NParamMeta(each.name, DTYPES[each.dtype], each.shape, placements(self._source.dims[each.name]))
-            for each in self._source.tensors
-        ]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._source)
-
-
-def placements(dim: int | None) -> Placements | None:
-    """Axis 0 of the mesh holds replicas, axis 1 the tensor-parallel ranks."""
-    return REPLICATED if dim is None else (REPLICATE, dim)
-
-
-class Stream:
-    """One of the two sources, whichever the transport sends from."""
-
-    def __init__(self, source: WholeSource | ShardStream, vllm: WeightSource, checksummed: bool) -> None:
-        self._source, self._vllm, self._checksummed = source, vllm, checksummed
-
-    @property
-    def source(self) -> ShardSource:
-        return self._source.source
-
-    @property
-    def tensors(self) -> tuple[TensorMeta, ...]:
-        return self._source.tensors
-
-    def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._source.begin(parameters)
-
-    def drain(self) -> None:
-        self._source.drain()
-
-    def checksums(self) -> dict[str, tuple[int, int]] | None:
-        return wire.read_checksums(self._source.sums) if self._checksummed else None
-
-    def for_vllm(self) -> WeightSource:
-        return self._vllm
-
-
-def open_stream(source: ShardSource, transport: Transport) -> Stream:
-    if transport == Transport.nccl_m2n:
-        shards = ShardStream(source)
-        return Stream(shards, ShardedTensors(shards), checksummed=False)
-    whole = WholeSource(source, everywhere=transport == Transport.ipc)
-    return Stream(whole, WholeTensors(whole), checksummed=True)
 
 
 def init_info(config: Config, rank: int, port: int) -> TrainerInitInfo:

@@ -43,8 +43,9 @@ from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.quantize import is_quantized, quantize
 from megatron_rl.weight_sync.shard_stream import ShardStream
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.vllm_push import Relay, ShardedTensors, VllmPush, WholeTensors, init_info
+from megatron_rl.weight_sync.vllm_push import Relay, VllmPush, init_info
 from megatron_rl.weight_sync.vllm_receiver import Checked, CheckedM2N
+from megatron_rl.weight_sync.vllm_sources import ShardedTensors, WholeTensors
 from megatron_rl.weight_sync.whole_source import WholeSource
 from megatron_rl.weight_sync.wire import Announcement, Seal, read_checksums
 
