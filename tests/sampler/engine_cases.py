@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransf
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from megatron_rl.sampler import model_folder
 from megatron_rl.sampler.child import Engine
@@ -164,11 +165,20 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
     found["unwritten"] = case.update_wrongly(engine, drop(victim))
     case.version += 1  # a torn engine wants a newer version
     found["healed"] = case.update(engine, case.tensors(1)) == "" and answers(engine) == first
+    found["layerwise"] = [run_layerwise(engine, case.tensors(1)), run_layerwise(engine, whole, victim)]
     engine.shutdown()
     fresh = case.start("fresh", load_format="safetensors")
     found["fresh"] = answers(fresh) == first
     fresh.shutdown()
     return found
+
+
+def run_layerwise(engine: Engine, tensors: dict[str, torch.Tensor], without: str = "") -> str:
+    """The books of the way that GPUs take; a host's kernels are of no use afterwards."""
+    runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    left = [(name, tensor) for name, tensor in tensors.items() if name != without]
+    with torch.no_grad(), set_default_torch_dtype(torch.bfloat16):
+        return attempt(lambda: reload.load_layerwise(runner.model, runner.model_config, left))
 
 
 def keep_kernels(model: Any, tensors: Any, load: Callable[[Any], None]) -> None:

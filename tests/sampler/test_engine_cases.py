@@ -54,6 +54,8 @@ def test_updates_reach_every_expert_and_faults_are_named(family: str, found: dic
     assert stack in case["unwritten"]
     assert "unwritten" in case["unwritten"]
     assert case["healed"]
+    assert case["layerwise"][0] == "", "what vLLM loads layer by layer is what is asked for"
+    assert "(some of its experts)" in case["layerwise"][1]
 
 
 FAULTS = {
