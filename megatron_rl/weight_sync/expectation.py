@@ -62,6 +62,14 @@ def cache_scale_names(name: str, layer: torch.nn.Module) -> list[str]:
     return [f"{name}.{scale}" for scale in ("k_scale", "v_scale")] if quantized else []
 
 
+def neutral_cache_scales(model: Any) -> None:
+    """Dummy weights give a quantized cache random scales, negative ones too: 1 until the first sync."""
+    for layer in (module for module in model.modules() if cache_scale_names("", module)):
+        for kind in ("k", "v"):
+            getattr(layer, f"_{kind}_scale").fill_(1.0)
+            setattr(layer, f"_{kind}_scale_float", 1.0)
+
+
 def cache_scales(model: Any) -> dict[str, tuple[float, float]]:
     """(key, value) scale of every attention layer's cache, as its kernels read them; 1 where it is not quantized."""
     return {

@@ -65,6 +65,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         super().__init__(config, vllm_config, device, model)
         tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
         self.expected = expectation.expected_tensors(model, tied)
+        if vllm_config.load_config.load_format == "dummy":
+            expectation.neutral_cache_scales(model)
         self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
         self._staged: Staged | None = None
 
