@@ -151,10 +151,6 @@ def _formats(config: Config, machine: Machine) -> Iterator[str]:
             f"quantization.smoothing: {smoothing:g} with quantization.format={config.quantization.format}; only int8 "
             "gains from it: set quantization.format=int8, or quantization.smoothing=null"
         )
-    if config.sync.transport != Transport.file and machine.kind == Device.cpu:
-        yield f"sync.transport: {config.sync.transport} needs GPUs; use file"
-    elif config.sync.transport != Transport.file:
-        yield f"sync.transport: {config.sync.transport} is not built yet; use file"
     if config.learner.fp8 != Fp8.none and machine.kind == Device.cpu:
         yield f"learner.fp8: {config.learner.fp8} needs Transformer Engine on a GPU; use none"
     if config.learner.context_parallel > 1:

@@ -7,7 +7,7 @@ follower returns as None arrives from the driver through `learner.broadcast`.
 from __future__ import annotations
 
 import signal
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -22,6 +22,7 @@ from megatron_rl.rollout_correction import Correction
 from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.fleet_config import is_fleet, replica_formats
 from megatron_rl.sampler.protocol import Sampler, SamplerStats
+from megatron_rl.sampler.rest import Rest
 from megatron_rl.schema import Config, RolloutSource
 from megatron_rl.types import Batch, Rollout, SamplingParams, Scored
 
@@ -37,6 +38,9 @@ class Follower:
 
     def __init__(self) -> None:
         self.recorder: RecorderLike = SilentRecorder()
+
+    def syncing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]] | None:
         return None
@@ -96,6 +100,7 @@ class Driver:
         self.sampler = make_sampler(config, folder, log_dir, self.recorder.note)
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
+        self._rest = Rest(self.sampler, config.sampler.sleep)
         supervised = config.rollout.source == RolloutSource.dataset
         answers = DatasetAnswers(tokenizer, config.data.answer_key) if supervised else self.sampler
         self._collector = Collector(config, train, tokenizer, answers, self.rewards)
@@ -112,8 +117,14 @@ class Driver:
     def _finish_step(self, number: int, frame: FrameType | None) -> None:
         self._stop_reason = f"asked to by {signal.Signals(number).name}"
 
+    def syncing(self) -> AbstractContextManager[None]:
+        """Around a sync: an engine that sleeps wakes in the right order."""
+        return self._rest.syncing()
+
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
+        self._rest.wake()
         collected = self._collector.collect(step)
+        self._rest.sleep()
         self._scored, self._drawn = collected.scored, collected.drawn
         return collate(collected.scored), collected.metrics | self._fleet_news()
 
@@ -149,10 +160,12 @@ class Driver:
             top_k=rollout.top_k,
             stop_token_ids=self._stop_tokens,
         )
+        self._rest.wake()
         fresh = self.sampler.generate(self._probe_prompts, params, seed=step, first_group=0, step=step)
         return collate([Scored(one, reward=0.0) for one in fresh])
 
     def evaluate(self, step: int) -> dict[str, float]:
+        self._rest.wake()
         return self._evaluator.evaluate(step) if self._evaluator else {}
 
     def asked_to_stop(self) -> str | None:

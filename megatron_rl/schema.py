@@ -42,11 +42,22 @@ def format_number(name: str) -> int:
     return list(Format).index(Format(name)) if name else -1
 
 
+class KvCache(StrEnum):
+    none = "none"  # as the weights' activations: BF16
+    fp8 = "fp8"
+
+
 class Transport(StrEnum):
     file = "file"
     ipc = "ipc"
     nccl = "nccl"
     nccl_m2n = "nccl_m2n"
+
+
+class Sleep(StrEnum):
+    none = "none"
+    offload = "offload"  # weights wait on the host
+    discard = "discard"  # weights are given up: the next sync brings all of them
 
 
 class Precision(StrEnum):
@@ -153,6 +164,7 @@ class SamplerSection:
     memory_gib: float = 1.0  # KV cache on hosts; on GPUs vllm.gpu_memory_utilization rules
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
+    sleep: Sleep = Sleep.none  # of an engine that shares its GPU with the learner, while the learner works
     fleet: FleetSection = field(default_factory=FleetSection)
     vllm: dict[str, Any] = field(default_factory=dict)  # handed to vLLM as is
 
@@ -161,6 +173,7 @@ class SamplerSection:
 class QuantizationSection:
     format: Format = Format.none
     ignore: list[str] = field(default_factory=lambda: ["lm_head"])  # names or re:patterns, as in checkpoints
+    kv_cache: KvCache = KvCache.none  # fp8: scales measured on the learner's forward pass, sent with the weights
     # int8: how far outliers of the activations move into the weights, such as 0.5; null or 0: not at all
     smoothing: float | None = None
     smoothing_every: int = 10  # syncs between new smoothing scales
@@ -176,6 +189,9 @@ class SyncSection:
     full_every: int = 20  # with delta: every so many versions a whole one
     verify_every: int = 10  # the logprob probe: after the first sync, then every so many; 0: the first only
     probe_budget: float | None = None  # null: by format
+    # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the
+    # next request, which takes no memory and cannot fall back on the version before
+    staged: bool = True
 
 
 @dataclass(frozen=True)

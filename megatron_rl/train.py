@@ -26,7 +26,7 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.metrics import combine
 from megatron_rl.rollout_correction import Correction, apply_conditional_rules, keep_rows, rollout_correction
 from megatron_rl.sampler.fleet_config import distinct_formats
-from megatron_rl.schema import Anchor, Config, LossName, ModelInit
+from megatron_rl.schema import Anchor, Config, KvCache, LossName, ModelInit
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import probe
 from megatron_rl.weight_sync.export import export_hf
@@ -58,8 +58,8 @@ def load_policy(learner: Learner, config: Config) -> None:
 
 
 def calibrate(learner: Learner, driver: Driver | Follower, config: Config) -> None:
-    """Smoothing needs to have seen activations before the first sync: those of the first prompts."""
-    if config.quantization.smoothing:
+    """Smoothing and an FP8 cache have to have seen a forward pass before the first sync: that of the first prompts."""
+    if config.quantization.smoothing or config.quantization.kv_cache != KvCache.none:
         learner.logprobs(learner.broadcast(driver.prompt_batch()))
 
 
@@ -162,7 +162,9 @@ def publish(
     if step % config.sync.every and step != config.run.steps:  # the last evaluation is of the last policy
         return {}
     with driver.recorder.phase("sync"):
-        metrics = sync.push(step).metrics()
+        learner.make_room()
+        with driver.syncing():
+            metrics = sync.push(step).metrics()
         if due(step // config.sync.every, config.sync.verify_every):
             batch = learner.broadcast(driver.probe_batch(step))
             metrics |= probe.check_formats(

@@ -36,12 +36,13 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.learner import weights
 from megatron_rl.learner.activation_stats import ActivationStats
+from megatron_rl.learner.cache_stats import CacheStats
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.packing import Pack, pack, plan
 from megatron_rl.learner.schedule import learning_rate
 from megatron_rl.loss import Totals, count_totals, policy_loss
-from megatron_rl.schema import Config, OnNonFinite, Precision
+from megatron_rl.schema import Config, KvCache, OnNonFinite, Precision, Sleep
 from megatron_rl.types import Batch, LossInputs, Targets
 from megatron_rl.weight_sync.hf_folder import HfFolder
 from megatron_rl.weight_sync.mapping import global_name
@@ -71,6 +72,10 @@ class Learner:
         self._activations = ActivationStats(self.shape, self.device)
         if config.quantization.smoothing:
             self._watch_activations()
+        self._cache = CacheStats(self.shape, self.device)
+        if config.quantization.kv_cache != KvCache.none:
+            for chunk, module in enumerate(self.modules):
+                self._cache.watch(module, self.layout.layers(self.shape.layers, self.place.pp, chunk).start)
         self.model = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         self.optimizer = get_megatron_optimizer(
             self._optimizer_config(), self.model, use_gloo_process_groups=self.device.type != "cpu"
@@ -164,6 +169,10 @@ class Learner:
         """
         return self._activations.take()
 
+    def take_cache_amax(self) -> Tensor:
+        """Largest key and value of each layer that this rank saw since the last call: [layer, 2]."""
+        return self._cache.take()
+
     def _logprobs(self, batch: Batch) -> Tensor:
         packs = self._packs(batch, range(len(batch)))
         logprobs_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
@@ -184,7 +193,8 @@ class Learner:
         present = [parameter.detach().clone() for parameter in parameters]
         _overwrite(parameters, self._reference)
         try:
-            return self._logprobs(batch)
+            with self._cache.blind():
+                return self._logprobs(batch)
         finally:
             _overwrite(parameters, present)
 
@@ -317,6 +327,12 @@ class Learner:
     def broadcast(self, value: Any = None) -> Any:
         """The driver's value on every rank: tensors, Batch, Targets, and plain JSON values around them."""
         return self.ranks.broadcast(value)
+
+    def make_room(self) -> None:
+        """On every rank, before an engine that slept takes its memory on these devices back."""
+        if self.device.type != "cpu" and self.config.sampler.sleep != Sleep.none:
+            torch.cuda.empty_cache()
+            self.broadcast()  # no rank is still holding on when the driver goes ahead
 
     def close(self) -> None:
         leave()

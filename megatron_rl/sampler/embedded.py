@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.device import SHORT_SPIN
 from megatron_rl.sampler import model_folder
 from megatron_rl.sampler.channel import Channel, ChannelClosed
 from megatron_rl.sampler.protocol import SamplerError, SamplerStats
@@ -51,7 +52,7 @@ _ENGINE_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
-}
+} | SHORT_SPIN
 
 
 class EmbeddedSampler:
@@ -137,6 +138,7 @@ class EmbeddedSampler:
             top_p=params.top_p,
             top_k=params.top_k,
             stop_token_ids=params.stop_token_ids,
+            policy_version=self.policy_version,
         )
         rollouts = self._unpack(answer, prompts, params.samples, first_group)
         self._count(rollouts, answer, time.perf_counter() - start)
@@ -166,8 +168,8 @@ class EmbeddedSampler:
     def sleep(self, level: int = 1) -> None:
         self._call("sleep", level=level)
 
-    def wake(self) -> None:
-        self._call("wake")
+    def wake(self, tags: list[str] | None = None) -> None:
+        self._call("wake", tags=tags)
 
     def health(self) -> dict[str, Any]:
         return self._call("health")

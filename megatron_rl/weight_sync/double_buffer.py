@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs, sanitize_layer_refs
 
 from megatron_rl.weight_sync.expectation import checkpoint_parameters
-from megatron_rl.weight_sync.reload import refresh_tied_head, refuse_unwritten
+from megatron_rl.weight_sync.reload import refresh_tied_head, refuse_missing, wanted_names
 
 
 def can_double(model: torch.nn.Module) -> bool:
@@ -44,7 +44,7 @@ class Second:
         for live, twin in self._pairs.items():
             _give_parameters(live, twin)
         refresh_tied_head(twin_model)
-        refuse_unwritten(twin_model, twin_model.load_weights(tensors.items()))
+        refuse_missing(wanted_names(twin_model) - twin_model.load_weights(tensors.items()))
         for twin in self._pairs.values():
             quant_method = getattr(twin, "quant_method", None)
             if isinstance(quant_method, QuantizeMethodBase):

@@ -7,9 +7,10 @@ take whole tensors and cut their own shard.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -18,6 +19,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from megatron_rl.weight_sync.manifest import DTYPE_NAMES, Expected, WeightSyncError
 from megatron_rl.weight_sync.quantize import BLOCK
@@ -32,6 +34,10 @@ def expected_tensors(model: torch.nn.Module, tied: bool) -> dict[str, Expected]:
             expected |= _linear(name, module, fused_names)
         elif isinstance(module, RoutedExperts):
             expected |= _experts(name, module)
+        elif isinstance(module, Attention):
+            owner = name.rpartition(".")[0]  # in a checkpoint the scales belong to the attention block
+            names = [scale.rpartition(".")[2] for scale in cache_scale_names(name, module)]
+            expected |= {f"{owner}.{scale}": Expected("float32", (1,)) for scale in names}
         elif isinstance(module, ParallelLMHead) and tied:
             continue
         elif isinstance(module, VocabParallelEmbedding):
@@ -48,6 +54,29 @@ def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The layer's parameters as a checkpoint holds them (meta tensors vLLM recorded before it packed the layer)."""
     parameters, _ = get_layerwise_info(layer).restore_metadata
     return parameters
+
+
+def cache_scale_names(name: str, layer: torch.nn.Module) -> list[str]:
+    """Of an attention layer with a quantized cache: its key and value scale, as vLLM names them."""
+    quantized = isinstance(layer, Attention) and is_quantized_kv_cache(layer.kv_cache_dtype)
+    return [f"{name}.{scale}" for scale in ("k_scale", "v_scale")] if quantized else []
+
+
+def neutral_cache_scales(model: Any) -> None:
+    """Dummy weights give a quantized cache random scales, negative ones too: 1 until the first sync."""
+    for layer in (module for module in model.modules() if cache_scale_names("", module)):
+        for kind in ("k", "v"):
+            getattr(layer, f"_{kind}_scale").fill_(1.0)
+            setattr(layer, f"_{kind}_scale_float", 1.0)
+
+
+def cache_scales(model: Any) -> dict[str, tuple[float, float]]:
+    """(key, value) scale of every attention layer's cache, as its kernels read them; 1 where it is not quantized."""
+    return {
+        name: (float(cast(torch.Tensor, layer._k_scale).max()), float(cast(torch.Tensor, layer._v_scale).max()))
+        for name, layer in model.named_modules()
+        if isinstance(layer, Attention)
+    }
 
 
 def _linear(name: str, layer: Any, fused_names: dict[str, list[str]]) -> dict[str, Expected]:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megatron_rl.exchange import exchange
 from megatron_rl.sampler.fleet_config import distinct_formats
-from megatron_rl.schema import Config, Format
+from megatron_rl.schema import Config, Format, KvCache
+from megatron_rl.weight_sync.cache_scales import CacheScales
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.hf_folder import read_config
 from megatron_rl.weight_sync.layout import Layout
@@ -51,6 +52,9 @@ class WeightSync:
         if quantization.smoothing:
             every = quantization.smoothing_every
             smoothing = Smoothing(shape, quantization.smoothing, every, ranks.world, learner.take_activation_amax)
+        cache_scales = None
+        if quantization.kv_cache == KvCache.fp8:
+            cache_scales = CacheScales(shape.layers, ranks.world, learner.take_cache_amax)
         layout = Layout.from_config(config.learner)
         sources = {  # one for each weight format among the engines
             format: ShardSource(
@@ -61,6 +65,7 @@ class WeightSync:
                 quantization.ignore,
                 bucket_bytes=config.sync.bucket_mib << 20,
                 smoothing=smoothing if format == Format.int8 else None,
+                cache_scales=cache_scales,
             )
             for format in distinct_formats(config)
         }

@@ -60,9 +60,9 @@ class SyncState:
     policy_version: int
     torn: bool  # loading failed half-way: the weights are of no version
     verify_s: float
-    build_s: float  # packing the new weights beside the live ones
-    load_s: float  # making them the live ones: a swap, or loading in place
+    load_s: float  # making the new weights the live ones: a swap, or loading in place
     nbytes: int
+    build_s: float = 0.0  # packing them beside the live ones
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         super().__init__(config, vllm_config, device, model)
         tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
         self.expected = expectation.expected_tensors(model, tied)
-        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0.0, 0)
+        if vllm_config.load_config.load_format == "dummy":
+            expectation.neutral_cache_scales(model)
+        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
         self._doubles = device.type == "cpu" and double_buffer.can_double(model)
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-builder", initializer=use_all_cores)
         self._building: Future[_Ready] | None = None
@@ -139,7 +141,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self.state = replace(self.state, torn=True)
             raise
         load_s = time.perf_counter() - start
-        self.state = SyncState(ready.policy_version, False, ready.verify_s, ready.build_s, load_s, ready.nbytes)
+        self.state = SyncState(ready.policy_version, False, ready.verify_s, load_s, ready.nbytes, ready.build_s)
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Everything that can be done while the present weights serve; returns what is left to do."""
@@ -161,8 +163,15 @@ class WorkerExtension:
     weight_transfer_engine: FileWeightTransferEngine
     _weight_update_active: bool
 
+    _scales_seen: tuple[int, dict[str, tuple[float, float]]] | None = None  # of which version, and what they were
+
     def weight_sync_state(self) -> dict[str, Any]:
-        return asdict(self.weight_transfer_engine.state)
+        """`intact`: the cache's scales are still those that this version was loaded with."""
+        state = self.weight_transfer_engine.state
+        scales = expectation.cache_scales(self.weight_transfer_engine.model)
+        if self._scales_seen is None or self._scales_seen[0] != state.policy_version:
+            self._scales_seen = (state.policy_version, scales)
+        return asdict(state) | {"intact": scales == self._scales_seen[1]}
 
     def guarded_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
         """Call a worker method; a failure comes back as (type, message).

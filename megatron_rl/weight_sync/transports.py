@@ -24,6 +24,9 @@ class LearnerWeights(Protocol):
     def take_activation_amax(self) -> torch.Tensor:
         """What this rank saw since the last call, [layer, norm, channel]: asked for with quantization.smoothing."""
 
+    def take_cache_amax(self) -> torch.Tensor:
+        """Largest key and value of each layer since the last call, [layer, 2]: asked for with an FP8 cache."""
+
 
 class SamplerClient(Protocol):
     """The four methods of vLLM's own weight-sync client."""

@@ -21,6 +21,7 @@ from megatron_rl.schema import (
     Config,
     Format,
     Fp8,
+    KvCache,
     LearnerSection,
     LossConfig,
     LossName,
@@ -42,7 +43,9 @@ def build(job: dict[str, Any]) -> Learner:
         **section,
     )
     config = Config(
-        quantization=QuantizationSection(Format.int8, smoothing=job.get("smoothing")),
+        quantization=QuantizationSection(
+            Format.int8, smoothing=job.get("smoothing"), kv_cache=KvCache(job.get("kv_cache", "none"))
+        ),
         learner=learner,
         loss=LossConfig(name=LossName(job.get("loss", "ppo")), entropy_coef=job.get("entropy_coef", 0.0)),
         optim=OptimSection(lr=1e-3, warmup_steps=2),
@@ -98,15 +101,26 @@ def activations(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     batch = make_batch()
     learner.keep_reference()
     learner.reference_logprobs(batch)  # another policy's activations
+    unseen_L2 = learner.take_cache_amax()
     learner.update(make_targets(batch, torch.zeros(batch.mask_BT.shape)))
     unseen_LNH = learner.take_activation_amax()
+    trained_L2 = learner.take_cache_amax()
     learner.init_random(7)
     learner.logprobs(batch)
+    cached_L2 = learner.take_cache_amax()
     seen_LNH = learner.take_activation_amax()
     empty = bool(learner.take_activation_amax().any())
     if learner.world_size > 1:
-        dist.all_reduce(seen_LNH, dist.ReduceOp.MAX)
-    return {"amax": seen_LNH.tolist(), "unseen": bool(unseen_LNH.any()), "left": empty}
+        for seen in (seen_LNH, cached_L2, trained_L2):
+            dist.all_reduce(seen, dist.ReduceOp.MAX)
+    return {
+        "amax": seen_LNH.tolist(),
+        "unseen": bool(unseen_LNH.any()),
+        "left": empty,
+        "cache": cached_L2.tolist(),
+        "cache_unseen": bool(unseen_L2.any()),
+        "cache_trained": trained_L2.tolist(),
+    }
 
 
 def dead_rank(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:

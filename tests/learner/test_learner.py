@@ -53,6 +53,7 @@ def _train(name: str, hf: dict[str, Any], layout: dict[str, Any] | None = None, 
 
 def _activations(model: str, layout: dict[str, Any] | None = None, name: str = "one") -> dict[str, Any]:
     job = {"name": f"activations_{model}_{name}", "kind": "activations", "hf": ACTIVATIONS[model], "smoothing": 0.5}
+    job["kv_cache"] = "fp8"
     # two packs per replica, and lengths that leave filler behind under sequence parallelism
     return {**job, "layout": {"tokens_per_microbatch": 80, **(layout or {})}}
 
@@ -204,8 +205,11 @@ def test_training_moves_the_policy(one: dict[str, Any]) -> None:
     assert losses[-1] < losses[0]
 
 
-def transformers_activations(hf: dict[str, Any]) -> torch.Tensor:
-    """[layer, norm, channel]: the largest magnitude of each norm's output over the batch's real tokens."""
+def transformers_activations(hf: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the batch's real tokens, the largest magnitude of each norm's output and of what attention caches.
+
+    [layer, norm, channel] and [layer, (key, value)].
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_rl.learner.weights import random_tensors
@@ -219,6 +223,7 @@ def transformers_activations(hf: dict[str, Any]) -> torch.Tensor:
         None, config=AutoConfig.for_model(**hf), state_dict=state, dtype=torch.float32
     ).eval()
     amax_LNH = torch.zeros(shape.layers, 2, shape.hidden)
+    cache_L2 = torch.zeros(shape.layers, 2)
 
     def watch(place_H: torch.Tensor, norm: torch.nn.Module) -> None:
         norm.register_forward_hook(
@@ -232,8 +237,11 @@ def transformers_activations(hf: dict[str, Any]) -> torch.Tensor:
     lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
     with torch.no_grad():
         for tokens_S, length in zip(batch.tokens_BS, lengths_B, strict=True):
-            model(tokens_S[None, :length])
-    return amax_LNH
+            cached = model(tokens_S[None, :length], use_cache=True).past_key_values
+            for layer, of_layer in enumerate(cached.layers):
+                seen_2 = torch.stack([of_layer.keys.abs().amax(), of_layer.values.abs().amax()])
+                cache_L2[layer] = torch.maximum(cache_L2[layer], seen_2)
+    return amax_LNH, cache_L2
 
 
 @pytest.mark.parametrize(("model", "layouts"), [("dense", list(LAYOUTS)), ("experts", ["tp2_sp", "tp2_ep2", "ep2"])])
@@ -241,12 +249,15 @@ def test_every_layout_sees_the_same_activations(
     model: str, layouts: list[str], one: dict[str, Any], two: dict[str, Any]
 ) -> None:
     found = {"one": one[f"activations_{model}_one"]} | {at: two[f"activations_{model}_{at}"] for at in layouts}
-    wanted_LNH = transformers_activations(ACTIVATIONS[model])
+    wanted_LNH, cache_L2 = transformers_activations(ACTIVATIONS[model])
     assert (wanted_LNH > 0).all()
     for at, case in found.items():
         torch.testing.assert_close(torch.tensor(case["amax"]), wanted_LNH, rtol=1e-4, atol=1e-5, msg=at)
         assert not case["unseen"], at
         assert not case["left"], at
+        torch.testing.assert_close(torch.tensor(case["cache"]), cache_L2, rtol=1e-4, atol=1e-5, msg=at)
+        assert not case["cache_unseen"], at
+        assert all(amax > 0 for layer in case["cache_trained"] for amax in layer), at
 
 
 def test_warmup_is_applied(one: dict[str, Any]) -> None:

@@ -1,12 +1,7 @@
-"""Live engines of mixtures of experts, several in one process: run as a script, leaves what it found as JSON.
-
-One process, because importing vLLM takes longer than everything that happens here.
-"""
+"""A tiny engine in this process, its weights by seed, and the versions that reach it."""
 
 import json
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from simulated import hf_config, random_hf
 from tiny_engine import PROMPTS, make_config
-from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 from megatron_rl.sampler import model_folder
 from megatron_rl.sampler.child import Engine
-from megatron_rl.schema import Config, Format
+from megatron_rl.schema import Config, Format, KvCache
 from megatron_rl.weight_sync import file_transport as transport
-from megatron_rl.weight_sync import receiver, reload
+from megatron_rl.weight_sync import receiver
+from megatron_rl.weight_sync.cache_scales import CacheScales
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.quantize import is_quantized, quantize
@@ -36,17 +31,28 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": hf_config("qwen3_moe", architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True, **SIZES),
     "mixtral": hf_config("mixtral", architectures=["MixtralForCausalLM"], sliding_window=None, **SIZES)
     | {"num_local_experts": 4},
+    "qwen3": hf_config("qwen3", architectures=["Qwen3ForCausalLM"], **SIZES),
 }
+
+
+class Alone:
+    """A learner of one rank."""
+
+    def max_(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
+        pass
 
 
 class Case:
     """One model and format: its weights by seed, its engine, and the versions that reach it."""
 
-    def __init__(self, family: str, format: Format, folder: Path) -> None:
+    def __init__(self, family: str, format: Format, folder: Path, **quantization: Any) -> None:
         self.hf, self.folder, self.version = MODELS[family], folder, -1
         config = make_config(format)
-        ignore = [*config.quantization.ignore, EXPERTS]
-        self.config: Config = replace(config, quantization=replace(config.quantization, ignore=ignore))
+        changes = {"ignore": [*config.quantization.ignore, EXPERTS]} | quantization
+        self.config: Config = replace(config, quantization=replace(config.quantization, **changes))
         (folder / "hf").mkdir(parents=True)
         (folder / "hf" / "config.json").write_text(json.dumps(self.hf))
 
@@ -59,11 +65,19 @@ class Case:
                     tensors[name.removesuffix("weight") + suffix] = part
             else:
                 tensors[name] = tensor
-        return tensors
+        return tensors | self.scales(seed)
+
+    def scales(self, seed: int) -> dict[str, torch.Tensor]:
+        """Of the quantized cache, where there is one."""
+        if self.config.quantization.kv_cache == KvCache.none:
+            return {}
+        made = CacheScales(self.hf["num_hidden_layers"], Alone(), lambda: torch.full((2, 2), 4.0 + seed))
+        made.begin_sync()
+        return dict(made.values())
 
     def start(self, name: str, **arguments: Any) -> Engine:
         folder = model_folder.write_engine_folder(self.folder / "hf", self.folder / name, self.config)
-        if arguments:
+        if "load_format" in arguments:
             save_file(self.tensors(1), folder / "model.safetensors", {"format": "pt"})
         return Engine(model_folder.engine_arguments(self.config, folder) | arguments)
 
@@ -102,72 +116,13 @@ def answers(engine: Engine) -> list[Any]:
     return [packed["tokens"].hex(), packed["logprobs"].hex()]
 
 
-def run_case(case: Case, victim: str) -> dict[str, Any]:
-    engine = case.start("live")
-    found: dict[str, Any] = {}
-    said = [case.update(engine, case.tensors(1))]
-    first = answers(engine)
-    said.append(case.update(engine, case.tensors(2)))
-    found["changes"] = answers(engine) != first
-    said.append(case.update(engine, case.tensors(1)))
-    found["back"] = answers(engine) == first
-    found["said"] = said
-    whole = case.tensors(2)
-    found["missing"] = case.update(engine, {name: tensor for name, tensor in whole.items() if name != victim})
-    found["misshapen"] = case.update(engine, whole | {victim: whole[victim].T.contiguous()})
-    found["intact"] = answers(engine) == first
-    with_kernels_kept = case.update_wrongly(engine, keep_kernels)
-    found["kept_kernels_show"] = with_kernels_kept == "" and answers(engine) != first
-    found["unwritten"] = case.update_wrongly(engine, drop(victim))
-    case.version += 1  # a torn engine wants a newer version
-    found["healed"] = case.update(engine, case.tensors(1)) == "" and answers(engine) == first
-    engine.shutdown()
-    fresh = case.start("fresh", load_format="safetensors")
-    found["fresh"] = answers(fresh) == first
-    fresh.shutdown()
-    return found
-
-
-def keep_kernels(model: Any, tensors: Any, load: Callable[[Any], None]) -> None:
-    """What vLLM does by itself: experts that have a kernel are not packed again."""
-    experts = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
-    kernels = [layer.quant_method.moe_kernel for layer in experts]
-    restore = reload.restore_checkpoint_layout
-
-    def restore_and_keep(model: Any) -> None:
-        restore(model)
-        for layer, kernel in zip(experts, kernels, strict=True):
-            layer.quant_method.moe_kernel = kernel
-
-    reload.restore_checkpoint_layout = restore_and_keep
+def attempt(call: Callable[[], Any]) -> str:
     try:
-        load(tensors)
-    finally:
-        reload.restore_checkpoint_layout = restore
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
-def drop(victim: str) -> Callable[..., None]:
-    """A loader that swallows one expert's tensor after the update was accepted."""
-
-    def load_without(model: Any, tensors: Any, load: Callable[[Any], None]) -> None:
-        load([(name, tensor) for name, tensor in tensors if name != victim])
-
-    return load_without
-
-
-def main() -> None:
-    out = Path(sys.argv[1])
-    found = {
-        "qwen3_moe": run_case(
-            Case("qwen3_moe", Format.int8, out / "qwen3_moe"), "model.layers.1.mlp.experts.2.down_proj.weight"
-        ),
-        "mixtral": run_case(
-            Case("mixtral", Format.none, out / "mixtral"), "model.layers.0.block_sparse_moe.experts.3.w1.weight"
-        ),
-    }
-    (out / "found.json").write_text(json.dumps(found))
-    os._exit(0)  # no wait for the engines' threads
-
-
-if __name__ == "__main__":
-    main()
+def model_of(engine: Engine) -> Any:
+    return engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
