@@ -12,7 +12,9 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.device import Machine, detect, format_problem
+from megatron_rl.engine_checks import engine_problems
 from megatron_rl.rewards.functions import resolve
+from megatron_rl.sampler import fleet_config
 from megatron_rl.schema import (
     Config,
     Device,
@@ -26,6 +28,7 @@ from megatron_rl.schema import (
     Transport,
 )
 from megatron_rl.wandb_log import resolve_mode
+from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.plan import config_problems
 
 # what the sampler decides itself; `sampler.vllm` may set anything else
@@ -42,7 +45,7 @@ def check(config: Config) -> Machine:
     machine = detect(config.run.device)
     found = [problem for rule in _RULES for problem in rule(config, machine)]
     if found:
-        raise ConfigError("\n".join(found))
+        raise ConfigError("\n".join(dict.fromkeys(found)))
     return machine
 
 
@@ -73,8 +76,10 @@ def _numbers(config: Config, machine: Machine) -> Iterator[str]:
         ("sampler.tensor_parallel", config.sampler.tensor_parallel, lambda x: x >= 1, "1 or more"),
         ("sampler.max_sequences", config.sampler.max_sequences, lambda x: x >= 1, "1 or more"),
         ("sampler.memory_gib", config.sampler.memory_gib, lambda x: x > 0, "above 0"),
+        ("quantization.smoothing_every", config.quantization.smoothing_every, lambda x: x >= 1, "1 or more"),
         ("sync.every", config.sync.every, lambda x: x >= 1, "1 or more"),
         ("sync.verify_every", config.sync.verify_every, lambda x: x >= 0, "0 or more"),
+        ("sync.full_every", config.sync.full_every, lambda x: x >= 1, "1 or more"),
         ("sync.bucket_mib", config.sync.bucket_mib, lambda x: x >= 1, "1 or more"),
         ("reward.workers", config.reward.workers, lambda x: x >= 1, "1 or more"),
         ("reward.timeout_s", config.reward.timeout_s, lambda x: x > 0, "above 0"),
@@ -108,7 +113,8 @@ def _numbers(config: Config, machine: Machine) -> Iterator[str]:
 
 def _model(config: Config, machine: Machine) -> Iterator[str]:
     hf = read_hf_config(config)
-    yield from config_problems(config, hf)
+    unfit = config_problems(config, hf)
+    yield from unfit or engine_problems(config, machine, ModelShape.from_hf(hf))
     if "quantization_config" in hf:
         yield (
             f"model.path: {config.model.path} is already quantized; name the BF16 model, and let quantization.format "
@@ -132,17 +138,25 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _formats(config: Config, machine: Machine) -> Iterator[str]:
-    problem = format_problem(config.quantization.format, machine)
-    if problem:
-        yield f"quantization.format: {config.quantization.format}: {problem}"
-    if config.sync.transport != Transport.file and machine.kind == Device.cpu:
-        yield f"sync.transport: {config.sync.transport} needs GPUs; use file"
-    elif config.sync.transport != Transport.file:
-        yield f"sync.transport: {config.sync.transport} is not built yet; use file"
+    key = "sampler.fleet.formats" if config.sampler.fleet.formats else "quantization.format"
+    for format in dict.fromkeys(fleet_config.local_formats(config)):
+        problem = format_problem(format, machine)
+        if problem:
+            yield f"{key}: {format}: {problem}"
+    smoothing = config.quantization.smoothing or 0.0
+    if not 0 <= smoothing < 1:
+        yield f"quantization.smoothing: {smoothing:g}, expected 0 < alpha < 1 such as 0.5, or null (off)"
+    elif smoothing and config.quantization.format != Format.int8:
+        yield (
+            f"quantization.smoothing: {smoothing:g} with quantization.format={config.quantization.format}; only int8 "
+            "gains from it: set quantization.format=int8, or quantization.smoothing=null"
+        )
     if config.learner.fp8 != Fp8.none and machine.kind == Device.cpu:
         yield f"learner.fp8: {config.learner.fp8} needs Transformer Engine on a GPU; use none"
     if config.learner.context_parallel > 1:
         yield f"learner.context_parallel: {config.learner.context_parallel} is not built yet; use 1"
+    if config.sync.delta and config.sync.transport != Transport.file:
+        yield f"sync.delta: true with sync.transport={config.sync.transport}; patches travel as files only: use file"
     if config.sync.dir is not None and not Path(config.sync.dir).is_dir():
         yield f"sync.dir: no folder {config.sync.dir!r}; make it, or leave null for shared memory"
 
@@ -166,6 +180,10 @@ def _sampler(config: Config, machine: Machine) -> Iterator[str]:
             f"rollout.{key}: {getattr(rollout, key)}, but the learner does not filter its own probabilities yet, so "
             f"every ratio would be off; use {getattr(RolloutSection(), key)}"
         )
+
+
+def _fleet(config: Config, machine: Machine) -> Iterator[str]:
+    yield from fleet_config.problems(config, machine.kind)
 
 
 def _data(config: Config, machine: Machine) -> Iterator[str]:
@@ -196,7 +214,7 @@ def _algorithm(config: Config, machine: Machine) -> Iterator[str]:
         yield f"advantage.estimator: {config.advantage.estimator} on the data set's own answers is 0; use none"
     if supervised and config.rollout.samples_per_prompt != 1:
         yield "rollout.samples_per_prompt: the data set has one answer per prompt; use 1 with rollout.source=dataset"
-    if config.sampler.tensor_parallel > 1 and config.quantization.format == Format.fp8_block:
+    if config.sampler.tensor_parallel > 1 and Format.fp8_block in fleet_config.replica_formats(config):
         yield "sampler.tensor_parallel: 128x128 blocks over several sampler ranks are not built yet; use 1"
     if config.eval.every % config.sync.every:
         yield (
@@ -241,4 +259,4 @@ def _is_field(node: ast.stmt) -> bool:
     return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
 
 
-_RULES = (_numbers, _model, _formats, _sampler, _data, _algorithm, _logging, _passed_through)
+_RULES = (_numbers, _model, _formats, _sampler, _fleet, _data, _algorithm, _logging, _passed_through)

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | toy | quickstart | report | translate`."""
+"""The command line: `megatron-rl train | plan | toy | quickstart | report | translate`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def _parser() -> argparse.ArgumentParser:
         help="local: start every rank here; env: be one rank of torchrun; slurm: be one rank of srun",
     )
     train.set_defaults(run=_train)
+
+    plan = commands.add_parser("plan", help="what a weight sync will move, link by link; starts nothing")
+    plan.add_argument("target", type=Path, metavar="RECIPE", help="a recipe, or a model's config.json")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="such as learner.tensor_parallel=8")
+    plan.add_argument("--replicas", type=int, default=1, help="sampler engines (default: 1)")
+    plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to turn bytes into seconds")
+    plan.add_argument("--rows", type=int, default=5, help="how many writers and tensors to name (default: 5)")
+    plan.set_defaults(run=_plan)
 
     toy = commands.add_parser("toy", help="make the toy's model folder and data")
     toy.add_argument("folder", nargs="?", type=Path, default=Path("data/toy"))
@@ -131,6 +139,14 @@ def _slurm_environment() -> dict[str, str]:
         "WORLD_SIZE": os.environ["SLURM_NTASKS"],
         "LOCAL_RANK": os.environ["SLURM_LOCALID"],
     }
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megatron_rl.plan import Request, describe_plan
+
+    given = {name: getattr(options, name) for name in ("target", "overrides", "replicas", "link_gbs", "rows")}
+    print(describe_plan(Request(**given)))
+    return 0
 
 
 def _toy(options: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ import torch
 from megatron_rl.advantage import SPREAD, has_spread, overlong_penalty
 from megatron_rl.prompts import Dataset, PromptOrder, Tokenizer
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.schema import Config
+from megatron_rl.schema import Config, format_number
 from megatron_rl.types import Batch, Prompt, Rollout, SamplingParams, Scored
 
 RIGHT = 1.0  # the reward of a right answer
@@ -179,6 +179,7 @@ def collate(scored: Sequence[Scored]) -> Batch:
         rewards_B=torch.tensor([one.reward if one.error is None else math.nan for one in scored], dtype=torch.float32),
         groups_B=torch.tensor([rollout.group for rollout in rollouts]),
         versions_B=torch.tensor([rollout.policy_version for rollout in rollouts]),
+        formats_B=torch.tensor([format_number(rollout.format) for rollout in rollouts]),
     )
 
 

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.correction import checks as objective
+from megatron_rl.sampler.fleet_config import address_problems
 from megatron_rl.schema import Config
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -37,7 +38,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     config = from_mapping(merged)
     if config.run.name is None:
         config = from_mapping(_merge(merged, {"run": {"name": path.stem}}, path))
-    found = objective.problems(config)
+    found = [*objective.problems(config), *address_problems(config)]
     if found:
         raise ConfigError("\n".join(found))
     return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ class Machine:
     kind: Device  # cpu | cuda
     name: str
     capability: float | None = None  # CUDA compute capability
+    gpus: int = 0  # that this job sees; 0: not known
 
 
 def detect(wanted: Device = Device.auto) -> Machine:
@@ -49,7 +51,8 @@ def _gpu() -> Machine | None:
     first = answer.splitlines()[0] if answer.strip() else ""
     name, _, capability = first.rpartition(",")
     try:
-        return Machine(Device.cuda, name.strip(), float(capability))
+        seen = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+        return Machine(Device.cuda, name.strip(), float(capability), len(seen or answer.splitlines()))
     except ValueError:
         return None
 

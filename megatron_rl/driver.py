@@ -7,7 +7,7 @@ follower returns as None arrives from the driver through `learner.broadcast`.
 from __future__ import annotations
 
 import signal
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -19,26 +19,36 @@ from megatron_rl.prompts import FolderTokenizer, load_dataset
 from megatron_rl.record import Recorder, RecorderLike, SilentRecorder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
-from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.choose import make_sampler
+from megatron_rl.sampler.fleet_config import is_fleet, replica_formats
+from megatron_rl.sampler.protocol import Sampler, SamplerStats
+from megatron_rl.sampler.rest import Rest
 from megatron_rl.schema import Config, RolloutSource
-from megatron_rl.types import Batch, SamplingParams, Scored
+from megatron_rl.types import Batch, Rollout, SamplingParams, Scored
 
 PROBE_PROMPTS = 8
 PROBE_SAMPLES = 8
+CALIBRATION_PROMPTS = 64
 
 
 class Follower:
     """Every rank but the first."""
 
-    sampler: EmbeddedSampler | None = None
+    sampler: Sampler | None = None
 
     def __init__(self) -> None:
         self.recorder: RecorderLike = SilentRecorder()
+
+    def syncing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]] | None:
         return None
 
     def everything_drawn(self) -> Batch | None:
+        return None
+
+    def prompt_batch(self) -> Batch | None:
         return None
 
     def probe_batch(self, step: int) -> Batch | None:
@@ -69,6 +79,7 @@ class Driver:
         self._stop_reason: str | None = None
         self._scored: list[Scored] = []
         self._drawn: list[Scored] = []
+        self._seen = SamplerStats()
         self.recorder = self._stack.enter_context(Recorder(config, resolved_yaml, run_dir, config.run.steps))
         try:
             self._open(run_dir)
@@ -85,9 +96,11 @@ class Driver:
         self.rewards = RewardPool(config.reward, config.data.answer_key)
         self._stack.callback(self.rewards.close)
         self.rewards.start()
-        self.sampler = EmbeddedSampler(config, folder, run_dir / "logs" / f"attempt_{self.recorder.run.attempt}")
+        log_dir = run_dir / "logs" / f"attempt_{self.recorder.run.attempt}"
+        self.sampler = make_sampler(config, folder, log_dir, self.recorder.note)
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
+        self._rest = Rest(self.sampler, config.sampler.sleep)
         supervised = config.rollout.source == RolloutSource.dataset
         answers = DatasetAnswers(tokenizer, config.data.answer_key) if supervised else self.sampler
         self._collector = Collector(config, train, tokenizer, answers, self.rewards)
@@ -96,20 +109,45 @@ class Driver:
             held_out = load_dataset("eval", config.data, tokenizer, config.rollout.max_prompt_tokens)
             self.recorder.note(f"eval     {config.data.eval}: {held_out.describe()}")
             self._evaluator = Evaluator(config, held_out, tokenizer, self.sampler, self.rewards)
-        self._probe_prompts = train.prompts[:PROBE_PROMPTS]
+        # idle servers are given a prompt each, so that the probe meets every one
+        self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, len(replica_formats(config)))]
+        self._calibration_prompts = train.prompts[:CALIBRATION_PROMPTS]
         self._stop_tokens = tokenizer.stop_token_ids
 
     def _finish_step(self, number: int, frame: FrameType | None) -> None:
         self._stop_reason = f"asked to by {signal.Signals(number).name}"
 
+    def syncing(self) -> AbstractContextManager[None]:
+        """Around a sync: an engine that sleeps wakes in the right order."""
+        return self._rest.syncing()
+
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
+        self._rest.wake()
         collected = self._collector.collect(step)
+        self._rest.sleep()
         self._scored, self._drawn = collected.scored, collected.drawn
-        return collate(collected.scored), collected.metrics
+        return collate(collected.scored), collected.metrics | self._fleet_news()
+
+    def _fleet_news(self) -> dict[str, float]:
+        """What became of a fleet's servers since the last step; nothing for an embedded engine."""
+        before, self._seen = self._seen, self.sampler.stats
+        if not is_fleet(self._config):
+            return {}
+        return {
+            "rollout/retried": self._seen.retried - before.retried,
+            "rollout/restarts": self._seen.restarts - before.restarts,
+        }
 
     def everything_drawn(self) -> Batch:
         """All of the step's rollouts, those of dropped groups included."""
         return collate(self._drawn)
+
+    def prompt_batch(self) -> Batch:
+        """The first prompts, as rows that hold no answer."""
+        rows = [
+            Rollout(prompt, group, 0, (), (), (), "abort", 0) for group, prompt in enumerate(self._calibration_prompts)
+        ]
+        return collate([Scored(one, reward=0.0) for one in rows])
 
     def probe_batch(self, step: int) -> Batch:
         """Fresh answers of the sampler as it is now, unscored."""
@@ -122,10 +160,12 @@ class Driver:
             top_k=rollout.top_k,
             stop_token_ids=self._stop_tokens,
         )
+        self._rest.wake()
         fresh = self.sampler.generate(self._probe_prompts, params, seed=step, first_group=0, step=step)
         return collate([Scored(one, reward=0.0) for one in fresh])
 
     def evaluate(self, step: int) -> dict[str, float]:
+        self._rest.wake()
         return self._evaluator.evaluate(step) if self._evaluator else {}
 
     def asked_to_stop(self) -> str | None:

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.schema import Format
+
 GROUPS: dict[str, str] = {
     "progress": "How far the run is.",
     "reward": "What the answers scored. The policy that is scored is the *sampler's*: see `reward/learner_estimate`.",
@@ -106,6 +108,8 @@ _TABLE: list[Metric] = [
         ("groups_all_wrong", "sum", "groups", "groups dropped because every answer had the same lower reward"),
         ("staleness_mean", "mean", "versions", "mean number of updates between a rollout's policy and the learner"),
         ("staleness_max", "max", "versions", "the largest of those numbers"),
+        ("retried", "sum", "prompts", "prompts that another server of the fleet had to answer, because one had gone"),
+        ("restarts", "sum", "servers", "servers of the fleet that were started again"),
     ),
     *_rows(
         "rollout_corr",
@@ -145,6 +149,18 @@ _TABLE: list[Metric] = [
         ("weight_bias", "mean", "", "mean(w A) - mean(rho A): what truncation costs in bias"),
         ("weight_variance", "mean", "", "var(w A) / n over kept tokens"),
     ),
+    *(
+        row
+        for format in Format
+        for row in _rows(
+            f"rollout_corr/{format}",
+            ("kl", "mean", "nats", f"kl at tokens that {format} servers of a mixed fleet sampled"),
+            ("k3_kl", "mean", "nats", "k3_kl at the same tokens"),
+            ("logp_abs_diff_mean", "mean", "nats", "logp_abs_diff_mean at the same tokens"),
+            ("mult_prob_error", "mean", "", "mult_prob_error at the same tokens"),
+            ("token_fraction", "mean", "", "their share of the compared tokens"),
+        )
+    ),
     *_rows(
         "loss",
         ("total", "mean", "", "the loss whose gradient was taken"),
@@ -173,6 +189,7 @@ _TABLE: list[Metric] = [
         ("version", "last", "", "policy version that was sent"),
         ("bytes", "sum", "bytes", "bytes that were sent"),
         ("tensors", "last", "", "tensors that were sent"),
+        ("changed_fraction", "mean", "", "values that differ from the version before, with sync.delta"),
         ("plan_s", "sum", "s", "deciding what goes where"),
         ("quantize_s", "sum", "s", "quantizing on the shards, row maxima over tensor-parallel ranks included"),
         ("gather_s", "sum", "s", "gathering over the tensor-parallel group"),
@@ -184,6 +201,10 @@ _TABLE: list[Metric] = [
         ("clamped_fraction", "mean", "", "fraction of weight values beyond what their scale can express"),
         ("probe_abs_diff", "last", "nats", "mean absolute logprob difference on freshly sampled tokens, right after"),
         ("probe_budget", "last", "nats", "what that difference may be for this pair of formats"),
+        *(
+            (f"probe_abs_diff/{format}", "last", "nats", f"the same for {format} servers of a mixed fleet alone")
+            for format in Format
+        ),
     ),
     *_rows(
         "time",

@@ -26,6 +26,7 @@ SCHEMA = pa.schema(
         ("sample", pa.int32()),
         ("policy_version", pa.int64()),
         ("finish_reason", pa.string()),
+        ("format", pa.string()),  # weight format of the engine that answered
         ("reward", pa.float32()),
         ("error", pa.string()),
         ("text", pa.string()),
@@ -60,6 +61,7 @@ def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Colum
         "sample": [rollout.sample for rollout in rollouts],
         "policy_version": [rollout.policy_version for rollout in rollouts],
         "finish_reason": [rollout.finish_reason for rollout in rollouts],
+        "format": [rollout.format for rollout in rollouts],
         "reward": [one.reward for one in scored],
         "error": [one.error for one in scored],
         "text": [one.text for one in scored],

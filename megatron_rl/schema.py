@@ -37,11 +37,27 @@ class Format(StrEnum):
     fp8_block = "fp8_block"
 
 
+def format_number(name: str) -> int:
+    """A format's place in the enumeration, for tensors; -1 where an answer came from no engine."""
+    return list(Format).index(Format(name)) if name else -1
+
+
+class KvCache(StrEnum):
+    none = "none"  # as the weights' activations: BF16
+    fp8 = "fp8"
+
+
 class Transport(StrEnum):
     file = "file"
     ipc = "ipc"
     nccl = "nccl"
     nccl_m2n = "nccl_m2n"
+
+
+class Sleep(StrEnum):
+    none = "none"
+    offload = "offload"  # weights wait on the host
+    discard = "discard"  # weights are given up: the next sync brings all of them
 
 
 class Precision(StrEnum):
@@ -125,6 +141,22 @@ class RolloutSection:
 
 
 @dataclass(frozen=True)
+class FleetSection:
+    """vLLM servers over HTTP in place of the embedded engine; their number is replicas plus addresses."""
+
+    replicas: int = 0  # servers that the run starts on this machine
+    addresses: list[str] = field(default_factory=list)  # servers started elsewhere, such as http://node7:8000
+    formats: list[Format] = field(
+        default_factory=list
+    )  # of each server, started ones first; empty: quantization.format
+    devices: list[str] = field(default_factory=list)  # GPUs of each started server, such as ["0,1", "2,3"]
+    port: int | None = None  # of the first started server, the next ones follow; null: free ones
+    key_variable: str = "MEGATRON_RL_FLEET_KEY"  # the environment variable that holds the key of `addresses`
+    restarts: int = 3  # of each started server within a run
+    probe_every_s: float = 2.0  # between two looks at every server
+
+
+@dataclass(frozen=True)
 class SamplerSection:
     tensor_parallel: int = 1
     max_sequences: int = 256  # decoded at once
@@ -132,6 +164,8 @@ class SamplerSection:
     memory_gib: float = 1.0  # KV cache on hosts; on GPUs vllm.gpu_memory_utilization rules
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
+    sleep: Sleep = Sleep.none  # of an engine that shares its GPU with the learner, while the learner works
+    fleet: FleetSection = field(default_factory=FleetSection)
     vllm: dict[str, Any] = field(default_factory=dict)  # handed to vLLM as is
 
 
@@ -139,6 +173,10 @@ class SamplerSection:
 class QuantizationSection:
     format: Format = Format.none
     ignore: list[str] = field(default_factory=lambda: ["lm_head"])  # names or re:patterns, as in checkpoints
+    kv_cache: KvCache = KvCache.none  # fp8: scales measured on the learner's forward pass, sent with the weights
+    # int8: how far outliers of the activations move into the weights, such as 0.5; null or 0: not at all
+    smoothing: float | None = None
+    smoothing_every: int = 10  # syncs between new smoothing scales
 
 
 @dataclass(frozen=True)
@@ -147,8 +185,13 @@ class SyncSection:
     dir: str | None = None  # file: null is a private folder in shared memory; a shared filesystem across hosts
     every: int = 1  # steps between updates of the sampler; above 1 it samples from an older policy
     bucket_mib: int = 64
+    delta: bool = False  # file: only what changed since the version before travels
+    full_every: int = 20  # with delta: every so many versions a whole one
     verify_every: int = 10  # the logprob probe: after the first sync, then every so many; 0: the first only
     probe_budget: float | None = None  # null: by format
+    # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the
+    # next request, which takes no memory and cannot fall back on the version before
+    staged: bool = True
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,15 @@ import torch
 
 from megatron_rl.advantage import group_advantages
 from megatron_rl.checks import read_hf_config
+from megatron_rl.correction.breakdown import mismatch_by_format
 from megatron_rl.correction.learner_reward import learner_reward
 from megatron_rl.covariance import select_by_covariance
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner.learner import Learner
 from megatron_rl.metrics import combine
 from megatron_rl.rollout_correction import Correction, apply_conditional_rules, keep_rows, rollout_correction
-from megatron_rl.schema import Anchor, Config, LossName, ModelInit
+from megatron_rl.sampler.fleet_config import distinct_formats
+from megatron_rl.schema import Anchor, Config, KvCache, LossName, ModelInit
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import probe
 from megatron_rl.weight_sync.export import export_hf
@@ -40,6 +42,7 @@ def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
         last.callback(learner.close)
         with closing(WeightSync(learner, driver.sampler, config)) as sync:
             load_policy(learner, config)
+            calibrate(learner, driver, config)
             loop(config, driver, learner, sync)
             if config.log.export:
                 export_hf(learner, config, run_dir / "model")
@@ -52,6 +55,12 @@ def load_policy(learner: Learner, config: Config) -> None:
         learner.init_random(config.run.seed)
     if config.loss.kl_coef:
         learner.keep_reference()
+
+
+def calibrate(learner: Learner, driver: Driver | Follower, config: Config) -> None:
+    """Smoothing and an FP8 cache have to have seen a forward pass before the first sync: that of the first prompts."""
+    if config.quantization.smoothing or config.quantization.kv_cache != KvCache.none:
+        learner.logprobs(learner.broadcast(driver.prompt_batch()))
 
 
 def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync, done: int = 0) -> None:
@@ -113,6 +122,7 @@ def correct(anchor_BT: torch.Tensor, batch: Batch, config: Config) -> tuple[Corr
     counted_B = correction.baseline_keep_B(config.correction) & torch.isfinite(batch.rewards_B)
     advantages_B, keep_B = group_advantages(batch.rewards_B, batch.groups_B, counted_B, config.advantage)
     correction = keep_rows(correction, keep_B, config.correction)
+    correction = replace(correction, metrics=correction.metrics | mismatch_by_format(prox_BT, batch))
     return apply_conditional_rules(correction, advantages_B, config.correction), advantages_B
 
 
@@ -152,19 +162,20 @@ def publish(
     if step % config.sync.every and step != config.run.steps:  # the last evaluation is of the last policy
         return {}
     with driver.recorder.phase("sync"):
-        metrics = sync.push(step).metrics()
+        learner.make_room()
+        with driver.syncing():
+            metrics = sync.push(step).metrics()
         if due(step // config.sync.every, config.sync.verify_every):
             batch = learner.broadcast(driver.probe_batch(step))
-            result = probe.check_batch(
+            metrics |= probe.check_formats(
                 batch,
                 learner.logprobs(batch),
-                format=config.quantization.format,
+                distinct_formats(config),
                 version=step,
                 budget=config.sync.probe_budget,
                 vocab=learner.shape.vocab,
                 tied=learner.shape.tied,
             )
-            metrics |= result.metrics()
     return metrics
 
 

@@ -47,6 +47,7 @@ class Rollout:
     loss_mask: tuple[bool, ...]  # false: text the policy did not write (tools, other turns)
     finish_reason: str  # stop | length | abort
     policy_version: int
+    format: str = ""  # weight format of the engine that answered; empty where there was none
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,14 @@ class Batch:
     rewards_B: torch.Tensor  # float32, NaN where there is no score
     groups_B: torch.Tensor  # int64
     versions_B: torch.Tensor  # int64: policy version that sampled the row
+    formats_B: torch.Tensor | None = None  # int64: place of the sampler's weight format in schema.Format; -1: unknown
 
     def __len__(self) -> int:
         return int(self.tokens_BS.shape[0])
 
     def rows(self, index: torch.Tensor) -> Batch:
-        return Batch(**{name: value[index] for name, value in vars(self).items()})
+        cut: dict[str, Any] = {name: None if value is None else value[index] for name, value in vars(self).items()}
+        return Batch(**cut)
 
 
 @dataclass(frozen=True)

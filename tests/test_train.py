@@ -43,9 +43,17 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(monkeypatch: pytest.
 
 def test_when_to_evaluate_and_to_publish() -> None:
     recorder = SimpleNamespace(phase=lambda _: Part("phase", []))
-    driver: Any = SimpleNamespace(recorder=recorder, evaluate=lambda step: {"at": step})
-    learner: Any = SimpleNamespace(broadcast=lambda value: value)
-    sync: Any = SimpleNamespace(push=lambda step: SimpleNamespace(metrics=lambda: {"at": step}))
+    log: list[str] = []
+    driver: Any = SimpleNamespace(
+        recorder=recorder, evaluate=lambda step: {"at": step}, syncing=lambda: Part("awake", log)
+    )
+    learner: Any = SimpleNamespace(broadcast=lambda value: value, make_room=lambda: log.append("room made"))
+
+    def push(step: int) -> Any:
+        log.append(f"push {step}")
+        return SimpleNamespace(metrics=lambda: {"at": step})
+
+    sync: Any = SimpleNamespace(push=push)
 
     def evaluated(every: int) -> list[int]:
         config = Config(run=RunSection(steps=7), eval=EvalSection(every=every))
@@ -55,3 +63,4 @@ def test_when_to_evaluate_and_to_publish() -> None:
     assert evaluated(0) == []
     config = Config(run=RunSection(steps=7), sync=SyncSection(every=3, verify_every=0))
     assert [step for step in range(1, 8) if train.publish(step, config, driver, learner, sync)] == [3, 6, 7]
+    assert log[:3] == ["room made", "push 3", "awake ended: None"]

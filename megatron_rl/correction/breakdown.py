@@ -1,7 +1,8 @@
-"""Where the sampler and the learner disagree: the mismatch of a recorded batch, cut along five lines.
+"""Where the sampler and the learner disagree: the mismatch of a recorded batch, cut along six lines.
 
 A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small
-probabilities, stale weights in the staleness, a stop-token fault in the finish reasons.
+probabilities, stale weights in the staleness, a stop-token fault in the finish reasons, and a format that a model
+does not suit in the weight formats of a mixed fleet (`mismatch_by_format`: logged at every step).
 
 Shape legend: B sequences, T response positions, N tokens under the mask.
 """
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.correction.ratio import bounded_exp
+from megatron_rl.schema import Format
+from megatron_rl.types import Batch
 
 PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
@@ -25,7 +28,7 @@ PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
 class Slice:
     """One part of a batch. `kl` is the plain estimate of KL(sampler || learner), the mean of -d."""
 
-    by: str  # position | probability | length | staleness | finish
+    by: str  # position | probability | length | staleness | finish | format
     label: str
     tokens: int
     sequences: int
@@ -44,6 +47,7 @@ def breakdowns(
     finish_reasons: Sequence[str] | None = None,
     versions_B: Tensor | None = None,
     policy_version: int | None = None,
+    formats: Sequence[str] | None = None,
 ) -> list[Slice]:
     """Slices with at least one token, in the order of their labels; tokens without a ratio are left out.
 
@@ -78,7 +82,32 @@ def breakdowns(
         names = sorted(set(finish_reasons))
         reason_B = torch.tensor([names.index(reason) for reason in finish_reasons], dtype=torch.int64)
         found += tokens.slices("finish", reason_B.to(d_BT.device)[tokens.row_N], names)
+    if formats is not None and len(set(formats)) > 1:
+        names = sorted(set(formats))
+        format_B = torch.tensor([names.index(format) for format in formats], dtype=torch.int64)
+        found += tokens.slices("format", format_B.to(d_BT.device)[tokens.row_N], names)
     return found
+
+
+@torch.no_grad()
+def mismatch_by_format(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[str, float]:
+    """The mismatch of each weight format of a mixed fleet; nothing where one format answered everything."""
+    formats_B = batch.formats_B
+    if prox_logprobs_BT is None or formats_B is None or len(formats_B.unique()) < 2:
+        return {}
+    d_BT = prox_logprobs_BT.float() - batch.sampler_logprobs_BT.float()
+    counted_BT = batch.mask_BT & torch.isfinite(d_BT)
+    tokens = _Tokens(d_BT[counted_BT], counted_BT.nonzero()[:, 0])
+    metrics: dict[str, float] = {}
+    for part in tokens.slices("format", formats_B[tokens.row_N], [format.value for format in Format]):
+        metrics |= {
+            f"rollout_corr/{part.label}/kl": part.kl,
+            f"rollout_corr/{part.label}/k3_kl": part.k3_kl,
+            f"rollout_corr/{part.label}/logp_abs_diff_mean": part.abs_diff,
+            f"rollout_corr/{part.label}/mult_prob_error": part.mult_prob_error,
+            f"rollout_corr/{part.label}/token_fraction": part.tokens / len(tokens.d_N),
+        }
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -109,7 +138,8 @@ def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[S
     import pyarrow.parquet as pq
 
     columns = ["sampler_logprobs", "prox_logprobs", "loss_mask", "policy_version", "finish_reason"]
-    table = pq.read_table(path, columns=columns)
+    recorded = pq.read_schema(path).names
+    table = pq.read_table(path, columns=columns + [name for name in ("format",) if name in recorded])
     rows = [row for row in table.to_pylist() if row["prox_logprobs"] is not None]
     width = max((len(row["loss_mask"]) for row in rows), default=0)
     if width == 0:
@@ -125,4 +155,5 @@ def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[S
         finish_reasons=[row["finish_reason"] for row in rows],
         versions_B=torch.tensor([row["policy_version"] for row in rows]),
         policy_version=policy_version,
+        formats=[row.get("format") or "" for row in rows],
     )

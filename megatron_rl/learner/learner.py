@@ -35,12 +35,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.learner import weights
+from megatron_rl.learner.activation_stats import ActivationStats
+from megatron_rl.learner.cache_stats import CacheStats
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.packing import Pack, pack, plan
 from megatron_rl.learner.schedule import learning_rate
 from megatron_rl.loss import Totals, count_totals, policy_loss
-from megatron_rl.schema import Config, OnNonFinite, Precision
+from megatron_rl.schema import Config, KvCache, OnNonFinite, Precision, Sleep
 from megatron_rl.types import Batch, LossInputs, Targets
 from megatron_rl.weight_sync.hf_folder import HfFolder
 from megatron_rl.weight_sync.mapping import global_name
@@ -67,6 +69,13 @@ class Learner:
         self._reference: list[Tensor] = []
         self.megatron_config = transformer_config(self.hf_config, config.learner)
         self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
+        self._activations = ActivationStats(self.shape, self.device)
+        if config.quantization.smoothing:
+            self._watch_activations()
+        self._cache = CacheStats(self.shape, self.device)
+        if config.quantization.kv_cache != KvCache.none:
+            for chunk, module in enumerate(self.modules):
+                self._cache.watch(module, self.layout.layers(self.shape.layers, self.place.pp, chunk).start)
         self.model = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         self.optimizer = get_megatron_optimizer(
             self._optimizer_config(), self.model, use_gloo_process_groups=self.device.type != "cpu"
@@ -92,6 +101,12 @@ class Learner:
             last=self.ranks.last_stage and chunk == self.layout.chunks - 1,
             chunk=chunk if self.layout.vp is not None else None,
         )
+
+    def _watch_activations(self) -> None:
+        shard = self.place.tp if self.megatron_config.sequence_parallel else None
+        for chunk, module in enumerate(self.modules):
+            first_layer = self.layout.layers(self.shape.layers, self.place.pp, chunk).start
+            self._activations.watch(module, first_layer, shard)
 
     def _wrapped(self, module: PolicyModel, chunk: int) -> DistributedDataParallel:
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -144,6 +159,21 @@ class Learner:
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Logprob of every response token at rollout.temperature, [B, T] float32, 0 beyond a response."""
+        with self._activations.observing():
+            return self._logprobs(batch)
+
+    def take_activation_amax(self) -> Tensor:
+        """Largest magnitude per channel of the norms' outputs that this rank saw in `logprobs` since the last call.
+
+        [layer, norm, channel]; kept only with quantization.smoothing.
+        """
+        return self._activations.take()
+
+    def take_cache_amax(self) -> Tensor:
+        """Largest key and value of each layer that this rank saw since the last call: [layer, 2]."""
+        return self._cache.take()
+
+    def _logprobs(self, batch: Batch) -> Tensor:
         packs = self._packs(batch, range(len(batch)))
         logprobs_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
         with torch.no_grad():
@@ -163,7 +193,8 @@ class Learner:
         present = [parameter.detach().clone() for parameter in parameters]
         _overwrite(parameters, self._reference)
         try:
-            return self.logprobs(batch)
+            with self._cache.blind():
+                return self._logprobs(batch)
         finally:
             _overwrite(parameters, present)
 
@@ -296,6 +327,12 @@ class Learner:
     def broadcast(self, value: Any = None) -> Any:
         """The driver's value on every rank: tensors, Batch, Targets, and plain JSON values around them."""
         return self.ranks.broadcast(value)
+
+    def make_room(self) -> None:
+        """On every rank, before an engine that slept takes its memory on these devices back."""
+        if self.device.type != "cpu" and self.config.sampler.sleep != Sleep.none:
+            torch.cuda.empty_cache()
+            self.broadcast()  # no rank is still holding on when the driver goes ahead
 
     def close(self) -> None:
         leave()

@@ -36,6 +36,7 @@ class Pack:
     rows: tuple[int, ...]  # of the batch, in the order of the pack
     horizon: int  # longest response of the pack: its matrices are [len(rows), horizon]
     longest: int
+    tokens: int  # of its sequences: what follows is filler
     tokens_S: Tensor
     positions_S: Tensor
     starts: Tensor  # int32, one more than there are sequences: where each begins, and the end
@@ -136,6 +137,7 @@ def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> Pack:
         rows=tuple(order),
         horizon=horizon,
         longest=max(spans),
+        tokens=sum(lengths),
         tokens_S=tokens_S,
         positions_S=_ramp(spans),
         starts=starts.to(torch.int32),

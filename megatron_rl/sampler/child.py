@@ -24,6 +24,8 @@ import numpy as np
 
 from megatron_rl.parent_death import die_with_parent
 from megatron_rl.sampler.channel import Channel, ChannelClosed
+from megatron_rl.sampler.readiness import TAGS, Readiness
+from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 
@@ -51,9 +53,7 @@ class Engine:
         import megatron_rl.weight_sync.receiver  # noqa: F401
 
         self.llm = LLM(**arguments)
-        self.paused = False
-        self.torn = False
-        self.policy_version = -1
+        self.ready = Readiness()
         # the first generation loads and compiles for seconds: let that be part of the start
         self.generate([[0]], [0], samples=2, max_tokens=2, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[])
         gc.collect()
@@ -66,7 +66,16 @@ class Engine:
         gc.collect()
 
     def health(self) -> dict[str, Any]:
-        return {"policy_version": self.policy_version, "torn": self.torn, "paused": self.paused, "pid": os.getpid()}
+        ready = self.ready
+        return {
+            "policy_version": ready.policy_version,
+            "torn": ready.torn,
+            "paused": ready.paused,
+            "asleep": sorted(ready.asleep),
+            "refusal": ready.refusal(),
+            "building": any(self.llm.collective_rpc("weight_update_building")),  # new weights, beside the present ones
+            "pid": os.getpid(),
+        }
 
     def generate(
         self,
@@ -78,13 +87,14 @@ class Engine:
         top_p: float,
         top_k: int,
         stop_token_ids: list[int],
+        policy_version: int | None = None,
     ) -> dict[str, Any]:
+        """`policy_version`: the one that the caller believes is served."""
         from vllm import SamplingParams
 
-        if self.torn:
-            raise RuntimeError("the last weight update stopped half-way: the weights are of no version. Sync again")
-        if self.paused:
-            raise RuntimeError("the sampler is paused: resume it before generating")
+        refusal = self.ready.refusal(policy_version)
+        if refusal:
+            raise RuntimeError(refusal)
         distinct = 1 if temperature == 0 else samples  # greedy samples are copies of one
         params = [
             SamplingParams(
@@ -111,26 +121,49 @@ class Engine:
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:
-        self._on_workers("abort_weight_update")
-        self._on_workers("start_weight_update")
+        self.ready.begin_update()
+        try:
+            self._on_workers("abort_weight_update")
+            self._on_workers("start_weight_update")
+        except (RuntimeError, WeightSyncError):
+            self.ready.abandon_update(torn=self._worker_states()[1])
+            raise
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.ready.beside = bool(update_info.get(BACKGROUND))
         try:
             self._on_workers("update_weights", update_info=update_info)
         except (RuntimeError, WeightSyncError):
             self._on_workers("abort_weight_update")
+            self.ready.abandon_update(torn=self._worker_states()[1])
             raise
 
     def finish_weight_update(self) -> dict[str, Any]:
         try:
+            self._on_workers("await_weight_update")
+        except (RuntimeError, WeightSyncError):
+            self._on_workers("abort_weight_update")
+            self.ready.abandon_update(torn=self._worker_states()[1])
+            raise
+        self.ready.beside = False
+        try:
             self._on_workers("finish_weight_update")
-        finally:
-            states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
-            versions = sorted({state["policy_version"] for state in states})
-            self.torn = len(versions) > 1 or any(state["torn"] for state in states)
+        except BaseException:
+            self.ready.abandon_update(torn=self._worker_states()[1])
+            raise
+        states, torn = self._worker_states()
+        if torn:
+            self.ready.abandon_update(torn=True)
+            raise RuntimeError(f"the engine's workers disagree after an update: {states}")
         self.llm.reset_prefix_cache()
-        (self.policy_version,) = versions
+        self.ready.complete_update(states[0]["policy_version"])
         return max(states, key=lambda state: state["load_s"])
+
+    def _worker_states(self) -> tuple[list[dict[str, Any]], bool]:
+        """What each worker holds, and whether together that is no version at all."""
+        states: list[dict[str, Any]] = self.llm.collective_rpc("weight_sync_state")
+        versions = {state["policy_version"] for state in states}
+        return states, len(versions) > 1 or any(state["torn"] for state in states)
 
     def _on_workers(self, method: str, **arguments: Any) -> None:
         """Call a method of every worker; the first failure is raised here."""
@@ -139,16 +172,34 @@ class Engine:
             raise WeightSyncError(message) if kind == WeightSyncError.__name__ else RuntimeError(f"{kind}: {message}")
 
     def pause(self) -> None:
-        self.paused = True
+        self.ready.paused = True
 
     def resume(self) -> None:
-        self.paused = False
+        self.ready.paused = False
 
     def sleep(self, level: int) -> None:
+        self.ready.fall_asleep(level)
         self.llm.sleep(level=level)
 
-    def wake(self) -> None:
-        self.llm.wake_up()
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Once wholly awake, it has to hold what it held before, or what a sync has brought since."""
+        tags = list(tags or TAGS)
+        asleep = [tag for tag in tags if tag in self.ready.asleep]
+        self.ready.wake(tags)
+        if asleep:
+            self.llm.wake_up(tags=asleep)
+        if asleep and not self.ready.asleep and not self.ready.discarded:
+            self._check_awake()
+
+    def _check_awake(self) -> None:
+        states, torn = self._worker_states()
+        lost = [state for state in states if not state["intact"]]
+        if torn or lost or states[0]["policy_version"] != self.ready.policy_version:
+            self.ready.torn = True
+            raise RuntimeError(
+                f"the engine woke with other versions or scales than policy version {self.ready.policy_version} had: "
+                f"{(lost or states)[0]}. Sync again"
+            )
 
 
 def pack(completions: list[Any]) -> dict[str, Any]:

@@ -12,19 +12,30 @@ from typing import Any
 
 import torch
 
-from megatron_rl.schema import Config, Device, Format
+from megatron_rl.schema import Config, Device, Format, KvCache, Transport
 from megatron_rl.weight_sync.quantize import BLOCK
 
 WORKER_EXTENSION = "megatron_rl.weight_sync.receiver.WorkerExtension"
+VLLM_WORKER_EXTENSION = "megatron_rl.weight_sync.vllm_receiver.WorkerExtension"
+VLLM_BACKENDS = "checked_"  # + sync.transport: as vllm_receiver registers them
 
 # never quantized, whatever the recipe ignores: routers decide too much, and vLLM keeps a head in BF16
 ALWAYS_IGNORED = ("lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")
 
 
-def quantization_config(format: Format, ignore: list[str]) -> dict[str, Any] | None:
+_CACHE = {
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+}
+_CACHE_ONLY = {
+    "quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed",
+    "ignore": [], "config_groups": {},
+}  # fmt: skip
+
+
+def quantization_config(format: Format, ignore: list[str], kv_cache: KvCache = KvCache.none) -> dict[str, Any] | None:
     """The `quantization_config` of config.json: W8A8, weights per output channel, activations per token."""
     if format == Format.none:
-        return None
+        return None if kv_cache == KvCache.none else {**_CACHE_ONLY, **_CACHE}
     kind = "int" if format == Format.int8 else "float"
     weights: dict[str, Any] = {
         "num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False
@@ -48,6 +59,7 @@ def quantization_config(format: Format, ignore: list[str]) -> dict[str, Any] | N
                 "output_activations": None,
             }
         },
+        **({} if kv_cache == KvCache.none else _CACHE),
     }
 
 
@@ -61,7 +73,9 @@ def write_engine_folder(hf_folder: Path, target: Path, config: Config) -> Path:
         raise ValueError(
             f"model.path={hf_folder} is already quantized; give the BF16 model and set quantization.format"
         )
-    quantization = quantization_config(config.quantization.format, list(config.quantization.ignore))
+    quantization = quantization_config(
+        config.quantization.format, list(config.quantization.ignore), config.quantization.kv_cache
+    )
     if quantization is not None:
         model["quantization_config"] = quantization
     target.mkdir(parents=True, exist_ok=True)
@@ -80,6 +94,9 @@ def max_sequence_tokens(config: Config) -> int:
 
 def engine_arguments(config: Config, folder: Path, worker_extension: str = WORKER_EXTENSION) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`, plain data: they travel to the child process as a message."""
+    backend = str(config.sync.transport.value)
+    if config.sync.transport != Transport.file:  # vLLM's own engines, with our checks in front
+        backend, worker_extension = VLLM_BACKENDS + backend, VLLM_WORKER_EXTENSION
     gpu = runs_on_gpu(config)
     longest = max_sequence_tokens(config)
     arguments: dict[str, Any] = {
@@ -95,7 +112,7 @@ def engine_arguments(config: Config, folder: Path, worker_extension: str = WORKE
         "max_num_batched_tokens": max(longest, 4096),
         "seed": config.run.seed,
         "disable_log_stats": True,
-        "weight_transfer_config": {"backend": config.sync.transport.value},
+        "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": worker_extension,
         # which tokens share a batch or a cached prefix changes BF16 rounding; hosts favour exact repetition
         "enable_prefix_caching": gpu,
@@ -103,6 +120,8 @@ def engine_arguments(config: Config, folder: Path, worker_extension: str = WORKE
         # a seeded request whose prompt is cut in two asks its generator for an offset, which only CUDA's have
         "enable_chunked_prefill": gpu,
     }
+    if config.quantization.kv_cache == KvCache.fp8:
+        arguments["kv_cache_dtype"] = "fp8"
     if gpu:
         arguments["enable_sleep_mode"] = True
     else:

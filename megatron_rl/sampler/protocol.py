@@ -26,6 +26,8 @@ class SamplerStats:
     seconds: float = 0.0  # inside `generate`
     missing_logprobs: int = 0  # tokens whose logprob was absent or NaN
     truncated: int = 0  # sequences that ended by length
+    retried: int = 0  # prompts that another server had to answer
+    restarts: int = 0  # of servers
 
 
 class Sampler(Protocol):
@@ -34,7 +36,18 @@ class Sampler(Protocol):
     @property
     def stats(self) -> SamplerStats: ...
 
+    @property
+    def last_sync(self) -> dict[str, Any]:
+        """verify_s, load_s and bytes of the last accepted update."""
+        ...
+
     def start(self) -> None: ...
+
+    def launch(self) -> None:
+        """Start without waiting; whatever comes next waits."""
+        ...
+
+    def wait_ready(self) -> None: ...
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
@@ -56,9 +69,13 @@ class Sampler(Protocol):
 
     def resume(self) -> None: ...
 
-    def sleep(self, level: int = 1) -> None: ...
+    def sleep(self, level: int = 1) -> None:
+        """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until the next sync)."""
+        ...
 
-    def wake(self) -> None: ...
+    def wake(self, tags: list[str] | None = None) -> None:
+        """Take memory back for `weights`, `kv_cache`, or both; a request in between is refused."""
+        ...
 
     def health(self) -> dict[str, Any]: ...
 

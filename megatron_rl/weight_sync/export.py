@@ -15,8 +15,8 @@ from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.hf_folder import INDEX, copy_companions, read_config
 from megatron_rl.weight_sync.layout import Layout
 from megatron_rl.weight_sync.model_shape import ModelShape
-from megatron_rl.weight_sync.push import LearnerWeights
 from megatron_rl.weight_sync.source import ShardSource
+from megatron_rl.weight_sync.transports import LearnerWeights
 
 FILE_BYTES = 4 << 30
 

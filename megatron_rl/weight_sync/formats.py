@@ -13,6 +13,7 @@ from megatron_rl.schema import Format
 from megatron_rl.weight_sync.mapping import HfSlice
 
 BLOCK = 128
+BY_FORMAT = "by_format"  # the key of an update whose content differs from engine to engine, by their formats
 QUANTIZED_DTYPES = {Format.int8: "int8", Format.fp8: "float8_e4m3fn", Format.fp8_block: "float8_e4m3fn"}
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1}
 

@@ -27,7 +27,8 @@ class TorchGroup:
     handle: dist.ProcessGroup | None = None  # None: the world
 
     def max_(self, tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
+        if dist.is_initialized():  # a lone process need not be
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
 
     def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
         # point to point: a collective would copy the first rank's own share as well
@@ -49,6 +50,7 @@ class Ranks:
     place: Place = field(default_factory=Place)
     tensor: Group = field(default_factory=TorchGroup)
     expert_tensor: Group = field(default_factory=TorchGroup)
+    world: Group = field(default_factory=TorchGroup)
 
     @classmethod
     def from_megatron(cls) -> Ranks:

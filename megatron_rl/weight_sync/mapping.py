@@ -13,7 +13,7 @@ import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import cache
 
 from megatron_rl.weight_sync.layout import Layout, Place
@@ -29,6 +29,13 @@ class Split(StrEnum):
     gate_up = "gate_up"  # each rank holds its gate rows, then its up rows
 
 
+class Norm(IntEnum):
+    """The two norms of a layer, by what reads their output."""
+
+    attention = 0
+    mlp = 1
+
+
 @dataclass(frozen=True)
 class Row:
     """One kind of weight. {L} is a layer, {E} an expert; dims are names that ModelShape.size knows."""
@@ -39,6 +46,7 @@ class Row:
     split: Split
     needs: str = ""  # feature of the model or layer; empty: always there
     copy: bool = False  # megatron holds a second copy: loaded, never exported
+    norm: Norm | None = None  # vectors: which of the layer's norms this is; matrices: which one's output they read
 
     @property
     def expert(self) -> bool:
@@ -59,8 +67,15 @@ TABLE: tuple[Row, ...] = (
         (_H + "input_layernorm.weight",),
         (("hidden",),),
         Split.replicated,
+        norm=Norm.attention,
     ),
-    Row((_D + "self_attention.linear_qkv.weight",), tuple(n + "weight" for n in _QKV_NAMES), _QKV, Split.qkv),
+    Row(
+        (_D + "self_attention.linear_qkv.weight",),
+        tuple(n + "weight" for n in _QKV_NAMES),
+        _QKV,
+        Split.qkv,
+        norm=Norm.attention,
+    ),
     Row(
         (_D + "self_attention.linear_qkv.bias",),
         tuple(n + "bias" for n in _QKV_NAMES),
@@ -100,6 +115,7 @@ TABLE: tuple[Row, ...] = (
         (_H + "post_attention_layernorm.weight",),
         (("hidden",),),
         Split.replicated,
+        norm=Norm.mlp,
     ),
     Row(
         (_D + "mlp.linear_fc1.weight",),
@@ -107,6 +123,7 @@ TABLE: tuple[Row, ...] = (
         (("ffn", "hidden"), ("ffn", "hidden")),
         Split.gate_up,
         needs="dense_mlp",
+        norm=Norm.mlp,
     ),
     Row(
         (_D + "mlp.linear_fc1.bias",),
@@ -135,6 +152,7 @@ TABLE: tuple[Row, ...] = (
         (("experts", "hidden"),),
         Split.replicated,
         needs="swiglu_experts",
+        norm=Norm.mlp,
     ),
     Row(
         (_EXPERTS + "local_experts.{E}.linear_fc1.weight", _EXPERTS + "linear_fc1.weight{E}"),
@@ -142,6 +160,7 @@ TABLE: tuple[Row, ...] = (
         (("expert_ffn", "hidden"), ("expert_ffn", "hidden")),
         Split.gate_up,
         needs="swiglu_experts",
+        norm=Norm.mlp,
     ),
     Row(
         (_EXPERTS + "local_experts.{E}.linear_fc2.weight", _EXPERTS + "linear_fc2.weight{E}"),
@@ -156,6 +175,7 @@ TABLE: tuple[Row, ...] = (
         (("experts", "hidden"),),
         Split.replicated,
         needs="w123_experts",
+        norm=Norm.mlp,
     ),
     Row(
         (_EXPERTS + "local_experts.{E}.linear_fc1.weight", _EXPERTS + "linear_fc1.weight{E}"),
@@ -163,6 +183,7 @@ TABLE: tuple[Row, ...] = (
         (("expert_ffn", "hidden"), ("expert_ffn", "hidden")),
         Split.gate_up,
         needs="w123_experts",
+        norm=Norm.mlp,
     ),
     Row(
         (_EXPERTS + "local_experts.{E}.linear_fc2.weight", _EXPERTS + "linear_fc2.weight{E}"),

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from megatron_rl.sampler.fleet_config import distinct_formats
 from megatron_rl.schema import Config, Format
 from megatron_rl.weight_sync.formats import BLOCK, Output, is_quantized, outputs
 from megatron_rl.weight_sync.layout import Layout, Place
-from megatron_rl.weight_sync.mapping import Param, Split, params
+from megatron_rl.weight_sync.mapping import Param, Row, Split, params
 from megatron_rl.weight_sync.model_shape import ModelShape
 
+AXES = ("tensor", "pipeline", "context", "expert", "data")
 LARGEST = 4096  # where the search for a valid parallel size ends
 
 
@@ -32,24 +34,42 @@ class Transfer:
     shards: int  # ranks it is gathered from
 
 
+# a tensor-parallel group that gathers: (stage, expert-parallel rank; None: the dense weights' group)
+GroupKey = tuple[int, int | None]
+
+
 @dataclass(frozen=True)
 class SyncPlan:
     transfers: tuple[Transfer, ...]
     writers: dict[tuple[int, int], int] = field(default_factory=dict)  # (stage, expert rank) -> bytes it writes
-    gathered: int = 0  # bytes that cross a link inside a tensor-parallel group
+    # what every rank of a group but the first sends to the first
+    gathers: dict[GroupKey, tuple[int, ...]] = field(default_factory=dict)
+    maxima: dict[GroupKey, int] = field(default_factory=dict)  # bytes of row maxima that a group agrees on
     plain_bytes: int = 0  # the same weights in BF16
+    # bytes by how a tensor-parallel sampler holds them: whole, split over its ranks, split over key-value heads
+    whole_bytes: int = 0
+    split_bytes: int = 0
+    key_value_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(transfer.nbytes for transfer in self.transfers)
+        return self.whole_bytes + self.split_bytes + self.key_value_bytes
 
-    def summary(self) -> list[str]:
-        largest = max(self.writers.values(), default=0)
-        return [
-            f"weight sync: {len(self.transfers)} tensors, {_size(self.nbytes)} ({_size(self.plain_bytes)} in BF16)",
-            f"written by {len(self.writers)} learner ranks, the busiest {_size(largest)}; "
-            f"{_size(self.gathered)} cross tensor-parallel links",
-        ]
+    @property
+    def gathered(self) -> int:
+        """Bytes that cross a link inside a tensor-parallel group."""
+        return sum(sum(sent) for sent in self.gathers.values())
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One output of one kind of weight: the same for every layer and expert, so worked out once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    split: bool  # whether the ranks of a group hold different parts of it
+    sent: tuple[int, ...]  # by every rank of the group but the first
 
 
 def plan_sync(shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str] = ()) -> SyncPlan:
@@ -60,28 +80,73 @@ def plan_sync(shape: ModelShape, layout: Layout, format: Format, ignore: Sequenc
         for layer in layout.layers(shape.layers, pp, chunk)
     }
     per_rank = max(shape.experts // layout.ep, 1)
+    kinds: dict[tuple[Row, tuple[bool, ...]], list[list[_Kind]]] = {}
     transfers: list[Transfer] = []
     writers: dict[tuple[int, int], int] = {}
-    gathered = plain = 0
+    sent: dict[GroupKey, list[int]] = {}
+    maxima: dict[GroupKey, int] = {}
+    plain = 0
+    held = dict.fromkeys(("whole", "split", "key_value"), 0)
     for param in params(shape):
         if param.row.copy:
             continue
-        size = layout.expert_tp if param.row.expert else layout.tp
-        split = param.row.split is not Split.replicated
         if param.layer is not None:
             stage = stage_of[param.layer]
         else:
             stage = 0 if param.row.megatron[0].startswith("embedding.") else layout.pp - 1
         expert_rank = None if param.expert is None else param.expert // per_rank
-        for piece in param.slices(shape, layout, Place()):
-            for out in outputs(piece, format, ignore, "bfloat16", split):
-                shards = size if out.dim is not None else 1
-                transfers.append(Transfer(out.name, out.dtype, out.shape, out.nbytes, stage, expert_rank, shards))
-                key = (stage, expert_rank or 0)
-                writers[key] = writers.get(key, 0) + out.nbytes
-                gathered += out.nbytes * (shards - 1) // shards
+        quantized = tuple(is_quantized(name, format, ignore) for name in param.hf)
+        key = (param.row, quantized)
+        if key not in kinds:
+            kinds[key] = _kinds(param, shape, layout, format, ignore)
+        group, writer = (stage, expert_rank), (stage, expert_rank or 0)
+        size = layout.expert_tp if param.row.expert else layout.tp
+        from_ranks = sent.setdefault(group, [0] * (size - 1))
+        for name, made in zip(param.hf, kinds[key], strict=True):
+            names = (name, name.removesuffix("weight") + "weight_scale")
+            for out_name, kind in zip(names, made, strict=False):
+                shards = size if kind.split else 1
+                transfers.append(Transfer(out_name, kind.dtype, kind.shape, kind.nbytes, stage, expert_rank, shards))
+                writers[writer] = writers.get(writer, 0) + kind.nbytes
+                held[_held(name, kind)] += kind.nbytes
+                for rank, nbytes in enumerate(kind.sent):
+                    from_ranks[rank] += nbytes
+            if size > 1 and len(made) == 2 and param.row.split is Split.row and not made[1].split:
+                maxima[group] = maxima.get(group, 0) + made[1].nbytes
         plain += sum(_plain(s) for s in param.shapes)
-    return SyncPlan(tuple(transfers), writers, gathered, plain)
+    gathers = {group: tuple(of_ranks) for group, of_ranks in sent.items() if of_ranks}
+    return SyncPlan(tuple(transfers), writers, gathers, maxima, plain, held["whole"], held["split"], held["key_value"])
+
+
+def _kinds(param: Param, shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str]) -> list[list[_Kind]]:
+    """The outputs of each Hugging Face tensor behind a parameter."""
+    size = layout.expert_tp if param.row.expert else layout.tp
+    split = param.row.split is not Split.replicated
+    of_ranks = [
+        [outputs(piece, format, ignore, "bfloat16", split) for piece in param.slices(shape, layout, Place(tp=r, etp=r))]
+        for r in range(size)
+    ]
+    made = []
+    for pieces in zip(*of_ranks, strict=True):
+        made.append(
+            [
+                _Kind(
+                    first.dtype,
+                    first.shape,
+                    first.nbytes,
+                    first.dim is not None,
+                    tuple(out.part_bytes if out.dim is not None else 0 for out in rest),
+                )
+                for first, *rest in zip(*pieces, strict=True)
+            ]
+        )
+    return made
+
+
+def _held(name: str, kind: _Kind) -> str:
+    if not kind.split:
+        return "whole"
+    return "key_value" if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj") else "split"
 
 
 def problems(
@@ -116,9 +181,17 @@ def config_problems(config: Config, hf_config: dict[str, object]) -> list[str]:
         shape = ModelShape.from_hf(hf_config)
     except ValueError as error:
         return [f"model.path={config.model.path}: {error}"]
-    quantization = config.quantization
-    layout = Layout.from_config(config.learner)
-    return problems(shape, layout, config.sampler.tensor_parallel, quantization.format, quantization.ignore)
+    learner, quantization = config.learner, config.quantization
+    sizes = {f"learner.{axis}_parallel": getattr(learner, f"{axis}_parallel") for axis in AXES}
+    sizes["sampler.tensor_parallel"] = config.sampler.tensor_parallel
+    below = [f"{key}: {value}, expected 1 or more" for key, value in sizes.items() if value < 1]
+    if below:
+        return below
+    layout = Layout.from_config(learner)
+    found: dict[str, None] = {}  # formats share most of their problems
+    for format in distinct_formats(config):
+        found |= dict.fromkeys(problems(shape, layout, config.sampler.tensor_parallel, format, quantization.ignore))
+    return list(found)
 
 
 @dataclass
@@ -248,11 +321,3 @@ def _pipeline(shape: ModelShape, layout: Layout) -> list[str]:
 
 def _plain(shape: tuple[int, ...]) -> int:
     return Output("", "bfloat16", shape, None, ()).nbytes
-
-
-def _size(nbytes: int) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024  # type: ignore[assignment]
-    raise AssertionError

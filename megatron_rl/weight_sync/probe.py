@@ -9,11 +9,12 @@ B sequences, T response positions (right-padded).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.schema import Format
+from megatron_rl.schema import Format, format_number
 from megatron_rl.types import Batch
 
 BUDGETS = {Format.none: 0.02, Format.int8: 0.08, Format.fp8: 0.08, Format.fp8_block: 0.08}
@@ -120,6 +121,43 @@ def check_batch(
         vocab=vocab,
         tied=tied,
     )
+
+
+def check_formats(
+    batch: Batch,
+    learner_logprobs_BT: torch.Tensor,
+    formats: Sequence[Format],
+    *,
+    version: int,
+    budget: float | None = None,
+    vocab: int | None = None,
+    tied: bool = False,
+) -> dict[str, float]:
+    """`check_batch` of every weight format of the sampler by itself, under its own budget; its metrics.
+
+    A format whose servers are all away has no rows, and is checked when they are back.
+    """
+    results: dict[Format, ProbeResult] = {}
+    for format in formats:
+        rows_B = torch.ones(len(batch), dtype=torch.bool)
+        if len(formats) > 1 and batch.formats_B is not None:
+            rows_B = batch.formats_B == format_number(format)
+        if bool(rows_B.any()):
+            results[format] = check_batch(
+                batch.rows(rows_B),
+                learner_logprobs_BT[rows_B],
+                format=format,
+                version=version,
+                budget=budget,
+                vocab=vocab,
+                tied=tied,
+            )
+    if not results:
+        raise ValueError(f"the probe needs rollouts of {', '.join(formats)} engines, the batch holds none")
+    worst = max(results.values(), key=lambda result: result.mean_abs / result.budget)
+    if len(formats) == 1:
+        return worst.metrics()
+    return worst.metrics() | {f"sync/probe_abs_diff/{one}": result.mean_abs for one, result in results.items()}
 
 
 def diagnose(

@@ -1,111 +1,36 @@
 """One weight sync, from the learner's shards to a sampler that serves the new version.
 
 Every rank of the learner calls `push`; rank 0 also drives the sampler. Whatever goes wrong on any rank, or in the
-sampler, is raised on all of them, and the sampler keeps serving the version before.
+sampler, is raised on all of them, and the sampler keeps serving the version before (`transports` says which of them
+promise that).
 """
 
 from __future__ import annotations
 
-import queue
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_rl.exchange import exchange
-from megatron_rl.schema import Config, Transport
-from megatron_rl.weight_sync.file_transport import Written, remove_version, update_info, write_version
+from megatron_rl.sampler.fleet_config import distinct_formats
+from megatron_rl.schema import Config, Format, KvCache
+from megatron_rl.weight_sync.cache_scales import CacheScales
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.hf_folder import read_config
 from megatron_rl.weight_sync.layout import Layout
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.model_shape import ModelShape
-from megatron_rl.weight_sync.quantization_error import ErrorSummary, summarize
+from megatron_rl.weight_sync.quantization_error import ErrorSummary
+from megatron_rl.weight_sync.report import Contribution, SyncReport, SyncSeconds
+from megatron_rl.weight_sync.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.sync_dir import SyncDir
+from megatron_rl.weight_sync.transports import LearnerWeights, Push, SamplerClient, open_push
 
-WRITE_AHEAD = 16  # tensors between gathering and writing
-WRITER_POLL_S = 0.5
-
-
-class LearnerWeights(Protocol):
-    """What a sync asks of the learner."""
-
-    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """This rank's shards by global megatron name (see mapping.global_name)."""
-
-
-class SamplerClient(Protocol):
-    """The four methods of vLLM's own weight-sync client."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
-
-    def start_weight_update(self) -> None: ...
-
-    def update_weights(self, update_info: Any) -> None: ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-
-
-@dataclass(frozen=True)
-class SyncSeconds:
-    """Where a sync's time goes. The first four are the slowest writer's; the sampler is blocked during `load`."""
-
-    plan: float = 0.0
-    quantize: float = 0.0
-    gather: float = 0.0
-    transfer: float = 0.0  # writing, as far as it does not hide behind the two before
-    load: float = 0.0  # verifying and loading in the sampler, as the driver waits for it
-    total: float = 0.0
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    version: int
-    nbytes: int
-    tensors: int
-    seconds: SyncSeconds
-    error: ErrorSummary
-
-    def metrics(self) -> dict[str, float]:
-        out = {f"sync/{name}_s": value for name, value in vars(self.seconds).items()}
-        out |= {
-            "sync/version": float(self.version),
-            "sync/bytes": float(self.nbytes),
-            "sync/tensors": float(self.tensors),
-        }
-        if self.error.worst:
-            out |= {
-                "sync/quant_error_max": self.error.worst[0][1],
-                "sync/quant_error_mean": self.error.mean,
-                "sync/clamped_fraction": self.error.clamped_fraction,
-            }
-        return out
-
-
-@dataclass(frozen=True)
-class _Contribution:
-    """What one rank tells all others after its part."""
-
-    failure: str | None = None
-    nbytes: int = 0
-    tensors: int = 0
-    seconds: SyncSeconds = field(default_factory=SyncSeconds)
-    error: ErrorSummary = field(default_factory=ErrorSummary)
-
-    def encode(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def decode(cls, sent: dict[str, Any]) -> _Contribution:
-        error = dict(sent["error"])
-        error["worst"] = tuple((name, value) for name, value in error["worst"])
-        return cls(**{**sent, "seconds": SyncSeconds(**sent["seconds"]), "error": ErrorSummary(**error)})
+PHASES = ("quantize", "gather", "transfer")
 
 
 class WeightSync:
@@ -119,54 +44,63 @@ class WeightSync:
         hf_config: Mapping[str, Any] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        if config.sync.transport is not Transport.file:
-            raise WeightSyncError(f"sync.transport={config.sync.transport.value} is not available here; take `file`")
         started = time.perf_counter()
         shape = ModelShape.from_hf(hf_config or read_config(Path(config.model.path)))
-        self._learner, self._sampler, self._config = learner, sampler, config
+        ranks = ranks or Ranks.from_megatron()
+        quantization = config.quantization
+        smoothing = None
+        if quantization.smoothing:
+            every = quantization.smoothing_every
+            smoothing = Smoothing(shape, quantization.smoothing, every, ranks.world, learner.take_activation_amax)
+        cache_scales = None
+        if quantization.kv_cache == KvCache.fp8:
+            cache_scales = CacheScales(shape.layers, ranks.world, learner.take_cache_amax)
+        layout = Layout.from_config(config.learner)
+        sources = {  # one for each weight format among the engines
+            format: ShardSource(
+                shape,
+                layout,
+                ranks,
+                format,
+                quantization.ignore,
+                bucket_bytes=config.sync.bucket_mib << 20,
+                smoothing=smoothing if format == Format.int8 else None,
+                cache_scales=cache_scales,
+            )
+            for format in distinct_formats(config)
+        }
+        self._learner = learner
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._source = ShardSource(
-            shape,
-            Layout.from_config(config.learner),
-            ranks or Ranks.from_megatron(),
-            config.quantization.format,
-            config.quantization.ignore,
-            bucket_bytes=config.sync.bucket_mib << 20,
-        )
-        self._sync_dir: SyncDir | None = None
-        self._writer, self._writers, self._nbytes = self._writer_number()
-        self._directory = self._open_directory()
-        self._engine_ready = False
+        self.transport: Push = open_push(sources, sampler, config)
+        self._refused = False  # the last version, by the sampler
         self._plan_seconds = time.perf_counter() - started
 
-    @property
-    def directory(self) -> Path:
-        return self._directory
-
     def push(self, version: int) -> SyncReport:
-        """Send the learner's present weights as policy `version`; returns once the sampler serves them."""
+        """Send the learner's present weights as policy `version`; returns once the sampler serves them.
+
+        A patch that was refused is followed by the whole.
+        """
+        self._refused = False
+        try:
+            return self._push(version)
+        except Exception:  # of every kind: the transport must not build on a version that did not arrive
+            if not (self.transport.starts_over() and self._refused):
+                raise
+        return self._push(version)
+
+    def _push(self, version: int) -> SyncReport:
         started = time.perf_counter()
         plan_seconds, self._plan_seconds = self._plan_seconds, 0.0
-        mine = self._write(version)
-        parts = [_Contribution.decode(part) for part in exchange(mine.encode())]
+        with _lost_ranks_named(version):
+            mine = self.transport.send(version, dict(self._learner.named_parameters()))
+            parts = [Contribution.decode(part) for part in exchange(mine.encode())]
         failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
         if failures:
             if self._rank == 0:
-                remove_version(self._directory, version)
+                self.transport.forget(version)
             raise WeightSyncError(f"policy version {version} was not sent: " + "; ".join(failures[:3]))
-        load_seconds, outcome = 0.0, None
-        if self._rank == 0:
-            load_seconds, outcome = self._load(version)
-        load_seconds, message = exchange([load_seconds, None if outcome is None else str(outcome)])[0]
-        if self._sampler is not None:  # without one the written version is the result
-            remove_version(self._directory, version)
-        if outcome is not None:
-            raise outcome
-        if message is not None:
-            raise WeightSyncError(f"the sampler did not take policy version {version}: {message}")
-        slowest = {
-            name: max(getattr(part.seconds, name) for part in parts) for name in ("quantize", "gather", "transfer")
-        }
+        load_seconds = self._load(version)
+        slowest = {name: max(getattr(part.seconds, name) for part in parts) for name in PHASES}
         seconds = SyncSeconds(plan=plan_seconds, load=load_seconds, total=time.perf_counter() - started, **slowest)
         return SyncReport(
             version,
@@ -174,102 +108,40 @@ class WeightSync:
             sum(part.tensors for part in parts),
             seconds,
             ErrorSummary.merge(part.error for part in parts),
+            sum(part.changed for part in parts) / values if (values := sum(part.values for part in parts)) else None,
         )
 
     def close(self) -> None:
-        if self._sync_dir is not None:
-            self._sync_dir.close()
-            self._sync_dir = None
+        self.transport.close()
 
-    def _writer_number(self) -> tuple[int, int, int]:
-        """(this rank's number among the writers, how many there are, bytes of all of them)."""
-        writes = exchange([self._source.writes, self._source.nbytes])
-        return sum(w for w, _ in writes[: self._rank]), sum(w for w, _ in writes), sum(n for _, n in writes)
-
-    def _open_directory(self) -> Path:
-        failure: str | None = None
+    def _load(self, version: int) -> float:
+        """Seconds that rank 0 waited for the sampler; what the sampler says against the version, on every rank."""
+        started, waited, outcome = time.perf_counter(), 0.0, None
         if self._rank == 0:
             try:
-                self._sync_dir = SyncDir(self._config.sync.dir)
-                self._sync_dir.require_free(self._nbytes)
-            except WeightSyncError as error:
-                failure = str(error)
-                self.close()
-        path, failure = exchange([str(self._sync_dir.path) if self._sync_dir else "", failure])[0]
-        if failure is None and self._source.writes and not Path(path).is_dir():
-            failure = f"{path} of rank 0 is not visible on every host: set sync.dir to a shared file system"
-        reasons = [reason for reason in exchange(failure) if reason]
-        if reasons:
-            self.close()
-            raise WeightSyncError(reasons[0])
-        return Path(path)
+                self.transport.load(version)
+            except Exception as error:  # every kind: the other ranks wait for the outcome
+                outcome = error
+            waited = time.perf_counter() - started
+            self.transport.tidy(version, taken=outcome is None)  # before another rank writes anything again
+        refused = isinstance(outcome, WeightSyncError)
+        waited, message, self._refused = exchange([waited, None if outcome is None else str(outcome), refused])[0]
+        if outcome is not None:
+            raise outcome
+        if message is not None:
+            raise WeightSyncError(f"the sampler did not take policy version {version}: {message}")
+        return waited
 
-    def _write(self, version: int) -> _Contribution:
-        started = time.perf_counter()
-        source = self._source
-        tensors = source.tensors(dict(self._learner.named_parameters()))
-        failure, count, nbytes = None, 0, 0
-        try:
-            if self._sync_dir is not None:
-                self._sync_dir.require_free(self._nbytes)
-            if source.writes:
-                written = self._write_alongside(version, tensors)
-                count, nbytes = written.tensors, written.nbytes
-        except (WeightSyncError, OSError) as error:
-            failure = str(error)
-        for _ in tensors:  # the other ranks of the group are still in the middle of it
-            pass
-        elapsed = time.perf_counter() - started
-        seconds = SyncSeconds(
-            quantize=source.seconds.quantize,
-            gather=source.seconds.gather,
-            transfer=max(0.0, elapsed - source.seconds.quantize - source.seconds.gather) if source.writes else 0.0,
-        )
-        return _Contribution(source.failure or failure, nbytes, count, seconds, summarize(source.errors))
 
-    def _write_alongside(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:
-        """Write in a thread of its own, while this one quantizes and gathers the next tensors."""
-        handover: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=WRITE_AHEAD)
-        with ThreadPoolExecutor(1, thread_name_prefix="weight-sync-writer") as pool:
-            writing = pool.submit(
-                write_version,
-                self._directory,
-                version,
-                iter(handover.get, None),
-                format=self._config.quantization.format.value,
-                writer=self._writer,
-                writers=self._writers,
-                bucket_bytes=self._config.sync.bucket_mib << 20,
-            )
-            try:
-                for pair in tensors:
-                    while not writing.done():  # done before the end: it failed
-                        try:
-                            handover.put(pair, timeout=WRITER_POLL_S)
-                            break
-                        except queue.Full:
-                            continue
-            finally:
-                while not writing.done():
-                    try:
-                        handover.put(None, timeout=WRITER_POLL_S)
-                        break
-                    except queue.Full:
-                        continue
-            return writing.result()
-
-    def _load(self, version: int) -> tuple[float, Exception | None]:
-        """Rank 0: have the sampler verify and load what was written."""
-        if self._sampler is None:
-            return 0.0, None
-        started = time.perf_counter()
-        try:
-            if not self._engine_ready:
-                self._sampler.init_weight_transfer_engine({})
-                self._engine_ready = True
-            self._sampler.start_weight_update()
-            self._sampler.update_weights(update_info(self._directory, version, self._writers))
-            self._sampler.finish_weight_update(str(version))
-        except Exception as error:  # every kind: the other ranks wait for the outcome
-            return time.perf_counter() - started, error
-        return time.perf_counter() - started, None
+@contextmanager
+def _lost_ranks_named(version: int) -> Iterator[None]:
+    """A collective fails with the words of its backend when another rank has ended."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"policy version {version} was not sent: another rank of the learner ended or lost its connection in the "
+            f"middle of it ({error}). The sampler serves the version before; see that rank's log"
+        ) from error

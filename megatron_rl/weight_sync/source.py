@@ -13,20 +13,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_rl.schema import Format
 from megatron_rl.weight_sync.buckets import Bucket, Job, Workspace, full_tensors, gather, plan_buckets
+from megatron_rl.weight_sync.cache_scales import CacheScales
+from megatron_rl.weight_sync.formats import Output
 from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.layout import Layout
-from megatron_rl.weight_sync.manifest import DTYPE_NAMES
-from megatron_rl.weight_sync.mapping import find
+from megatron_rl.weight_sync.layout import Layout, Place
+from megatron_rl.weight_sync.manifest import DTYPE_NAMES, DTYPES, WeightSyncError
+from megatron_rl.weight_sync.mapping import Norm, find
 from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.quantization_error import ErrorSample, sample_error
 from megatron_rl.weight_sync.quantize import quantize, row_amax
 from megatron_rl.weight_sync.shards import cut
+from megatron_rl.weight_sync.smoothing import Smoothing, column_amax
+from megatron_rl.weight_sync.wire import TensorMeta
+
+FIRST = Place()  # the rank that sends what belongs to no rank's weights
+SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
 
 
 @dataclass
@@ -45,13 +52,21 @@ class ShardSource:
         ignore: Sequence[str] = (),
         dtype: torch.dtype = torch.bfloat16,
         bucket_bytes: int = 64 << 20,
+        smoothing: Smoothing | None = None,
+        cache_scales: CacheScales | None = None,
     ) -> None:
         """`dtype`: what the sampler holds unquantized tensors in."""
         self.failure: str | None = None
         self.seconds = Seconds()
         self.errors: list[ErrorSample] = []
         self._shape, self._layout = shape, layout
-        self._format, self._dtype = format, dtype
+        self._format, self._dtype, self._smoothing = format, dtype, smoothing
+        self._place = ranks.place
+        self._cache_scales = cache_scales
+        self._elsewhere = lambda other: ShardSource(
+            shape, layout, other, format, ignore, dtype, bucket_bytes, smoothing, cache_scales
+        )
+        self._ranks = ranks
         self._workspace = Workspace()
         self._buckets = plan_buckets(shape, layout, ranks, format, ignore, DTYPE_NAMES[dtype], bucket_bytes)
 
@@ -63,18 +78,112 @@ class ShardSource:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors this rank yields."""
-        mine = (job for bucket in self._buckets if bucket.rank == 0 for job in bucket.jobs)
-        return sum(out.nbytes for job in mine for of_slice in job.outputs[0] for out in of_slice)
+        return sum(tensor.nbytes for tensors in self.bucket_tensors for tensor in tensors or ())
 
     def tensors(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of everything this rank writes; nothing on other ranks.
 
         `parameters`: this rank's shards by global megatron name. Iterate to the end on every rank.
         """
+        for bucket in self.buckets(parameters):
+            yield from bucket
+
+    def buckets(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """The same, one bucket after the other. Take each to its end before asking for the next."""
+        shards = self._begin(parameters)
+        for bucket in self._buckets:
+            yield self._run(bucket, shards)
+        if self._writes_scales:
+            yield self._scale_values(_device(shards))
+
+    def _scale_values(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Zeros where this rank has failed: the version is stopped, the lockstep is not."""
+        if self._cache_scales is not None and self.failure is None:
+            yield from self._cache_scales.values()
+        else:
+            yield from ((scale.name, torch.zeros(scale.shape, device=device)) for scale in self._scale_tensors)
+
+    def _begin(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.failure, self.seconds, self.errors = None, Seconds(), []
         shards = self._by_table_name(parameters)
+        if self._smoothing is not None:
+            self._smoothing.begin_sync(lambda: self._column_amax(shards))
+        if self._cache_scales is not None:
+            try:
+                self._cache_scales.begin_sync()
+            except WeightSyncError as error:
+                self._fail(str(error))
+        return shards
+
+    @property
+    def bucket_keys(self) -> list[tuple[int, ...]]:
+        """Of each bucket: (stage, experts or not, expert rank, number), the same on all ranks that share it."""
+        keys: list[tuple[int, ...]] = []
         for bucket in self._buckets:
-            yield from self._run(bucket, shards)
+            expert = bucket.jobs[0].param.row.expert
+            owner = (self._place.pp, int(expert), self._place.ep if expert else 0)
+            keys.append((*owner, sum(key[:3] == owner for key in keys)))
+        return [*keys, SCALES_KEY] if self._writes_scales else keys
+
+    @property
+    def bucket_tensors(self) -> list[tuple[TensorMeta, ...] | None]:
+        """Of each bucket: what this rank yields, None where another rank of the group does."""
+        weights = [
+            tuple(
+                TensorMeta(out.name, out.dtype, out.shape)
+                for job in bucket.jobs
+                for of_slice in job.outputs[0]
+                for out in of_slice
+            )
+            if bucket.rank == 0
+            else None
+            for bucket in self._buckets
+        ]
+        return [*weights, self._scale_tensors] if self._writes_scales else weights
+
+    @property
+    def _writes_scales(self) -> bool:
+        return self._cache_scales is not None and self._place == FIRST
+
+    @property
+    def _scale_tensors(self) -> tuple[TensorMeta, ...]:
+        return () if self._cache_scales is None else self._cache_scales.tensors
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def as_first_replica(self) -> ShardSource:
+        """The same on a rank of any replica: it then holds shards as the first one does, and yields them."""
+        return self._elsewhere(replace(self._ranks, place=replace(self._place, dp=0, edp=0)))
+
+    @property
+    def own_outputs(self) -> list[Output]:
+        """What `own_shards` yields: the full tensors, and this rank's part of each."""
+        weights = [
+            out
+            for bucket in self._buckets
+            for job in bucket.jobs
+            for of_slice in job.outputs[bucket.rank]
+            for out in of_slice
+        ]
+        return weights + [
+            Output(scale.name, scale.dtype, scale.shape, None, ((0, 1),)) for scale in self._scale_tensors
+        ]
+
+    def own_shards(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's part of every tensor, quantized with the scales of the whole and not gathered."""
+        shards = self._begin(parameters)
+        for bucket in self._buckets:
+            started = time.perf_counter()
+            made = self._made(bucket, shards)
+            self.seconds.quantize += time.perf_counter() - started
+            for job, content in zip(bucket.jobs, made, strict=True):
+                outs = [out for of_slice in job.outputs[bucket.rank] for out in of_slice]
+                for index, out in enumerate(outs):
+                    failed = torch.zeros(out.part_shape, dtype=DTYPES[out.dtype], device=_device(shards))
+                    yield out.name, failed if content is None else content[index].view(out.part_shape)
+        yield from self._scale_values(_device(shards))
 
     def _by_table_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shards: dict[str, torch.Tensor] = {}
@@ -98,21 +207,52 @@ class ShardSource:
     @torch.no_grad()
     def _run(self, bucket: Bucket, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         started = time.perf_counter()
-        device = next(iter(shards.values())).device if shards else torch.device("cpu")
-        parts = [self._parts(job, shards) for job in bucket.jobs]
-        amax = self._shared_amax(bucket, parts, device)
-        content = [self._convert(job, part, bucket.rank, amax) for job, part in zip(bucket.jobs, parts, strict=True)]
+        content = self._made(bucket, shards)
         converted = time.perf_counter()
-        received = gather(bucket, content, self._workspace, device)
+        received = gather(bucket, content, self._workspace, _device(shards))
         self.seconds.quantize += converted - started
         self.seconds.gather += time.perf_counter() - converted
         whole = [made for made in content if made is not None]
         if bucket.rank == 0 and len(whole) == len(content):
             yield from full_tensors(bucket, whole, received)
 
+    @torch.no_grad()
+    def _made(self, bucket: Bucket, shards: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor] | None]:
+        """This rank's converted parts of every parameter of the bucket; None where they cannot be made."""
+        parts = [self._parts(job, shards) for job in bucket.jobs]
+        amax = self._shared_amax(bucket, parts, _device(shards))
+        return [self._convert(job, part, bucket.rank, amax) for job, part in zip(bucket.jobs, parts, strict=True)]
+
     def _parts(self, job: Job, shards: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
         local = shards.get(job.param.megatron)
-        return None if local is None else [part for _, part in cut(job.param, local, job.slices)]
+        if local is None:
+            return None
+        if self._smoothing is not None:
+            local = self._smoothing.fold(job.param, local)
+        return [part for _, part in cut(job.param, local, job.slices)]
+
+    @torch.no_grad()
+    def _column_amax(self, shards: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[layer, norm, channel]: the largest weight of each column over the quantized readers of a norm held here."""
+        device = next(iter(shards.values())).device if shards else None
+        amax_LNH = torch.zeros(self._shape.layers, len(Norm), self._shape.hidden, device=device)
+        for bucket in self._buckets:
+            for job in bucket.jobs:
+                local, norm, layer = shards.get(job.param.megatron), job.param.row.norm, job.param.layer
+                if local is None or norm is None or layer is None or local.ndim == 1:
+                    continue
+                for (piece, part), outs in zip(
+                    cut(job.param, local, job.slices), job.outputs[bucket.rank], strict=True
+                ):
+                    if len(outs) == 1 or not part.numel():
+                        continue
+                    amax_H = column_amax(part)
+                    if not torch.isfinite(amax_H).all():
+                        self._fail(f"{piece.name}: the weight holds NaN or infinity: the learner has diverged")
+                        continue
+                    here = amax_LNH[layer, norm]
+                    torch.maximum(here, amax_H, out=here)
+        return amax_LNH
 
     def _shared_amax(
         self, bucket: Bucket, parts: Sequence[list[torch.Tensor] | None], device: torch.device
@@ -159,3 +299,7 @@ class ShardSource:
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason
+
+
+def _device(shards: Mapping[str, torch.Tensor]) -> torch.device:
+    return next(iter(shards.values())).device if shards else torch.device("cpu")

@@ -12,19 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from learner_cases import make_batch, make_targets
 
 from megatron_rl.learner.learner import Learner, NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.schema import (
     Config,
+    Format,
     Fp8,
+    KvCache,
     LearnerSection,
     LossConfig,
     LossName,
     OnNonFinite,
     OptimSection,
     Precision,
+    QuantizationSection,
     RolloutSection,
 )
 
@@ -39,6 +43,9 @@ def build(job: dict[str, Any]) -> Learner:
         **section,
     )
     config = Config(
+        quantization=QuantizationSection(
+            Format.int8, smoothing=job.get("smoothing"), kv_cache=KvCache(job.get("kv_cache", "none"))
+        ),
         learner=learner,
         loss=LossConfig(name=LossName(job.get("loss", "ppo")), entropy_coef=job.get("entropy_coef", 0.0)),
         optim=OptimSection(lr=1e-3, warmup_steps=2),
@@ -89,6 +96,33 @@ def broadcast(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     return learner.ranks.add_up({"same": float(same), f"rank_{learner.rank}": 1.0})
 
 
+def activations(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """What the learner saw of the norms' outputs, over all ranks; a second pass has nothing left from the first."""
+    batch = make_batch()
+    learner.keep_reference()
+    learner.reference_logprobs(batch)  # another policy's activations
+    unseen_L2 = learner.take_cache_amax()
+    learner.update(make_targets(batch, torch.zeros(batch.mask_BT.shape)))
+    unseen_LNH = learner.take_activation_amax()
+    trained_L2 = learner.take_cache_amax()
+    learner.init_random(7)
+    learner.logprobs(batch)
+    cached_L2 = learner.take_cache_amax()
+    seen_LNH = learner.take_activation_amax()
+    empty = bool(learner.take_activation_amax().any())
+    if learner.world_size > 1:
+        for seen in (seen_LNH, cached_L2, trained_L2):
+            dist.all_reduce(seen, dist.ReduceOp.MAX)
+    return {
+        "amax": seen_LNH.tolist(),
+        "unseen": bool(unseen_LNH.any()),
+        "left": empty,
+        "cache": cached_L2.tolist(),
+        "cache_unseen": bool(unseen_L2.any()),
+        "cache_trained": trained_L2.tolist(),
+    }
+
+
 def dead_rank(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """The other rank dies while this one waits for it."""
     if not learner.is_driver:
@@ -111,7 +145,13 @@ def refused(job: dict[str, Any]) -> str:
     return ""
 
 
-KINDS = {"train": train, "nonfinite": nonfinite, "broadcast": broadcast, "dead_rank": dead_rank}
+KINDS = {
+    "train": train,
+    "nonfinite": nonfinite,
+    "broadcast": broadcast,
+    "dead_rank": dead_rank,
+    "activations": activations,
+}
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
 }
 STEPS = 3
+ACTIVATIONS = {"dense": cases.QWEN3, "experts": cases.QWEN3_MOE}
 ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
 # what is wrong -> (config.json, learner section, words that the error must hold)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
@@ -48,6 +49,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 
 def _train(name: str, hf: dict[str, Any], layout: dict[str, Any] | None = None, **rest: Any) -> dict[str, Any]:
     return {"name": name, "hf": hf, "layout": layout or {}, "steps": STEPS, **rest}
+
+
+def _activations(model: str, layout: dict[str, Any] | None = None, name: str = "one") -> dict[str, Any]:
+    job = {"name": f"activations_{model}_{name}", "kind": "activations", "hf": ACTIVATIONS[model], "smoothing": 0.5}
+    job["kv_cache"] = "fp8"
+    # two packs per replica, and lengths that leave filler behind under sequence parallelism
+    return {**job, "layout": {"tokens_per_microbatch": 80, **(layout or {})}}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +91,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _train("packs_of_80", cases.QWEN3, {"tokens_per_microbatch": 80}),
         _train("unpacked", cases.QWEN3, {"tokens_per_microbatch": 1}),
         _train("recompute", cases.QWEN3, {"recompute": True}),
+        *(_activations(model) for model in ACTIVATIONS),
         {**bad, "name": "raise"},
         {**bad, "name": "skip", "on_nonfinite": "skip"},
         {**bad, "name": "dump", "on_nonfinite": "skip_and_dump", "dump": str(work / "dump")},
@@ -107,6 +116,8 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         "tp2_ep2": {**LAYOUTS["tp2_sp"], "expert_parallel": 2, "megatron": {"expert_tensor_parallel_size": 1}},
     }
     jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout) for name, layout in experts.items()]
+    jobs += [_activations("dense", layout, name) for name, layout in LAYOUTS.items()]
+    jobs += [_activations("experts", experts[name], name) for name in ("tp2_sp", "tp2_ep2", "ep2")]
     jobs.append(_train("one_kv_head", ONE_KV_HEAD, LAYOUTS["tp2"]))
     jobs.append(_train("dp2_packs_of_80", cases.QWEN3, {**LAYOUTS["dp2"], "tokens_per_microbatch": 80}))
     jobs.append(_train("vp2_packs_of_80", cases.QWEN3, {**LAYOUTS["vp2"], "tokens_per_microbatch": 80}))
@@ -192,6 +203,61 @@ def test_training_moves_the_policy(one: dict[str, Any]) -> None:
         assert one[case]["steps"][0]["optim/grad_norm"] > 0.05, case
     losses = [step["loss/total"] for step in one["bf16"]["steps"]]
     assert losses[-1] < losses[0]
+
+
+def transformers_activations(hf: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the batch's real tokens, the largest magnitude of each norm's output and of what attention caches.
+
+    [layer, norm, channel] and [layer, (key, value)].
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megatron_rl.learner.weights import random_tensors
+    from megatron_rl.weight_sync.mapping import params
+    from megatron_rl.weight_sync.model_shape import ModelShape
+
+    shape = ModelShape.from_hf(hf)
+    get = random_tensors(shape, hf, 7)
+    state = {name: get(name) for param in params(shape) for name in param.hf}
+    model = AutoModelForCausalLM.from_pretrained(
+        None, config=AutoConfig.for_model(**hf), state_dict=state, dtype=torch.float32
+    ).eval()
+    amax_LNH = torch.zeros(shape.layers, 2, shape.hidden)
+    cache_L2 = torch.zeros(shape.layers, 2)
+
+    def watch(place_H: torch.Tensor, norm: torch.nn.Module) -> None:
+        norm.register_forward_hook(
+            lambda _, __, out: place_H.copy_(torch.maximum(place_H, out.flatten(0, 1).abs().amax(0)))
+        )
+
+    for layer, block in enumerate(model.model.layers):
+        watch(amax_LNH[layer, 0], block.input_layernorm)
+        watch(amax_LNH[layer, 1], block.post_attention_layernorm)
+    batch = cases.make_batch()
+    lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
+    with torch.no_grad():
+        for tokens_S, length in zip(batch.tokens_BS, lengths_B, strict=True):
+            cached = model(tokens_S[None, :length], use_cache=True).past_key_values
+            for layer, of_layer in enumerate(cached.layers):
+                seen_2 = torch.stack([of_layer.keys.abs().amax(), of_layer.values.abs().amax()])
+                cache_L2[layer] = torch.maximum(cache_L2[layer], seen_2)
+    return amax_LNH, cache_L2
+
+
+@pytest.mark.parametrize(("model", "layouts"), [("dense", list(LAYOUTS)), ("experts", ["tp2_sp", "tp2_ep2", "ep2"])])
+def test_every_layout_sees_the_same_activations(
+    model: str, layouts: list[str], one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    found = {"one": one[f"activations_{model}_one"]} | {at: two[f"activations_{model}_{at}"] for at in layouts}
+    wanted_LNH, cache_L2 = transformers_activations(ACTIVATIONS[model])
+    assert (wanted_LNH > 0).all()
+    for at, case in found.items():
+        torch.testing.assert_close(torch.tensor(case["amax"]), wanted_LNH, rtol=1e-4, atol=1e-5, msg=at)
+        assert not case["unseen"], at
+        assert not case["left"], at
+        torch.testing.assert_close(torch.tensor(case["cache"]), cache_L2, rtol=1e-4, atol=1e-5, msg=at)
+        assert not case["cache_unseen"], at
+        assert all(amax > 0 for layer in case["cache_trained"] for amax in layer), at
 
 
 def test_warmup_is_applied(one: dict[str, Any]) -> None:

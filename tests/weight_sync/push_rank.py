@@ -83,7 +83,7 @@ def run_rank(rank: int, rendezvous: str, folder: str, out: str) -> None:
         "metrics": report.metrics(),
         "worst": report.error.worst,
         "calls": list(client.calls),
-        "left": sorted(p.name for p in sync.directory.iterdir()),
+        "left": sorted(p.name for p in sync.transport.directory.iterdir()),
         "errors": [],
     }
     if rank == 0:
@@ -109,10 +109,10 @@ def run_rank(rank: int, rendezvous: str, folder: str, out: str) -> None:
     failing(5)
     learner.parameters["decoder.layers.1.mlp.linear_fc2.weight"] = healthy
     if rank == 0:  # the version's folder cannot be made
-        version_directory(sync.directory, 6).write_text("in the way")
+        version_directory(sync.transport.directory, 6).write_text("in the way")
     failing(6)
     failing(7)
     sync.close()
-    found["gone"] = not sync.directory.exists() if rank == 0 else True
+    found["gone"] = not sync.transport.directory.exists() if rank == 0 else True
     Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()

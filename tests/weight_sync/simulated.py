@@ -6,7 +6,7 @@ Also the toy shapes of every family that the tests share.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,9 @@ from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.layout import Layout, Place
 from megatron_rl.weight_sync.mapping import params, stage_params
 from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.weight_sync.quantize import is_quantized, quantize
 from megatron_rl.weight_sync.shards import full_tensors, local_shard
+from megatron_rl.weight_sync.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
 
 TIMEOUT_S = 120.0
@@ -27,6 +29,7 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=TIMEOUT_S)
         self._slots: dict[int, torch.Tensor] = {}
+        self.sent: dict[int, int] = {}  # bytes by rank
 
     def max_(self, tensor: torch.Tensor) -> None:
         self._slots[threading.get_ident()] = tensor.clone()
@@ -38,6 +41,7 @@ class ThreadGroup:
 
     def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
         self._slots[rank] = tensor
+        self.sent[rank] = self.sent.get(rank, 0) + (tensor.nbytes if rank else 0)
         self._barrier.wait()
         for source, buffer in enumerate(received, start=1):
             buffer.copy_(self._slots[source])
@@ -74,6 +78,31 @@ def random_hf(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, seed: int 
     }
 
 
+def quantized_whole(
+    hf: Mapping[str, torch.Tensor], format: Format, ignore: Sequence[str] = ("lm_head",)
+) -> dict[str, torch.Tensor]:
+    """What a sampler must receive: every original tensor quantized in one piece."""
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in hf.items():
+        if is_quantized(name, format, ignore):
+            for suffix, value in quantize(tensor, format).items():
+                out[name.removesuffix("weight") + suffix] = value
+        else:
+            out[name] = tensor.bfloat16()
+    return out
+
+
+def assert_same_bits(received: Sequence[tuple[str, torch.Tensor]], want: Mapping[str, torch.Tensor]) -> None:
+    assert sorted(name for name, _ in received) == sorted(want)  # each once
+    for name, tensor in received:
+        assert (tensor.dtype, tensor.shape) == (want[name].dtype, want[name].shape), name
+        assert torch.equal(_bits(tensor), _bits(want[name])), name
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def local_parameters(
     hf: Mapping[str, torch.Tensor], shape: ModelShape, layout: Layout, place: Place
 ) -> dict[str, torch.Tensor]:
@@ -84,15 +113,25 @@ def local_parameters(
 
 
 def run_sources(
-    hf: Mapping[str, torch.Tensor], shape: ModelShape, layout: Layout, format: Format, **source_args: Any
+    hf: Mapping[str, torch.Tensor],
+    shape: ModelShape,
+    layout: Layout,
+    format: Format,
+    *,
+    groups: dict[Any, ThreadGroup] | None = None,
+    smoothing: Callable[[Place, ThreadGroup], Smoothing] | None = None,
+    **source_args: Any,
 ) -> tuple[list[ShardSource], list[list[tuple[str, torch.Tensor]]]]:
-    """Every rank's source, and what each yielded."""
-    groups: dict[Any, ThreadGroup] = {}
+    """Every rank's source, and what each yielded. `groups`: filled with the groups they talked over."""
+    groups = {} if groups is None else groups
     sources, work = [], []
+    world = groups.setdefault("world", ThreadGroup(layout.world))
     for place in layout.places():
         dense = groups.setdefault(("tp", place.pp, place.dp), ThreadGroup(layout.tp))
         expert = groups.setdefault(("etp", place.pp, place.ep, place.edp), ThreadGroup(layout.expert_tp))
-        sources.append(ShardSource(shape, layout, Ranks(place, dense, expert), format, **source_args))
+        ranks = Ranks(place, dense, expert, world)
+        smooth = smoothing(place, world) if smoothing else None
+        sources.append(ShardSource(shape, layout, ranks, format, smoothing=smooth, **source_args))
         work.append(local_parameters(hf, shape, layout, place))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # every rank would start a team of its own

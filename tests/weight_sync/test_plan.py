@@ -24,7 +24,6 @@ def test_the_plan_is_what_is_yielded(format: Format) -> None:
     assert {t.name: (t.shape, t.dtype, t.nbytes) for t in plan.transfers} == real
     assert sorted(plan.writers.values()) == sorted(source.nbytes for source in sources)
     assert plan.nbytes == sum(source.nbytes for source in sources)
-    assert any("2 tensors" not in line and "BF16" in line for line in plan.summary())
 
 
 def test_every_problem_at_once_with_the_nearest_values() -> None:
@@ -89,26 +88,3 @@ def test_unknown_architectures_are_named() -> None:
 def test_planning_loads_no_torch() -> None:
     code = "import sys, megatron_rl.weight_sync.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
-
-
-def test_a_trillion_parameters_are_planned() -> None:
-    shape = ModelShape.from_hf(
-        hf_config(
-            "qwen3_moe",
-            num_hidden_layers=61,
-            hidden_size=7168,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=128,
-            intermediate_size=18432,
-            moe_intermediate_size=2048,
-            num_experts=384,
-            vocab_size=163840,
-        )
-    )
-    layout = Layout(tp=8, pp=16, ep=8, etp=1, dp=8, first_layers=3, last_layers=2)
-    plan = plan_sync(shape, layout, Format.fp8)
-    assert layout.world == 1024
-    assert plan.plain_bytes > 2e12
-    assert 0.5 < plan.nbytes / plan.plain_bytes < 0.51
-    assert len(plan.writers) == 16 * 8

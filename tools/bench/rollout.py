@@ -25,7 +25,8 @@ from typing import Any
 
 from megatron_rl.sampler import embedded, model_folder
 from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.schema import Config, Format, QuantizationSection, RolloutSection, SamplerSection
+from megatron_rl.sampler.fleet import FleetSampler
+from megatron_rl.schema import Config, FleetSection, Format, QuantizationSection, RolloutSection, SamplerSection
 from megatron_rl.types import Prompt, SamplingParams
 
 START_TIMEOUT_S = 600.0
@@ -71,11 +72,13 @@ SHAPES = {
 }  # fmt: skip
 
 
-def make_config(format: Format, work: Workload) -> Config:
+def make_config(format: Format, work: Workload, fleet: bool) -> Config:
     return Config(
         quantization=QuantizationSection(format=format),
         rollout=RolloutSection(max_prompt_tokens=work.prompt_tokens, max_response_tokens=work.response_tokens),
-        sampler=SamplerSection(memory_gib=0.5, start_timeout_s=START_TIMEOUT_S),
+        sampler=SamplerSection(
+            memory_gib=0.5, start_timeout_s=START_TIMEOUT_S, fleet=FleetSection(replicas=1 if fleet else 0)
+        ),
     )
 
 
@@ -140,10 +143,11 @@ def ask_bare(process: subprocess.Popen[str]) -> float:
     raise RuntimeError("the bare engine ended; see bare.log")
 
 
-def measure(format: Format, shape: str, repeats: int) -> tuple[float, float]:
+def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[float, float]:
     """(our tokens/s, the bare engine's), medians over alternating runs."""
     work = SHAPES[shape]
-    config = make_config(format, work)
+    config = make_config(format, work, fleet)
+    make_sampler = FleetSampler if fleet else EmbeddedSampler
     prompts = [Prompt(i, ids, "", {}) for i, ids in enumerate(prompt_ids(work))]
     params = SamplingParams(samples=work.samples, max_tokens=work.response_tokens)
     ours: list[float] = []
@@ -152,7 +156,7 @@ def measure(format: Format, shape: str, repeats: int) -> tuple[float, float]:
         folder = Path(name)
         hf_folder = write_model(folder / "hf", work)
         with (
-            EmbeddedSampler(config, hf_folder, folder) as sampler,
+            make_sampler(config, hf_folder, folder) as sampler,
             bare_engine(config, hf_folder, folder, shape) as process,
         ):
             for repeat in range(repeats + 1):
@@ -172,6 +176,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
     parser.add_argument("--format", action="append", choices=["none", "int8", "fp8"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fleet", action="store_true", help="a server over HTTP in place of the embedded engine")
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.bare:
@@ -181,7 +186,7 @@ def main() -> None:
         print(f"{shape}: {SHAPES[shape].parameters / 1e6:.1f}M parameters, {SHAPES[shape].tokens} tokens per call")
         rates: dict[str, float] = {}
         for format in options.format or ["none", "int8", "fp8"]:
-            ours, bare = measure(Format(format), shape, options.repeats)
+            ours, bare = measure(Format(format), shape, options.repeats, options.fleet)
             rates[format] = ours
             print(f"  {format:5} sampler {ours:8.0f} tokens/s   bare {bare:8.0f} tokens/s   ratio {ours / bare:.3f}")
         if {"none", "int8"} <= rates.keys():

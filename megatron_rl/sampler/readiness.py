@@ -1,0 +1,70 @@
+"""Whether an engine may answer: what it has been told, and what it has completed since. Pure.
+
+An engine that shares a GPU with the learner sleeps while the learner works. Between the first word of an update and
+its end, between falling asleep and being wholly awake, and from the moment its weights were discarded until a sync
+has brought new ones, a request gets an error that says which of these it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+NO_VERSION = -1
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what can sleep
+TAGS = (WEIGHTS, CACHE)
+DISCARDS_WEIGHTS = 2  # vLLM's level of sleep that keeps no copy
+
+
+@dataclass
+class Readiness:
+    policy_version: int = NO_VERSION
+    paused: bool = False
+    torn: bool = False  # an update stopped half-way: the weights are of no version
+    updating: bool = False
+    beside: bool = False  # the update is being built beside the present weights, which still serve
+    discarded: bool = False  # weights were given up in sleep, and no sync has completed since
+    asleep: set[str] = field(default_factory=set)
+
+    def refusal(self, wanted: int | None = None) -> str | None:
+        """Why a request has to be refused now. `wanted`: the version that the caller believes is served."""
+        if self.asleep:
+            return f"the engine is asleep ({', '.join(sorted(self.asleep))}): wake it before generating"
+        if self.torn:
+            return "the last weight update stopped half-way: the weights are of no version. Sync again"
+        if self.discarded:
+            return "the weights were discarded in sleep and no sync has completed since. Sync before generating"
+        if self.updating and not self.beside:
+            return "a weight update has begun and is not finished: the weights may be of two versions"
+        if self.paused:
+            return "the sampler is paused: resume it before generating"
+        if wanted is not None and wanted != self.policy_version:
+            return f"the engine serves policy version {self.policy_version}, version {wanted} was announced last"
+        return None
+
+    def begin_update(self) -> None:
+        if WEIGHTS in self.asleep:
+            raise RuntimeError("the engine's weights are asleep: wake them (tag 'weights') before a weight update")
+        self.updating, self.beside = True, False
+
+    def abandon_update(self, torn: bool) -> None:
+        """The version before goes on serving, unless its weights have been written over."""
+        self.updating, self.torn = False, torn
+
+    def complete_update(self, version: int) -> None:
+        self.updating = self.torn = self.discarded = False
+        self.policy_version = version
+
+    def fall_asleep(self, level: int) -> None:
+        if self.updating:
+            raise RuntimeError("a weight update has begun: finish it before the engine sleeps")
+        self.asleep = set(TAGS)
+        self.discarded = self.discarded or level >= DISCARDS_WEIGHTS
+
+    def wake(self, tags: Sequence[str]) -> None:
+        unknown = sorted(set(tags) - set(TAGS))
+        if unknown:
+            raise RuntimeError(f"nothing of the engine is called {unknown[0]!r}: its parts are {', '.join(TAGS)}")
+        if CACHE in tags and self.updating:
+            raise RuntimeError("a weight update has begun: finish it before the cache wakes")
+        self.asleep -= set(tags)

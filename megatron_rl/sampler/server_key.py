@@ -1,0 +1,49 @@
+"""The key of a fleet's server, asked for on every route: an ASGI middleware for vLLM's `--middleware`.
+
+vLLM's own check covers /v1 and /inference only. The routes that move weights, pause the engine or call its workers
+(/collective_rpc, /update_weight_version, /pause, ...) answer anyone who reaches the port, and so does everything
+else; here nothing does. The key comes from the environment, where vLLM's own check finds it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+VARIABLE = "VLLM_API_KEY"
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+
+class RequireKey:
+    def __init__(self, app: App) -> None:
+        key = os.environ.get(VARIABLE, "")
+        if not key:
+            raise RuntimeError(f"{VARIABLE} is not set: a server of the fleet does not start without a key")
+        self._app = app
+        self._digest = _digest(b"Bearer " + key.encode())
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._admits(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "this server needs its key"}'})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _admits(self, scope: MutableMapping[str, Any]) -> bool:
+        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        # digests have one length: the comparison says nothing about the key
+        return len(given) == 1 and hmac.compare_digest(_digest(given[0]), self._digest)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

@@ -1,0 +1,72 @@
+"""How a version travels from the learner's ranks to the sampler: the seam between a sync and its transports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_rl.schema import Config, Format, Transport
+from megatron_rl.weight_sync.file_push import FilePush
+from megatron_rl.weight_sync.report import Contribution
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_rl.weight_sync.source import ShardSource
+
+
+class LearnerWeights(Protocol):
+    """What a sync asks of the learner."""
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """This rank's shards by global megatron name (see mapping.global_name)."""
+
+    def take_activation_amax(self) -> torch.Tensor:
+        """What this rank saw since the last call, [layer, norm, channel]: asked for with quantization.smoothing."""
+
+    def take_cache_amax(self) -> torch.Tensor:
+        """Largest key and value of each layer since the last call, [layer, 2]: asked for with an FP8 cache."""
+
+
+class SamplerClient(Protocol):
+    """The four methods of vLLM's own weight-sync client."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class Push(Protocol):
+    """One transport's sending half, on every rank of the learner."""
+
+    def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
+        """Every rank, in lockstep: this rank's part of the version on its way. A failure is in what it returns."""
+
+    def load(self, version: int) -> None:
+        """Rank 0, once every rank has sent: the sampler verifies the version and serves it, or this raises."""
+
+    def forget(self, version: int) -> None:
+        """Rank 0: some rank could not send its part, the version will never be loaded."""
+
+    def tidy(self, version: int, taken: bool) -> None:
+        """Rank 0, after `load`: what is kept of a version, now that the sampler has taken or refused it."""
+
+    def starts_over(self) -> bool:
+        """Every rank, after a version did not arrive: whether it is worth sending again, in another way."""
+
+    def close(self) -> None: ...
+
+
+def open_push(sources: dict[Format, ShardSource], sampler: SamplerClient | None, config: Config) -> Push:
+    """The transport of `sync.transport`, ready to send. Collective; what is wrong is raised on every rank."""
+    if config.sync.transport == Transport.file:
+        return FilePush(sources, sampler, config)
+    # vLLM's trainer side is the one part of vLLM that learner ranks import, and only for its transports
+    from megatron_rl.weight_sync.vllm_push import VllmPush
+
+    (source,) = sources.values()  # a fleet's mixed formats travel as files: the config has made sure
+    return VllmPush(source, sampler, config)

@@ -1,0 +1,234 @@
+"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, `nccl_m2n`, through its trainer API.
+
+With `vllm_sources` the only module that imports vLLM on a rank that learns, and only when such a transport is chosen.
+vLLM's trainer engine moves the tensors; `Relay` stands between it and the sampler, so that the announcement goes first
+and the seal last (see `wire`), and so that a refusal on rank 0 is raised after the collectives that others are in.
+
+Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+from megatron_rl.exchange import exchange
+from megatron_rl.schema import Config, Transport
+from megatron_rl.weight_sync import ipc_handles, wire
+from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.quantization_error import summarize
+from megatron_rl.weight_sync.report import Contribution, SyncSeconds
+from megatron_rl.weight_sync.source import ShardSource
+from megatron_rl.weight_sync.vllm_sources import open_stream
+from megatron_rl.weight_sync.wire import Announcement, Seal
+
+if TYPE_CHECKING:
+    from megatron_rl.weight_sync.transports import SamplerClient
+
+LOOPBACK = "127.0.0.1"  # the embedded engine lives on the host of rank 0
+
+
+class VllmPush:
+    """See transports.Push. Rank 0 is vLLM's sender; every rank takes part."""
+
+    def __init__(self, source: ShardSource, sampler: SamplerClient | None, config: Config) -> None:
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        missing = self._rank == 0 and sampler is None
+        if any(exchange(missing)):
+            raise WeightSyncError(f"sync.transport={config.sync.transport} needs a sampler to send to; take file")
+        self._config, self._relay = config, Relay(sampler)
+        self._stream = open_stream(source, config.sync.transport)
+        self._engine: TrainerWeightTransferEngine | None = None
+
+    def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
+        started = time.perf_counter()
+        failure = self._agreed(lambda: self._prepare(version))
+        if failure:  # on every rank: none of them has begun
+            return Contribution(failure if self._rank == 0 else None)
+        self._stream.begin(parameters)
+        try:
+            with bounded(self._config.sampler.request_timeout_s, f"sending policy version {version}"):
+                self._engine_or_raise().send_weights()
+            failure = self._relay.failure
+        except Exception as error:  # of vLLM's, of NCCL's: the other ranks wait for this one's outcome
+            failure = f"{type(error).__name__}: {error}"
+        self._stream.drain()
+        source = self._stream.source
+        quantize, gather = source.seconds.quantize, source.seconds.gather
+        rest = max(0.0, time.perf_counter() - started - quantize - gather)
+        sent = self._stream.tensors if self._rank == 0 else ()
+        return Contribution(
+            source.failure or failure,
+            sum(tensor.nbytes for tensor in sent),
+            len(sent),
+            SyncSeconds(quantize=quantize, gather=gather, transfer=rest),
+            summarize(source.errors),
+        )
+
+    def load(self, version: int) -> None:
+        self._relay.seal(Seal(version, self._stream.checksums()))
+        self._relay.finish(version)
+
+    def forget(self, version: int) -> None:
+        self._relay.abandon(f"policy version {version} was not sent by every rank")
+
+    def tidy(self, version: int, taken: bool) -> None:
+        pass  # nothing lies anywhere
+
+    def starts_over(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    def _prepare(self, version: int) -> None:
+        """Rank 0: tell the sampler what comes, and hear whether it is what the engine expects."""
+        if self._rank == 0:
+            staged = self._config.sync.staged
+            format = self._config.quantization.format.value
+            self._relay.announce(Announcement(version, format, staged, self._stream.tensors))
+
+    def _engine_or_raise(self) -> TrainerWeightTransferEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def _agreed(self, step: Any) -> str | None:
+        """Meet the engine's other side first (once), then take the step; the first failure, known to every rank."""
+        failure = self._open_engine() if self._engine is None else None
+        if failure is None:
+            try:
+                step()
+            except Exception as error:  # every kind: the other ranks wait for the outcome
+                failure = str(error)
+            failure = next((each for each in exchange(failure) if each), None)
+        return failure
+
+    def _open_engine(self) -> str | None:
+        """vLLM's rendezvous: collective over the ranks that its engine takes in, and the sampler's workers."""
+        port = exchange(free_port() if self._rank == 0 else 0)[0]
+        failure = None
+        try:
+            info = init_info(self._config, self._rank, port)
+            self._engine = WeightTransferTrainerFactory.trainer_init(
+                info, client=self._relay, source=self._stream.for_vllm()
+            )
+        except Exception as error:  # every kind, as above
+            failure = f"sync.transport={self._config.sync.transport}: {type(error).__name__}: {error}"
+        failure = next((each for each in exchange(failure) if each), None)
+        if failure:
+            self.close()
+        return failure
+
+
+@contextmanager
+def bounded(seconds: float, what: str) -> Iterator[None]:
+    """End this process when it takes longer: a collective whose peer has died waits on the device, uninterruptibly.
+
+    The launcher notices that a rank has ended, and ends the run with this one's last words.
+    """
+
+    def give_up() -> None:
+        print(f"{what} did not end within sampler.request_timeout_s={seconds:g}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class Relay:
+    """What vLLM's trainer engine takes for its client: rank 0's way to the sampler."""
+
+    def __init__(self, sampler: SamplerClient | None) -> None:
+        self._sampler = sampler
+        self.failure: str | None = None  # what the sampler said while vLLM was sending
+
+    def announce(self, announced: Announcement) -> None:
+        self.failure = None
+        self._client.start_weight_update()
+        self._client.update_weights(announced.message())
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._client.init_weight_transfer_engine(init_info)
+
+    def start_weight_update(self) -> None:
+        """vLLM's engine calls this; `announce` has done it."""
+
+    def update_weights(self, update_info: Any) -> None:
+        """A refusal is kept for later: raised here, it would leave other ranks in vLLM's collectives."""
+        if self.failure is not None:
+            return
+        if update_info.get("ipc_handles") is not None:
+            update_info = update_info | {"ipc_handles": ipc_handles.encode(update_info["ipc_handles"])}
+        try:
+            self._client.update_weights({name: value for name, value in update_info.items() if value is not None})
+        except Exception as error:  # every kind, see above
+            self.failure = str(error)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """vLLM's engine calls this once it has sent; `finish` follows when every rank has."""
+
+    def seal(self, sealed: Seal) -> None:
+        self._client.update_weights(sealed.message())
+
+    def finish(self, version: int) -> None:
+        self._client.finish_weight_update(str(version))
+
+    def abandon(self, reason: str) -> None:
+        """The engine drops what it holds of the update; it answers by repeating the reason."""
+        try:
+            self._client.update_weights({wire.ABANDON: reason})
+        except WeightSyncError:
+            return
+        except RuntimeError:  # it had dropped the update before
+            return
+
+    @property
+    def _client(self) -> SamplerClient:
+        assert self._sampler is not None, "only rank 0 talks to the sampler"
+        return self._sampler
+
+
+def init_info(config: Config, rank: int, port: int) -> TrainerInitInfo:
+    """vLLM's own settings of a transport; the workers get theirs from rank 0."""
+    workers, trainers = config.sampler.tensor_parallel, dist.get_world_size() if dist.is_initialized() else 1
+    buffer = config.sync.bucket_mib << 20
+    if config.sync.transport == Transport.ipc:
+        return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer)
+    if config.sync.transport == Transport.nccl:
+        return NCCLTrainerInitInfo(LOOPBACK, port, 1 + workers, rank=rank, packed_buffer_size_bytes=buffer)
+    return M2NTrainerInitInfo(
+        rank=rank,
+        master_address=LOOPBACK,
+        master_port=port,
+        world_size=trainers + workers,
+        num_trainer_ranks=trainers,
+        dst_mesh_dims=(1, workers),
+    )
+
+
+def free_port() -> int:
+    """Free when asked for; the rendezvous takes it a moment later."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])

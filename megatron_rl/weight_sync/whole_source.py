@@ -1,0 +1,124 @@
+"""The tensors of all writers in one place and one order, for transports that have a single sender.
+
+The `file` transport lets every pipeline stage and expert rank write its own tensors. vLLM's `nccl` sends from rank 0
+alone, its `ipc` shares a copy on every rank's device with the engine worker beside it. So the quantized tensors of
+the other writers travel once more: to rank 0, or to all ranks. What is gathered over tensor parallelism stays as it
+is; with one stage and one expert rank `nccl` moves nothing extra.
+
+Buckets are walked in one order that every rank knows, (stage, dense before experts, expert rank, number), which is
+each rank's own order too: no rank can wait for one that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.exchange import exchange
+from megatron_rl.weight_sync.manifest import DTYPES, WeightSyncError
+from megatron_rl.weight_sync.source import ShardSource
+from megatron_rl.weight_sync.wire import TensorMeta, checksum
+
+Key = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One bucket of one writer."""
+
+    key: Key
+    writer: int
+    tensors: tuple[TensorMeta, ...]
+
+
+class WholeSource:
+    """Every rank makes one (collective) and iterates it in lockstep, each sync anew.
+
+    `everywhere`: all ranks get the tensors; otherwise rank 0 does and the others yield nothing.
+    """
+
+    def __init__(self, source: ShardSource, everywhere: bool) -> None:
+        self.sums: dict[str, torch.Tensor] = {}  # checksums of what this rank has yielded
+        self.source, self._everywhere = source, everywhere
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._mine = source.bucket_keys
+        self._steps = self._agree()
+        self._parameters: Mapping[str, torch.Tensor] = {}
+        self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
+
+    @property
+    def tensors(self) -> tuple[TensorMeta, ...]:
+        """The whole model, in the order of iteration, on every rank."""
+        return tuple(tensor for step in self._steps for tensor in step.tensors)
+
+    def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """This rank's shards of the next pass."""
+        self._parameters, self.sums = parameters, {}
+        self._pass = self._walk()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._pass
+
+    def drain(self) -> None:
+        """Whatever interrupted the pass on this rank: the others are still in the middle of it."""
+        for _ in self._pass:
+            pass
+
+    def _agree(self) -> tuple[Step, ...]:
+        mine = [
+            [list(key), [[t.name, t.dtype, list(t.shape)] for t in tensors]]
+            for key, tensors in zip(self._mine, self.source.bucket_tensors, strict=True)
+            if tensors is not None
+        ]
+        steps = [
+            Step(tuple(key), writer, tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors))
+            for writer, written in enumerate(exchange(mine))
+            for key, tensors in written
+        ]
+        keys = [step.key for step in steps]
+        if len(set(keys)) < len(keys):
+            raise WeightSyncError("two ranks claim to write the same weights: the ranks' places do not fit the layout")
+        return tuple(sorted(steps, key=lambda step: step.key))
+
+    def _walk(self) -> Iterator[tuple[str, torch.Tensor]]:
+        buckets = self.source.buckets(self._parameters)
+        mine = set(self._mine)
+        device = next((tensor.device for tensor in self._parameters.values()), torch.device("cpu"))
+        for step in self._steps:
+            made = dict(next(buckets)) if step.key in mine else {}
+            for tensor in step.tensors:
+                here = self._deliver(step.writer, tensor, made.get(tensor.name), device)
+                if here is not None:
+                    self.sums[tensor.name] = checksum(here)
+                    yield tensor.name, here
+
+    def _deliver(
+        self, writer: int, meta: TensorMeta, tensor: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor | None:
+        """The tensor where it is wanted. A writer that has failed delivers zeros: its failure stops the version."""
+        if writer == self._rank and tensor is None:
+            tensor = torch.zeros(meta.shape, dtype=DTYPES[meta.dtype], device=device)
+        if self._everywhere and dist.is_initialized() and dist.get_world_size() > 1:
+            data = _bytes(tensor) if tensor is not None else torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
+            dist.broadcast(data, src=writer)
+            return _typed(data, meta)
+        if writer == 0 or self._rank not in (0, writer):
+            return tensor if self._rank == 0 else None
+        if self._rank == writer:
+            assert tensor is not None
+            dist.send(_bytes(tensor), dst=0)
+            return None
+        data = torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
+        dist.recv(data, src=writer)
+        return _typed(data, meta)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _typed(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    return data.view(DTYPES[meta.dtype]).view(meta.shape)

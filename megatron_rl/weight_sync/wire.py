@@ -1,0 +1,123 @@
+"""What travels beside the tensors of vLLM's own transports: an announcement before them, a seal after them.
+
+vLLM's engines carry names, dtypes and shapes. The announcement adds the policy version and is compared with what the
+engine expects before anything moves; the seal adds a checksum of every tensor, and is compared with what arrived
+before anything is served. Both are plain data, and travel as `update_weights` messages of their own.
+
+Checksums are computed where the tensor lies: a copy to the host to hash it would cost more than the transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from megatron_rl.weight_sync.manifest import DTYPE_NAMES, DTYPES, TensorEntry, WeightSyncError
+
+ANNOUNCE, SEAL, ABANDON = "announce", "seal", "abandon"
+WORD = torch.int32
+CHUNK = 1 << 22  # words hashed at once: what bounds the memory of the temporaries
+PERIOD = 65521  # of the weights that make the checksum notice a change of order
+STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: chunks enter with weights of their own
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        size = DTYPES[self.dtype].itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    def entry(self) -> TensorEntry:
+        """As the `file` transport's manifests name it, so that both are verified by one function."""
+        return TensorEntry(self.name, self.dtype, self.shape, "", 0, self.nbytes, "")
+
+
+@dataclass(frozen=True)
+class Announcement:
+    policy_version: int
+    format: str
+    staged: bool  # hold the update beside the live weights until it is verified
+    tensors: tuple[TensorMeta, ...]
+
+    def message(self) -> dict[str, Any]:
+        return {ANNOUNCE: msgspec.to_builtins(self)}
+
+
+@dataclass(frozen=True)
+class Seal:
+    policy_version: int
+    checksums: dict[str, tuple[int, int]] | None  # None: the transport gives neither side the whole tensors
+
+    def message(self) -> dict[str, Any]:
+        return {SEAL: msgspec.to_builtins(self)}
+
+
+def announcement(message: Mapping[str, Any]) -> Announcement:
+    return msgspec.convert(message[ANNOUNCE], Announcement)
+
+
+def seal(message: Mapping[str, Any]) -> Seal:
+    return msgspec.convert(message[SEAL], Seal)
+
+
+def meta(name: str, tensor: torch.Tensor) -> TensorMeta:
+    if tensor.dtype not in DTYPE_NAMES:
+        raise WeightSyncError(f"tensor {name} has the dtype {tensor.dtype}, which no transport carries")
+    return TensorMeta(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Two 64-bit sums over the tensor's bytes, on its device: of the words, and of the words weighted by place.
+
+    Sums of integers modulo 2^64 do not depend on the order in which a device adds them.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = torch.nn.functional.pad(data, (0, -len(data) % WORD.itemsize)).view(WORD)
+    plain = torch.zeros((), dtype=torch.int64, device=words.device)
+    placed = torch.zeros_like(plain)
+    places = torch.arange(min(len(words), CHUNK), dtype=torch.int64, device=words.device).remainder_(PERIOD).add_(1)
+    for number, chunk in enumerate(words.split(CHUNK)):
+        wide = chunk.long()
+        plain += wide.sum()
+        placed += (wide * places[: len(wide)]).sum() + wide.sum() * ((number * STRIDE) & (2**62 - 1))
+    return torch.stack((plain, placed))
+
+
+def read_checksums(sums: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    """One copy to the host for all of them."""
+    if not sums:
+        return {}
+    rows = torch.stack(list(sums.values())).tolist()
+    return {name: (plain, placed) for name, (plain, placed) in zip(sums, rows, strict=True)}
+
+
+def verify(sealed: Seal, announced: Announcement, arrived: Mapping[str, tuple[int, int]]) -> None:
+    """What arrived is what was announced, and holds the bytes that were sent."""
+    if sealed.policy_version != announced.policy_version:
+        raise WeightSyncError(
+            f"the seal is of policy version {sealed.policy_version}, version {announced.policy_version} was announced"
+        )
+    if sealed.checksums is None:
+        return
+    names = {tensor.name for tensor in announced.tensors}
+    problems = [f"missing tensor {name}: announced, never arrived" for name in sorted(names - set(arrived))]
+    problems += [f"unexpected tensor {name}" for name in sorted(set(arrived) - names)]
+    problems += [
+        f"corrupt tensor {name}: its bytes do not match its checksum"
+        for name in sorted(names & set(arrived))
+        if tuple(sealed.checksums.get(name, ())) != arrived[name]
+    ]
+    if problems:
+        raise WeightSyncError("; ".join(problems[:8]))

@@ -1,0 +1,207 @@
+"""What needs a CUDA device: vLLM's transports, sleep, an FP8 cache, quantized experts. Not yet run on a GPU.
+
+One process plays a learner of one rank (on the first GPU), the engine is the embedded one. Every transport must
+bring the same answers as files do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated import hf_config, local_parameters, random_hf
+from tiny_engine import PROMPTS, SAMPLING
+
+from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.sampler.rest import Rest
+from megatron_rl.schema import (
+    Config,
+    Device,
+    Format,
+    KvCache,
+    QuantizationSection,
+    RolloutSection,
+    RunSection,
+    SamplerSection,
+    Sleep,
+    SyncSection,
+    Transport,
+)
+from megatron_rl.types import Rollout
+from megatron_rl.weight_sync.groups import Ranks
+from megatron_rl.weight_sync.layout import Layout, Place
+from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.weight_sync.push import WeightSync
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each of its ranks")
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "rope_theta": 10000.0, "vocab_size": 128, "dtype": "bfloat16",
+}  # fmt: skip
+DENSE = hf_config("qwen3", architectures=["Qwen3ForCausalLM"], **SIZES)
+EXPERTS = hf_config(
+    "qwen3_moe", architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True, num_experts_per_tok=2,
+    **SIZES | {"moe_intermediate_size": 256},
+)  # fmt: skip
+
+
+class Weights:
+    """A learner of one rank whose weights are drawn anew by seed."""
+
+    def __init__(self, hf: dict[str, Any]) -> None:
+        self.shape = ModelShape.from_hf(hf)
+        self.draw(0)
+
+    def draw(self, seed: int) -> None:
+        drawn = {
+            name: ((1 + 0.02 * tensor if tensor.ndim == 1 else 0.08 * tensor).bfloat16().cuda())
+            for name, tensor in random_hf(self.shape, torch.float32, seed).items()
+        }
+        self._parameters = local_parameters(drawn, self.shape, Layout(), Place())
+
+    def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self._parameters.items())
+
+    def take_cache_amax(self) -> torch.Tensor:
+        return torch.full((self.shape.layers, 2), 4.0, device="cuda")
+
+
+class Alone:
+    def max_(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def gather(self, tensor: torch.Tensor, received: Any, rank: int) -> None:
+        pass
+
+
+RANKS = Ranks(tensor=Alone(), expert_tensor=Alone(), world=Alone())
+
+
+class Run:
+    """An engine, a learner beside it, and the syncs between them."""
+
+    def __init__(self, config: Config, hf: dict[str, Any], folder: Path) -> None:
+        (folder / "hf").mkdir(parents=True)
+        (folder / "hf" / "config.json").write_text(json.dumps(hf))
+        self.sampler, self.weights = EmbeddedSampler(config, folder / "hf", folder), Weights(hf)
+        self.sampler.start()
+        self.sync = WeightSync(self.weights, self.sampler, config, hf, RANKS)
+        self.version = 0
+
+    def push(self, seed: int) -> list[tuple]:
+        self.weights.draw(seed)
+        self.sync.push(self.version)
+        self.version += 1
+        return self.answers()
+
+    def answers(self) -> list[tuple]:
+        rollouts: list[Rollout] = self.sampler.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)
+        return [(one.token_ids, tuple(round(value, 3) for value in one.logprobs)) for one in rollouts]
+
+    def close(self) -> None:
+        self.sync.close()
+        self.sampler.close()
+
+
+def make_config(transport: Transport = Transport.file, format: Format = Format.fp8, **changes: Any) -> Config:
+    config = Config(
+        run=RunSection(device=Device.cuda),
+        quantization=QuantizationSection(format=format),
+        rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
+        sampler=SamplerSection(
+            max_sequences=16,
+            devices="1" if transport in (Transport.nccl, Transport.nccl_m2n) else "0",
+            vllm={"gpu_memory_utilization": 0.2, "enforce_eager": True},
+        ),
+        sync=SyncSection(transport=transport, bucket_mib=1),
+    )
+    return replace(config, **changes)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Any]:
+    opened: list[Run] = []
+
+    def open_run(config: Config, hf: dict[str, Any] = DENSE) -> Run:
+        opened.append(Run(config, hf, tmp_path / str(len(opened))))
+        return opened[-1]
+
+    yield open_run
+    for run in opened:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [Transport.ipc, pytest.param(Transport.nccl, marks=two_gpus), pytest.param(Transport.nccl_m2n, marks=two_gpus)],
+)
+@pytest.mark.parametrize("staged", [True, False])
+def test_every_transport_brings_what_files_bring(transport: Transport, staged: bool, runs: Any) -> None:
+    if transport == Transport.nccl_m2n:
+        pytest.importorskip("nccl.m2n")
+    files = runs(make_config())
+    wanted = [files.push(seed) for seed in (1, 2)]
+    files.close()
+    config = make_config(transport)
+    run = runs(replace(config, sync=replace(config.sync, staged=staged)))
+    assert [run.push(seed) for seed in (1, 2, 1)] == [*wanted, wanted[0]]
+
+
+def test_a_diverged_learner_leaves_the_version_before(runs: Any) -> None:
+    run = runs(make_config(Transport.ipc))
+    before = run.push(1)
+    run.weights.draw(2)
+    run.weights._parameters["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] = torch.nan
+    with pytest.raises(WeightSyncError, match="holds NaN"):
+        run.sync.push(1)
+    assert run.answers() == before
+
+
+@pytest.mark.parametrize("sleep", [Sleep.offload, Sleep.discard])
+@pytest.mark.parametrize("format", [Format.none, Format.fp8])
+def test_sleep_gives_memory_back_and_a_sync_brings_the_weights(sleep: Sleep, format: Format, runs: Any) -> None:
+    run = runs(make_config(Transport.ipc, format))
+    first, second = run.push(1), run.push(2)
+    assert first != second
+    rest = Rest(run.sampler, sleep)
+    free = torch.cuda.mem_get_info()[0]
+    rest.sleep()
+    assert torch.cuda.mem_get_info()[0] > free
+    with pytest.raises(SamplerError, match="asleep"):
+        run.answers()
+    run.weights.draw(1)
+    with rest.syncing():
+        run.sync.push(run.version)
+    assert run.answers() == first
+
+
+def test_an_fp8_cache_has_the_scales_of_its_version(runs: Any) -> None:
+    config = make_config(quantization=QuantizationSection(format=Format.fp8, kv_cache=KvCache.fp8))
+    run = runs(config)
+    first, second = run.push(1), run.push(2)
+    assert first != second
+    assert run.push(1) == first
+
+
+@pytest.mark.parametrize("format", [Format.none, Format.int8, Format.fp8])
+def test_updates_reach_every_expert(format: Format, runs: Any) -> None:
+    if format == Format.int8 and torch.cuda.get_device_capability()[0] >= 10:
+        pytest.skip("INT8 has no kernel here")
+    run = runs(make_config(format=format), EXPERTS)
+    first, second = run.push(1), run.push(2)
+    assert first != second
+    assert run.push(1) == first

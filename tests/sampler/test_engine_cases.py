@@ -1,0 +1,133 @@
+"""What live engines do with mixtures of experts, vLLM's transports, sleep and an FP8 cache.
+
+All of it happens in one process (`engine_cases.py`); here is what has to have come out.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PATIENCE_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("engines")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    script = Path(__file__).with_name("engine_cases.py")
+    with (folder / "log").open("wb") as log:
+        run = subprocess.run(
+            [sys.executable, script, folder], env=environment, stdout=log, stderr=log, timeout=PATIENCE_S, check=False
+        )
+    assert run.returncode == 0, (folder / "log").read_text()[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+VICTIMS = {
+    "qwen3_moe": ("model.layers.1.mlp.experts.2.down_proj.weight", "experts.routed_experts.w2_weight[2]"),
+    "mixtral": ("model.layers.0.block_sparse_moe.experts.3.w1.weight", "experts.routed_experts.w13_weight[3]"),
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_updates_reach_every_expert_and_faults_are_named(family: str, found: dict) -> None:
+    """The Qwen3 mixture runs INT8 with its experts in BF16, the Mixtral all BF16."""
+    case = found[family]
+    victim, stack = VICTIMS[family]
+    assert case["said"] == ["", "", ""]
+    assert case["changes"]
+    assert case["back"], "a change and a change back"
+    assert case["fresh"], "as an engine that starts from the exported folder"
+    assert f"missing tensor {victim}" in case["missing"]
+    assert f"misshapen tensor {victim}" in case["misshapen"]
+    assert case["intact"], "a refused update leaves the answers as they were"
+    assert case.get("kept_kernels_show", True), "without packing the experts again the answers are wrong"
+    assert stack in case["unwritten"]
+    assert "unwritten" in case["unwritten"]
+    assert case["healed"]
+    assert case["layerwise"][0] == "", "what vLLM loads layer by layer is what is asked for"
+    assert "(some of its experts)" in case["layerwise"][1]
+
+
+FAULTS = {
+    "unannounced": "missing tensor lm_head.weight",
+    "stale": "stale policy version",
+    "flipped byte": "corrupt tensor model.layers.1.mlp.down_proj.weight",
+    "lost chunk": "announced, never arrived",
+    "sent twice": "duplicate tensor",
+    "abandoned": "abandoned",
+}
+
+
+@pytest.mark.engine
+def test_a_staged_update_over_a_transport_of_vllm_is_all_or_nothing(found: dict) -> None:
+    case = found["checked"]
+    assert case["said"] == ["", "", ""]
+    assert case["changes"]
+    assert case["back"]
+    assert case["intact"] == [True] * len(FAULTS), "the version before serves on"
+    for fault, message in FAULTS.items():
+        assert message in case["staged"][fault]
+
+
+@pytest.mark.engine
+def test_an_update_in_place_is_verified_before_the_next_request(found: dict) -> None:
+    case = found["in_place"]
+    assert case["said"] == ["", ""]
+    assert case["changes"]
+    for fault, message in FAULTS.items():
+        assert message in case["faults"][fault]
+        # what is refused before anything moved leaves the version before
+        assert ("of no version" in case["refused"][fault]) == (fault not in ("unannounced", "stale"))
+    assert case["healed"] == [True] * len(FAULTS), "the next good update repairs it"
+
+
+@pytest.mark.engine
+def test_a_request_between_sleep_and_a_completed_sync_is_refused(found: dict) -> None:
+    case = found["checked"]["sleep"]
+    assert "asleep (kv_cache, weights)" in case["asleep"]
+    assert "wake them (tag 'weights') before a weight update" in case["update asleep"]
+    assert case["same"], "level 1 keeps the weights"
+    assert "asleep (kv_cache)" in case["cache asleep"]
+    assert "corrupt tensor" in case["refused sync"]
+    assert case["synced"] == ""
+    assert "asleep (kv_cache)" in case["synced, cache asleep"]
+    assert case["new"]
+    assert "discarded in sleep" in case["discarded"]
+    assert "woke with other versions or scales" in case["lost scale"]
+
+
+@pytest.mark.engine
+def test_vllm_s_trainer_side_takes_our_sources(found: dict) -> None:
+    case = found["trainer"]
+    assert case["sent"]
+    assert "disagrees with iteration at index 0" in case["out of step"]
+    assert case["mesh"] == [[2, 2], 4]
+    assert case["placements"] == ["(-1, 0)", "(-1, 1)", "None"]
+    assert case["m2n payload"]
+    for name, receiver in (("ipc", "CheckedIPC"), ("nccl", "CheckedNCCL"), ("nccl_m2n", "CheckedM2N")):
+        assert case[f"{name} settings"][:2] == [name, True]
+        assert case[f"{name} receiver"] == [receiver, True]
+        assert f"sync.transport={name}: " in case[f"{name} without a GPU"]
+    assert case["ipc settings"][2] == case["nccl settings"][2] == 3 << 20
+
+
+@pytest.mark.engine
+def test_scales_of_an_fp8_cache_reach_the_kernels(found: dict) -> None:
+    case = found["cache"]
+    assert case["said"] == ["", "", ""]
+    (scales,) = case["scales"]
+    assert scales == pytest.approx([5 / 448, 5 / 448])
+    assert case["coarser"], "coarser scales answer differently"
+    assert case["missing"] == "missing tensor model.layers.0.self_attn.k_scale"
+    assert "unwritten: model.layers.0.self_attn.attn.k_scale" in case["unwritten"]
+    assert case["back"]
