@@ -17,13 +17,13 @@ from megatron_rl.schema import AdvantageConfig, Estimator
 
 __all__ = [
     "AdvantageConfig",
-    "filter_overlong",
     "group_advantages",
-    "groups_with_spread",
+    "has_spread",
     "overlong_penalty",
 ]
 
 EPSILON = 1e-6
+SPREAD = 1e-6  # rewards closer than this are the same
 GROUP_ESTIMATORS = frozenset({Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.maxrl})
 
 
@@ -81,20 +81,9 @@ def _whiten(rewards_N: Tensor, keep_N: Tensor) -> Tensor:
     return whitened.masked_fill(~keep_N, 0.0)
 
 
-def groups_with_spread(
-    rewards_N: Tensor | Sequence[float], groups_N: Tensor | Sequence[int], keep_N: Tensor | None = None
-) -> Tensor:
-    """bool [N]: rows whose group holds two different rewards. The others have no advantage to learn from."""
-    rewards = torch.as_tensor(rewards_N, dtype=torch.float64)
-    groups = torch.as_tensor(groups_N, dtype=torch.int64)
-    keep = torch.ones(len(rewards), dtype=torch.bool) if keep_N is None else keep_N.bool()
-    group_ids_G, place_N = groups.unique(return_inverse=True)
-    usable = keep & torch.isfinite(rewards)
-    high_G = torch.full((len(group_ids_G),), -torch.inf, dtype=torch.float64)
-    low_G = torch.full((len(group_ids_G),), torch.inf, dtype=torch.float64)
-    high_G.scatter_reduce_(0, place_N[usable], rewards[usable], "amax")
-    low_G.scatter_reduce_(0, place_N[usable], rewards[usable], "amin")
-    return (high_G > low_G)[place_N] & keep
+def has_spread(rewards: Sequence[float]) -> bool:
+    """Whether a group's scores differ: without a difference there is no advantage to learn from."""
+    return len(rewards) > 1 and max(rewards) - min(rewards) > SPREAD
 
 
 def overlong_penalty(lengths_N: Tensor | Sequence[int], max_tokens: int, buffer: int, penalty: float = 1.0) -> Tensor:
@@ -104,8 +93,3 @@ def overlong_penalty(lengths_N: Tensor | Sequence[int], max_tokens: int, buffer:
         return torch.zeros_like(lengths)
     excess = (lengths - (max_tokens - buffer)).clamp(min=0.0, max=float(buffer))
     return excess * (-penalty / buffer)
-
-
-def filter_overlong(mask_NT: Tensor, truncated_N: Tensor) -> Tensor:
-    """Truncated answers leave the mask; their reward says nothing about what was written."""
-    return mask_NT.bool() & ~truncated_N.bool()[:, None]

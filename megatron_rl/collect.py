@@ -15,14 +15,13 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.advantage import overlong_penalty
+from megatron_rl.advantage import SPREAD, has_spread, overlong_penalty
 from megatron_rl.prompts import Dataset, PromptOrder, Tokenizer
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.schema import Config
 from megatron_rl.types import Batch, Prompt, Rollout, SamplingParams, Scored
 
 RIGHT = 1.0  # the reward of a right answer
-SPREAD = 1e-6  # rewards closer than this are the same
 Group = list[Scored]
 
 
@@ -97,8 +96,7 @@ class Collector:
     def _learnable(self, group: Group) -> bool:
         if not self._config.rollout.dynamic_sampling:
             return True
-        rewards = [one.reward for one in group if self._counts(one)]
-        return len(rewards) > 1 and max(rewards) - min(rewards) > SPREAD
+        return has_spread([one.reward for one in group if self._counts(one)])
 
     def _counts(self, one: Scored) -> bool:
         """Whether the group's baseline will count it: the spread must be there without the others."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
 import yaml
 
@@ -26,7 +26,7 @@ from megatron_rl.types import Scored
 from megatron_rl.wandb_log import WandbLog, resolve_mode
 
 if TYPE_CHECKING:
-    import torch
+    from megatron_rl.rollout_file import Columns
 
 ETA_STEPS = 20  # the steps that the estimate of the time left looks back at
 
@@ -38,16 +38,7 @@ class RecorderLike(Protocol):
 
     def note(self, text: str) -> None: ...
 
-    def rollouts(
-        self,
-        step: int,
-        scored: Sequence[Scored],
-        *,
-        prox_logprobs_BT: torch.Tensor | None = None,
-        weights_BT: torch.Tensor | None = None,
-        mask_BT: torch.Tensor | None = None,
-        advantages_B: torch.Tensor | None = None,
-    ) -> None: ...
+    def rollouts(self, step: int, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None: ...
 
     def close(self, state: str = "finished", reason: str = "") -> None: ...
 
@@ -64,7 +55,7 @@ class SilentRecorder:
     def note(self, text: str) -> None:
         pass
 
-    def rollouts(self, step: int, scored: Sequence[Scored], **columns: torch.Tensor | None) -> None:
+    def rollouts(self, step: int, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
         pass
 
     def close(self, state: str = "finished", reason: str = "") -> None:
@@ -175,27 +166,11 @@ class Recorder:
         self._display.note(text)
         self._write_text(text)
 
-    def rollouts(
-        self,
-        step: int,
-        scored: Sequence[Scored],
-        *,
-        prox_logprobs_BT: torch.Tensor | None = None,
-        weights_BT: torch.Tensor | None = None,
-        mask_BT: torch.Tensor | None = None,
-        advantages_B: torch.Tensor | None = None,
-    ) -> None:
+    def rollouts(self, step: int, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
         """rollouts/step_N.parquet: the input of replay, and of the report's histograms."""
         from megatron_rl.rollout_file import write_rollouts
 
-        write_rollouts(
-            self.run.rollouts / f"step_{step}.parquet",
-            scored,
-            prox_logprobs_BT=prox_logprobs_BT,
-            weights_BT=weights_BT,
-            mask_BT=mask_BT,
-            advantages_B=advantages_B,
-        )
+        write_rollouts(self.run.rollouts / f"step_{step}.parquet", scored, **columns)
 
     def close(self, state: str = "finished", reason: str = "") -> None:
         """Says how it ended, in status.json first: whatever fails after that, the run's state is known."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,18 +41,20 @@ SCHEMA = pa.schema(
 )
 
 
-def write_rollouts(
-    path: Path,
-    scored: Sequence[Scored],
-    *,
-    prox_logprobs_BT: torch.Tensor | None = None,
-    weights_BT: torch.Tensor | None = None,
-    mask_BT: torch.Tensor | None = None,
-    advantages_B: torch.Tensor | None = None,
-) -> None:
+class Columns(TypedDict, total=False):
+    """What the step computed about its rollouts; whatever is left out is null in the file."""
+
+    prox_logprobs_BT: torch.Tensor | None
+    weights_BT: torch.Tensor | None
+    mask_BT: torch.Tensor | None
+    advantages_B: torch.Tensor | None
+
+
+def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
     lengths = [len(one.rollout.token_ids) for one in scored]
     rollouts = [one.rollout for one in scored]
-    columns = {
+    advantages_B = columns.get("advantages_B")
+    table = {
         "prompt_id": [rollout.prompt.id for rollout in rollouts],
         "group": [rollout.group for rollout in rollouts],
         "sample": [rollout.sample for rollout in rollouts],
@@ -65,13 +67,13 @@ def write_rollouts(
         "token_ids": [rollout.token_ids for rollout in rollouts],
         "sampler_logprobs": [rollout.logprobs for rollout in rollouts],
         "loss_mask": [rollout.loss_mask for rollout in rollouts],
-        "prox_logprobs": _rows(prox_logprobs_BT, lengths, "prox_logprobs_BT"),
-        "weights": _rows(weights_BT, lengths, "weights_BT"),
-        "kept": _rows(mask_BT, lengths, "mask_BT"),
+        "prox_logprobs": _rows(columns.get("prox_logprobs_BT"), lengths, "prox_logprobs_BT"),
+        "weights": _rows(columns.get("weights_BT"), lengths, "weights_BT"),
+        "kept": _rows(columns.get("mask_BT"), lengths, "mask_BT"),
         "advantage": [None] * len(scored) if advantages_B is None else advantages_B.tolist(),
     }
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    pq.write_table(pa.table(columns, schema=SCHEMA), partial, compression="zstd")
+    pq.write_table(pa.table(table, schema=SCHEMA), partial, compression="zstd")
     partial.replace(path)
 
 

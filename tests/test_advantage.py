@@ -10,9 +10,8 @@ import torch
 
 from megatron_rl.advantage import (
     AdvantageConfig,
-    filter_overlong,
     group_advantages,
-    groups_with_spread,
+    has_spread,
     overlong_penalty,
 )
 
@@ -113,21 +112,12 @@ def test_row_order_does_not_matter() -> None:
         torch.testing.assert_close(moved_N, plain_N[order])
 
 
-def test_groups_with_spread() -> None:
-    rewards = [1.0, 1.0, 0.0, 1.0, 0.5, 0.5, math.nan]
-    groups = [4, 4, 1, 1, 9, 9, 9]
-    assert groups_with_spread(rewards, groups).tolist() == [False, False, True, True, False, False, False]
-    keep_N = torch.tensor([1, 1, 0, 1, 1, 1, 1]).bool()
-    assert not groups_with_spread(torch.tensor(rewards), torch.tensor(groups), keep_N).any()
-    assert groups_with_spread([], []).tolist() == []
+def test_has_spread() -> None:
+    assert has_spread([1.0, 0.0]) and has_spread([0.5, 0.5, 0.6])
+    assert not any(map(has_spread, ([], [1.0], [0.3, 0.3], [0.1, 0.1 + 1e-9])))
 
 
 def test_overlong_penalty() -> None:
     found = overlong_penalty([10, 80, 85, 90, 100, 120], max_tokens=100, buffer=20, penalty=0.5)
     assert found.tolist() == pytest.approx([0.0, 0.0, -0.125, -0.25, -0.5, -0.5])
     assert not overlong_penalty([100], max_tokens=100, buffer=0).any()
-
-
-def test_filter_overlong() -> None:
-    mask_NT = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
-    assert filter_overlong(mask_NT, torch.tensor([False, True])).tolist() == [[True, True, False], [False] * 3]

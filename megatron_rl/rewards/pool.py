@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from megatron_rl.config import ConfigError
 from megatron_rl.schema import RewardSection
 
@@ -97,7 +99,7 @@ class _Worker:
         size = 0
         for row, response in tasks:
             task = {"row": row, "answer_key": self._answer_key, "response": response}
-            messages.append(json.dumps(task, default=str).encode() + b"\n")
+            messages.append(msgspec.json.encode(task, enc_hook=str) + b"\n")
             size += len(messages[-1])
             if size > PIPE_BYTES:
                 return messages[: max(1, len(messages) - 1)]
@@ -143,7 +145,7 @@ class _Worker:
                 raise EOFError
             self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(line)
+        return msgspec.json.decode(line)
 
     def close(self) -> None:
         """Ends the worker for good. A thread that waits for its answer sees the end of its stream."""

@@ -12,6 +12,8 @@ import os
 import sys
 from contextlib import redirect_stdout
 
+import msgspec
+
 from megatron_rl.parent_death import die_with_parent
 from megatron_rl.rewards.functions import resolve
 
@@ -27,7 +29,7 @@ def main() -> None:
         reward = resolve(start["name"])
         answers.write(json.dumps({"ready": True}) + "\n")
         for line in sys.stdin:
-            task = json.loads(line)
+            task = msgspec.json.decode(line)
             try:
                 score = float(reward(task["row"], task["answer_key"], task["response"]))
                 reply: dict[str, float | str] = {"score": score}

@@ -56,6 +56,8 @@ class Engine:
         self.policy_version = -1
         # the first generation loads and compiles for seconds: let that be part of the start
         self.generate([[0]], [0], samples=2, max_tokens=2, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[])
+        gc.collect()
+        gc.freeze()  # the engine's own objects live as long as it does: no collection needs to visit them
 
     def shutdown(self) -> None:
         """Ends the workers in good order: shared memory that they hold outlives a killed process."""
@@ -96,6 +98,7 @@ class Engine:
                 logprobs=0,  # of the sampled token only
                 flat_logprobs=True,
                 detokenize=False,
+                skip_clone=True,  # nobody else changes them
             )
             for seed in seeds
         ]

@@ -17,15 +17,6 @@ from megatron_rl.weight_sync.layout import Layout, Place
 from megatron_rl.weight_sync.mapping import HfSlice, Param, Split, stage_params
 from megatron_rl.weight_sync.model_shape import ModelShape
 
-TORCH_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "int8": torch.int8,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
 
 @dataclass(frozen=True)
 class Job:

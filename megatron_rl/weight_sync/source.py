@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.schema import Format
-from megatron_rl.weight_sync.buckets import DTYPE_NAMES, Bucket, Job, Workspace, full_tensors, gather, plan_buckets
+from megatron_rl.weight_sync.buckets import Bucket, Job, Workspace, full_tensors, gather, plan_buckets
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.layout import Layout
+from megatron_rl.weight_sync.manifest import DTYPE_NAMES
 from megatron_rl.weight_sync.mapping import Norm, find
 from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.quantization_error import ErrorSample, sample_error
