@@ -204,20 +204,20 @@ def test_training_moves_the_policy(one: dict[str, Any]) -> None:
     assert losses[-1] < losses[0]
 
 
-def transformers_activations(hf: dict[str, Any]) -> torch.Tensor:
+def transformers_activations(hf: dict[str, Any], folder: Path) -> torch.Tensor:
     """[layer, norm, channel]: the largest magnitude of each norm's output over the batch's real tokens."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from megatron_rl.learner.weights import random_tensors
+    from megatron_rl.weight_sync.hf_folder import write_folder
     from megatron_rl.weight_sync.mapping import params
     from megatron_rl.weight_sync.model_shape import ModelShape
 
     shape = ModelShape.from_hf(hf)
     get = random_tensors(shape, hf, 7)
-    state = {name: get(name) for param in params(shape) for name in param.hf}
-    model = AutoModelForCausalLM.from_pretrained(
-        None, config=AutoConfig.for_model(**hf), state_dict=state, dtype=torch.float32
-    ).eval()
+    tensors = {name: get(name) for param in params(shape) for name in param.hf}
+    write_folder(folder, tensors, hf)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     amax_LNH = torch.zeros(shape.layers, 2, shape.hidden)
 
     def watch(place_H: torch.Tensor, norm: torch.nn.Module) -> None:
@@ -238,10 +238,10 @@ def transformers_activations(hf: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize(("model", "layouts"), [("dense", list(LAYOUTS)), ("experts", ["tp2_sp", "tp2_ep2", "ep2"])])
 def test_every_layout_sees_the_same_activations(
-    model: str, layouts: list[str], one: dict[str, Any], two: dict[str, Any]
+    model: str, layouts: list[str], one: dict[str, Any], two: dict[str, Any], tmp_path: Path
 ) -> None:
     found = {"one": one[f"activations_{model}_one"]} | {at: two[f"activations_{model}_{at}"] for at in layouts}
-    wanted_LNH = transformers_activations(ACTIVATIONS[model])
+    wanted_LNH = transformers_activations(ACTIVATIONS[model], tmp_path / "hf")
     assert (wanted_LNH > 0).all()
     for at, case in found.items():
         torch.testing.assert_close(torch.tensor(case["amax"]), wanted_LNH, rtol=1e-4, atol=1e-5, msg=at)
