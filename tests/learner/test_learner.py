@@ -221,9 +221,10 @@ def transformers_activations(hf: dict[str, Any], folder: Path) -> torch.Tensor:
     amax_LNH = torch.zeros(shape.layers, 2, shape.hidden)
 
     def watch(place_H: torch.Tensor, norm: torch.nn.Module) -> None:
-        norm.register_forward_hook(
-            lambda _, __, out: place_H.copy_(torch.maximum(place_H, out.flatten(0, 1).abs().amax(0)))
-        )
+        def see(_: torch.nn.Module, __: Any, out: torch.Tensor) -> None:
+            place_H.copy_(torch.maximum(place_H, out.flatten(0, 1).abs().amax(0)))
+
+        norm.register_forward_hook(see)
 
     for layer, block in enumerate(model.model.layers):
         watch(amax_LNH[layer, 0], block.input_layernorm)
