@@ -27,7 +27,12 @@ def test_vllm_s_own_parser_understands_every_option(tmp_path):
 
     config = make_config()
     folder = model_folder.write_engine_folder(make_model(tmp_path / "hf", True).folder, tmp_path / "engine", config)
-    arguments = {**model_folder.engine_arguments(config, folder), **server_process._SERVER_ARGUMENTS, "port": 1234}
+    arguments = {
+        **model_folder.engine_arguments(config, folder),
+        **server_process._SERVER_ARGUMENTS,
+        "host": "127.0.0.1",
+        "port": 1234,
+    }
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command_line(arguments))
     assert (parsed.host, parsed.port, parsed.tokens_only) == ("127.0.0.1", 1234, True)
     assert parsed.middleware == ["megatron_rl.sampler.server_key.RequireKey"]
