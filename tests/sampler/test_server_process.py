@@ -2,6 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from tiny_engine import make_config, make_model
@@ -45,6 +50,23 @@ def test_cores_are_divided(monkeypatch):
     monkeypatch.setattr(server_process.sys, "platform", "linux")
     assert [share_of_cores(i, 2) for i in range(2)] == ["0,1", "2,3"]
     assert share_of_cores(0, 1) == share_of_cores(3, 6) == "all"
+
+
+def test_a_server_ends_with_its_parent_s_end_of_the_pipe():
+    server = subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl.sampler.server", str(os.getpid()), "all"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        time.sleep(0.5)
+        assert server.poll() is None
+        server.stdin.close()
+        assert server.wait(30) == -signal.SIGKILL
+    finally:
+        server.kill()
+        server.wait()
 
 
 def ask(app, headers=(), kind="http") -> list[dict]:
