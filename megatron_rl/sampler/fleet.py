@@ -300,6 +300,11 @@ class FleetSampler:
             slowest = max(states, key=lambda answer: answer["load_s"])
             state.version, state.held = slowest["policy_version"], self._staged
             return slowest
+        except WeightSyncError:
+            for replica in self.replicas:
+                if replica.ready and replica.version != state.version:
+                    state.gone(replica, "it loaded a version that another server could not load")
+            raise
         finally:
             self._end_update()
 

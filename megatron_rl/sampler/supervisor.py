@@ -65,10 +65,12 @@ class Supervisor:
         while True:
             try:
                 await self._bring_up()
-            except SamplerError as error:  # what WeightSyncError is not: that one means a fault of the update
-                await self._failed(str(error))
             except WeightSyncError as error:
                 await self._failed(f"the re-sync was refused: {error}")
+            except Exception as error:  # every kind: a server without its supervisor would be lost in silence
+                await self._failed(
+                    str(error) if isinstance(error, SamplerError) else f"{type(error).__name__}: {error}"
+                )
             else:
                 if not self.first_start.done():
                     self.first_start.set_result(None)
