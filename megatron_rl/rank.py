@@ -11,12 +11,15 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
+from megatron_rl.device import SHORT_SPIN
 from megatron_rl.parent_death import die_with_parent
 from megatron_rl.schema import Config
 
 
 def main(run_dir: Path) -> None:
     die_with_parent(by=signal.SIGTERM)
+    for name, value in SHORT_SPIN.items():  # read when torch is loaded
+        os.environ.setdefault(name, value)
     config = from_mapping(OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml")))  # type: ignore[arg-type]
     try:
         run_rank(config, run_dir)

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.device import SHORT_SPIN
 from megatron_rl.sampler import model_folder
 from megatron_rl.sampler.channel import Channel, ChannelClosed
 from megatron_rl.sampler.protocol import SamplerError, SamplerStats
@@ -50,7 +51,7 @@ _ENGINE_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
-}
+} | SHORT_SPIN
 
 
 class EmbeddedSampler:
