@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_rl.sampler import embedded, server_key
-from megatron_rl.sampler.fleet_config import LOOPBACK
+from megatron_rl.sampler import embedded, model_folder, server_key
+from megatron_rl.sampler.fleet_config import LOOPBACK, replica_formats, with_format
 from megatron_rl.sampler.server import ALL_CORES
+from megatron_rl.schema import Config
 
 END_GRACE_S = 4.0  # for workers to release the memory that they share
 REAP_S = 5.0
@@ -43,6 +44,29 @@ class ServerPlan:
     devices: str | None
     workers: int
     host: str = LOOPBACK
+
+
+def server_plans(
+    config: Config, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str
+) -> list[ServerPlan | None]:
+    """One per server of the fleet, in the order of formats; None for servers that are given by address."""
+    fleet = config.sampler.fleet
+    plans: list[ServerPlan | None] = []
+    for index, format in enumerate(replica_formats(config)[: fleet.replicas]):
+        own = with_format(config, format)
+        engine_folder = model_folder.write_engine_folder(hf_folder, folder / format.value, own)
+        plans.append(
+            ServerPlan(
+                arguments=model_folder.engine_arguments(own, engine_folder, worker_extension),
+                log_path=log_dir / f"sampler_{index}.log",
+                socket_dir=folder,
+                cores=share_of_cores(index, fleet.replicas),
+                port=None if fleet.port is None else fleet.port + index,
+                devices=fleet.devices[index] if fleet.devices else None,
+                workers=config.sampler.tensor_parallel,
+            )
+        )
+    return plans + [None] * len(fleet.addresses)
 
 
 class ServerProcess:
