@@ -82,10 +82,10 @@ class FleetSampler:
         """Start the servers without waiting for them."""
         self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-fleet-")
         self._loop = EventLoopThread("fleet")
-        plans = server_plans(
-            self._config, self._hf_folder, Path(self._folder.name), self._log_dir, self._worker_extension
-        )
         try:
+            plans = server_plans(
+                self._config, self._hf_folder, Path(self._folder.name), self._log_dir, self._worker_extension
+            )
             self._loop.call(self._open(plans))
         except BaseException:
             self.close()
@@ -125,6 +125,7 @@ class FleetSampler:
         self._everywhere(lambda one: one.call_workers("init_weight_transfer_engine", init_info=init_info))
 
     def start_weight_update(self) -> None:
+        self.wait_ready()
         self._call(self._updates().begin())
 
     def update_weights(self, update_info: Any) -> None:
