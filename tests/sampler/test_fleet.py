@@ -111,6 +111,15 @@ def live(tmp_path_factory, quick_starts) -> Iterator[LiveFleet]:
         given.wait(PATIENCE_S)
 
 
+@pytest.fixture(scope="module")
+def embedded(live, tmp_path_factory) -> Iterator[EmbeddedSampler]:
+    """Launched and not waited for: it starts on one core while the killed server starts again on the other."""
+    sampler = EmbeddedSampler(make_config(), live.model.folder, tmp_path_factory.mktemp("embedded"))
+    sampler.launch()
+    yield sampler
+    sampler.close()
+
+
 def essence(rollouts: list[Rollout]) -> list[tuple]:
     return [(r.group, r.sample, r.token_ids, r.finish_reason) for r in rollouts]
 
@@ -187,7 +196,7 @@ def until_ready(live: LiveFleet) -> None:
         time.sleep(0.1)
 
 
-def test_a_server_killed_in_mid_generation_loses_no_prompt_and_comes_back_in_sync(live):
+def test_a_server_killed_in_mid_generation_loses_no_prompt_and_comes_back_in_sync(live, request):
     live.update(8)
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(150)]
     victim = live.sampler.replicas[0]
@@ -210,6 +219,7 @@ def test_a_server_killed_in_mid_generation_loses_no_prompt_and_comes_back_in_syn
     assert live.sampler.stats.retried > 0
     assert any("server 0 (int8) is out" in line for line in live.said)
 
+    request.getfixturevalue("embedded")
     until_ready(live)
     again = live.rollouts()
     assert victim.process.pid != pid
@@ -220,17 +230,14 @@ def test_a_server_killed_in_mid_generation_loses_no_prompt_and_comes_back_in_syn
     assert {r.policy_version for r in live.rollouts()} == {live.sampler.policy_version}
 
 
-def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets(live, tmp_path):
+def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets(live, embedded, tmp_path):
     """Last: it takes the server away from the other fleet, and ends it."""
     config = fleet_config(addresses=[live.sampler.replicas[1].address])
     folder = tmp_path / "sync"
     transport.write_version(folder, 0, live.model.quantized(5, Format.none).items(), format="none")
     answers = []
-    for sampler in (
-        FleetSampler(config, live.model.folder, tmp_path),
-        EmbeddedSampler(make_config(), live.model.folder, tmp_path),
-    ):
-        with sampler:
+    with FleetSampler(config, live.model.folder, tmp_path) as fleet:
+        for sampler in (fleet, embedded):
             sampler.init_weight_transfer_engine({})
             sampler.start_weight_update()
             sampler.update_weights(transport.update_info(folder, 0, 1))
@@ -238,11 +245,11 @@ def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets
             several = sampler.generate(PROMPTS, SAMPLING, seed=3, first_group=4, step=0)
             greedy = sampler.generate(PROMPTS[:1], replace(SAMPLING, temperature=0.0), seed=3, first_group=0, step=0)
             answers.append(several + greedy)
-    fleet, embedded = answers
-    assert essence(fleet) == essence(embedded)
-    assert [(r.policy_version, r.format) for r in fleet] == [(r.policy_version, r.format) for r in embedded]
-    for ours, own in zip(fleet, embedded, strict=True):
-        assert all(math.isclose(a, b, abs_tol=0.02) for a, b in zip(ours.logprobs, own.logprobs, strict=True))
+    given, own = answers
+    assert essence(given) == essence(own)
+    assert [(r.policy_version, r.format) for r in given] == [(r.policy_version, r.format) for r in own]
+    for one, other in zip(given, own, strict=True):
+        assert all(math.isclose(a, b, abs_tol=0.02) for a, b in zip(one.logprobs, other.logprobs, strict=True))
     assert live.given.poll() is None
     live.given.terminate()
     assert live.given.wait(PATIENCE_S) == 0

@@ -9,9 +9,8 @@ import sys
 import time
 
 import pytest
-from tiny_engine import make_config, make_model
 
-from megatron_rl.sampler import model_folder, server_key, server_process
+from megatron_rl.sampler import server_key, server_process
 from megatron_rl.sampler.server_key import RequireKey
 from megatron_rl.sampler.server_process import command_line, share_of_cores
 
@@ -23,26 +22,6 @@ def test_engine_arguments_become_options():
         {"load_format": "dummy", "enforce_eager": True, "swap": False, "seed": 3, "x": None, "y": {"a": 1}}
     )
     assert words == ["--load-format", "dummy", "--enforce-eager", "--no-swap", "--seed", "3", "--y", '{"a": 1}']
-
-
-@pytest.mark.engine
-def test_vllm_s_own_parser_understands_every_option(tmp_path):
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    config = make_config()
-    folder = model_folder.write_engine_folder(make_model(tmp_path / "hf", True).folder, tmp_path / "engine", config)
-    arguments = {
-        **model_folder.engine_arguments(config, folder),
-        **server_process._SERVER_ARGUMENTS,
-        "host": "127.0.0.1",
-        "port": 1234,
-    }
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command_line(arguments))
-    assert (parsed.host, parsed.port, parsed.tokens_only) == ("127.0.0.1", 1234, True)
-    assert parsed.middleware == ["megatron_rl.sampler.server_key.RequireKey"]
-    assert (parsed.enforce_eager, parsed.enable_prefix_caching) == (True, False)
-    assert parsed.api_key is None
 
 
 def test_cores_are_divided(monkeypatch):
