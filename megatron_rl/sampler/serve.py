@@ -41,6 +41,7 @@ def serve(config: Config, format: Format, host: str, port: int) -> int:
             devices=config.sampler.devices,
             workers=config.sampler.tensor_parallel,
             host=host,
+            hidden=variable,
         )
         server = ServerProcess(plan, key)
         try:

@@ -44,6 +44,7 @@ class ServerPlan:
     devices: str | None
     workers: int
     host: str = LOOPBACK
+    hidden: str | None = None  # a variable of this process's environment that is none of the server's business
 
 
 def server_plans(
@@ -64,6 +65,7 @@ def server_plans(
                 port=None if fleet.port is None else fleet.port + index,
                 devices=fleet.devices[index] if fleet.devices else None,
                 workers=config.sampler.tensor_parallel,
+                hidden=fleet.key_variable,
             )
         )
     return plans + [None] * len(fleet.addresses)
@@ -81,6 +83,7 @@ class ServerProcess:
         environment = embedded.engine_environment() | _SERVER_VARIABLES
         environment |= {server_key.VARIABLE: key, "VLLM_RPC_BASE_PATH": str(plan.socket_dir)}
         environment |= embedded.visible_devices(plan.devices)
+        environment.pop(plan.hidden or "", None)
         if plan.cores != ALL_CORES and plan.workers > 1:
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": _shares(plan.cores, plan.workers)}
         elif plan.cores == ALL_CORES:

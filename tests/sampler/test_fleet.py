@@ -158,6 +158,7 @@ def test_the_key_is_in_no_command_line_and_no_log(live):
     assert replica.key not in Path(f"/proc/{replica.process.pid}/cmdline").read_text()
     for log in (live.directory / "sampler_0.log", live.directory / "serve.log"):
         assert not any(one.key in log.read_text(errors="replace") for one in live.sampler.replicas)
+    assert KEY not in Path(f"/proc/{replica.process.pid}/environ").read_text()
     assert replica.address.startswith("http://127.0.0.1:")
 
 
