@@ -81,9 +81,9 @@ class ServerProcess:
         arguments = {**plan.arguments, **_SERVER_ARGUMENTS, "host": plan.host, "port": self.port}
         command = [sys.executable, "-m", "megatron_rl.sampler.server", str(os.getpid()), plan.cores]
         environment = embedded.engine_environment() | _SERVER_VARIABLES
+        environment.pop(plan.hidden or "", None)
         environment |= {server_key.VARIABLE: key, "VLLM_RPC_BASE_PATH": str(plan.socket_dir)}
         environment |= embedded.visible_devices(plan.devices)
-        environment.pop(plan.hidden or "", None)
         if plan.cores != ALL_CORES and plan.workers > 1:
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": _shares(plan.cores, plan.workers)}
         elif plan.cores == ALL_CORES:
