@@ -25,6 +25,7 @@ from megatron_rl.schema import (
     ModelInit,
     RolloutSection,
     RolloutSource,
+    Transport,
 )
 from megatron_rl.wandb_log import resolve_mode
 from megatron_rl.weight_sync.model_shape import ModelShape
@@ -79,6 +80,7 @@ def _numbers(config: Config, machine: Machine) -> Iterator[str]:
         ("quantization.smoothing_every", config.quantization.smoothing_every, lambda x: x >= 1, "1 or more"),
         ("sync.every", config.sync.every, lambda x: x >= 1, "1 or more"),
         ("sync.verify_every", config.sync.verify_every, lambda x: x >= 0, "0 or more"),
+        ("sync.full_every", config.sync.full_every, lambda x: x >= 1, "1 or more"),
         ("sync.bucket_mib", config.sync.bucket_mib, lambda x: x >= 1, "1 or more"),
         ("reward.workers", config.reward.workers, lambda x: x >= 1, "1 or more"),
         ("reward.timeout_s", config.reward.timeout_s, lambda x: x > 0, "above 0"),
@@ -154,6 +156,8 @@ def _formats(config: Config, machine: Machine) -> Iterator[str]:
         yield f"learner.fp8: {config.learner.fp8} needs Transformer Engine on a GPU; use none"
     if config.learner.context_parallel > 1:
         yield f"learner.context_parallel: {config.learner.context_parallel} is not built yet; use 1"
+    if config.sync.delta and config.sync.transport != Transport.file:
+        yield f"sync.delta: true with sync.transport={config.sync.transport}; patches travel as files only: use file"
     if config.sync.dir is not None and not Path(config.sync.dir).is_dir():
         yield f"sync.dir: no folder {config.sync.dir!r}; make it, or leave null for shared memory"
 

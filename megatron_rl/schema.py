@@ -185,6 +185,8 @@ class SyncSection:
     dir: str | None = None  # file: null is a private folder in shared memory; a shared filesystem across hosts
     every: int = 1  # steps between updates of the sampler; above 1 it samples from an older policy
     bucket_mib: int = 64
+    delta: bool = False  # file: only what changed since the version before travels
+    full_every: int = 20  # with delta: every so many versions a whole one
     verify_every: int = 10  # the logprob probe: after the first sync, then every so many; 0: the first only
     probe_budget: float | None = None  # null: by format
     # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the

@@ -26,6 +26,7 @@ from megatron_rl.parent_death import die_with_parent
 from megatron_rl.sampler.channel import Channel, ChannelClosed
 from megatron_rl.sampler.readiness import TAGS, Readiness
 from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.wire import ANNOUNCE
 
 
 def kill_own_group() -> None:
@@ -66,10 +67,12 @@ class Engine:
 
     def health(self) -> dict[str, Any]:
         ready = self.ready
+        building = any(self.llm.collective_rpc("weight_update_building"))
         return {
             "policy_version": ready.policy_version,
             "torn": ready.torn,
             "paused": ready.paused,
+            "building": building,  # the next weights, beside the present ones
             "asleep": sorted(ready.asleep),
             "refusal": ready.refusal(),
             "pid": os.getpid(),
@@ -131,15 +134,17 @@ class Engine:
         try:
             self._on_workers("update_weights", update_info=update_info)
         except (RuntimeError, WeightSyncError):
-            self._on_workers("abort_weight_update")
-            self.ready.abandon_update(torn=self._worker_states()[1])
+            self._abandon()
             raise
+        if ANNOUNCE in update_info:  # an update in place writes over the present weights from here on
+            self.ready.torn = self._worker_states()[1]
 
     def finish_weight_update(self) -> dict[str, Any]:
         try:
+            self._on_workers("await_weight_update")
             self._on_workers("finish_weight_update")
-        except BaseException:
-            self.ready.abandon_update(torn=self._worker_states()[1])
+        except (RuntimeError, WeightSyncError):
+            self._abandon()
             raise
         states, torn = self._worker_states()
         if torn:
@@ -148,6 +153,11 @@ class Engine:
         self.llm.reset_prefix_cache()
         self.ready.complete_update(states[0]["policy_version"])
         return max(states, key=lambda state: state["load_s"])
+
+    def _abandon(self) -> None:
+        """The version before goes on serving where it still exists."""
+        self._on_workers("abort_weight_update")
+        self.ready.abandon_update(torn=self._worker_states()[1])
 
     def _worker_states(self) -> tuple[list[dict[str, Any]], bool]:
         """What each worker holds, and whether together that is no version at all."""

@@ -29,6 +29,7 @@ from megatron_rl.device import SHORT_SPIN
 from megatron_rl.sampler import model_folder
 from megatron_rl.sampler.channel import Channel, ChannelClosed
 from megatron_rl.sampler.protocol import SamplerError, SamplerStats
+from megatron_rl.sampler.shared_memory import remove_segments, segments_of_session
 from megatron_rl.schema import Config
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -77,6 +78,7 @@ class EmbeddedSampler:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._requests = 0
         self._starting = False  # launched, and nobody has waited for it yet
+        self._segments: set[str] = set()  # shared memory of the engine's processes
 
     @property
     def stats(self) -> SamplerStats:
@@ -89,6 +91,7 @@ class EmbeddedSampler:
 
     def launch(self) -> None:
         """Start the child without waiting for it: the learner can start meanwhile."""
+        self.policy_version = -1
         self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-engine-")
         folder = model_folder.write_engine_folder(self._hf_folder, Path(self._folder.name), self._config)
         arguments = model_folder.engine_arguments(self._config, folder, self._worker_extension)
@@ -117,6 +120,7 @@ class EmbeddedSampler:
         if self._starting:
             self._starting = False
             self._answer("start", self._config.sampler.start_timeout_s, "sampler.start_timeout_s")
+            self._note_segments()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
@@ -172,6 +176,7 @@ class EmbeddedSampler:
 
     def close(self) -> None:
         """Stop the child and its workers; safe to call twice and in any state."""
+        self._note_segments()
         if self._channel is not None:
             self._ask_workers_to_end()
             self._channel.close()  # the child kills its group at the end of the stream
@@ -179,6 +184,8 @@ class EmbeddedSampler:
         if self._process is not None:
             self._reap(self._process)
             self._process = None
+            remove_segments(self._segments)
+            self._segments = set()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -237,6 +244,11 @@ class EmbeddedSampler:
         self.close()
         code = "" if process is None or process.returncode is None else f" (exit status {process.returncode})"
         return SamplerError(f"{message}{code}. The end of {self.log_path}:\n{log_tail(self.log_path)}")
+
+    def _note_segments(self) -> None:
+        """Only workers share memory; which of it is theirs can be seen while they live."""
+        if self._process is not None and self._config.sampler.tensor_parallel > 1:
+            self._segments |= segments_of_session(self._process.pid)
 
     def _ask_workers_to_end(self) -> None:
         """Workers of a larger engine share memory that only they release; a single process needs no such wait."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_rl.exchange import exchange
 from megatron_rl.sampler.fleet_config import is_fleet
 from megatron_rl.schema import Config, Format
+from megatron_rl.weight_sync.delta import Lineage, Sent
 from megatron_rl.weight_sync.file_transport import Written, remove_version, update_info, write_version
 from megatron_rl.weight_sync.formats import BY_FORMAT
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 WRITE_AHEAD = 16  # tensors between gathering and writing
 WRITER_POLL_S = 0.5
 
+Handover = queue.Queue[tuple[str, torch.Tensor] | BaseException | None]  # None: the end
+
 
 class FilePush:
     """See transports.Push. Without a sampler the written version is the result."""
@@ -36,14 +39,18 @@ class FilePush:
     def __init__(self, sources: dict[Format, ShardSource], sampler: SamplerClient | None, config: Config) -> None:
         self._sources, self._sampler, self._config = sources, sampler, config
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._served: int | None = None  # the version that restarted engines will ask for
+        self._kept: list[int] = []  # rank 0: versions that engines may still ask for, or that patches build on
+        self._lineage = Lineage(config.sync.full_every if config.sync.delta else 1)
+        self._sent = {format: Sent() for format in sources} if config.sync.delta else {}
         self._sync_dir: SyncDir | None = None
         self._writer, self._writers, self._nbytes = self._writer_number()
         self.directory = self._open_directory()
         self._engine_ready = False
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
-        return Contribution.sum([self._write(version, format, parameters) for format in self._sources])
+        contribution = Contribution.sum([self._write(version, format, parameters) for format in self._sources])
+        self._lineage.add(version)
+        return contribution
 
     def load(self, version: int) -> None:
         if self._sampler is None:
@@ -55,20 +62,38 @@ class FilePush:
         self._sampler.update_weights(self._update_info(version))
         self._sampler.finish_weight_update(str(version))
 
+    def starts_over(self) -> bool:
+        was_patch = len(self._lineage.versions) > 1
+        self._lineage.versions.clear()
+        for sent in self._sent.values():
+            sent.forget()
+        return was_patch
+
     def forget(self, version: int) -> None:
         for format in self._sources:
             remove_version(self._folder(format), version)
 
     def tidy(self, version: int, taken: bool) -> None:
-        """A fleet's servers may start again and ask for the last version that was taken: that one stays."""
+        """A fleet's servers may start again and ask for the last version that was taken: that one stays.
+
+        So do the versions that the next patch builds on.
+        """
         if self._sampler is None:
             return
-        if not (taken and is_fleet(self._config)):
+        if not taken:
             self.forget(version)
             return
-        if self._served is not None:
-            self.forget(self._served)
-        self._served = version
+        self._kept.append(version)
+        needed = set(self._lineage.versions) if self._config.sync.delta else set()
+        if is_fleet(self._config):
+            needed.add(version)
+        # on a shared file system another host may have pages of the old content at hand, and a server that is just
+        # starting may still be reading it
+        recycle = self._config.sync.dir is None and not is_fleet(self._config)
+        for old in [old for old in self._kept if old not in needed]:
+            self._kept.remove(old)
+            for format in self._sources:
+                remove_version(self._folder(format), old, recycle)
 
     def close(self) -> None:
         if self._sync_dir is not None:
@@ -107,7 +132,9 @@ class FilePush:
 
     def _update_info(self, version: int) -> dict[str, Any]:
         """What the sampler needs to find the version; by format where its engines differ."""
-        infos = {one.value: update_info(self._folder(one), version, self._writers) for one in self._sources}
+        # a fleet's servers finish on their own, as soon as they have accepted
+        background = not is_fleet(self._config)
+        infos = {one.value: update_info(self._folder(one), version, self._writers, background) for one in self._sources}
         return {BY_FORMAT: infos} if len(infos) > 1 else next(iter(infos.values()))
 
     def _write(self, version: int, format: Format, parameters: Mapping[str, torch.Tensor]) -> Contribution:
@@ -131,21 +158,27 @@ class FilePush:
             gather=source.seconds.gather,
             transfer=max(0.0, elapsed - source.seconds.quantize - source.seconds.gather) if source.writes else 0.0,
         )
-        return Contribution(source.failure or failure, nbytes, count, seconds, summarize(source.errors))
+        sent = self._sent.get(format, Sent())
+        return Contribution(
+            source.failure or failure, nbytes, count, seconds, summarize(source.errors), sent.values, sent.changed
+        )
 
     def _write_alongside(self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:
         """Write in a thread of its own, while this one quantizes and gathers the next tensors."""
-        handover: queue.Queue[tuple[str, torch.Tensor] | None] = queue.Queue(maxsize=WRITE_AHEAD)
+        handover: Handover = queue.Queue(maxsize=WRITE_AHEAD)
+        last: BaseException | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="weight-sync-writer") as pool:
             writing = pool.submit(
                 write_version,
                 self._folder(format),
                 version,
-                iter(handover.get, None),
+                _handed_over(handover),
                 format=format.value,
                 writer=self._writer,
                 writers=self._writers,
                 bucket_bytes=self._config.sync.bucket_mib << 20,
+                sent=self._sent.get(format),
+                base=self._lineage.base,
             )
             try:
                 for pair in tensors:
@@ -155,11 +188,21 @@ class FilePush:
                             break
                         except queue.Full:
                             continue
+            except BaseException as error:  # the writer must not take what it has for the whole
+                last = error
+                raise
             finally:
                 while not writing.done():
                     try:
-                        handover.put(None, timeout=WRITER_POLL_S)
+                        handover.put(last, timeout=WRITER_POLL_S)
                         break
                     except queue.Full:
                         continue
             return writing.result()
+
+
+def _handed_over(handover: Handover) -> Iterator[tuple[str, torch.Tensor]]:
+    while (item := handover.get()) is not None:
+        if isinstance(item, BaseException):
+            raise item
+        yield item

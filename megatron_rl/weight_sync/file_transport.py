@@ -2,11 +2,13 @@
 
 On one host the directory is shared memory, across hosts a shared file system. Each writer (one per pipeline
 stage) writes its own buckets and then, last and atomically, its manifest: a version is complete when all its
-manifests exist. The receiving half is `receiver.py`.
+manifests exist. With `delta` a version may hold patches of the version before (`delta.py`), which then has to stay
+beside it. The receiving half is `receiver.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterable
@@ -14,13 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from megatron_rl.weight_sync import manifest as manifests
+from megatron_rl.weight_sync.delta import Sent
 from megatron_rl.weight_sync.manifest import Manifest, TensorEntry, WeightSyncError
 
 ALIGNMENT = 64  # bytes: tensors are mapped in place, and kernels like aligned rows
 SHARED_MEMORY = Path("/dev/shm")
+SPARE = "spare"  # files of a version that is no longer needed
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,13 @@ def manifest_path(directory: Path, policy_version: int, writer: int) -> Path:
     return version_directory(directory, policy_version) / f"manifest-{writer:03d}.json"
 
 
-def update_info(directory: Path, policy_version: int, writers: int) -> dict[str, Any]:
-    """The argument of `update_weights`: where the version lies and how many manifests it has."""
-    return {"directory": str(directory), "policy_version": policy_version, "writers": writers}
+def update_info(directory: Path, policy_version: int, writers: int, background: bool = False) -> dict[str, Any]:
+    """The argument of `update_weights`: where the version lies and how many manifests it has.
+
+    `background`: `update_weights` returns at once, and the engine goes on generating while it checks and builds.
+    """
+    info = {"directory": str(directory), "policy_version": policy_version, "writers": writers}
+    return info | {"background": True} if background else info
 
 
 def write_version(
@@ -54,18 +63,25 @@ def write_version(
     writer: int = 0,
     writers: int = 1,
     bucket_bytes: int = 64 << 20,
+    sent: Sent | None = None,
+    base: int | None = None,
 ) -> Written:
-    """Write this writer's tensors of one version, consuming `tensors` lazily; on failure nothing stays behind."""
+    """Write this writer's tensors of one version, consuming `tensors` lazily; on failure nothing stays behind.
+
+    `sent` remembers what was written; with `base`, the version it remembers, tensors are written as patches.
+    """
     folder = version_directory(directory, policy_version)
     folder.mkdir(parents=True, exist_ok=True)
-    buckets = _Buckets(folder, writer, bucket_bytes)
+    if sent is not None:
+        sent.begin()
+    buckets = _Buckets(folder, writer, bucket_bytes, sent, patching=base is not None)
     path = manifest_path(directory, policy_version, writer)
     try:
         for name, tensor in tensors:
             buckets.add(name, tensor)
         buckets.close()
         content = manifests.encode(
-            Manifest(policy_version, format, writer, writers, buckets.files, tuple(buckets.entries))
+            Manifest(policy_version, format, writer, writers, buckets.files, tuple(buckets.entries), base)
         )
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
@@ -82,20 +98,36 @@ def write_version(
     return Written(path, len(buckets.entries), sum(buckets.files.values()))
 
 
-def remove_version(directory: Path, policy_version: int) -> None:
-    """Delete a version that every engine has loaded (or refused)."""
-    shutil.rmtree(version_directory(directory, policy_version), ignore_errors=True)
+def remove_version(directory: Path, policy_version: int, recycle: bool = False) -> None:
+    """Delete a version that every engine has loaded (or refused).
+
+    `recycle`: its files may be written again by a later version, because nobody looks at them any more. In shared
+    memory that is much cheaper than new ones.
+    """
+    folder, spare = version_directory(directory, policy_version), directory / SPARE
+    if recycle:
+        shutil.rmtree(spare, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(spare)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def spare_bytes(directory: Path) -> int:
+    """What later versions will write again, in this directory and one for each format below it."""
+    return sum(path.stat().st_size for pattern in ("", "*/") for path in directory.glob(f"{pattern}{SPARE}/*.bin"))
 
 
 class _Buckets:
     """Appends tensors to files of about `bucket_bytes`, keeping the entry of each."""
 
-    def __init__(self, folder: Path, writer: int, bucket_bytes: int) -> None:
+    def __init__(self, folder: Path, writer: int, bucket_bytes: int, sent: Sent | None, patching: bool) -> None:
         self.files: dict[str, int] = {}
         self.entries: list[TensorEntry] = []
         self._folder = folder
         self._writer = writer
         self._bucket_bytes = bucket_bytes
+        self._sent, self._patching = sent, patching
         self._file: BinaryIO | None = None
         self._name = ""
 
@@ -104,20 +136,41 @@ class _Buckets:
             raise WeightSyncError(
                 f"tensor {name} has the dtype {tensor.dtype}, which the file transport does not carry"
             )
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        patch = self._sent.exchange(name, data, tensor.element_size()) if self._sent is not None else None
+        if not self._patching:
+            patch = None
+        file, offset = self._write(data if patch is None else patch.data)
+        self.entries.append(
+            TensorEntry(
+                name,
+                manifests.DTYPE_NAMES[tensor.dtype],
+                tuple(tensor.shape),
+                file,
+                offset,
+                data.nbytes,
+                manifests.checksum(data.data),
+                None if patch is None else patch.changes,
+            )
+        )
+
+    def _write(self, data: np.ndarray) -> tuple[str, int]:
+        """Append to the present bucket; its name, and where the data lies in it."""
         if self._file is None or self.files[self._name] >= self._bucket_bytes:
             self._open_next()
         assert self._file is not None
         padding = -self.files[self._name] % ALIGNMENT
-        self._file.write(b"\0" * padding)
         offset = self.files[self._name] + padding
-        self._file.write(data)
+        for part in (memoryview(b"\0" * padding), data.data):
+            while part:  # a file system that is nearly full takes a part first
+                part = part[self._file.write(part) :]
         self.files[self._name] = offset + data.nbytes
-        dtype, shape = manifests.DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
-        self.entries.append(TensorEntry(name, dtype, shape, self._name, offset, data.nbytes, manifests.checksum(data)))
+        return self._name, offset
 
     def close(self) -> None:
         if self._file is not None:
+            if os.fstat(self._file.fileno()).st_size > self.files[self._name]:
+                self._file.truncate()  # it is used again, and was longer
             self._file.close()
             self._file = None
 
@@ -131,5 +184,10 @@ class _Buckets:
     def _open_next(self) -> None:
         self.close()
         self._name = f"bucket-{self._writer:03d}-{len(self.files):04d}.bin"
-        self._file = (self._folder / self._name).open("wb", buffering=0)
+        path = self._folder / self._name
+        try:
+            (self._folder.parent / SPARE / self._name).rename(path)
+            self._file = path.open("r+b", buffering=0)
+        except FileNotFoundError:
+            self._file = path.open("wb", buffering=0)
         self.files[self._name] = 0

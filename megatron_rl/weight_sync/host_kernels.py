@@ -41,7 +41,7 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
     def process_weights_for_onednn(self, layer: Any) -> None:
         layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data, requires_grad=False)
         self.dnnl_handler = ops.create_onednn_scaled_mm(
-            layer.weight.t(), layer.weight_scale, torch.get_default_dtype(), True, False, PRIMITIVE_CACHE
+            layer.weight.t(), layer.weight_scale, layer.params_dtype, True, False, PRIMITIVE_CACHE
         )
         layer.weight = None  # the handler holds the packed copy
 

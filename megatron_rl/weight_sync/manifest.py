@@ -24,6 +24,7 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 PROBLEMS_SHOWN = 8
+BYTES_PER_CHANGE = 3  # of a patch: 16 bits say where, 8 what
 
 
 class WeightSyncError(RuntimeError):
@@ -38,7 +39,12 @@ class TensorEntry:
     file: str  # relative to the manifest
     offset: int
     nbytes: int
-    checksum: str
+    checksum: str  # of the tensor, not of its patch
+    changes: int | None = None  # the file holds a patch with so many changes; None: it holds the tensor
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.nbytes if self.changes is None else self.changes * BYTES_PER_CHANGE
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Manifest:
     writers: int  # how many manifests make one version
     files: dict[str, int]  # file name -> bytes
     tensors: tuple[TensorEntry, ...]
+    base: int | None = None  # the policy version that patches build on
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,12 @@ def join(manifests: Sequence[Manifest]) -> dict[str, tuple[int, TensorEntry]]:
     """Every tensor of a version by name, with the writer that holds it; refuses disagreement and duplicates."""
     versions = {manifest.policy_version for manifest in manifests}
     formats = {manifest.format for manifest in manifests}
-    if len(versions) > 1 or len(formats) > 1:
-        raise WeightSyncError(f"writers disagree: policy versions {sorted(versions)}, formats {sorted(formats)}")
+    bases = {manifest.base for manifest in manifests}
+    if len(versions) > 1 or len(formats) > 1 or len(bases) > 1:
+        raise WeightSyncError(
+            f"writers disagree: policy versions {sorted(versions)}, formats {sorted(formats)}, "
+            f"patches of versions {sorted(map(str, bases))}"
+        )
     entries: dict[str, tuple[int, TensorEntry]] = {}
     for manifest in manifests:
         for entry in manifest.tensors:

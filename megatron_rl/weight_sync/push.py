@@ -8,7 +8,8 @@ promise that).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,28 @@ class WeightSync:
         self._learner = learner
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.transport: Push = open_push(sources, sampler, config)
+        self._refused = False  # the last version, by the sampler
         self._plan_seconds = time.perf_counter() - started
 
     def push(self, version: int) -> SyncReport:
-        """Send the learner's present weights as policy `version`; returns once the sampler serves them."""
+        """Send the learner's present weights as policy `version`; returns once the sampler serves them.
+
+        A patch that was refused is followed by the whole.
+        """
+        self._refused = False
+        try:
+            return self._push(version)
+        except Exception:  # of every kind: the transport must not build on a version that did not arrive
+            if not (self.transport.starts_over() and self._refused):
+                raise
+        return self._push(version)
+
+    def _push(self, version: int) -> SyncReport:
         started = time.perf_counter()
         plan_seconds, self._plan_seconds = self._plan_seconds, 0.0
-        mine = self.transport.send(version, dict(self._learner.named_parameters()))
-        parts = [Contribution.decode(part) for part in exchange(mine.encode())]
+        with _lost_ranks_named(version):
+            mine = self.transport.send(version, dict(self._learner.named_parameters()))
+            parts = [Contribution.decode(part) for part in exchange(mine.encode())]
         failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
         if failures:
             if self._rank == 0:
@@ -93,6 +108,7 @@ class WeightSync:
             sum(part.tensors for part in parts),
             seconds,
             ErrorSummary.merge(part.error for part in parts),
+            sum(part.changed for part in parts) / values if (values := sum(part.values for part in parts)) else None,
         )
 
     def close(self) -> None:
@@ -100,18 +116,32 @@ class WeightSync:
 
     def _load(self, version: int) -> float:
         """Seconds that rank 0 waited for the sampler; what the sampler says against the version, on every rank."""
-        started, outcome = time.perf_counter(), None
+        started, waited, outcome = time.perf_counter(), 0.0, None
         if self._rank == 0:
             try:
                 self.transport.load(version)
             except Exception as error:  # every kind: the other ranks wait for the outcome
                 outcome = error
-        waited = time.perf_counter() - started
-        waited, message = exchange([waited, None if outcome is None else str(outcome)])[0]
-        if self._rank == 0:
-            self.transport.tidy(version, taken=message is None)
+            waited = time.perf_counter() - started
+            self.transport.tidy(version, taken=outcome is None)  # before another rank writes anything again
+        refused = isinstance(outcome, WeightSyncError)
+        waited, message, self._refused = exchange([waited, None if outcome is None else str(outcome), refused])[0]
         if outcome is not None:
             raise outcome
         if message is not None:
             raise WeightSyncError(f"the sampler did not take policy version {version}: {message}")
         return waited
+
+
+@contextmanager
+def _lost_ranks_named(version: int) -> Iterator[None]:
+    """A collective fails with the words of its backend when another rank has ended."""
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"policy version {version} was not sent: another rank of the learner ended or lost its connection in the "
+            f"middle of it ({error}). The sampler serves the version before; see that rank's log"
+        ) from error

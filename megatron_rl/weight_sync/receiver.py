@@ -1,15 +1,24 @@
 """The receiving half of the `file` transport: a vLLM weight-transfer engine, registered when this is imported.
 
 vLLM imports this module in every worker through `worker_extension_cls`. An update has two phases: `update_weights`
-maps the files and checks version, names, shapes, dtypes, sizes and checksums; `finish_weight_update` loads.
+maps the files, checks version, names, shapes, dtypes, sizes and checksums, and builds the new weights beside the
+live ones where the model allows it (`double_buffer`); `finish_weight_update` swaps them in, or loads in place.
 Nothing touches the live model before every worker has accepted the whole update.
+
+With `background` the first phase runs in a thread, while the engine goes on generating from its present weights;
+`await_weight_update` then ends it.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +32,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from megatron_rl.weight_sync import expectation, host_kernels, reload
-from megatron_rl.weight_sync.file_reader import Staged, stage
+from megatron_rl.weight_sync import double_buffer, expectation, host_kernels, reload
+from megatron_rl.weight_sync.file_reader import stage
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 BACKEND = "file"
@@ -41,6 +50,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     directory: str
     policy_version: int
     writers: int
+    background: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,8 +60,20 @@ class SyncState:
     policy_version: int
     torn: bool  # loading failed half-way: the weights are of no version
     verify_s: float
-    load_s: float
+    build_s: float  # packing the new weights beside the live ones
+    load_s: float  # making them the live ones: a swap, or loading in place
     nbytes: int
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """An update that was accepted."""
+
+    policy_version: int
+    verify_s: float
+    nbytes: int
+    make_live: Callable[[], None]
+    build_s: float
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -67,48 +89,72 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self.expected = expectation.expected_tensors(model, tied)
         if vllm_config.load_config.load_format == "dummy":
             expectation.neutral_cache_scales(model)
-        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
-        self._staged: Staged | None = None
+        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0.0, 0)
+        self._doubles = device.type == "cpu" and double_buffer.can_double(model)
+        self._builder = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-builder", initializer=use_all_cores)
+        self._building: Future[_Ready] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        self._staged = None
+        self._building = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        self._staged = stage(
+        if update_info.background:
+            self._building = self._builder.submit(self._build, update_info)
+            return
+        self._building = Future()
+        self._building.set_result(self._build(update_info))
+
+    @property
+    def building(self) -> bool:
+        return self._building is not None and not self._building.done()
+
+    def await_built(self) -> _Ready:
+        """The update that `update_weights` began, once it is checked and built; raises where it is refused."""
+        if self._building is None:
+            raise WeightSyncError("finish_weight_update without an accepted update_weights")
+        return self._building.result()
+
+    def _build(self, update_info: FileUpdateInfo) -> _Ready:
+        staged = stage(
             Path(update_info.directory),
             update_info.policy_version,
             update_info.writers,
             self.expected,
             self.state.policy_version,
         )
+        start = time.perf_counter()
+        make_live = self.prepare(staged.tensors)
+        return _Ready(staged.policy_version, staged.verify_s, staged.nbytes, make_live, time.perf_counter() - start)
 
     def finish_weight_update(self) -> None:
-        staged, self._staged = self._staged, None
-        if staged is None:
-            raise WeightSyncError("finish_weight_update without an accepted update_weights")
+        ready, self._building = self.await_built(), None
         start = time.perf_counter()
         try:
-            self.load(staged.tensors.items())
+            ready.make_live()
         except BaseException:
-            self.state = SyncState(self.state.policy_version, True, staged.verify_s, 0.0, staged.nbytes)
+            self.state = replace(self.state, torn=True)
             raise
         load_s = time.perf_counter() - start
-        self.state = SyncState(staged.policy_version, False, staged.verify_s, load_s, staged.nbytes)
+        self.state = SyncState(ready.policy_version, False, ready.verify_s, ready.build_s, load_s, ready.nbytes)
 
-    def load(self, tensors: Any) -> None:
-        reload.load(self.model, self.model_config, self.device, tensors)
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Everything that can be done while the present weights serve; returns what is left to do."""
+        if self._doubles:
+            return double_buffer.Second(self.model, tensors).swap
+        return partial(reload.load, self.model, self.model_config, self.device, tensors.items())
 
     def abort(self) -> None:
-        self._staged = None
+        self._building = None
 
     def shutdown(self) -> None:
         self.abort()
+        self._builder.shutdown(wait=False, cancel_futures=True)
 
 
 class WorkerExtension:
@@ -140,6 +186,12 @@ class WorkerExtension:
             return type(error).__name__, str(error)
         return None
 
+    def await_weight_update(self) -> None:
+        self.weight_transfer_engine.await_built()
+
+    def weight_update_building(self) -> bool:
+        return self.weight_transfer_engine.building
+
     def abort_weight_update(self) -> None:
         """End an update that some worker refused, so that the next one can start."""
         self._weight_update_active = False
@@ -149,6 +201,13 @@ class WorkerExtension:
         """What is loaded counts as no version: a server that another run has used takes any version again."""
         engine = self.weight_transfer_engine
         engine.state = replace(engine.state, policy_version=NO_VERSION)
+
+
+def use_all_cores() -> None:
+    """Let this thread run wherever some thread of this process may: vLLM ties the main thread to a core of its own."""
+    if sys.platform.startswith("linux"):
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+        os.sched_setaffinity(0, set().union(*(os.sched_getaffinity(thread) for thread in threads)))
 
 
 # importing twice (a test module and a worker in one process) must not fail

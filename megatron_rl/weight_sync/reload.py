@@ -46,7 +46,7 @@ def load(
     with set_default_torch_dtype(dtype), device:
         if device.type == "cpu":
             restore_checkpoint_layout(model)
-            _refuse_missing(wanted_names(model) - model.load_weights(tensors))
+            refuse_unwritten(model, model.load_weights(tensors))
             refuse_unwritten_experts(model)
             refresh_tied_head(model)
             process_weights_after_loading(model, model_config, device)
@@ -83,6 +83,10 @@ def restore_checkpoint_layout(model: Any) -> None:
         if isinstance(layer, RoutedExperts):
             for stack in _expert_stacks(layer).values():
                 stack.fill_(torch.nan)  # what is left of it was not written
+
+
+def refuse_unwritten(model: Any, loaded: set[str]) -> None:
+    _refuse_missing(wanted_names(model) - loaded)
 
 
 def wanted_names(model: Any) -> set[str]:

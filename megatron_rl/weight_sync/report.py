@@ -11,13 +11,16 @@ from megatron_rl.weight_sync.quantization_error import ErrorSummary
 
 @dataclass(frozen=True)
 class SyncSeconds:
-    """Where a sync's time goes. The first four are the slowest writer's; the sampler is blocked during `load`."""
+    """Where a sync's time goes. The first four are the slowest writer's.
+
+    The driver waits for `load`; an embedded engine on a host generates meanwhile if asked, until it swaps.
+    """
 
     plan: float = 0.0
     quantize: float = 0.0
     gather: float = 0.0
     transfer: float = 0.0  # writing, as far as it does not hide behind the two before
-    load: float = 0.0  # verifying and loading in the sampler, as the driver waits for it
+    load: float = 0.0  # verifying, building and swapping in the sampler
     total: float = 0.0
 
 
@@ -28,6 +31,7 @@ class SyncReport:
     tensors: int
     seconds: SyncSeconds
     error: ErrorSummary
+    changed_fraction: float | None = None  # values that differ from the version before; None where nobody compared
 
     def metrics(self) -> dict[str, float]:
         out = {f"sync/{name}_s": value for name, value in vars(self.seconds).items()}
@@ -36,6 +40,8 @@ class SyncReport:
             "sync/bytes": float(self.nbytes),
             "sync/tensors": float(self.tensors),
         }
+        if self.changed_fraction is not None:
+            out["sync/changed_fraction"] = self.changed_fraction
         if self.error.worst:
             out |= {
                 "sync/quant_error_max": self.error.worst[0][1],
@@ -54,6 +60,8 @@ class Contribution:
     tensors: int = 0
     seconds: SyncSeconds = field(default_factory=SyncSeconds)
     error: ErrorSummary = field(default_factory=ErrorSummary)
+    values: int = 0  # compared with the version before
+    changed: int = 0
 
     @classmethod
     def sum(cls, parts: Sequence[Contribution]) -> Contribution:
@@ -65,6 +73,8 @@ class Contribution:
             sum(part.tensors for part in parts),
             SyncSeconds(**{name: sum(getattr(part.seconds, name) for part in parts) for name in names}),
             ErrorSummary.merge(part.error for part in parts),
+            sum(part.values for part in parts),
+            sum(part.changed for part in parts),
         )
 
     def encode(self) -> dict[str, Any]:

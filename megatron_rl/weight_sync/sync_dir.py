@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_rl.weight_sync.file_transport import SHARED_MEMORY
+from megatron_rl.weight_sync.file_transport import SHARED_MEMORY, spare_bytes
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 PREFIX = "megatron-rl-sync-"
@@ -36,8 +36,9 @@ class SyncDir:
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def require_free(self, nbytes: int) -> None:
+        """Files that the next version will write again count as free."""
         stat = os.statvfs(self.path)
-        free = stat.f_bavail * stat.f_frsize
+        free = stat.f_bavail * stat.f_frsize + spare_bytes(self.path)
         if free < nbytes:
             raise WeightSyncError(
                 f"an update of {nbytes / 2**20:.0f} MiB does not fit into {self._parent}, which has "

@@ -55,6 +55,9 @@ class Push(Protocol):
     def tidy(self, version: int, taken: bool) -> None:
         """Rank 0, after `load`: what is kept of a version, now that the sampler has taken or refused it."""
 
+    def starts_over(self) -> bool:
+        """Every rank, after a version did not arrive: whether it is worth sending again, in another way."""
+
     def close(self) -> None: ...
 
 

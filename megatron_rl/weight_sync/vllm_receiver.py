@@ -108,7 +108,7 @@ class Checked:
         self.expected = expectation.expected_tensors(model, tied)
         if vllm_config.load_config.load_format == "dummy":
             expectation.neutral_cache_scales(model)
-        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
+        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0.0, 0)
         self._inbox: Inbox | None = None
 
     def start_weight_update(self) -> None:
@@ -162,7 +162,15 @@ class Checked:
         else:
             super().finish_weight_update()  # type: ignore[misc]
         loaded = time.perf_counter() - started
-        self.state = SyncState(inbox.announced.policy_version, False, before.verify_s, loaded, inbox.nbytes)
+        self.state = SyncState(inbox.announced.policy_version, False, before.verify_s, 0.0, loaded, inbox.nbytes)
+
+    building = False  # nothing is built beside the live weights
+
+    def await_built(self) -> None:
+        """Whether the update has been accepted as far as it can be before it is loaded."""
+        if self._inbox is None:
+            raise WeightSyncError("finish_weight_update without an announced update")
+        self._inbox.require_sealed()
 
     def abort(self) -> None:
         """What had arrived in place stays, torn; vLLM's books on it must be closed, or the next update joins them."""

@@ -4,9 +4,12 @@ An update directory that holds a file `fault` is loaded wrongly in the way the f
 the receiver as shipped. Found by the engine's workers through PYTHONPATH.
 """
 
+import os
+import signal
 from pathlib import Path
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -15,28 +18,38 @@ from megatron_rl.weight_sync.receiver import BACKEND, FileUpdateInfo, FileWeight
 
 
 class FaultyEngine(FileWeightTransferEngine):
-    fault: Path
-
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        super().receive_weights(update_info)
         self.fault = Path(update_info.directory) / "fault"
+        super().receive_weights(update_info)
 
-    def load(self, tensors) -> None:
+    def prepare(self, tensors):
         name = self.fault.read_text() if self.fault.exists() else ""
-        if name == "kernels_not_rebuilt":
-            old = kernels_of(self.model)
-            super().load(tensors)
-            for layer, handler in old:
-                layer.scheme.kernel.dnnl_handler = handler
-        elif name == "tied_head_not_refreshed":
-            (head,) = [m for m in self.model.modules() if isinstance(m, ParallelLMHead)]
-            packed = head.cpu_linear
-            super().load(tensors)
-            head.cpu_linear = packed
-        elif name == "parameter_not_written":
-            super().load((key, tensor) for key, tensor in tensors if key != "model.norm.weight")
-        else:
-            super().load(tensors)
+        if name == "parameter_not_written":
+            tensors = {key: tensor for key, tensor in tensors.items() if key != "model.norm.weight"}
+        make_live = super().prepare(tensors)
+        if name == "killed_while_building" or (name == "second_worker_killed" and get_tensor_model_parallel_rank()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def make_live_wrongly() -> None:
+            if name == "kernels_not_rebuilt":
+                old = kernels_of(self.model)
+                # oneDNN reads the scales where they lay: without them the wrong answers would be NaN, which stays
+                # in the cache and spoils those of the next version as well
+                self.kept = [layer.weight_scale for layer, _ in old]
+                make_live()
+                for layer, handler in old:
+                    layer.scheme.kernel.dnnl_handler = handler
+            elif name == "tied_head_not_refreshed":
+                (head,) = [m for m in self.model.modules() if isinstance(m, ParallelLMHead)]
+                packed = head.cpu_linear
+                make_live()
+                head.cpu_linear = packed
+            elif name == "stopped_half_way":
+                raise RuntimeError("stopped half-way")
+            else:
+                make_live()
+
+        return make_live_wrongly
 
 
 def kernels_of(model: torch.nn.Module) -> list:

@@ -9,6 +9,8 @@ from tiny_engine import Live, fresh_rollouts
 
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import Rollout, SamplingParams
+from megatron_rl.weight_sync import file_transport as transport
+from megatron_rl.weight_sync.delta import Sent
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 pytestmark = pytest.mark.engine
@@ -30,19 +32,54 @@ def mean_difference(live: Live, right: list[Rollout], wrong: list[Rollout]) -> f
     return sum(differences) / len(differences) if differences else math.inf
 
 
+def resident_mib(pid: int) -> float:
+    """Memory of a process that no other shares: what it has mapped of the files it reads does not count."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon"))) / 1024
+
+
 @pytest.mark.parametrize("fixture", ["live_bf16", "live_int8", "live_fp8"])
-def test_three_updates_equal_a_fresh_engine(fixture, request, monkeypatch, tmp_path):
+def test_fifty_updates_equal_a_fresh_engine(fixture, request, monkeypatch, tmp_path):
     live: Live = request.getfixturevalue(fixture)
-    answers = []
-    for seed in (11, 12, 13):
+    pid = live.sampler.health()["pid"]
+    answers, memory = {}, {}
+    for update in range(50):
+        seed = 11 + update
         live.update(seed)
-        answers.append(essence(live.rollouts()))
-    assert len({str(answer) for answer in answers}) == 3, "every update must show"
-    assert answers[-1] == essence(fresh_rollouts(live, 13, monkeypatch, tmp_path))
+        if update in (0, 24, 48, 49):
+            answers[seed] = essence(live.rollouts())
+        if update in (19, 49) and Path("/proc/self/status").exists():
+            memory[update] = resident_mib(pid)
+    assert len({str(answer) for answer in answers.values()}) == 4, "every update must show"
+    assert answers[60] == essence(fresh_rollouts(live, 60, monkeypatch, tmp_path))
     live.update(11)
-    assert essence(live.rollouts()) == answers[0], "a change and a change back"
-    assert live.rollouts()[0].policy_version == live.sampler.policy_version == 3
+    assert essence(live.rollouts()) == answers[11], "a change and a change back"
+    assert live.rollouts()[0].policy_version == live.sampler.policy_version == 50
     assert live.sampler.stats.missing_logprobs == 0
+    if memory:
+        # thirty updates of half a megabyte or more would show
+        assert memory[49] - memory[19] < 6, memory
+
+
+def test_the_engine_answers_while_the_next_weights_are_built(live_int8):
+    live: Live = live_int8
+    live.update(21)
+    before = essence(live.rollouts())
+    live.write(22)
+    version = live.next_version
+    live.sampler.start_weight_update()
+    live.sampler.update_weights(transport.update_info(live.directory, version, 1, background=True))
+    meanwhile = live.rollouts()
+    assert (essence(meanwhile), meanwhile[0].policy_version) == (before, version - 1)
+    live.sampler.finish_weight_update(str(version))
+    assert essence(live.rollouts()) != before
+    flip_a_byte(live.write(21))
+    live.sampler.start_weight_update()
+    live.sampler.update_weights(transport.update_info(live.directory, live.next_version, 1, background=True))
+    with pytest.raises(WeightSyncError, match="corrupt tensor"):
+        live.sampler.finish_weight_update()
+    live.update(21)
+    assert essence(live.rollouts()) == before
 
 
 def flip_a_byte(manifest: Path) -> None:
@@ -110,6 +147,44 @@ def test_a_faulty_update_is_refused_and_the_old_version_serves_on(live_int8, fau
     assert essence(live.rollouts()) != before
 
 
+def test_patches_load_like_whole_tensors(live_fp8):
+    """A version of patches, read by a receiver that has not read the one before; then one whose base is gone."""
+    live: Live = live_fp8
+    live.update(71)
+    right = essence(live.rollouts())
+    sent, first = Sent(), live.next_version
+    for version, seed in enumerate((72, 71, 72), start=first):
+        base = None if version == first else version - 1
+        tensors = live.model.quantized(seed, live.format).items()
+        transport.write_version(live.directory, version, tensors, format="fp8", sent=sent, base=base)
+
+    def load(version: int) -> None:
+        live.sampler.start_weight_update()
+        live.sampler.update_weights(transport.update_info(live.directory, version, 1))
+        live.sampler.finish_weight_update(str(version))
+
+    load(first + 1)
+    assert essence(live.rollouts()) == right
+    transport.remove_version(live.directory, first)
+    with pytest.raises(WeightSyncError, match=f"version {first + 2} is a patch of version {first}, which"):
+        load(first + 2)
+    assert essence(live.rollouts()) == right
+
+
+def test_an_engine_killed_in_mid_update_is_named_and_can_start_again(live_bf16):
+    live: Live = live_bf16
+    live.update(81)
+    right = essence(live.rollouts())
+    child = live.sampler.health()["pid"]
+    with pytest.raises(SamplerError, match="the sampler's process ended during"):
+        live.update(82, "killed_while_building")
+    assert not Path(f"/proc/{child}").exists()
+    live.restart()
+    assert live.sampler.policy_version == -1
+    live.update(81)
+    assert essence(live.rollouts()) == right
+
+
 def test_finish_needs_an_accepted_update(live_int8):
     live: Live = live_int8
     live.update(21)
@@ -136,12 +211,23 @@ def test_what_the_probe_must_catch_is_visible(fixture, fault, request):
     assert essence(live.rollouts()) == essence(right), "the next good update repairs it"
 
 
-def test_an_unwritten_parameter_stops_the_engine_until_the_next_update(live_bf16):
+def test_an_unwritten_parameter_is_refused_and_the_old_version_serves_on(live_bf16):
     live: Live = live_bf16
     live.update(41)
     before = essence(live.rollouts())
     with pytest.raises(WeightSyncError, match=r"unwritten: model\.norm\.weight"):
         live.update(42, "parameter_not_written")
+    assert essence(live.rollouts()) == before
+    live.update(42)
+    assert essence(live.rollouts()) != before
+
+
+def test_an_update_that_stops_half_way_stops_the_engine_until_the_next_one(live_bf16):
+    live: Live = live_bf16
+    live.update(41)
+    before = essence(live.rollouts())
+    with pytest.raises(SamplerError, match="stopped half-way"):
+        live.update(42, "stopped_half_way")
     with pytest.raises(SamplerError, match="of no version"):
         live.rollouts()
     live.update(41)

@@ -5,9 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
-from tiny_engine import Live, make_config, make_model
+from tiny_engine import Live, make_live
 
-from megatron_rl.sampler.embedded import EmbeddedSampler, thread_binding
+from megatron_rl.sampler.embedded import thread_binding
+from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.sampler.shared_memory import FOLDER, segments_of_session
 from megatron_rl.schema import Format
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -16,13 +18,29 @@ def answers(live: Live) -> list[tuple]:
     return [(rollout.token_ids, rollout.logprobs) for rollout in live.rollouts()]
 
 
+def leftovers() -> set[str]:
+    """Shared memory that vLLM's workers make."""
+    return {path.name for path in FOLDER.glob("psm_*")} | {path.name for path in FOLDER.glob("vllm_dist_*")}
+
+
+def session_runs(session: int) -> bool:
+    try:
+        os.killpg(session, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 @pytest.mark.engine
 def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two workers need two cores")
-    model = make_model(tmp_path / "hf", tied=True)
-    with EmbeddedSampler(make_config(Format.int8, tensor_parallel=2), model.folder, tmp_path) as sampler:
-        live = Live(sampler, model, Format.int8, tmp_path)
+    live = make_live(tmp_path, Format.int8, tied=True, tensor_parallel=2, request_timeout_s=60)
+    others = leftovers()
+    try:
+        live.restart()
+        made = segments_of_session(live.sampler._process.pid)
+        assert {name.partition("_")[0] for name in made} >= {"psm", "vllm"}, "what an engine leaves has other names now"
         live.update(1)
         first = answers(live)
         live.update(2)
@@ -38,6 +56,13 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
         assert answers(live) == first
         live.update(2)
         assert answers(live) != first
+        session = live.sampler._process.pid
+        with pytest.raises(SamplerError):
+            live.update(1, "second_worker_killed")
+    finally:
+        live.sampler.close()
+    assert not session_runs(session)
+    assert not (leftovers() - others) & made
 
 
 def test_each_worker_gets_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -38,15 +39,19 @@ class TinyModel:
 
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
         """BF16, large enough that logprobs are far from uniform and every change shows."""
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(self.hf)
+        generator = torch.Generator().manual_seed(seed)
         weights = {}
-        for name, tensor in model.state_dict().items():
+        for name, tensor in self.untrained.items():
             if self.hf.tie_word_embeddings and name == "lm_head.weight":
                 continue
-            noise = torch.randn_like(tensor) * (0.02 if tensor.ndim == 1 else 0.08)
+            noise = torch.randn(tensor.shape, generator=generator) * (0.02 if tensor.ndim == 1 else 0.08)
             weights[name] = (tensor + noise).bfloat16()
         return weights
+
+    @cached_property
+    def untrained(self) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(self.hf).state_dict()
 
     def quantized(self, seed: int, format: Format) -> dict[str, torch.Tensor]:
         tensors = {}
@@ -110,22 +115,30 @@ class Live:
     def rollouts(self, seed: int = 1, params: SamplingParams = SAMPLING) -> list[Rollout]:
         return self.sampler.generate(PROMPTS, params, seed=seed, first_group=0, step=0)
 
+    def restart(self) -> None:
+        """Start the engine, with the faults of faulty_receiver.py at hand."""
+        with pytest.MonkeyPatch.context() as patch:
+            here = str(Path(__file__).parent)
+            patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+            self.sampler.launch()
+        self.sampler.wait_ready()
+
+
+def make_live(folder: Path, format: Format, tied: bool, **sampler) -> Live:
+    """Not yet started."""
+    model = make_model(folder / "hf", tied)
+    config = make_config(format, **sampler)
+    engine = EmbeddedSampler(config, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension")
+    return Live(engine, model, format, folder)
+
 
 def start_live(tmp_path_factory, format: Format, tied: bool) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp(format.value)
-    model = make_model(folder / "hf", tied)
-    sampler = EmbeddedSampler(
-        make_config(format), model.folder, folder, worker_extension="faulty_receiver.FaultyExtension"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        here = str(Path(__file__).parent)
-        patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
-        sampler.launch()
+    live = make_live(tmp_path_factory.mktemp(format.value), format, tied)
     try:
-        sampler.wait_ready()
-        yield Live(sampler, model, format, folder)
+        live.restart()
+        yield live
     finally:
-        sampler.close()
+        live.sampler.close()
 
 
 def fresh_rollouts(live: Live, seed: int, monkeypatch, tmp_path: Path) -> list[Rollout]:

@@ -28,6 +28,7 @@ def layer_with(tensors: dict[str, torch.Tensor], transposed: bool) -> torch.nn.M
     weight = tensors["weight"].t() if transposed else tensors["weight"].clone()
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.weight_scale = torch.nn.Parameter(tensors["weight_scale"].clone(), requires_grad=False)
+    layer.params_dtype = torch.bfloat16
     layer.logical_widths = [tensors["weight"].shape[0]]
     for name in ("input_scale", "input_scale_ub", "input_zero_point", "azp_adj", "bias"):
         layer.register_parameter(name, None)

@@ -4,8 +4,15 @@
     python tools/bench/sync.py [--formats none int8 fp8] [--tensor-parallel 2] [--repeats 5]
 
 For each format: bytes, time per phase, the ratio to a plain memory copy of the BF16 weights, and the ratio to the
-naive path, which gathers everything in BF16 to one rank, quantizes there and loads the same engine. Both paths take
-turns in one run; medians are shown. The learner's ranks hold random weights and do nothing else meanwhile.
+naive path. Both paths take turns in one run; medians are shown. The learner's ranks hold random weights and do
+nothing else meanwhile.
+
+The naive path gathers everything in BF16 to one rank, quantizes it there, writes it, and only then has the same engine
+load it in place, with vLLM's own loaders and its own packing (zero-point sums of INT8 included). It keeps what it is
+no fault of its own to need: the same gather, the same quantizer, the same files and checksums, the same FP8 kernel.
+
+`blocked` is the part of a sync in which the engine cannot generate: swapping the new weights in. While they are
+checked and built beside the present ones it can; the line under the table says how it answered meanwhile.
 """
 
 from __future__ import annotations
@@ -13,11 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +42,9 @@ from megatron_rl.schema import (
     QuantizationSection,
     RolloutSection,
     SamplerSection,
+    SyncSection,
 )
+from megatron_rl.types import Prompt, SamplingParams
 from megatron_rl.weight_sync.file_transport import remove_version, update_info, write_version
 from megatron_rl.weight_sync.groups import Ranks, TorchGroup
 from megatron_rl.weight_sync.layout import Layout, Place
@@ -43,6 +54,7 @@ from megatron_rl.weight_sync.push import WeightSync
 from megatron_rl.weight_sync.quantize import is_quantized, quantize
 from megatron_rl.weight_sync.source import ShardSource
 
+MARK = "ordinary"  # see ordinary_receiver.py
 PHASES = ("quantize", "gather", "transfer", "load")
 
 
@@ -83,7 +95,7 @@ def hf_config(given: argparse.Namespace) -> dict[str, Any]:
 def naive(
     source: ShardSource, weights: RandomWeights, sampler: EmbeddedSampler | None, config: Config, to: Path, version: int
 ) -> float:
-    """BF16 to one rank, quantized there, written, loaded."""
+    """BF16 to one rank, quantized there, written, loaded in the ordinary way."""
     started = time.perf_counter()
     gathered = list(source.tensors(dict(weights.named_parameters())))
     if sampler is not None:
@@ -104,6 +116,43 @@ def naive(
         remove_version(to, version)
     dist.barrier()
     return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Small requests that an engine answered, one after the other."""
+
+    count: int
+    median_s: float
+    slowest_s: float
+
+    @classmethod
+    def ask(cls, sampler: EmbeddedSampler, go_on: Callable[[int], bool]) -> Answers:
+        prompt, params = Prompt(0, (1, 2, 3, 4), "", {}), SamplingParams(samples=1, max_tokens=1)
+        times: list[float] = []
+        while go_on(len(times)):
+            started = time.perf_counter()
+            sampler.generate([prompt], params, seed=0, first_group=0, step=0)
+            times.append(time.perf_counter() - started)
+        return cls(len(times), statistics.median(times), max(times)) if times else cls(0, 0.0, 0.0)
+
+
+def answers_meanwhile(
+    source: ShardSource, weights: RandomWeights, sampler: EmbeddedSampler | None, to: Path, version: int
+) -> list[Answers]:
+    """How the engine answers when it is idle, and while the next weights are being built."""
+    tensors = source.tensors(dict(weights.named_parameters()))
+    if sampler is None:
+        list(tensors)
+        return []
+    write_version(to, version, tensors, format="")
+    idle = Answers.ask(sampler, lambda count: count < 20)
+    sampler.start_weight_update()
+    sampler.update_weights(update_info(to, version, 1, background=True))
+    meanwhile = Answers.ask(sampler, lambda count: sampler.health()["building"])
+    sampler.finish_weight_update(str(version))
+    remove_version(to, version)
+    return [idle, meanwhile]
 
 
 def copy_seconds(nbytes: int, repeats: int = 5) -> float:
@@ -134,8 +183,15 @@ def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str)
             quantization=QuantizationSection(format=Format(name)),
             rollout=RolloutSection(max_prompt_tokens=64, max_response_tokens=64),
             sampler=SamplerSection(memory_gib=0.2, max_sequences=8),
+            sync=SyncSection(bucket_mib=given.bucket_mib),
         )
-        sampler = EmbeddedSampler(config, Path(folder), Path(folder) / f"log_{name}") if rank == 0 else None
+        sampler = (
+            EmbeddedSampler(
+                config, Path(folder), Path(folder) / f"log_{name}", worker_extension="ordinary_receiver.Extension"
+            )
+            if rank == 0
+            else None
+        )
         if sampler is not None:
             sampler.start()
         try:
@@ -161,14 +217,21 @@ def measure(
     shape, layout = ModelShape.from_hf(model), Layout.from_config(config.learner)
     sync = WeightSync(weights, sampler, config, model, ranks)
     plain = ShardSource(shape, layout, ranks)
-    reports, naive_s, versions = [], [], iter(range(1000))
+    quantized = ShardSource(shape, layout, ranks, config.quantization.format, config.quantization.ignore)
+    reports, naive_s, engine, versions = [], [], [], iter(range(1000))
     sync.push(next(versions))  # warms both sides up
+    ordinary = sync.transport.directory / "ordinary_versions"
+    if sampler is not None:
+        ordinary.mkdir()
+        (ordinary / MARK).touch()
     try:
         for _ in range(repeats):
             dist.barrier()
-            naive_s.append(naive(plain, weights, sampler, config, sync.transport.directory, next(versions)))
+            naive_s.append(naive(plain, weights, sampler, config, ordinary, next(versions)))
             dist.barrier()
             reports.append(sync.push(next(versions)))
+            engine.append(sampler.last_sync if sampler is not None else {})
+        answers = answers_meanwhile(quantized, weights, sampler, sync.transport.directory, next(versions))
     finally:
         sync.close()
 
@@ -177,7 +240,8 @@ def measure(
 
     return {
         **{phase: median(phase) for phase in (*PHASES, "total")},
-        "engine": sampler.last_sync if sampler is not None else {},
+        "engine": {key: statistics.median(one[key] for one in engine) for key in engine[0]},
+        "answers": [asdict(one) for one in answers],
         "nbytes": reports[0].nbytes,
         "naive_s": statistics.median(naive_s),
         "quant_error_max": reports[0].error.worst[0][1] if reports[0].error.worst else 0.0,
@@ -207,10 +271,31 @@ def table(results: list[dict[str, Any]]) -> list[str]:
             *(f"{row[phase] * 1e3:.0f}" for phase in (*PHASES, "total", "naive_s")),
             f"{row['total'] / row['naive_s']:.2f}",
             f"{row['total'] / row['copy_s']:.0f}",
-            f"{row['load'] / row['total']:.0%}",
+            f"{row['engine']['load_s'] / row['total']:.0%}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def explanation(row: dict[str, Any]) -> list[str]:
+    """Where the time of one format goes, largest first, and what the engine did meanwhile."""
+    engine = row["engine"]
+    parts = {
+        "packing in the engine": engine["build_s"],
+        "checksums and mapping in the engine": engine["verify_s"],
+        "swapping": engine["load_s"],
+        "messages to the engine": row["load"] - sum(engine[key] for key in ("build_s", "verify_s", "load_s")),
+        **{f"{phase} in the learner": row[phase] for phase in ("quantize", "gather", "transfer")},
+    }
+    ranked = sorted(parts.items(), key=lambda part: -part[1])
+    shares = ", ".join(f"{name} {value * 1e3:.0f} ms ({value / row['total']:.0%})" for name, value in ranked)
+    idle, meanwhile = (Answers(**one) for one in row["answers"])
+    return [
+        f"{row['format']}: {shares}; worst relative error {row['quant_error_max']:.4f}",
+        f"{row['format']}: while the next weights were built the engine answered {meanwhile.count} requests, "
+        f"median {meanwhile.median_s * 1e3:.0f} ms, slowest {meanwhile.slowest_s * 1e3:.0f} ms "
+        f"(idle: {idle.median_s * 1e3:.0f} ms, {idle.slowest_s * 1e3:.0f} ms)",
+    ]
 
 
 def main() -> int:
@@ -219,12 +304,15 @@ def main() -> int:
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="per learner rank")
+    parser.add_argument("--bucket-mib", type=int, default=SyncSection.bucket_mib)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=11)
     parser.add_argument("--ffn", type=int, default=2560)
     parser.add_argument("--vocab", type=int, default=16000)
     parser.add_argument("--timeout", type=float, default=600.0)
     given = parser.parse_args()
+    # the engine's process finds ordinary_receiver.py there
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory(prefix="megatron-rl-bench-") as folder:
         Path(folder, "config.json").write_text(json.dumps(hf_config(given)))
         context = multiprocessing.get_context("spawn")
@@ -251,10 +339,7 @@ def main() -> int:
     )
     print(f"({results[0]['plain_bytes'] / 2**20:.0f} MiB) takes {results[0]['copy_s'] * 1e3:.1f} ms")
     print("\n".join(table(results)))
-    for row in results:
-        engine = {key: value for key, value in row["engine"].items() if key.endswith("_s")}
-        parts = ", ".join(f"{key.removesuffix('_s')} {value * 1e3:.0f} ms" for key, value in engine.items())
-        print(f"{row['format']}: inside the engine {parts}; worst relative error {row['quant_error_max']:.4f}")
+    print("\n".join(line for row in results for line in explanation(row)))
     return 0
 
 

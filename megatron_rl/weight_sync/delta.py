@@ -1,0 +1,113 @@
+"""Patches: a tensor's bytes as what changed since the version before. Pure functions of bytes, and the sender's memory.
+
+A patch is the distance of every changed byte from the one before it (16 bits each), then the new bytes. Quantized
+weights change far less than the BF16 weights they come from: an update has to carry a value over a rounding boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_rl.weight_sync.manifest import BYTES_PER_CHANGE
+
+GAP = np.dtype("<u2")
+LONGEST_GAP = np.iinfo(GAP).max
+WORD = np.dtype("u8")
+
+
+@dataclass(frozen=True)
+class Patch:
+    data: np.ndarray  # uint8
+    changes: int  # bytes that are written, some of which only bridge a long gap
+    changed_values: int
+
+
+def changed_bytes(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Positions at which two equally long byte arrays differ. Whole words are compared first: most are equal."""
+    words = len(old) // WORD.itemsize * WORD.itemsize
+    differ = np.flatnonzero(old[:words].view(WORD) != new[:words].view(WORD))
+    inside = (differ[:, None] * WORD.itemsize + np.arange(WORD.itemsize)).reshape(-1)
+    tail = np.arange(words, len(old))
+    candidates = np.concatenate((inside, tail))
+    return candidates[old[candidates] != new[candidates]]
+
+
+def make_patch(old: np.ndarray, new: np.ndarray, itemsize: int) -> Patch | None:
+    """What turns `old` into `new`; None where the whole is no longer than the patch."""
+    positions = changed_bytes(old, new)
+    changed_values = len(positions) if itemsize == 1 else len(np.unique(positions // itemsize))
+    positions = _bridged(positions)
+    if len(positions) * BYTES_PER_CHANGE >= len(new):
+        return None
+    gaps = np.diff(positions, prepend=0).astype(GAP)
+    return Patch(np.concatenate((gaps.view(np.uint8), new[positions])), len(positions), changed_values)
+
+
+def apply_patch(target: np.ndarray, data: np.ndarray, changes: int) -> None:
+    """Turn the old bytes into the new ones, in place; raises ValueError where a patch points beyond them."""
+    gaps, values = data[: changes * GAP.itemsize], data[changes * GAP.itemsize :]
+    # a copy, because nothing promises that patches lie on even addresses
+    positions = np.cumsum(np.frombuffer(gaps.tobytes(), GAP), dtype=np.int64)
+    if changes and positions[-1] >= len(target):
+        raise ValueError(f"a patch writes at {positions[-1]} of {len(target)} bytes")
+    target[positions] = values
+
+
+def _bridged(positions: np.ndarray) -> np.ndarray:
+    """With positions in between wherever two are further apart than a gap can say; their bytes are the same anyway."""
+    gaps = np.diff(positions, prepend=0)
+    bridges: Iterable[np.ndarray] = (
+        np.arange(positions[i] - gaps[i] + LONGEST_GAP, positions[i], LONGEST_GAP)
+        for i in np.flatnonzero(gaps > LONGEST_GAP)
+    )
+    found = list(bridges)
+    return np.sort(np.concatenate((positions, *found))) if found else positions
+
+
+@dataclass
+class Sent:
+    """What one writer sent last, tensor by tensor: what the next patches are made against."""
+
+    values: int = 0  # of the last version: how many could be compared with the version before, and how many differ
+    changed: int = 0
+    _tensors: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        self.values = self.changed = 0
+
+    def exchange(self, name: str, data: np.ndarray, itemsize: int) -> Patch | None:
+        """Remember the tensor; how it differs from the one before, or None where it must travel whole."""
+        old = self._tensors.get(name)
+        if old is None or len(old) != len(data):
+            self._tensors[name] = data.copy()
+            return None
+        self.values += len(data) // itemsize
+        patch = make_patch(old, data, itemsize)
+        if patch is None:
+            self.changed += int(np.any((old != data).reshape(-1, itemsize), axis=1).sum())
+        else:
+            self.changed += patch.changed_values
+        old[:] = data
+        return patch
+
+    def forget(self) -> None:
+        self._tensors.clear()
+
+
+@dataclass
+class Lineage:
+    """The version that was sent whole last, and the patches upon it: what a receiver needs to make the newest."""
+
+    full_every: int
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def base(self) -> int | None:
+        """The version that the next patch builds on; None where the next one must be whole."""
+        return self.versions[-1] if 0 < len(self.versions) < self.full_every else None
+
+    def add(self, version: int) -> None:
+        self.versions = [version] if self.base is None else [*self.versions, version]

@@ -1,0 +1,109 @@
+"""What test_faults runs in processes of its own: learner ranks that are killed, a rank whose disk fills up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from push_rank import HF_CONFIG, PATIENCE, Client, Weights
+
+from megatron_rl.schema import Config, Format, LearnerSection, QuantizationSection, SyncSection
+from megatron_rl.weight_sync import source
+from megatron_rl.weight_sync.file_transport import version_directory
+from megatron_rl.weight_sync.groups import Ranks, TorchGroup
+from megatron_rl.weight_sync.layout import Place
+from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.push import WeightSync
+
+WHOLE_TENSORS = source.full_tensors
+
+
+def when_some_are_written(folder: Path, act: Callable[[], None]) -> Callable[..., Iterator[tuple[str, torch.Tensor]]]:
+    """`full_tensors`, with something that happens in the middle of it, once bytes lie in the version's files."""
+
+    def tensors(*arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, pair in enumerate(WHOLE_TENSORS(*arguments)):
+            yield pair
+            if number == 4:
+                while not any(path.stat().st_size for path in folder.glob("*.bin")):
+                    time.sleep(0.01)
+                act()
+
+    return tensors
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_rank(rank: int, victim: int, rendezvous: str, folder: str, out: str) -> None:
+    """Two versions; the victim does not live to see the second."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=PATIENCE)
+    config = Config(
+        learner=LearnerSection(tensor_parallel=2),
+        quantization=QuantizationSection(format=Format.int8),
+        sync=SyncSection(dir=folder, bucket_mib=1),
+    )
+    client = Client()
+    ranks = Ranks(Place(tp=rank), TorchGroup(), TorchGroup())
+    sync = WeightSync(Weights(rank, 2), client if rank == 0 else None, config, HF_CONFIG, ranks)
+    sync.push(1)
+    if rank == victim == 0:
+        source.full_tensors = when_some_are_written(version_directory(sync.transport.directory, 2), kill_myself)
+    elif rank == victim:
+        source.gather = lambda *arguments: kill_myself()
+    message = ""
+    try:
+        sync.push(2)
+    except WeightSyncError as error:
+        message = str(error)
+    version_left = version_directory(sync.transport.directory, 2).exists()
+    sync.close()
+    Path(out).write_text(json.dumps({"message": message, "calls": client.calls, "version_left": version_left}))
+    os._exit(0)  # the process group of a dead rank cannot be taken down in good order
+
+
+def full_disk(folder: Path) -> None:
+    """On a file system that is a little larger than one version: once full before the start, once in the middle."""
+    config = Config(quantization=QuantizationSection(format=Format.int8), sync=SyncSection(dir=str(folder)))
+    client, filler, errors = Client(), folder / "filler", []
+    sync = WeightSync(Weights(0, 1), client, config, HF_CONFIG, Ranks())
+
+    def fill() -> None:
+        with filler.open("wb", buffering=0) as file:
+            try:
+                while file.write(b"\1" * 4096):
+                    pass
+            except OSError:
+                return
+
+    def push(version: int) -> None:
+        try:
+            sync.push(version)
+            errors.append("")
+        except WeightSyncError as error:
+            errors.append(str(error))
+        filler.unlink(missing_ok=True)
+
+    push(1)
+    fill()
+    push(2)
+    source.full_tensors = when_some_are_written(version_directory(sync.transport.directory, 3), fill)
+    push(3)
+    source.full_tensors = WHOLE_TENSORS
+    left = sorted(path.name for path in sync.transport.directory.iterdir())
+    push(4)
+    print(json.dumps({"errors": errors, "left": left, "calls": client.calls}))
+
+
+if __name__ == "__main__":
+    full_disk(Path(sys.argv[1]))

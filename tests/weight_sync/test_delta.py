@@ -1,0 +1,177 @@
+"""Patches: any two byte strings, any chain of versions; what is put together is what was sent, or it is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.weight_sync import file_transport as transport
+from megatron_rl.weight_sync.delta import LONGEST_GAP, Lineage, Sent, apply_patch, changed_bytes, make_patch
+from megatron_rl.weight_sync.file_reader import Staged, stage
+from megatron_rl.weight_sync.manifest import DTYPE_NAMES, Expected, WeightSyncError
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+@given(st.integers(0, 300), st.integers(0, 2**31), st.floats(0, 0.4))
+@settings(max_examples=60, deadline=None)
+def test_a_patch_turns_the_old_bytes_into_the_new(size: int, seed: int, fraction: float) -> None:
+    generator = np.random.default_rng(seed)
+    old = generator.integers(0, 256, size, dtype=np.uint8)
+    new = np.where(generator.random(size) < fraction, generator.integers(0, 256, size, dtype=np.uint8), old)
+    assert changed_bytes(old, new).tolist() == np.flatnonzero(old != new).tolist()
+    patch = make_patch(old, new, 1)
+    if patch is None:
+        assert 3 * (old != new).sum() >= size
+        return
+    assert patch.changed_values == (old != new).sum() == patch.changes
+    target = old.copy()
+    apply_patch(target, patch.data, patch.changes)
+    assert np.array_equal(target, new)
+
+
+def test_changes_may_lie_further_apart_than_a_gap_can_say() -> None:
+    old = np.zeros(10 * LONGEST_GAP, dtype=np.uint8)
+    new = old.copy()
+    where = [0, 1, LONGEST_GAP + 1, 3 * LONGEST_GAP + 5, len(new) - 1]
+    new[where] = 7
+    patch = make_patch(old, new, 2)
+    assert patch is not None
+    assert patch.changes > len(where)
+    assert patch.changed_values == 4  # of two bytes each
+    apply_patch(old, patch.data, patch.changes)
+    assert np.array_equal(old, new)
+    with pytest.raises(ValueError, match="writes at"):
+        apply_patch(old[:100], patch.data, patch.changes)
+
+
+def test_every_so_many_versions_one_is_whole() -> None:
+    lineage, bases = Lineage(full_every=3), []
+    for version in range(7):
+        bases.append(lineage.base)
+        lineage.add(version)
+    assert bases == [None, 0, 1, None, 3, 4, None]
+    lineage.versions.clear()
+    assert lineage.base is None
+
+
+def tensors_of(version: int) -> dict[str, torch.Tensor]:
+    """As training makes them: few INT8 values change from version to version, other tensors entirely or not at all."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randint(-127, 127, (64, 48), dtype=torch.int8, generator=generator)
+    for past in range(1, version + 1):
+        generator.manual_seed(past)
+        rows, columns = torch.randint(0, 48, (2, 20), generator=generator)
+        weight[rows, columns] = past
+    return {
+        NAME: weight,
+        NAME + "_scale": torch.full((64, 1), 0.5 + version),
+        "model.norm.weight": torch.ones(5).bfloat16(),
+    }
+
+
+EXPECTED = {name: Expected(DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors_of(0).items()}
+
+
+class Sender:
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.sent, self.base = directory, Sent(), None
+
+    def write(self, version: int) -> transport.Written:
+        written = transport.write_version(
+            self.directory, version, tensors_of(version).items(), format="int8", sent=self.sent, base=self.base
+        )
+        self.base = version
+        return written
+
+
+def read(directory: Path, version: int) -> Staged:
+    return stage(directory, version, 1, EXPECTED, -1)
+
+
+@pytest.fixture
+def three_versions(tmp_path: Path) -> Path:
+    sender = Sender(tmp_path)
+    sizes = [sender.write(version).nbytes for version in range(3)]
+    assert sizes[1] < sizes[0] / 3
+    assert sender.sent.changed == pytest.approx(64 + 20, abs=3)  # some places are drawn twice
+    assert sender.sent.values == 64 * 48 + 64 + 5
+    return tmp_path
+
+
+def test_any_version_is_put_together_from_the_whole_one(three_versions: Path) -> None:
+    before = {path: path.read_bytes() for path in three_versions.rglob("*.bin")}
+    for version in (2, 0, 1):  # each by a receiver that has just started
+        staged = read(three_versions, version)
+        for name, tensor in tensors_of(version).items():
+            assert torch.equal(staged.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), (version, name)
+    assert before == {path: path.read_bytes() for path in three_versions.rglob("*.bin")}, "reading changes no file"
+
+
+def test_a_patch_of_a_version_that_is_gone_is_refused(three_versions: Path) -> None:
+    transport.remove_version(three_versions, 0)
+    with pytest.raises(WeightSyncError, match="version 2 is a patch of version 0, which this receiver does not hold"):
+        read(three_versions, 2)
+
+
+def test_a_patch_of_other_bytes_than_the_receiver_holds_is_refused(three_versions: Path) -> None:
+    (whole,) = transport.version_directory(three_versions, 0).glob("*.bin")
+    content = bytearray(whole.read_bytes())
+    content[100] ^= 1
+    whole.write_bytes(content)
+    with pytest.raises(WeightSyncError, match=f"corrupt tensor {NAME}"):
+        read(three_versions, 2)
+
+
+def edit(directory: Path, version: int, change) -> None:
+    manifest = transport.manifest_path(directory, version, 0)
+    content = json.loads(manifest.read_text())
+    change(content)
+    manifest.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("version", "change", "message"),
+    [
+        (2, lambda c: c.update(base=None), f"tensor {NAME} is a patch of a tensor that no version holds"),
+        (1, lambda c: c.update(base=2), "claims to be a patch of version 2"),
+        (1, lambda c: c["tensors"][0].update(changes=10**6), f"tensor {NAME} lies outside"),
+        (2, lambda c: c["tensors"][0].update(changes=3), f"corrupt tensor {NAME}"),
+        (0, lambda c: c["tensors"][0].update(nbytes=8), f"tensor {NAME} is a patch of a tensor that no version holds"),
+    ],
+)
+def test_a_faulty_manifest_is_refused(three_versions: Path, version: int, change, message: str) -> None:
+    edit(three_versions, version, change)
+    with pytest.raises(WeightSyncError, match=message):
+        read(three_versions, 2)
+
+
+def test_a_patch_with_a_wrong_byte_is_refused(three_versions: Path) -> None:
+    (patches,) = transport.version_directory(three_versions, 1).glob("*.bin")
+    content = bytearray(patches.read_bytes())
+    content[0] ^= 0x40  # a gap: everything behind it moves
+    patches.write_bytes(content)
+    with pytest.raises(WeightSyncError, match=f"corrupt tensor {NAME}"):
+        read(three_versions, 2)
+
+
+def test_files_that_are_used_again_hold_the_new_version_alone(tmp_path: Path) -> None:
+    def write(version: int, rows: int) -> Path:
+        tensor = torch.full((rows, 48), version, dtype=torch.int8)
+        return transport.write_version(tmp_path, version, [(NAME, tensor)], format="int8").manifest.parent
+
+    (first,) = write(0, 64).glob("*.bin")
+    inode = first.stat().st_ino
+    assert transport.spare_bytes(tmp_path) == 0
+    transport.remove_version(tmp_path, 0, recycle=True)
+    assert transport.spare_bytes(tmp_path) == 64 * 48
+    (second,) = write(1, 10).glob("*.bin")
+    assert (second.stat().st_ino, second.stat().st_size) == (inode, 480)
+    staged = stage(tmp_path, 1, 1, {NAME: Expected("int8", (10, 48))}, 0)
+    assert bool((staged.tensors[NAME] == 1).all())

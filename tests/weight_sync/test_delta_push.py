@@ -1,0 +1,129 @@
+"""`sync.delta` through `push`: what travels, when it is whole, and what a refused patch leads to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from push_rank import HF_CONFIG, NAME, Weights
+from simulated import assert_same_bits, quantized_whole, random_hf
+
+from megatron_rl.schema import Config, Format, QuantizationSection, SyncSection
+from megatron_rl.weight_sync import manifest
+from megatron_rl.weight_sync.file_reader import stage
+from megatron_rl.weight_sync.file_transport import manifest_path, remove_version, version_directory
+from megatron_rl.weight_sync.groups import Ranks
+from megatron_rl.weight_sync.manifest import Expected, WeightSyncError
+from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.weight_sync.push import WeightSync
+
+SHARD = "decoder.layers.1.mlp.linear_fc2.weight"
+
+
+class Receiver:
+    """Verifies every version as an engine's worker does, and keeps the tensors."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.refusals: list[str] = []
+        self.dead = False
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        if self.dead:
+            raise RuntimeError("the sampler's process ended")
+
+    def update_weights(self, info: Any) -> None:
+        directory, version = Path(info["directory"]), info["policy_version"]
+        entries = manifest.read(manifest_path(directory, version, 0)).tensors
+        expected = {entry.name: Expected(entry.dtype, entry.shape) for entry in entries}
+        try:
+            staged = stage(directory, version, info["writers"], expected, self.version)
+        except WeightSyncError as error:
+            self.refusals.append(str(error))
+            raise
+        self.version, self.tensors = version, {name: tensor.clone() for name, tensor in staged.tensors.items()}
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass
+
+
+class Training:
+    """A learner of one rank whose weights move a little before every push."""
+
+    def __init__(self, folder: Path, format: Format = Format.int8) -> None:
+        self.receiver, self.weights = Receiver(), Weights(0, 1)
+        config = Config(
+            quantization=QuantizationSection(format=format), sync=SyncSection(dir=str(folder), delta=True, full_every=4)
+        )
+        self.sync = WeightSync(self.weights, self.receiver, config, HF_CONFIG, Ranks())
+
+    def push(self, version: int):
+        self.weights.parameters[SHARD][:, version] *= -1
+        return self.sync.push(version).metrics()
+
+    def versions(self) -> list[str]:
+        return sorted(path.name for path in self.sync.transport.directory.glob("v*"))
+
+
+@pytest.mark.parametrize("format", [Format.none, Format.int8, Format.fp8])
+def test_few_bytes_travel_and_all_arrive(tmp_path: Path, format: Format) -> None:
+    training = Training(tmp_path, format)
+    first = training.push(0)
+    assert "sync/changed_fraction" not in first
+    rows, _ = training.weights.parameters[SHARD].shape
+    for version in range(1, 4):
+        metrics = training.push(version)
+        assert metrics["sync/bytes"] < first["sync/bytes"] / 10
+        values = sum(tensor.numel() for tensor in training.receiver.tensors.values())
+        assert metrics["sync/changed_fraction"] == pytest.approx(rows / values, rel=0.1)  # a scale may move too
+    assert training.versions() == ["v00000000", "v00000001", "v00000002", "v00000003"]
+    whole = training.push(4)
+    assert whole["sync/bytes"] == first["sync/bytes"]
+    assert whole["sync/changed_fraction"] < 0.01, "measured whether or not it travels whole"
+    assert training.versions() == ["v00000004"]
+    original = random_hf(ModelShape.from_hf(HF_CONFIG))
+    original[NAME][:, :5] *= -1
+    want = quantized_whole(original, format)
+    assert_same_bits(list(training.receiver.tensors.items()), want)
+    training.sync.close()
+
+
+def test_a_refused_patch_is_followed_by_the_whole(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    whole = training.push(0)["sync/bytes"]
+    assert training.push(1)["sync/bytes"] < whole
+    remove_version(training.sync.transport.directory, 0)
+    assert training.push(2)["sync/bytes"] == whole
+    assert training.receiver.refusals[0].startswith("policy version 2 is a patch of version 0, which this receiver")
+    assert len(training.receiver.refusals) == 1
+    assert training.versions() == ["v00000002"]
+    assert training.push(3)["sync/bytes"] < whole
+
+
+def test_after_a_failure_the_next_version_is_whole(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    whole = training.push(0)["sync/bytes"]
+    training.push(1)
+    training.receiver.dead = True
+    with pytest.raises(RuntimeError, match="process ended"):
+        training.push(2)
+    assert not version_directory(training.sync.transport.directory, 2).exists()
+    training.receiver = training.sync.transport._sampler = Receiver()
+    assert training.push(3)["sync/bytes"] == whole
+    assert training.receiver.version == 3
+
+
+def test_a_receiver_that_has_just_started_takes_a_patch(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    whole = training.push(0)["sync/bytes"]
+    before = training.push(1)
+    training.receiver = training.sync.transport._sampler = Receiver()
+    assert training.push(2)["sync/bytes"] == pytest.approx(before["sync/bytes"], rel=0.5)
+    assert training.receiver.tensors[NAME].shape == training.weights.parameters[SHARD].shape
+    assert whole > 0
