@@ -117,11 +117,11 @@ def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the
     with pytest.raises(WeightSyncError, match="corrupt tensor X"):
         sync.push(2)
     assert {one.policy_version for one in client.manifests().values()} == {1}, "restarted servers still need it"
-    assert not list(sync.directory.glob("*/v00000002"))
+    assert not list(sync.transport.directory.glob("*/v00000002"))
 
     client.refuse = False
     sync.push(3)
     assert {one.policy_version for one in client.manifests().values()} == {3}
-    assert not list(sync.directory.glob("*/v00000001"))
+    assert not list(sync.transport.directory.glob("*/v00000001"))
     sync.close()
     assert list(tmp_path.iterdir()) == []
