@@ -84,6 +84,7 @@ def measure(model: Path, scratch: Path, format: str, alpha: float | None) -> flo
         "run.steps": 0,
         "model.path": model.resolve(),
         "data.train": scratch / "toy" / "train.jsonl",
+        "data.eval": "null",
         "eval.every": 0,
         "quantization": f"{{preset: {format}, smoothing: {'null' if alpha is None else alpha}}}",
         "sync.probe_budget": 100,
