@@ -150,8 +150,10 @@ class FleetSampler:
     def sleep(self, level: int = 1) -> None:
         self._everywhere(lambda one: one.post(f"/sleep?level={level}"))
 
-    def wake(self) -> None:
-        self._everywhere(lambda one: one.post("/wake_up"))
+    def wake(self, tags: list[str] | None = None) -> None:
+        """`tags`: `weights`, `kv_cache`; None takes memory back for both."""
+        query = "&".join(f"tags={tag}" for tag in tags or [])
+        self._everywhere(lambda one: one.post(f"/wake_up?{query}" if query else "/wake_up"))
 
     def health(self) -> dict[str, Any]:
         self.wait_ready()
