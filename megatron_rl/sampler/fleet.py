@@ -151,7 +151,8 @@ class FleetSampler:
         self._everywhere(lambda one: one.post(f"/sleep?level={level}"))
 
     def wake(self, tags: list[str] | None = None) -> None:
-        query = "&".join(f"tags={tag}" for tag in tags or ())
+        """`tags`: `weights`, `kv_cache`; None takes memory back for both."""
+        query = "&".join(f"tags={tag}" for tag in tags or [])
         self._everywhere(lambda one: one.post(f"/wake_up?{query}" if query else "/wake_up"))
 
     def health(self) -> dict[str, Any]:
