@@ -25,8 +25,8 @@ import numpy as np
 from megatron_rl.parent_death import die_with_parent
 from megatron_rl.sampler.channel import Channel, ChannelClosed
 from megatron_rl.sampler.readiness import TAGS, Readiness
+from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.wire import ANNOUNCE
 
 
 def kill_own_group() -> None:
@@ -67,14 +67,13 @@ class Engine:
 
     def health(self) -> dict[str, Any]:
         ready = self.ready
-        building = any(self.llm.collective_rpc("weight_update_building"))
         return {
             "policy_version": ready.policy_version,
             "torn": ready.torn,
             "paused": ready.paused,
-            "building": building,  # the next weights, beside the present ones
             "asleep": sorted(ready.asleep),
             "refusal": ready.refusal(),
+            "building": any(self.llm.collective_rpc("weight_update_building")),  # new weights, beside the present ones
             "pid": os.getpid(),
         }
 
@@ -131,20 +130,26 @@ class Engine:
             raise
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.ready.beside = bool(update_info.get(BACKGROUND))
         try:
             self._on_workers("update_weights", update_info=update_info)
         except (RuntimeError, WeightSyncError):
-            self._abandon()
+            self._on_workers("abort_weight_update")
+            self.ready.abandon_update(torn=self._worker_states()[1])
             raise
-        if ANNOUNCE in update_info:  # an update in place writes over the present weights from here on
-            self.ready.torn = self._worker_states()[1]
 
     def finish_weight_update(self) -> dict[str, Any]:
         try:
             self._on_workers("await_weight_update")
-            self._on_workers("finish_weight_update")
         except (RuntimeError, WeightSyncError):
-            self._abandon()
+            self._on_workers("abort_weight_update")
+            self.ready.abandon_update(torn=self._worker_states()[1])
+            raise
+        self.ready.beside = False
+        try:
+            self._on_workers("finish_weight_update")
+        except BaseException:
+            self.ready.abandon_update(torn=self._worker_states()[1])
             raise
         states, torn = self._worker_states()
         if torn:
@@ -153,11 +158,6 @@ class Engine:
         self.llm.reset_prefix_cache()
         self.ready.complete_update(states[0]["policy_version"])
         return max(states, key=lambda state: state["load_s"])
-
-    def _abandon(self) -> None:
-        """The version before goes on serving where it still exists."""
-        self._on_workers("abort_weight_update")
-        self.ready.abandon_update(torn=self._worker_states()[1])
 
     def _worker_states(self) -> tuple[list[dict[str, Any]], bool]:
         """What each worker holds, and whether together that is no version at all."""

@@ -1,8 +1,8 @@
 """Whether an engine may answer: what it has been told, and what it has completed since. Pure.
 
-An engine that shares a GPU with the learner sleeps while the learner works. Between falling asleep and being wholly
-awake, from the moment its weights were discarded until a sync has brought new ones, and while an update writes over
-the present weights, a request gets an error that says which of these it is.
+An engine that shares a GPU with the learner sleeps while the learner works. Between the first word of an update and
+its end, between falling asleep and being wholly awake, and from the moment its weights were discarded until a sync
+has brought new ones, a request gets an error that says which of these it is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Readiness:
     policy_version: int = NO_VERSION
     paused: bool = False
     torn: bool = False  # an update stopped half-way: the weights are of no version
-    updating: bool = False  # the present weights serve on, unless it writes over them: then they are torn
+    updating: bool = False
+    beside: bool = False  # the update is being built beside the present weights, which still serve
     discarded: bool = False  # weights were given up in sleep, and no sync has completed since
     asleep: set[str] = field(default_factory=set)
 
@@ -33,6 +34,8 @@ class Readiness:
             return "the last weight update stopped half-way: the weights are of no version. Sync again"
         if self.discarded:
             return "the weights were discarded in sleep and no sync has completed since. Sync before generating"
+        if self.updating and not self.beside:
+            return "a weight update has begun and is not finished: the weights may be of two versions"
         if self.paused:
             return "the sampler is paused: resume it before generating"
         if wanted is not None and wanted != self.policy_version:
@@ -42,7 +45,7 @@ class Readiness:
     def begin_update(self) -> None:
         if WEIGHTS in self.asleep:
             raise RuntimeError("the engine's weights are asleep: wake them (tag 'weights') before a weight update")
-        self.updating = True
+        self.updating, self.beside = True, False
 
     def abandon_update(self, torn: bool) -> None:
         """The version before goes on serving, unless its weights have been written over."""

@@ -15,7 +15,7 @@ from pathlib import Path
 FOLDER = Path("/dev/shm")
 PROCESSES = Path("/proc")
 # Python's SharedMemory, vLLM's collectives on hosts, and semaphores
-NAME = re.compile(rf"{FOLDER}/((?:psm_|vllm_dist_|sem\.mp-)[\w.-]+)$", re.MULTILINE)
+NAME = re.compile(rf"{FOLDER}/((?:psm_|vllm_dist_|sem\.mp-)[^/\s]+)$", re.MULTILINE)
 
 
 def segments_of_session(session: int) -> set[str]:

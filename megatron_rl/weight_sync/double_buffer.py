@@ -18,12 +18,12 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Sc
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs, sanitize_layer_refs
 
 from megatron_rl.weight_sync.expectation import cache_scale_names, checkpoint_parameters
-from megatron_rl.weight_sync.reload import refresh_tied_head, refuse_unwritten
+from megatron_rl.weight_sync.reload import refresh_tied_head, refuse_missing, wanted_names
 
 
 def can_double(model: torch.nn.Module) -> bool:
@@ -48,8 +48,13 @@ class Second:
         for live, twin in self._pairs.items():
             _give_parameters(live, twin)
         refresh_tied_head(twin_model)
-        refuse_unwritten(twin_model, twin_model.load_weights(tensors.items()))
+        refuse_missing(wanted_names(twin_model) - twin_model.load_weights(tensors.items()))
+        has_head = any(isinstance(twin, ParallelLMHead) for twin in self._pairs.values())
         for twin in self._pairs.values():
+            if has_head and isinstance(twin, VocabParallelEmbedding) and not isinstance(twin, ParallelLMHead):
+                # only looked up in; vLLM packs it for multiplications all the same
+                twin.__dict__["cpu_linear"] = torch.nn.functional.linear
+                continue
             quant_method = getattr(twin, "quant_method", None)
             if isinstance(quant_method, QuantizeMethodBase):
                 quant_method.process_weights_after_loading(twin)

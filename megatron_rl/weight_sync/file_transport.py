@@ -25,6 +25,7 @@ from megatron_rl.weight_sync.manifest import Manifest, TensorEntry, WeightSyncEr
 
 ALIGNMENT = 64  # bytes: tensors are mapped in place, and kernels like aligned rows
 SHARED_MEMORY = Path("/dev/shm")
+BACKGROUND = "background"
 SPARE = "spare"  # files of a version that is no longer needed
 
 
@@ -51,7 +52,7 @@ def update_info(directory: Path, policy_version: int, writers: int, background: 
     `background`: `update_weights` returns at once, and the engine goes on generating while it checks and builds.
     """
     info = {"directory": str(directory), "policy_version": policy_version, "writers": writers}
-    return info | {"background": True} if background else info
+    return info | {BACKGROUND: True} if background else info
 
 
 def write_version(

@@ -60,9 +60,9 @@ class SyncState:
     policy_version: int
     torn: bool  # loading failed half-way: the weights are of no version
     verify_s: float
-    build_s: float  # packing the new weights beside the live ones
-    load_s: float  # making them the live ones: a swap, or loading in place
+    load_s: float  # making the new weights the live ones: a swap, or loading in place
     nbytes: int
+    build_s: float = 0.0  # packing them beside the live ones
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self.expected = expectation.expected_tensors(model, tied)
         if vllm_config.load_config.load_format == "dummy":
             expectation.neutral_cache_scales(model)
-        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0.0, 0)
+        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
         self._doubles = device.type == "cpu" and double_buffer.can_double(model)
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-builder", initializer=use_all_cores)
         self._building: Future[_Ready] | None = None
@@ -141,7 +141,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self.state = replace(self.state, torn=True)
             raise
         load_s = time.perf_counter() - start
-        self.state = SyncState(ready.policy_version, False, ready.verify_s, ready.build_s, load_s, ready.nbytes)
+        self.state = SyncState(ready.policy_version, False, ready.verify_s, load_s, ready.nbytes, ready.build_s)
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Everything that can be done while the present weights serve; returns what is left to do."""

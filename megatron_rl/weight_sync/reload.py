@@ -46,7 +46,7 @@ def load(
     with set_default_torch_dtype(dtype), device:
         if device.type == "cpu":
             restore_checkpoint_layout(model)
-            refuse_unwritten(model, model.load_weights(tensors))
+            refuse_missing(wanted_names(model) - model.load_weights(tensors))
             refuse_unwritten_experts(model)
             refresh_tied_head(model)
             process_weights_after_loading(model, model_config, device)
@@ -61,7 +61,7 @@ def load_layerwise(model: Any, model_config: ModelConfig, tensors: Iterable[tupl
     loaded = model.load_weights(tensors)
     unwritten = set(half_written_experts(model))
     finalize_layerwise_reload(model, model_config)
-    _refuse_missing((wanted - loaded) | unwritten)
+    refuse_missing((wanted - loaded) | unwritten)
 
 
 def restore_checkpoint_layout(model: Any) -> None:
@@ -83,10 +83,6 @@ def restore_checkpoint_layout(model: Any) -> None:
         if isinstance(layer, RoutedExperts):
             for stack in _expert_stacks(layer).values():
                 stack.fill_(torch.nan)  # what is left of it was not written
-
-
-def refuse_unwritten(model: Any, loaded: set[str]) -> None:
-    _refuse_missing(wanted_names(model) - loaded)
 
 
 def wanted_names(model: Any) -> set[str]:
@@ -115,7 +111,7 @@ def half_written_experts(model: Any) -> Iterator[str]:
 
 def refuse_unwritten_experts(model: Any) -> None:
     """All experts of a layer share a parameter, which one of them is enough to report as loaded."""
-    _refuse_missing(
+    refuse_missing(
         {
             f"{name}.{parameter}[{expert}] (or it holds NaN)"
             for name, layer in model.named_modules()
@@ -150,6 +146,6 @@ def _parameter(meta: torch.Tensor, layer: torch.nn.Module) -> Any:
     return restore_layer_refs(materialize_meta_tensor(meta), layer)
 
 
-def _refuse_missing(names: set[str]) -> None:
+def refuse_missing(names: set[str]) -> None:
     if names:
         raise WeightSyncError(f"the update left parameters of the engine unwritten: {', '.join(sorted(names)[:8])}")

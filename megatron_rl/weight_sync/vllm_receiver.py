@@ -93,6 +93,7 @@ def check_announcement(announced: Announcement, expected: Mapping[str, Expected]
 class Checked:
     """Put in front of one of vLLM's engines: `class X(Checked, VllmEngine)`."""
 
+    building = False  # nothing is built beside the live weights
     whole_tensors = True  # false: the engine writes into the model by itself, past the inbox
 
     model: torch.nn.Module
@@ -108,7 +109,7 @@ class Checked:
         self.expected = expectation.expected_tensors(model, tied)
         if vllm_config.load_config.load_format == "dummy":
             expectation.neutral_cache_scales(model)
-        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0.0, 0)
+        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
         self._inbox: Inbox | None = None
 
     def start_weight_update(self) -> None:
@@ -162,9 +163,7 @@ class Checked:
         else:
             super().finish_weight_update()  # type: ignore[misc]
         loaded = time.perf_counter() - started
-        self.state = SyncState(inbox.announced.policy_version, False, before.verify_s, 0.0, loaded, inbox.nbytes)
-
-    building = False  # nothing is built beside the live weights
+        self.state = SyncState(inbox.announced.policy_version, False, before.verify_s, loaded, inbox.nbytes)
 
     def await_built(self) -> None:
         """Whether the update has been accepted as far as it can be before it is loaded."""

@@ -51,7 +51,7 @@ def test_discarded_weights_need_a_sync_and_kept_ones_do_not():
 def test_an_update_that_is_not_finished():
     ready = served()
     ready.begin_update()
-    assert ready.refusal(3) is None, "what is built beside the present weights does not touch them"
+    assert "has begun and is not finished" in ready.refusal(3)
     with pytest.raises(RuntimeError, match="finish it before the engine sleeps"):
         ready.fall_asleep(1)
     ready.abandon_update(torn=False)
