@@ -36,6 +36,7 @@ OWNED_ARGUMENTS = frozenset(
     {
         "model", "quantization", "load_format", "logprobs_mode", "skip_tokenizer_init", "generation_config",
         "tensor_parallel_size", "weight_transfer_config", "worker_extension_cls", "max_num_seqs",
+        "api_key", "host", "port", "uds", "middleware", "tokens_only", "root_path",
     }
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | plan | toy | quickstart | report | translate`."""
+"""The command line: `megatron-rl train | plan | serve | toy | quickstart | report | translate`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config import ConfigError, load, to_yaml
-from megatron_rl.schema import Config
+from megatron_rl.schema import Config, Format
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to turn bytes into seconds")
     plan.add_argument("--rows", type=int, default=5, help="how many writers and tensors to name (default: 5)")
     plan.set_defaults(run=_plan)
+    serve = commands.add_parser("serve", help="one server for the fleet of a run on another machine")
+    _recipe(serve)
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="the interface to listen on; 0.0.0.0: all (default: %(default)s)"
+    )
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--format", choices=list(map(str, Format)), help="default: quantization.format of the recipe")
+    serve.set_defaults(run=_serve)
 
     toy = commands.add_parser("toy", help="make the toy's model folder and data")
     toy.add_argument("folder", nargs="?", type=Path, default=Path("data/toy"))
@@ -85,6 +93,15 @@ def _train(options: argparse.Namespace) -> int:
         print(to_yaml(config), end="")
         return 0
     return run(config, options.ranks, dry=options.dry_run)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = load(options.recipe, options.overrides)
+    from megatron_rl.checks import read_hf_config
+    from megatron_rl.sampler.serve import serve
+
+    read_hf_config(config)
+    return serve(config, Format(options.format or config.quantization.format), options.host, options.port)
 
 
 def run(config: Config, ranks: str = "local", dry: bool = False) -> int:

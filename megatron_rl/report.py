@@ -67,7 +67,8 @@ def describe_setup(run: RunData) -> str:
     sizes = {"TP": "tensor_parallel", "PP": "pipeline_parallel", "DP": "data_parallel", "EP": "expert_parallel"}
     layout = [f"{label}{run.setting(f'learner.{key}', 1)}" for label, key in sizes.items()]
     layout = [part for part in layout if not part.endswith("P1")] or ["on 1 rank"]
-    quantization = str(run.setting("quantization.format", "none"))
+    formats = run.setting("sampler.fleet.formats", []) or [run.setting("quantization.format", "none")]
+    sampler = " + ".join(dict.fromkeys("BF16" if one == "none" else str(one).upper() for one in formats))
     weight = run.setting("correction.weight", {})
     correction = "no correction"
     if weight.get("level", "none") != "none":
@@ -77,7 +78,7 @@ def describe_setup(run: RunData) -> str:
     model = "/".join(Path(str(run.setting("model.path", ""))).parts[-2:])
     parts = [
         model,
-        f"sampler {'BF16' if quantization == 'none' else quantization.upper()}",
+        f"sampler {sampler}",
         f"learner {str(run.setting('learner.precision', '')).upper()} {' '.join(layout)}",
         f"{run.setting('loss.name', '')} loss",
         correction,

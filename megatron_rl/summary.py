@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from megatron_rl.checks import read_hf_config
 from megatron_rl.device import Machine
 from megatron_rl.launch import world_size
+from megatron_rl.sampler.fleet_config import is_fleet, replica_formats
 from megatron_rl.schema import Config
 from megatron_rl.weight_sync.layout import Layout
 from megatron_rl.weight_sync.model_shape import ModelShape
@@ -34,7 +36,7 @@ def describe(config: Config, machine: Machine) -> str:
         ("machine", machine.name),
         ("model", f"{config.model.path}, {plan.plain_bytes / 2e6:.2f}M parameters, {config.model.init}"),
         ("learner", f"{world_size(config)} ranks ({' '.join(axes) or 'one rank'}), {layout.precision}"),
-        ("sampler", f"vLLM, format {config.quantization.format}, TP{config.sampler.tensor_parallel}"),
+        ("sampler", _sampler(config)),
         ("sync", f"{config.sync.transport}, {plan.nbytes / 1e6:.2f} MB in {len(plan.transfers)} tensors each time"),
         ("step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers, at most "
                  f"{rollout.max_response_tokens} tokens each; {layout.n_minibatches} update(s)"),
@@ -42,6 +44,16 @@ def describe(config: Config, machine: Machine) -> str:
         ("steps", f"{config.run.steps}" + _stop(config)),
     ]  # fmt: skip
     return "\n".join(f"{name:<8} {text}" for name, text in rows) + "\nnothing was written (dry run)"
+
+
+def _sampler(config: Config) -> str:
+    formats = Counter(replica_formats(config))
+    parallel = f"TP{config.sampler.tensor_parallel}"
+    if not is_fleet(config):
+        return f"vLLM, format {config.quantization.format}, {parallel}"
+    return (
+        f"{sum(formats.values())} vLLM servers ({', '.join(f'{n} {f}' for f, n in formats.items())}), {parallel} each"
+    )
 
 
 def _correction(config: Config) -> str:

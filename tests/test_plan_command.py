@@ -111,6 +111,13 @@ def test_a_trillion_parameters_on_1536_ranks(
     assert "against" in report
 
 
+def test_the_readme_s_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    (line,) = [line.partition("#")[0] for line in lines if line.startswith("megatron-rl plan")]
+    recipe, *options = line.split()[2:]
+    assert "4 engines" in said(capsys, str(ROOT / recipe), "model.path=data/toy/model", *options)
+
+
 def test_the_documents_name_this_command() -> None:
     shown = [text.replace("\\\n", "") for text in (path.read_text() for path in (ROOT / "docs").glob("*.md"))]
     assert any("megatron-rl " + TRILLION in " ".join(text.split()) for text in shown)

@@ -163,9 +163,9 @@ class Learner:
             return self._logprobs(batch)
 
     def take_activation_amax(self) -> Tensor:
-        """Largest magnitude per channel of the norms' outputs that this rank saw in `logprobs` since the last call.
+        """[layer, norm, channel]: largest output of each norm that this rank saw in `logprobs` since the last call.
 
-        [layer, norm, channel]; kept only with quantization.smoothing.
+        Kept only with quantization.smoothing.
         """
         return self._activations.take()
 

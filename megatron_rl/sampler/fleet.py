@@ -21,13 +21,14 @@ from types import TracebackType
 from typing import Any
 
 from megatron_rl.sampler import model_folder
-from megatron_rl.sampler.dispatch import Dispatched, Dispatcher, Done, Job, nobody_left
+from megatron_rl.sampler.dispatch import Dispatched, Dispatcher, Done, Job
 from megatron_rl.sampler.embedded import request_seed
 from megatron_rl.sampler.event_loop import EventLoopThread
-from megatron_rl.sampler.fleet_config import replica_formats, with_format
+from megatron_rl.sampler.fleet_config import replica_formats
+from megatron_rl.sampler.fleet_update import FleetUpdates
 from megatron_rl.sampler.protocol import SamplerError, SamplerStats
-from megatron_rl.sampler.replica import UNSYNCED, Replica, ReplicaGone
-from megatron_rl.sampler.server_process import ServerPlan, share_of_cores
+from megatron_rl.sampler.replica import UNSYNCED, Replica
+from megatron_rl.sampler.server_process import ServerPlan, server_plans
 from megatron_rl.sampler.supervisor import FleetState, Supervisor
 from megatron_rl.schema import Config, Format
 from megatron_rl.types import Prompt, Rollout, SamplingParams
@@ -63,8 +64,7 @@ class FleetSampler:
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = False
         self._paused = False
-        self._updating = False  # between start_weight_update and the end of that update
-        self._staged: dict[Format, dict[str, Any]] = {}
+        self._fleet_updates: FleetUpdates | None = None
 
     @property
     def stats(self) -> SamplerStats:
@@ -82,8 +82,10 @@ class FleetSampler:
         """Start the servers without waiting for them."""
         self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-fleet-")
         self._loop = EventLoopThread("fleet")
-        plans = self._plans(Path(self._folder.name))
         try:
+            plans = server_plans(
+                self._config, self._hf_folder, Path(self._folder.name), self._log_dir, self._worker_extension
+            )
             self._loop.call(self._open(plans))
         except BaseException:
             self.close()
@@ -123,15 +125,16 @@ class FleetSampler:
         self._everywhere(lambda one: one.call_workers("init_weight_transfer_engine", init_info=init_info))
 
     def start_weight_update(self) -> None:
-        self._call(self._begin_update())
+        self.wait_ready()
+        self._call(self._updates().begin())
 
     def update_weights(self, update_info: Any) -> None:
         """Have every server verify the update; one that refuses it refuses it for all."""
-        self._call(self._stage(_by_format(update_info, replica_formats(self._config))))
+        self._call(self._updates().stage(_by_format(update_info, replica_formats(self._config))))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Every server loads what it verified. Until the next update it is what restarted servers receive."""
-        self.last_sync = self._call(self._finish())
+        self.last_sync = self._call(self._updates().finish())
         self.policy_version = self.last_sync["policy_version"]
         if weight_version is not None and weight_version != str(self.policy_version):
             raise WeightSyncError(f"the fleet loaded policy version {self.policy_version}, not {weight_version}")
@@ -148,7 +151,8 @@ class FleetSampler:
         self._everywhere(lambda one: one.post(f"/sleep?level={level}"))
 
     def wake(self, tags: list[str] | None = None) -> None:
-        query = "&".join(f"tags={tag}" for tag in tags or ())
+        """`tags`: `weights`, `kv_cache`; None takes memory back for both."""
+        query = "&".join(f"tags={tag}" for tag in tags or [])
         self._everywhere(lambda one: one.post(f"/wake_up?{query}" if query else "/wake_up"))
 
     def health(self) -> dict[str, Any]:
@@ -195,27 +199,7 @@ class FleetSampler:
 
     def _everywhere(self, ask: Callable[[Replica], Any]) -> None:
         self.wait_ready()
-        self._call(self._on_all(ask))
-
-    def _plans(self, folder: Path) -> list[ServerPlan | None]:
-        """One per server, in the order of formats; None for servers that are given by address."""
-        config, fleet = self._config, self._config.sampler.fleet
-        plans: list[ServerPlan | None] = []
-        for index, format in enumerate(replica_formats(config)[: fleet.replicas]):
-            own = with_format(config, format)
-            engine_folder = model_folder.write_engine_folder(self._hf_folder, folder / format.value, own)
-            plans.append(
-                ServerPlan(
-                    arguments=model_folder.engine_arguments(own, engine_folder, self._worker_extension),
-                    log_path=self._log_dir / f"sampler_{index}.log",
-                    socket_dir=folder,
-                    cores=share_of_cores(index, fleet.replicas),
-                    port=None if fleet.port is None else fleet.port + index,
-                    devices=fleet.devices[index] if fleet.devices else None,
-                    workers=config.sampler.tensor_parallel,
-                )
-            )
-        return plans + [None] * len(fleet.addresses)
+        self._call(self._updates().on_all(ask))
 
     async def _open(self, plans: Sequence[ServerPlan | None]) -> None:
         sampler, fleet = self._config.sampler, self._config.sampler.fleet
@@ -237,6 +221,7 @@ class FleetSampler:
             self._supervisors.append(Supervisor(replica, plan, self._state, key))
         for supervisor in self._supervisors:
             supervisor.start_process()
+        self._fleet_updates = FleetUpdates(self.replicas, self._state)
         self._tasks = [asyncio.create_task(supervisor.run()) for supervisor in self._supervisors]
 
     async def _first_starts(self) -> None:
@@ -255,68 +240,6 @@ class FleetSampler:
             changed=state.changed,
             on_gone=state.gone,
         ).run()
-
-    async def _on_all(self, ask: Callable[[Replica], Any]) -> list[Any]:
-        """Ask every server that is ready, all at once. One that is gone is taken out; with none left, an error."""
-        state = self._opened()
-        ready = [replica for replica in self.replicas if replica.ready]
-        answers = await asyncio.gather(*(ask(replica) for replica in ready), return_exceptions=True)
-        for replica, answer in zip(ready, answers, strict=True):
-            if isinstance(answer, ReplicaGone):
-                state.gone(replica, str(answer))
-        refused = [answer for answer in answers if isinstance(answer, BaseException)]
-        serious = [answer for answer in refused if not isinstance(answer, ReplicaGone)]
-        if serious:
-            raise serious[0]
-        if not any(replica.ready for replica in ready):
-            raise SamplerError(nobody_left(self.replicas, state.version, state.start_timeout_s))
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
-
-    async def _begin_update(self) -> None:
-        state = self._opened()
-        if not any(replica.ready for replica in self.replicas):
-            await self._until_one_is_ready()
-        self._end_update()  # one that was never finished
-        await asyncio.wait_for(state.updating.acquire(), state.start_timeout_s)
-        self._updating = True
-        try:
-            await self._on_all(lambda one: one.start_update())
-        except BaseException:
-            self._end_update()
-            raise
-
-    async def _stage(self, updates: dict[Format, dict[str, Any]]) -> None:
-        self._staged = updates
-        try:
-            await self._on_all(lambda one: one.stage_update(updates[one.format]))
-        except BaseException:
-            self._end_update()
-            await self._on_all(lambda one: one.abort_update())
-            raise
-
-    async def _finish(self) -> dict[str, Any]:
-        state = self._opened()
-        try:
-            states = await self._on_all(lambda one: one.finish_update())
-            slowest = max(states, key=lambda answer: answer["load_s"])
-            state.version, state.held = slowest["policy_version"], self._staged
-            return slowest
-        finally:
-            self._end_update()
-
-    def _end_update(self) -> None:
-        self._staged = {}
-        if self._updating:
-            self._updating = False
-            self._opened().updating.release()
-
-    async def _until_one_is_ready(self) -> None:
-        state = self._opened()
-        deadline = time.monotonic() + state.start_timeout_s
-        while not any(replica.ready for replica in self.replicas):
-            if time.monotonic() > deadline or all(replica.lost for replica in self.replicas):
-                raise SamplerError(nobody_left(self.replicas, state.version, state.start_timeout_s))
-            await asyncio.sleep(0.1)
 
     async def _shut(self) -> None:
         """Stop watching, and hang up. The servers themselves are ended afterwards."""
@@ -349,6 +272,11 @@ class FleetSampler:
         if self._state is None:
             raise SamplerError("the sampler is not running: start it first")
         return self._state
+
+    def _updates(self) -> FleetUpdates:
+        if self._fleet_updates is None:
+            raise SamplerError("the sampler is not running: start it first")
+        return self._fleet_updates
 
     def _count(self, rollouts: list[Rollout], dispatched: Dispatched, seconds: float) -> None:
         before, state = self._stats, self._opened()

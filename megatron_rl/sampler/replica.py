@@ -113,7 +113,11 @@ class Replica:
                 "detokenize": False,
             },
         }
-        generated = msgspec.json.decode(await self.post("/inference/v1/generate", body), type=_Generated)
+        content = await self.post("/inference/v1/generate", body)
+        try:
+            generated = msgspec.json.decode(content, type=_Generated)
+        except msgspec.DecodeError as error:
+            raise ReplicaGone(f"{self.name} answered with something else than tokens: {error}") from None
         answers = [_answer(choice) for choice in sorted(generated.choices, key=lambda choice: choice.index)]
         if len(answers) != distinct:
             raise ReplicaGone(f"{self.name} sent {len(answers)} answers, {distinct} were asked for")

@@ -65,10 +65,12 @@ class Supervisor:
         while True:
             try:
                 await self._bring_up()
-            except SamplerError as error:  # what WeightSyncError is not: that one means a fault of the update
-                await self._failed(str(error))
             except WeightSyncError as error:
                 await self._failed(f"the re-sync was refused: {error}")
+            except Exception as error:  # every kind: a server without its supervisor would be lost in silence
+                await self._failed(
+                    str(error) if isinstance(error, SamplerError) else f"{type(error).__name__}: {error}"
+                )
             else:
                 if not self.first_start.done():
                     self.first_start.set_result(None)
@@ -84,7 +86,7 @@ class Supervisor:
         if replica.process is None and self._plan is not None:
             state.restarted += 1
             self.start_process()
-            state.say(f"{replica.name} starts again ({replica.starts} of {state.restarts} restarts used)")
+            state.say(f"{replica.name} starts again ({replica.starts} of {state.restarts} restarts): {replica.reason}")
         await self._until_healthy()
         if self._plan is None:
             await self._check_stranger()
@@ -153,17 +155,18 @@ class Supervisor:
         """Clear away what is left; decide whether there is another try."""
         replica, state = self.replica, self._state
         replica.gone(reason)
+        told = reason
         if replica.process is not None:
-            reason = f"{reason}. The end of {replica.process.plan.log_path}:\n{replica.process.log_end()}"
+            told = f"{reason}. The end of {replica.process.plan.log_path}:\n{replica.process.log_end()}"
             await asyncio.to_thread(replica.process.end)
             replica.process = None
         if not self.first_start.done():
-            replica.lost = reason
-            self.first_start.set_exception(SamplerError(f"{replica.name} did not start: {reason}"))
+            replica.lost = told
+            self.first_start.set_exception(SamplerError(f"{replica.name} did not start: {told}"))
         elif self._plan is None:
             await asyncio.sleep(state.probe_every_s)
         elif replica.starts >= state.restarts:
-            replica.lost = f"given up after sampler.fleet.restarts={state.restarts}: {reason}"
-            state.say(f"{replica.name} is {replica.lost}")
+            replica.lost = f"given up after sampler.fleet.restarts={state.restarts}: {told}"
+            state.say(f"{replica.name} is given up after sampler.fleet.restarts={state.restarts}: {reason}")
         else:
             replica.starts += 1

@@ -22,15 +22,19 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs, sanitize_layer_refs
 
-from megatron_rl.weight_sync.expectation import checkpoint_parameters
+from megatron_rl.weight_sync.expectation import cache_scale_names, checkpoint_parameters
 from megatron_rl.weight_sync.reload import refresh_tied_head, refuse_missing, wanted_names
 
 
 def can_double(model: torch.nn.Module) -> bool:
-    """Whether every layer that packs its weights is of a kind that a twin can pack; experts are not."""
+    """Whether every layer that packs its weights is of a kind that a twin can pack; experts are not.
+
+    Nor are the scales of a quantized cache: they belong to the attention layers, which are shared.
+    """
     packed = (m for m in model.modules() if isinstance(getattr(m, "quant_method", None), QuantizeMethodBase))
     kinds = all(isinstance(m, LinearBase | VocabParallelEmbedding) or is_deferred_attention_layer(m) for m in packed)
-    return kinds and not callable(getattr(model, "process_weights_after_loading", None))
+    caches = any(cache_scale_names(name, layer) for name, layer in model.named_modules())
+    return kinds and not caches and not callable(getattr(model, "process_weights_after_loading", None))
 
 
 class Second:

@@ -72,11 +72,13 @@ def neutral_cache_scales(model: Any) -> None:
 
 def cache_scales(model: Any) -> dict[str, tuple[float, float]]:
     """(key, value) scale of every attention layer's cache, as its kernels read them; 1 where it is not quantized."""
-    return {
-        name: (float(cast(torch.Tensor, layer._k_scale).max()), float(cast(torch.Tensor, layer._v_scale).max()))
+    scales = {
+        name: (cast(torch.Tensor, layer._k_scale), cast(torch.Tensor, layer._v_scale))
         for name, layer in model.named_modules()
         if isinstance(layer, Attention)
     }
+    # in the middle of vLLM's layerwise reload they are placeholders
+    return {name: (float(k.max()), float(v.max())) for name, (k, v) in scales.items() if not k.is_meta}
 
 
 def _linear(name: str, layer: Any, fused_names: dict[str, list[str]]) -> dict[str, Expected]:

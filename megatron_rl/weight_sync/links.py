@@ -74,19 +74,14 @@ def links(plan: SyncPlan, sampler: SamplerLayout) -> list[Links]:
 
 def lower_bound(plan: SyncPlan, shape: ModelShape, layout: Layout, sampler: SamplerLayout) -> LowerBound:
     """Every byte leaves the learner once and each sampler rank receives its shard; samplers may pass bytes on."""
-    ranks = layout.tp * layout.cp * layout.dp  # of a stage: they share what the stage holds, at best evenly
     stages: dict[int, int] = {}
-    experts: dict[tuple[int, int], int] = {}
-    for transfer in plan.transfers:
-        stages[transfer.stage] = stages.get(transfer.stage, 0) + transfer.nbytes
-        if transfer.expert_rank is not None:
-            holder = (transfer.stage, transfer.expert_rank)
-            experts[holder] = experts.get(holder, 0) + transfer.nbytes
-    shares = [nbytes // ranks for nbytes in stages.values()]
-    shares += [nbytes // max(ranks // layout.ep, 1) for nbytes in experts.values()]
+    for (stage, _), nbytes in plan.writers.items():
+        stages[stage] = stages.get(stage, 0) + nbytes
+    # the ranks of a stage share what it holds, at best evenly: experts are split evenly as it is
+    out = max(stages.values(), default=0) // (layout.tp * layout.cp * layout.dp)
     shard = plan.whole_bytes + plan.split_bytes // sampler.tp
     shard += plan.key_value_bytes // min(sampler.tp, shape.kv_heads)
-    return LowerBound(max(shares, default=0), shard, shard * sampler.world)
+    return LowerBound(out, shard, shard * sampler.world)
 
 
 def _gathers(kind: str, groups: list[tuple[int, ...]], meaning: str) -> Links:

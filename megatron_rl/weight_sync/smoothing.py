@@ -6,8 +6,10 @@ an ordinary model that computes the same function with calmer activations. Smoot
 
     s = amax(x)^alpha / amax(W)^(1 - alpha),
 
-is rounded to a power of two: folding is then exact in BF16, for what stays unquantized (norms, routers, ignored
-layers) too, and the rounding differences between layouts of the learner all but vanish from it.
+is taken relative to its median over the layer's channels and cut to a power of two. Folding powers of two is exact in
+BF16, for what stays unquantized (norms, routers, ignored layers) too. Channels within a factor of two of the median
+are left as they are, so a layer without outliers loses nothing, and the rounding differences between layouts of the
+learner all but vanish.
 
 L layers, N norms of a layer (`mapping.Norm`), H hidden channels.
 """
@@ -82,10 +84,14 @@ def column_amax(weight_OH: Tensor) -> Tensor:
 
 
 def scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
-    """Powers of two near SmoothQuant's scale; 1 for channels that nothing was seen of, or that no weight reads."""
-    exponent = alpha * activations.log2() - (1 - alpha) * weights.log2()
+    """Powers of two for the channels (last dimension) of each norm.
+
+    1 for channels that nothing was seen of, or that no weight reads.
+    """
     known = (activations > 0) & (weights > 0) & torch.isfinite(activations) & torch.isfinite(weights)
-    exponent = torch.where(known, exponent, 0.0).round_().clamp_(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    wanted = torch.where(known, alpha * activations.log2() - (1 - alpha) * weights.log2(), torch.nan)
+    exponent = (wanted - wanted.nanmedian(-1, keepdim=True).values).trunc_().nan_to_num_(0.0)
+    exponent.clamp_(-LARGEST_EXPONENT, LARGEST_EXPONENT)
     # the bits of 2^n: exp2 may be a last bit off
     bits = (exponent.to(torch.int32) + FLOAT32_BIAS) << FLOAT32_FRACTION_BITS
     return bits.view(torch.float32)

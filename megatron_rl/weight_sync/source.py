@@ -89,8 +89,13 @@ class ShardSource:
             yield from bucket
 
     def buckets(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The same, one bucket after the other. Take each to its end before asking for the next."""
-        shards = self._begin(parameters)
+        """The same, one bucket after the other. Take each to its end before asking for the next.
+
+        What all ranks of the learner do together is done at the call, not at the first bucket: some have none.
+        """
+        return self._walk(self._begin(parameters))
+
+    def _walk(self, shards: Mapping[str, torch.Tensor]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         for bucket in self._buckets:
             yield self._run(bucket, shards)
         if self._writes_scales:

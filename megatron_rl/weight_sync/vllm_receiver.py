@@ -166,7 +166,10 @@ class Checked:
         self.state = SyncState(inbox.announced.policy_version, False, before.verify_s, loaded, inbox.nbytes)
 
     def await_built(self) -> None:
-        """See receiver.FileWeightTransferEngine: here `finish_weight_update` does everything by itself."""
+        """Whether the update has been accepted as far as it can be before it is loaded."""
+        if self._inbox is None:
+            raise WeightSyncError("finish_weight_update without an announced update")
+        self._inbox.require_sealed()
 
     def abort(self) -> None:
         """What had arrived in place stays, torn; vLLM's books on it must be closed, or the next update joins them."""

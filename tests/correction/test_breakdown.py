@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_rl.correction.breakdown import Slice, breakdowns, recorded_breakdowns
+from megatron_rl.collect import collate
+from megatron_rl.correction.breakdown import Slice, breakdowns, mismatch_by_format, recorded_breakdowns
+from megatron_rl.metrics import unknown
 from megatron_rl.rollout_correction import CorrectionConfig, rollout_correction
 from megatron_rl.rollout_file import write_rollouts
 from megatron_rl.types import Prompt, Rollout, Scored
@@ -107,3 +110,20 @@ def test_a_recorded_step(tmp_path: Path) -> None:
     assert [one.label for one in direct if one.by == "staleness"] == ["1", "2", "4"]
     write_rollouts(path, scored)
     assert recorded_breakdowns(path) == []
+
+    names = ["int8" if i % 2 else "none" for i in range(len(scored))]
+    mixed = [replace(one, rollout=replace(one.rollout, format=name)) for one, name in zip(scored, names, strict=True)]
+    write_rollouts(path, mixed, prox_logprobs_BT=prox_BT)
+    parts = [one for one in recorded_breakdowns(path) if one.by == "format"]
+    assert [one.label for one in parts] == ["int8", "none"]
+    assert sum(one.tokens for one in parts) == int(mask_BT.sum())
+
+    collated = collate(mixed)
+    width = collated.mask_BT.shape[1]
+    metrics = mismatch_by_format(prox_BT[:, :width], collated)
+    for part in parts:
+        assert metrics[f"rollout_corr/{part.label}/k3_kl"] == pytest.approx(part.k3_kl)
+        assert metrics[f"rollout_corr/{part.label}/logp_abs_diff_mean"] == pytest.approx(part.abs_diff)
+    assert unknown(metrics) == []
+    assert mismatch_by_format(prox_BT[:, :width], collate(scored)) == {}, "one format: nothing to split"
+    assert mismatch_by_format(None, collated) == {}

@@ -205,30 +205,31 @@ def test_training_moves_the_policy(one: dict[str, Any]) -> None:
     assert losses[-1] < losses[0]
 
 
-def transformers_activations(hf: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def transformers_activations(hf: dict[str, Any], folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Over the batch's real tokens, the largest magnitude of each norm's output and of what attention caches.
 
     [layer, norm, channel] and [layer, (key, value)].
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from megatron_rl.learner.weights import random_tensors
+    from megatron_rl.weight_sync.hf_folder import write_folder
     from megatron_rl.weight_sync.mapping import params
     from megatron_rl.weight_sync.model_shape import ModelShape
 
     shape = ModelShape.from_hf(hf)
     get = random_tensors(shape, hf, 7)
-    state = {name: get(name) for param in params(shape) for name in param.hf}
-    model = AutoModelForCausalLM.from_pretrained(
-        None, config=AutoConfig.for_model(**hf), state_dict=state, dtype=torch.float32
-    ).eval()
+    tensors = {name: get(name) for param in params(shape) for name in param.hf}
+    write_folder(folder, tensors, hf)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     amax_LNH = torch.zeros(shape.layers, 2, shape.hidden)
     cache_L2 = torch.zeros(shape.layers, 2)
 
     def watch(place_H: torch.Tensor, norm: torch.nn.Module) -> None:
-        norm.register_forward_hook(
-            lambda _, __, out: place_H.copy_(torch.maximum(place_H, out.flatten(0, 1).abs().amax(0)))
-        )
+        def see(_: torch.nn.Module, __: Any, out: torch.Tensor) -> None:
+            place_H.copy_(torch.maximum(place_H, out.flatten(0, 1).abs().amax(0)))
+
+        norm.register_forward_hook(see)
 
     for layer, block in enumerate(model.model.layers):
         watch(amax_LNH[layer, 0], block.input_layernorm)
@@ -246,10 +247,10 @@ def transformers_activations(hf: dict[str, Any]) -> tuple[torch.Tensor, torch.Te
 
 @pytest.mark.parametrize(("model", "layouts"), [("dense", list(LAYOUTS)), ("experts", ["tp2_sp", "tp2_ep2", "ep2"])])
 def test_every_layout_sees_the_same_activations(
-    model: str, layouts: list[str], one: dict[str, Any], two: dict[str, Any]
+    model: str, layouts: list[str], one: dict[str, Any], two: dict[str, Any], tmp_path: Path
 ) -> None:
     found = {"one": one[f"activations_{model}_one"]} | {at: two[f"activations_{model}_{at}"] for at in layouts}
-    wanted_LNH, cache_L2 = transformers_activations(ACTIVATIONS[model])
+    wanted_LNH, cache_L2 = transformers_activations(ACTIVATIONS[model], tmp_path / "hf")
     assert (wanted_LNH > 0).all()
     for at, case in found.items():
         torch.testing.assert_close(torch.tensor(case["amax"]), wanted_LNH, rtol=1e-4, atol=1e-5, msg=at)

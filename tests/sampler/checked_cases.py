@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 from live_engine import Case, answers, attempt, model_of
+from update_cases import run_layerwise
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -137,6 +138,7 @@ def run_checked(case: Case) -> dict[str, Any]:
     found["said"].append(sender.send(1, staged=True))
     found["back"] = answers(engine) == first
     found["sleep"] = run_sleep(engine, sender)
+    found["layerwise"] = run_layerwise(engine, case.tensors(1))
     engine.shutdown()
     return found
 

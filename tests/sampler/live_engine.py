@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron_rl.sampler import model_folder
 from megatron_rl.sampler.child import Engine
 from megatron_rl.schema import Config, Format, KvCache
 from megatron_rl.weight_sync import file_transport as transport
-from megatron_rl.weight_sync import receiver
+from megatron_rl.weight_sync import receiver, reload
 from megatron_rl.weight_sync.cache_scales import CacheScales
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.model_shape import ModelShape
@@ -96,16 +97,17 @@ class Case:
 
     def update_wrongly(self, engine: Engine, fault: Callable[..., None]) -> str:
         """The first weights again, loaded by a receiver with a mistake."""
-        load = receiver.FileWeightTransferEngine.load
+        prepare = receiver.FileWeightTransferEngine.prepare
 
-        def load_wrongly(worker: Any, tensors: Any) -> None:
-            fault(worker.model, tensors, lambda tensors: load(worker, tensors))
+        def prepare_wrongly(worker: Any, tensors: dict[str, torch.Tensor]) -> Callable[[], None]:
+            load = partial(reload.load, worker.model, worker.model_config, worker.device)
+            return partial(fault, worker.model, tensors.items(), load)
 
-        receiver.FileWeightTransferEngine.load = load_wrongly
+        receiver.FileWeightTransferEngine.prepare = prepare_wrongly
         try:
             return self.update(engine, self.tensors(1))
         finally:
-            receiver.FileWeightTransferEngine.load = load
+            receiver.FileWeightTransferEngine.prepare = prepare
 
 
 def answers(engine: Engine) -> list[Any]:

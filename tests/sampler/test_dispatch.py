@@ -93,6 +93,13 @@ def test_work_is_shared_and_comes_back_in_order():
     assert all(one.most <= 2 for one in both), "no more than it decodes at once, and a little"
 
 
+def test_the_least_loaded_server_is_next():
+    idle, busy = replica("idle"), replica("busy")
+    busy.load = 20  # ten prompts of somebody else
+    run([busy, idle], 20, max_sequences=100)
+    assert (len(idle.asked), len(busy.asked)) == (15, 5)
+
+
 def test_the_faster_server_answers_more():
     fast, slow = replica("fast", pause_s=0.002), replica("slow", pause_s=0.05)
     assert tokens(run([fast, slow], 40)) == expected(40)

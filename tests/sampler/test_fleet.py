@@ -1,8 +1,13 @@
-"""A live fleet: one BF16 and one INT8 server on this machine, updated, misled, killed, and looked at by strangers."""
+"""A live fleet, updated, misled, killed, and looked at by strangers.
+
+Server 0 samples in INT8 and is started by the fleet; server 1 samples in BF16, was started by `megatron-rl serve` and
+is given by address.
+"""
 
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,10 +20,12 @@ from pathlib import Path
 import pytest
 from tiny_engine import PROMPTS, TinyModel, make_config, make_model
 
+from megatron_rl.config import to_yaml
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.fleet import FleetSampler
 from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.schema import Config, FleetSection, Format
+from megatron_rl.sampler.server_process import free_port
+from megatron_rl.schema import Config, FleetSection, Format, ModelSection
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.formats import BY_FORMAT
@@ -26,7 +33,8 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 
 pytestmark = pytest.mark.engine
 
-FORMATS = [Format.none, Format.int8]
+FORMATS = [Format.int8, Format.none]
+KEY_VARIABLE, KEY = "MEGATRON_RL_FLEET_KEY", "0123456789abcdef" * 2
 SAMPLING = SamplingParams(samples=2, max_tokens=8)
 PATIENCE_S = 150.0
 
@@ -34,6 +42,7 @@ PATIENCE_S = 150.0
 @dataclass
 class LiveFleet:
     sampler: FleetSampler
+    given: subprocess.Popen[bytes]
     model: TinyModel
     directory: Path
     said: list[str] = field(default_factory=list)
@@ -69,7 +78,16 @@ def quick_starts(tmp_path_factory) -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         patch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path_factory.mktemp("bytecode")))
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        patch.setenv(KEY_VARIABLE, KEY)
         yield
+
+
+def serve(model: TinyModel, folder: Path, port: int) -> subprocess.Popen[bytes]:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(to_yaml(replace(make_config(), model=ModelSection(path=str(model.folder)))))
+    command = [sys.executable, "-m", "megatron_rl.cli", "serve", str(recipe), "--port", str(port), "--format", "none"]
+    with (folder / "serve.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +95,29 @@ def live(tmp_path_factory, quick_starts) -> Iterator[LiveFleet]:
     folder = tmp_path_factory.mktemp("fleet")
     model = make_model(folder / "hf", True)
     said: list[str] = []
-    sampler = FleetSampler(fleet_config(replicas=2, formats=FORMATS), model.folder, folder, say=said.append)
+    port = free_port()
+    config = fleet_config(replicas=1, addresses=[f"http://127.0.0.1:{port}"], formats=FORMATS)
+    sampler = FleetSampler(config, model.folder, folder, say=said.append)
+    given = serve(model, folder, port)
     try:
         sampler.launch()
         sampler.wait_ready()
-        fleet = LiveFleet(sampler, model, folder, said)
+        fleet = LiveFleet(sampler, given, model, folder, said)
         fleet.update(1)
         yield fleet
     finally:
         sampler.close()
+        given.terminate()
+        given.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def embedded(live, tmp_path_factory) -> Iterator[EmbeddedSampler]:
+    """Launched and not waited for: it starts on one core while the killed server starts again on the other."""
+    sampler = EmbeddedSampler(make_config(), live.model.folder, tmp_path_factory.mktemp("embedded"))
+    sampler.launch()
+    yield sampler
+    sampler.close()
 
 
 def essence(rollouts: list[Rollout]) -> list[tuple]:
@@ -112,18 +144,21 @@ def test_both_formats_answer_in_order_and_show_every_update(live):
 @pytest.mark.parametrize("key", [None, "Bearer wrong", "Basic"])
 def test_no_route_answers_without_the_key(live, path, key):
     headers = {} if key is None else {"Authorization": key}
-    request = urllib.request.Request(live.sampler.replicas[0].address + path, data=b"{}", headers=headers)
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=10)
-    assert refused.value.code == 401
+    for replica in live.sampler.replicas:
+        request = urllib.request.Request(replica.address + path, data=b"{}", headers=headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=10)
+        assert refused.value.code == 401
 
 
 def test_the_key_is_in_no_command_line_and_no_log(live):
     replica = live.sampler.replicas[0]
     assert len(replica.key) > 30
+    assert replica.key != KEY == live.sampler.replicas[1].key
     assert replica.key not in Path(f"/proc/{replica.process.pid}/cmdline").read_text()
-    for log in live.directory.glob("sampler_*.log"):
-        assert replica.key not in log.read_text(errors="replace")
+    for log in (live.directory / "sampler_0.log", live.directory / "serve.log"):
+        assert not any(one.key in log.read_text(errors="replace") for one in live.sampler.replicas)
+    assert KEY not in Path(f"/proc/{replica.process.pid}/environ").read_text()
     assert replica.address.startswith("http://127.0.0.1:")
 
 
@@ -136,7 +171,7 @@ def flip_a_byte(manifest: Path) -> None:
 
 def test_an_update_that_one_server_refuses_reaches_none(live):
     version, before = live.sampler.policy_version, live.rollouts()
-    with pytest.raises(WeightSyncError, match=r"server 1 \(int8\): corrupt tensor"):
+    with pytest.raises(WeightSyncError, match=r"server 0 \(int8\): corrupt tensor"):
         live.update(7, flip_a_byte)
     assert live.sampler.policy_version == version
     assert [one["policy_version"] for one in live.sampler.health()["replicas"]] == [version] * 2
@@ -162,10 +197,10 @@ def until_ready(live: LiveFleet) -> None:
         time.sleep(0.1)
 
 
-def test_a_server_killed_in_mid_generation_loses_no_prompt_and_comes_back_in_sync(live):
+def test_a_server_killed_in_mid_generation_loses_no_prompt_and_comes_back_in_sync(live, request):
     live.update(8)
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(150)]
-    victim = live.sampler.replicas[1]
+    victim = live.sampler.replicas[0]
     pid = victim.process.pid
 
     def kill() -> None:
@@ -183,8 +218,9 @@ def test_a_server_killed_in_mid_generation_loses_no_prompt_and_comes_back_in_syn
     assert all(len(r.token_ids) == 24 and r.prompt is prompts[r.group] for r in rollouts)
     assert {r.policy_version for r in rollouts} == {live.sampler.policy_version}
     assert live.sampler.stats.retried > 0
-    assert any("server 1 (int8) is out" in line for line in live.said)
+    assert any("server 0 (int8) is out" in line for line in live.said)
 
+    request.getfixturevalue("embedded")
     until_ready(live)
     again = live.rollouts()
     assert victim.process.pid != pid
@@ -195,19 +231,14 @@ def test_a_server_killed_in_mid_generation_loses_no_prompt_and_comes_back_in_syn
     assert {r.policy_version for r in live.rollouts()} == {live.sampler.policy_version}
 
 
-def test_a_server_given_by_address_answers_like_the_embedded_engine(live, tmp_path, monkeypatch):
-    """Last: it takes the BF16 server away from the fleet that started it."""
-    theirs = live.sampler.replicas[0]
-    monkeypatch.setenv("MEGATRON_RL_FLEET_KEY", theirs.key)
-    config = fleet_config(addresses=[theirs.address])
+def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets(live, embedded, tmp_path):
+    """Last: it takes the server away from the other fleet, and ends it."""
+    config = fleet_config(addresses=[live.sampler.replicas[1].address])
     folder = tmp_path / "sync"
     transport.write_version(folder, 0, live.model.quantized(5, Format.none).items(), format="none")
     answers = []
-    for sampler in (
-        FleetSampler(config, live.model.folder, tmp_path),
-        EmbeddedSampler(make_config(), live.model.folder, tmp_path),
-    ):
-        with sampler:
+    with FleetSampler(config, live.model.folder, tmp_path) as fleet:
+        for sampler in (fleet, embedded):
             sampler.init_weight_transfer_engine({})
             sampler.start_weight_update()
             sampler.update_weights(transport.update_info(folder, 0, 1))
@@ -215,10 +246,11 @@ def test_a_server_given_by_address_answers_like_the_embedded_engine(live, tmp_pa
             several = sampler.generate(PROMPTS, SAMPLING, seed=3, first_group=4, step=0)
             greedy = sampler.generate(PROMPTS[:1], replace(SAMPLING, temperature=0.0), seed=3, first_group=0, step=0)
             answers.append(several + greedy)
-    fleet, embedded = answers
-    assert essence(fleet) == essence(embedded)
-    assert [r.policy_version for r in fleet] == [r.policy_version for r in embedded]
-    assert [r.format for r in fleet] == [r.format for r in embedded]
-    for ours, own in zip(fleet, embedded, strict=True):
-        assert all(math.isclose(a, b, abs_tol=0.02) for a, b in zip(ours.logprobs, own.logprobs, strict=True))
-    assert os.path.isdir(f"/proc/{theirs.process.pid}"), "closing a fleet leaves servers alone that it did not start"
+    given, own = answers
+    assert essence(given) == essence(own)
+    assert [(r.policy_version, r.format) for r in given] == [(r.policy_version, r.format) for r in own]
+    for one, other in zip(given, own, strict=True):
+        assert all(math.isclose(a, b, abs_tol=0.02) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+    assert live.given.poll() is None
+    live.given.terminate()
+    assert live.given.wait(PATIENCE_S) == 0

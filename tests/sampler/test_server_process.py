@@ -2,11 +2,15 @@
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from tiny_engine import make_config, make_model
 
-from megatron_rl.sampler import model_folder, server_key, server_process
+from megatron_rl.sampler import server_key, server_process
 from megatron_rl.sampler.server_key import RequireKey
 from megatron_rl.sampler.server_process import command_line, share_of_cores
 
@@ -20,26 +24,28 @@ def test_engine_arguments_become_options():
     assert words == ["--load-format", "dummy", "--enforce-eager", "--no-swap", "--seed", "3", "--y", '{"a": 1}']
 
 
-@pytest.mark.engine
-def test_vllm_s_own_parser_understands_every_option(tmp_path):
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    config = make_config()
-    folder = model_folder.write_engine_folder(make_model(tmp_path / "hf", True).folder, tmp_path / "engine", config)
-    arguments = {**model_folder.engine_arguments(config, folder), **server_process._SERVER_ARGUMENTS, "port": 1234}
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command_line(arguments))
-    assert (parsed.host, parsed.port, parsed.tokens_only) == ("127.0.0.1", 1234, True)
-    assert parsed.middleware == ["megatron_rl.sampler.server_key.RequireKey"]
-    assert (parsed.enforce_eager, parsed.enable_prefix_caching) == (True, False)
-    assert parsed.api_key is None
-
-
 def test_cores_are_divided(monkeypatch):
     monkeypatch.setattr(server_process.os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4}, raising=False)
     monkeypatch.setattr(server_process.sys, "platform", "linux")
     assert [share_of_cores(i, 2) for i in range(2)] == ["0,1", "2,3"]
     assert share_of_cores(0, 1) == share_of_cores(3, 6) == "all"
+
+
+def test_a_server_ends_with_its_parent_s_end_of_the_pipe():
+    server = subprocess.Popen(
+        [sys.executable, "-m", "megatron_rl.sampler.server", str(os.getpid()), "all"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        time.sleep(0.5)
+        assert server.poll() is None
+        server.stdin.close()
+        assert server.wait(30) == -signal.SIGKILL
+    finally:
+        server.kill()
+        server.wait()
 
 
 def ask(app, headers=(), kind="http") -> list[dict]:

@@ -49,6 +49,10 @@ def test_links_by_hand() -> None:
     maxima = 4 * row_rows
     assert one(plan, SamplerLayout(), "learner: row maxima") == (2, maxima, 2 * maxima, maxima)
     assert one(plan, SamplerLayout(2, 5), "learner -> sampler") == (10, plan.nbytes, 10 * plan.nbytes, plan.nbytes)
+    of_four = plan_sync(shape, Layout(tp=4), Format.int8)
+    each = 2 * maxima * 3 // 4  # three quarters on the way to the sum, three on the way back
+    assert one(of_four, SamplerLayout(), "learner: row maxima") == (4, each, 4 * each, each)
+    assert one(of_four, SamplerLayout(), "learner: gather")[::2] == (3, 3 * crossing // 2)
     bound = lower_bound(plan, shape, layout, SamplerLayout(2, 5))
     assert bound.out == plan.nbytes // 6
     assert bound.into == crossing + 4 * row_rows + 3 * 64 * 2
@@ -56,12 +60,13 @@ def test_links_by_hand() -> None:
 
 
 def test_the_bound_knows_who_holds_what() -> None:
-    """Experts leave only the ranks that hold them; key-value heads are copied beyond their number."""
+    """A stage's weights leave its own ranks only; key-value heads are copied beyond their number."""
     shape = ModelShape.from_hf(hf_config("qwen3_moe"))
-    layout = Layout(tp=2, ep=2, etp=1)
+    layout = Layout(tp=2, pp=2, ep=2, etp=1, dp=2, first_layers=1)
     plan = plan_sync(shape, layout, Format.none)
-    experts = sum(t.nbytes for t in plan.transfers if t.expert_rank == 1)
-    assert lower_bound(plan, shape, layout, SamplerLayout()).out == max(experts, plan.nbytes // 2)
+    last = sum(t.nbytes for t in plan.transfers if t.stage == 1)
+    assert last > plan.nbytes / 2
+    assert lower_bound(plan, shape, layout, SamplerLayout()).out == last // 4
     at_4 = lower_bound(plan, shape, layout, SamplerLayout(4)).into
     at_8 = lower_bound(plan, shape, layout, SamplerLayout(8)).into
     assert at_4 == plan.whole_bytes + (plan.split_bytes + plan.key_value_bytes) // 4

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_rl.schema import Format
+from megatron_rl.schema import Format, format_number
 from megatron_rl.types import Batch
-from megatron_rl.weight_sync.probe import SyncMismatch, check, check_batch
+from megatron_rl.weight_sync.probe import SyncMismatch, check, check_batch, check_formats
 
 B, T, VOCAB = 8, 32, 64
 
@@ -90,3 +91,21 @@ def test_only_rows_of_the_synced_version_count() -> None:
         check_batch(batch, logprobs(), format=Format.none, version=1)
     with pytest.raises(ValueError, match=r"version 3, the batch holds versions \[1, 2\]"):
         check_batch(batch, logprobs(), format=Format.none, version=3)
+
+
+def test_a_mixed_fleet_is_probed_format_by_format() -> None:
+    zeros_B = torch.zeros(B, dtype=torch.long)
+    formats_B = torch.tensor([format_number("none")] * 4 + [format_number("int8")] * 4)
+    sampler_BT = logprobs()
+    sampler_BT[4:] += 0.05  # within the budget of INT8, beyond that of BF16
+    batch = Batch(
+        zeros_B[:, None], zeros_B, zeros_B + T, mask(), sampler_BT, zeros_B.float(), zeros_B, zeros_B, formats_B
+    )
+    both = (Format.none, Format.int8)
+    metrics = check_formats(batch, logprobs(), both, version=0)
+    assert metrics["sync/probe_abs_diff/none"] == 0
+    assert metrics["sync/probe_abs_diff/int8"] == pytest.approx(0.05, abs=1e-3) == metrics["sync/probe_abs_diff"]
+    assert metrics["sync/probe_budget"] == 0.08
+    with pytest.raises(SyncMismatch, match="\\(none\\)"):
+        check_formats(replace(batch, formats_B=formats_B.flip(0)), logprobs(), both, version=0)
+    assert "sync/probe_abs_diff/int8" not in check_formats(batch.rows(torch.arange(4)), logprobs()[:4], both, version=0)

@@ -6,11 +6,15 @@ import json
 import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from push_rank import HF_CONFIG, NAME, Weights, run_rank
 
-from megatron_rl.schema import Config, SyncSection
+from megatron_rl.schema import Config, FleetSection, Format, SamplerSection, SyncSection
+from megatron_rl.weight_sync import manifest
+from megatron_rl.weight_sync.file_transport import manifest_path
+from megatron_rl.weight_sync.formats import BY_FORMAT
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
@@ -61,4 +65,63 @@ def test_no_space_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.
     config = Config(sync=SyncSection(dir=str(tmp_path)))
     with pytest.raises(WeightSyncError, match=r"has 0 MiB free: free space there, or set sync\.dir"):
         WeightSync(Weights(0, 1), None, config, HF_CONFIG, Ranks())
+    assert list(tmp_path.iterdir()) == []
+
+
+class Fleet:
+    """Stands where a fleet does: notes what it is sent, or refuses it."""
+
+    def __init__(self) -> None:
+        self.refuse = False
+        self.info: dict[str, Any] = {}
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: Any) -> None:
+        if self.refuse:
+            raise WeightSyncError("corrupt tensor X")
+        self.info = update_info
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass
+
+    def manifests(self) -> dict[str, manifest.Manifest]:
+        """Of the last accepted update, by format; raises where its files are gone."""
+        infos = self.info[BY_FORMAT]
+        return {
+            name: manifest.read(manifest_path(Path(one["directory"]), one["policy_version"], 0))
+            for name, one in infos.items()
+        }
+
+
+def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the_next(tmp_path: Path) -> None:
+    formats = [Format.int8, Format.none, Format.int8]
+    fleet = FleetSection(replicas=3, formats=formats)
+    config = Config(sync=SyncSection(dir=str(tmp_path)), sampler=SamplerSection(fleet=fleet))
+    client = Fleet()
+    sync = WeightSync(Weights(0, 1), client, config, HF_CONFIG, Ranks())
+    report = sync.push(1)
+    found = client.manifests()
+    assert {name: one.format for name, one in found.items()} == {"none": "none", "int8": "int8"}
+    scales = {name: sum(entry.name.endswith("_scale") for entry in one.tensors) for name, one in found.items()}
+    assert scales["none"] == 0 < scales["int8"]
+    assert report.tensors == sum(len(one.tensors) for one in found.values())
+    assert report.nbytes == sum(sum(one.files.values()) for one in found.values())
+    assert report.error.worst
+
+    client.refuse = True
+    with pytest.raises(WeightSyncError, match="corrupt tensor X"):
+        sync.push(2)
+    assert {one.policy_version for one in client.manifests().values()} == {1}, "restarted servers still need it"
+    assert not list(sync.transport.directory.glob("*/v00000002"))
+
+    client.refuse = False
+    sync.push(3)
+    assert {one.policy_version for one in client.manifests().values()} == {3}
+    assert not list(sync.transport.directory.glob("*/v00000001"))
+    sync.close()
     assert list(tmp_path.iterdir()) == []

@@ -1,9 +1,10 @@
 """Rollout throughput per format: our sampler against the bare engine, and INT8 against BF16.
 
-    python tools/bench/rollout.py [--shape toy] [--shape large] [--format none ...] [--repeats 5]
+    python tools/bench/rollout.py [--shape toy] [--shape large] [--format none ...] [--repeats 5] [--fleet]
 
 Both engines of a format stay up and take turns, so that whatever else the machine does meets both. The bare
-engine is `vllm.LLM.generate` on the same prompts, the same engine arguments and no seeds. Weights are random:
+engine is `vllm.LLM.generate` on the same prompts, the same engine arguments and no seeds. `--fleet` puts one server
+behind HTTP in the place of the embedded engine, whose overhead is then that of a fleet per engine. Weights are random:
 lengths are fixed, so only shapes matter.
 """
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl.toy import write_toy
 from megatron_rl.weight_sync.hf_folder import HfFolder, copy_companions
 from megatron_rl.weight_sync.mapping import params
 from megatron_rl.weight_sync.model_shape import ModelShape
@@ -40,6 +41,7 @@ def main() -> None:
     print(f"{options.model}: {options.channels} outlier channels per norm; mean |logprob difference|")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
+        write_toy(folder / "toy")  # its prompts
         floor = measure(options.model, folder, "none", None)
         print(f"{'BF16, no outliers':<28} {floor:.4f}", flush=True)
         for factor in options.factors:
@@ -81,6 +83,8 @@ def measure(model: Path, scratch: Path, format: str, alpha: float | None) -> flo
         "run.name": "probe",
         "run.steps": 0,
         "model.path": model.resolve(),
+        "data.train": scratch / "toy" / "train.jsonl",
+        "data.eval": "null",
         "eval.every": 0,
         "quantization": f"{{preset: {format}, smoothing: {'null' if alpha is None else alpha}}}",
         "sync.probe_budget": 100,
@@ -88,7 +92,7 @@ def measure(model: Path, scratch: Path, format: str, alpha: float | None) -> flo
     }
     command = [sys.executable, "-m", "megatron_rl.cli", "train", str(ROOT / "recipes" / "quickstart.yaml")]
     command += [f"{key}={value}" for key, value in overrides.items()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=ROOT)
     if done.returncode:
         raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
     first = json.loads((runs / "probe" / "metrics.jsonl").read_text().splitlines()[0])

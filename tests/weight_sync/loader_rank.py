@@ -1,0 +1,131 @@
+"""One of two sampler ranks without an engine: vLLM's own layers and loaders take what a learner yields.
+
+`python loader_rank.py RANK FOLDER CASES_JSON` writes FOLDER/rank<RANK>.json: per case, the parameters that differ from
+the rank's share of the original tensors, and how many were compared.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from simulated import hf_config, quantized_whole, random_hf, run_sources
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.schema import Config, Format, QuantizationSection
+from megatron_rl.weight_sync.layout import Layout
+from megatron_rl.weight_sync.model_shape import ModelShape
+
+RANKS = 2
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+PER_COLUMN = ("o_proj", "down_proj", "w2")  # cut along the inputs
+# the experts of a layer stand in one parameter
+EXPERTS = {
+    "qwen3_moe": {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)},
+    "mixtral": {"w13": ("w1", "w3"), "w2": ("w2",)},
+}
+
+
+def model_config(case: dict[str, Any]) -> dict[str, Any]:
+    rope = {"max_position_embeddings": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+    blocks = {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512} if case["format"] == "fp8_block" else {}
+    shape = {"num_hidden_layers": 2, "tie_word_embeddings": case["tied"], **blocks}
+    if case["family"] in EXPERTS:
+        shape |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return hf_config(case["family"], **shape, **rope, architectures=[ARCHITECTURES[case["family"]]])
+
+
+def share(whole: dict[str, torch.Tensor], name: str, rank: int) -> torch.Tensor:
+    """This rank's part of an engine parameter, by the rules of tensor parallelism."""
+    *parents, module, suffix = name.split(".")
+    if suffix.startswith(("w13_", "w2_")):
+        return experts_share(whole, name, rank)
+    parts = []
+    for each in FUSED.get(module, (module,)):
+        full = whole[".".join([*parents, each, suffix])]
+        if "norm" in module or (module in PER_COLUMN and suffix == "weight_scale" and full.shape[1] == 1):
+            parts.append(full)
+            continue
+        if module in ("embed_tokens", "lm_head"):  # padded to a multiple of 64 rows per model
+            full = torch.cat([full, full.new_zeros(-len(full) % 64 if len(full) % 64 else 0, full.shape[1])])
+        dim = 1 if module in PER_COLUMN else 0
+        parts.append(full.chunk(RANKS, dim)[rank])
+    return torch.cat(parts)
+
+
+def experts_share(whole: dict[str, torch.Tensor], name: str, rank: int) -> torch.Tensor:
+    stem, _, rest = name.partition(".experts.")
+    kind, _, suffix = rest.rpartition(".")[2].partition("_")
+    family = "mixtral" if "block_sparse_moe" in name else "qwen3_moe"
+    experts = []
+    while (parts := [f"{stem}.experts.{len(experts)}.{each}.{suffix}" for each in EXPERTS[family][kind]])[0] in whole:
+        cut = [whole[part] for part in parts]
+        if kind == "w13" or suffix == "weight":
+            cut = [full.chunk(RANKS, 1 if kind == "w2" else 0)[rank] for full in cut]
+        experts.append(torch.cat(cut))
+    return torch.stack(experts)
+
+
+def load(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
+    format, config = Format(case["format"]), model_config(case)
+    shape = ModelShape.from_hf(config)
+    hf = random_hf(shape)
+    _, yielded = run_sources(hf, shape, Layout(tp=2), format, ignore=("lm_head",))
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = write_engine_folder(folder, folder / "engine", Config(quantization=QuantizationSection(format=format)))
+    arguments = EngineArgs(str(engine), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64)
+    arguments.tensor_parallel_size, arguments.distributed_executor_backend = RANKS, "mp"
+    arguments.enforce_eager = True
+    vllm_config = arguments.create_engine_config()
+    with set_current_vllm_config(vllm_config), set_default_torch_dtype(torch.bfloat16):
+        join(rank, folder)
+        try:
+            model = initialize_model(vllm_config)
+        except ValueError as error:
+            if "Failed to find a kernel" in str(error):  # blocks need AMX or a GPU
+                return {"skip": str(error)}
+            raise
+        model.load_weights(pair for of_rank in yielded for pair in of_rank)
+    whole = quantized_whole(hf, format)
+    wrong = []
+    # the attention's own scales belong to its cache, which no update carries
+    parameters = {name: parameter for name, parameter in model.named_parameters() if ".attn." not in name}
+    for name, parameter in parameters.items():
+        want = share(whole, name, rank)
+        same = parameter.shape == want.shape and parameter.dtype == want.dtype
+        if not same or not torch.equal(parameter.data.view(torch.uint8), want.contiguous().view(torch.uint8)):
+            wrong.append(f"{name}: {tuple(parameter.shape)} {parameter.dtype}, wanted {tuple(want.shape)} {want.dtype}")
+    return {"wrong": wrong, "compared": len(parameters)}
+
+
+def join(rank: int, folder: Path) -> None:
+    if not torch.distributed.is_initialized():
+        init_distributed_environment(RANKS, rank, f"file://{folder.parent}/meeting", rank, "gloo")
+        initialize_model_parallel(RANKS, backend="gloo")
+
+
+def main(rank: int, folder: Path, cases: list[dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    own = folder / f"rank{rank}"
+    own.mkdir()
+    found = [load(case, own, rank) for case in cases]
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

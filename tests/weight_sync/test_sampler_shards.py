@@ -1,0 +1,64 @@
+"""A sampler of two tensor-parallel ranks: vLLM's own loaders cut the right shards out of what the learner yields.
+
+Two processes hold vLLM's layers, without an engine around them. 128x128 blocks need a kernel that not every host
+has; vLLM's quantized layers of experts need one that no host has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CASES = [
+    # a mixture first: vLLM makes the groups of experts for such models only, and groups are made once
+    {"family": "qwen3_moe", "format": "none", "tied": False},
+    {"family": "llama", "format": "none", "tied": False},
+    {"family": "llama", "format": "fp8", "tied": True},
+    {"family": "qwen2", "format": "int8", "tied": False},
+    {"family": "qwen2", "format": "none", "tied": True},
+    {"family": "qwen3", "format": "int8", "tied": True},
+    {"family": "qwen3", "format": "fp8", "tied": False},
+    {"family": "qwen3", "format": "fp8_block", "tied": False},
+    {"family": "mixtral", "format": "none", "tied": True},
+]
+TIMEOUT_S = 240
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("shards")
+    here = [str(ROOT / "tests" / "weight_sync"), str(ROOT)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(here), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("loader_rank.py"))]
+    ranks = []
+    for rank in range(2):
+        # names that differ keep vLLM from sharing memory between the two, which would outlive them
+        env["VLLM_DIST_IDENT"] = f"shards{rank}"
+        with (folder / f"rank{rank}.log").open("w") as log:
+            arguments = [*command, str(rank), str(folder), json.dumps(CASES)]
+            ranks.append(subprocess.Popen(arguments, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(TIMEOUT_S) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], "\n".join((folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(2))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: "-".join(map(str, CASES[n].values())))
+def test_every_rank_holds_its_share(number: int, found: list[list[dict[str, Any]]]) -> None:
+    if "skip" in found[0][number]:
+        pytest.skip(found[0][number]["skip"].splitlines()[-1])
+    for of_rank in found:
+        assert of_rank[number]["wrong"] == []
+        assert of_rank[number]["compared"] >= 2 * 6 + 2  # four linear layers and two norms; embedding and last norm
