@@ -98,7 +98,7 @@ class Live:
     def load(self) -> None:
         version = self.next_version
         self.sampler.start_weight_update()
-        self.sampler.update_weights(transport.update_info(self.directory, version, 1))
+        self.sampler.update_weights(transport.update_info(self.directory, version, 1, background=True))
         self.sampler.finish_weight_update(str(version))
 
     def update(self, seed: int, fault: str | None = None) -> None:
