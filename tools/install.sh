@@ -50,7 +50,8 @@ resolve() {
 
 install() {
   local extra=${1%%,*}
-  local -a options=(--python .venv/bin/python --overrides "constraints/overrides-$extra.txt" --constraints "constraints/$extra.txt")
+  # compiled now, once: an engine that compiles vLLM for itself starts in 14 seconds instead of 8
+  local -a options=(--compile-bytecode --python .venv/bin/python --overrides "constraints/overrides-$extra.txt" --constraints "constraints/$extra.txt")
   echo "installing megatron-rl[$1] into .venv ($(.venv/bin/python --version))"
   if [[ $extra == gpu ]]; then
     # Transformer Engine's torch binding compiles against the torch that is already there.
