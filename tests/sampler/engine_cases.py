@@ -30,8 +30,7 @@ def main() -> None:
         "checked": lambda: run_checked(Case("qwen3", Format.int8, out / "checked")),
         "in_place": lambda: run_in_place(Case("qwen3", Format.none, out / "in_place")),
         "trainer": run_trainer,
-        "cache": lambda: run_cache(Case("qwen3", Format.int8, out / "cache", kv_cache=KvCache.fp8)),
-        "cache_bf16": lambda: run_cache(Case("qwen3", Format.none, out / "cache_bf16", kv_cache=KvCache.fp8)),
+        "cache": lambda: run_cache(Case("qwen3", Format.none, out / "cache", kv_cache=KvCache.fp8)),
     }
     found = {name: run() for name, run in runs.items() if name in (sys.argv[2:] or runs)}
     (out / "found.json").write_text(json.dumps(found))
