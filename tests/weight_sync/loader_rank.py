@@ -45,6 +45,8 @@ def model_config(case: dict[str, Any]) -> dict[str, Any]:
     rope = {"max_position_embeddings": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
     blocks = {"head_dim": 128, "hidden_size": 256, "intermediate_size": 512} if case["format"] == "fp8_block" else {}
     shape = {"num_hidden_layers": 2, "tie_word_embeddings": case["tied"], **blocks}
+    if case["family"] == "qwen2":
+        shape["head_dim"] = 8  # vLLM does not read it for this family, but divides
     if case["family"] in EXPERTS:
         shape |= {"num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return hf_config(case["family"], **shape, **rope, architectures=[ARCHITECTURES[case["family"]]])
@@ -58,7 +60,11 @@ def share(whole: dict[str, torch.Tensor], name: str, rank: int) -> torch.Tensor:
     parts = []
     for each in FUSED.get(module, (module,)):
         full = whole[".".join([*parents, each, suffix])]
-        if "norm" in module or (module in PER_COLUMN and suffix == "weight_scale" and full.shape[1] == 1):
+        if (
+            "norm" in module
+            or module == "gate"
+            or (module in PER_COLUMN and suffix == "weight_scale" and full.shape[1] == 1)
+        ):
             parts.append(full)
             continue
         if module in ("embed_tokens", "lm_head"):  # padded to a multiple of 64 rows per model
