@@ -54,6 +54,7 @@ def quantize(weight_OI: torch.Tensor, format: Format, amax_O: torch.Tensor | Non
         return _quantize_blocks(weight_OI)
     if format not in DTYPES:
         raise ValueError(f"quantization.format={format} has no quantizer; take one of {[f.value for f in DTYPES]}")
+    own = amax_O is None  # then nothing lies beyond it by more than rounding, which conversion undoes
     amax_O = row_amax(weight_OI) if amax_O is None else amax_O.float()
     _refuse_non_finite(amax_O)
     scale_O1 = (amax_O.clamp(min=TINY) / _largest(format)).unsqueeze(1)
@@ -64,7 +65,11 @@ def quantize(weight_OI: torch.Tensor, format: Format, amax_O: torch.Tensor | Non
     for start in range(0, weight_OI.shape[0], rows):
         some_OI = weight_OI[start : start + rows]
         scaled_OI = scratch_OI[: len(some_OI)].copy_(some_OI).div_(scale_O1[start : start + rows])
-        rounded_OI[start : start + rows].copy_(_round(scaled_OI, format))
+        if format == Format.int8:
+            scaled_OI.round_()
+        if not own:
+            scaled_OI.clamp_(-_largest(format), _largest(format))
+        rounded_OI[start : start + rows].copy_(scaled_OI)
     return {"weight": rounded_OI, "weight_scale": scale_O1}
 
 
@@ -93,7 +98,7 @@ def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
     _refuse_non_finite(amax_PQ)
     scale_PQ = amax_PQ.clamp(min=TINY) / FP8_MAX
     scaled_OI = (blocks_PBQB / scale_PQ[:, None, :, None]).reshape(padded_OI.shape)[:rows, :columns]
-    return {"weight": _round(scaled_OI.contiguous(), Format.fp8).to(DTYPES[Format.fp8]), "weight_scale": scale_PQ}
+    return {"weight": scaled_OI.contiguous().to(DTYPES[Format.fp8]), "weight_scale": scale_PQ}
 
 
 def _rows_at_once(weight_OI: torch.Tensor) -> int:
@@ -106,17 +111,6 @@ def _rows_at_once(weight_OI: torch.Tensor) -> int:
 
 def _largest(format: Format) -> float:
     return INT8_MAX if format == Format.int8 else FP8_MAX
-
-
-def _round(scaled: torch.Tensor, format: Format) -> torch.Tensor:
-    """Bring a temporary, in place, to values that convert exactly or to the nearest of the format.
-
-    Division can land one bit past the largest value.
-    """
-    largest = _largest(format)
-    if format == Format.int8:
-        scaled.round_()
-    return scaled.clamp_(-largest, largest)
 
 
 def _refuse_non_finite(amax: torch.Tensor) -> None:

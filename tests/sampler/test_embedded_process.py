@@ -18,6 +18,7 @@ PATIENCE_S = 30.0
 
 # a parent that starts a sampler, says which process it owns and when the engine is up, and waits
 PARENT = """
+import signal
 import sys
 from pathlib import Path
 from megatron_rl.sampler.embedded import EmbeddedSampler
@@ -29,6 +30,7 @@ config = Config(
     rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
     sampler=SamplerSection(memory_gib=0.1, start_timeout_s=240),
 )
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs without
 sampler = EmbeddedSampler(config, folder, folder)
 try:
     sampler.launch()
