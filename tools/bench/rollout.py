@@ -5,7 +5,8 @@
 Both engines of a format stay up and take turns, so that whatever else the machine does meets both. The bare
 engine is `vllm.LLM.generate` on the same prompts, the same engine arguments and no seeds. `--fleet` puts one server
 behind HTTP in the place of the embedded engine, whose overhead is then that of a fleet per engine. Weights are random:
-lengths are fixed, so only shapes matter.
+lengths are fixed, so only shapes matter for speed. `|d|` is the mean |logprob difference| on sampled tokens between the
+sampler, which was given the model's weights in its format, and transformers with the same weights in BF16.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from megatron_rl.sampler import embedded, model_folder
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.fleet import FleetSampler
 from megatron_rl.schema import Config, FleetSection, Format, QuantizationSection, RolloutSection, SamplerSection
-from megatron_rl.types import Prompt, SamplingParams
+from megatron_rl.types import Prompt, Rollout, SamplingParams
+from megatron_rl.weight_sync.file_transport import update_info, write_version
+from megatron_rl.weight_sync.hf_folder import HfFolder
+from megatron_rl.weight_sync.quantize import is_quantized, quantize
 
 START_TIMEOUT_S = 600.0
+COMPARED = 16  # rollouts whose logprobs transformers computes too
 
 
 @dataclass(frozen=True)
@@ -90,8 +97,46 @@ def write_model(folder: Path, work: Workload) -> Path:
         "max_position_embeddings": 1024, "rope_theta": 10000.0, "tie_word_embeddings": True,
         "attention_bias": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    settings = {name: value for name, value in config.items() if name not in ("architectures", "torch_dtype")}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.bfloat16).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def give_weights(sampler: EmbeddedSampler | FleetSampler, hf_folder: Path, to: Path, config: Config) -> None:
+    hf, section = HfFolder(hf_folder), config.quantization
+
+    def converted() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in hf.names:
+            if is_quantized(name, section.format, section.ignore):
+                for suffix, value in quantize(hf.get(name), section.format).items():
+                    yield name.removesuffix("weight") + suffix, value
+            else:
+                yield name, hf.get(name)
+
+    write_version(to, 0, converted(), format=section.format.value)
+    sampler.init_weight_transfer_engine({})
+    sampler.start_weight_update()
+    sampler.update_weights(update_info(to, 0, 1))
+    sampler.finish_weight_update("0")
+
+
+def mean_difference(rollouts: list[Rollout], hf_folder: Path) -> float:
+    """Between the sampler's logprobs and those of the model as transformers runs it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.bfloat16).eval()
+    differences = []
+    for one in rollouts[:COMPARED]:
+        tokens_1S = torch.tensor([[*one.prompt.token_ids, *one.token_ids]])
+        with torch.no_grad():
+            logprobs_SV = model(tokens_1S).logits[0, len(one.prompt.token_ids) - 1 : -1].float().log_softmax(-1)
+        own_T = logprobs_SV.gather(1, torch.tensor(one.token_ids)[:, None]).squeeze(1)
+        differences.append((own_T - torch.tensor(one.logprobs)).abs())
+    return float(torch.cat(differences).mean())
 
 
 def prompt_ids(work: Workload) -> list[tuple[int, ...]]:
@@ -144,8 +189,8 @@ def ask_bare(process: subprocess.Popen[str]) -> float:
     raise RuntimeError("the bare engine ended; see bare.log")
 
 
-def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[float, float]:
-    """(our tokens/s, the bare engine's), medians over alternating runs."""
+def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[float, float, float]:
+    """(our tokens/s, the bare engine's, |d|); medians over alternating runs."""
     work = SHAPES[shape]
     config = make_config(format, work, fleet)
     make_sampler = FleetSampler if fleet else EmbeddedSampler
@@ -160,6 +205,7 @@ def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[floa
             make_sampler(config, hf_folder, folder) as sampler,
             bare_engine(config, hf_folder, folder, shape) as process,
         ):
+            give_weights(sampler, hf_folder, folder, config)
             for repeat in range(repeats + 1):
                 start = time.perf_counter()
                 rollouts = sampler.generate(prompts, params, seed=repeat, first_group=0, step=repeat)
@@ -169,7 +215,7 @@ def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[floa
                 if repeat:  # the first round is warm-up
                     ours.append(work.tokens / elapsed)
                     bare.append(work.tokens / other)
-    return median(ours), median(bare)
+        return median(ours), median(bare), mean_difference(rollouts, hf_folder)
 
 
 def main() -> None:
@@ -183,13 +229,17 @@ def main() -> None:
     if options.bare:
         serve_bare(json.loads(options.bare), SHAPES[options.shape[0]])
         return
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     for shape in options.shape or ["toy", "large"]:
         print(f"{shape}: {SHAPES[shape].parameters / 1e6:.1f}M parameters, {SHAPES[shape].tokens} tokens per call")
         rates: dict[str, float] = {}
         for format in options.format or ["none", "int8", "fp8"]:
-            ours, bare = measure(Format(format), shape, options.repeats, options.fleet)
+            ours, bare, difference = measure(Format(format), shape, options.repeats, options.fleet)
             rates[format] = ours
-            print(f"  {format:5} sampler {ours:8.0f} tokens/s   bare {bare:8.0f} tokens/s   ratio {ours / bare:.3f}")
+            speeds = f"sampler {ours:8.0f} tokens/s   bare {bare:8.0f} tokens/s   ratio {ours / bare:.3f}"
+            print(f"  {format:5} {speeds}   |d| {difference:.4f}")
         if {"none", "int8"} <= rates.keys():
             print(f"  INT8 / BF16: {rates['int8'] / rates['none']:.2f}")
 
