@@ -1,8 +1,23 @@
 """Before anything loads torch: threads that wait let others run, so that the tests bear a busy machine."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 from megatron_rl.device import SHORT_SPIN
+from megatron_rl.toy import write_toy
 
 for name, value in SHORT_SPIN.items():
     os.environ.setdefault(name, value)
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the toy, and a recipe that could run there."""
+    monkeypatch.chdir(tmp_path)
+    write_toy(tmp_path / "data" / "toy")
+    (tmp_path / "mine.yaml").write_text(f"base: {ROOT}/recipes/toy_sft.yaml\n")
+    return tmp_path

@@ -8,18 +8,8 @@ from megatron_rl import checks, cli
 from megatron_rl.config import load
 from megatron_rl.device import Machine, format_problem
 from megatron_rl.schema import Device, Format
-from megatron_rl.toy import write_toy
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the toy, and a recipe that could run there."""
-    monkeypatch.chdir(tmp_path)
-    write_toy(tmp_path / "data" / "toy")
-    (tmp_path / "mine.yaml").write_text(f"base: {ROOT}/recipes/toy_sft.yaml\n")
-    return tmp_path
 
 
 def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:

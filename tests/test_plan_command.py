@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import cli
-from megatron_rl.toy import write_toy
 
 ROOT = Path(__file__).parent.parent
 TRILLION = (
@@ -19,14 +18,6 @@ TRILLION = (
     "learner.megatron.expert_tensor_parallel_size=1 learner.megatron.num_layers_in_first_pipeline_stage=3 "
     "learner.megatron.num_layers_in_last_pipeline_stage=2 --replicas 64 --link-gbs 50"
 )
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write_toy(tmp_path / "data" / "toy")
-    (tmp_path / "mine.yaml").write_text(f"base: {ROOT}/recipes/toy_sft.yaml\n")
-    return tmp_path
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from push_rank import HF_CONFIG, PATIENCE, Client, Weights
+from push_rank import HF_CONFIG, Client, Weights, join_pair
 
-from megatron_rl.schema import Config, Format, LearnerSection, QuantizationSection, SyncSection
+from megatron_rl.schema import Config, Format, QuantizationSection, SyncSection
 from megatron_rl.weight_sync import source
 from megatron_rl.weight_sync.file_transport import version_directory
-from megatron_rl.weight_sync.groups import Ranks, TorchGroup
-from megatron_rl.weight_sync.layout import Place
+from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
 
@@ -46,16 +44,7 @@ def kill_myself() -> None:
 
 def run_rank(rank: int, victim: int, rendezvous: str, folder: str, out: str) -> None:
     """Two versions; the victim does not live to see the second."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=PATIENCE)
-    config = Config(
-        learner=LearnerSection(tensor_parallel=2),
-        quantization=QuantizationSection(format=Format.int8),
-        sync=SyncSection(dir=folder, bucket_mib=1),
-    )
-    client = Client()
-    ranks = Ranks(Place(tp=rank), TorchGroup(), TorchGroup())
-    sync = WeightSync(Weights(rank, 2), client if rank == 0 else None, config, HF_CONFIG, ranks)
+    sync, _, client = join_pair(rank, rendezvous, folder)
     sync.push(1)
     if rank == victim == 0:
         source.full_tensors = when_some_are_written(version_directory(sync.transport.directory, 2), kill_myself)

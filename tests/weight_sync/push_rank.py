@@ -66,7 +66,8 @@ class Client:
         self.calls.append(f"finish {weight_version}")
 
 
-def run_rank(rank: int, rendezvous: str, folder: str, out: str) -> None:
+def join_pair(rank: int, rendezvous: str, folder: str) -> tuple[WeightSync, Weights, Client]:
+    """Become one of two tensor-parallel ranks that send INT8; the client is rank 0's sampler."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=PATIENCE)
     config = Config(
@@ -74,10 +75,13 @@ def run_rank(rank: int, rendezvous: str, folder: str, out: str) -> None:
         quantization=QuantizationSection(format=Format.int8),
         sync=SyncSection(dir=folder, bucket_mib=1),
     )
-    client = Client()
-    learner = Weights(rank, 2)
+    client, learner = Client(), Weights(rank, 2)
     ranks = Ranks(Place(tp=rank), TorchGroup(), TorchGroup())
-    sync = WeightSync(learner, client if rank == 0 else None, config, HF_CONFIG, ranks)
+    return WeightSync(learner, client if rank == 0 else None, config, HF_CONFIG, ranks), learner, client
+
+
+def run_rank(rank: int, rendezvous: str, folder: str, out: str) -> None:
+    sync, learner, client = join_pair(rank, rendezvous, folder)
     report = sync.push(3)
     found: dict[str, Any] = {
         "metrics": report.metrics(),

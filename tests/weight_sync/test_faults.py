@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fault_rank import run_rank
+from spawned import exit_codes
 
 from megatron_rl.weight_sync.sync_dir import GRACE_S, SyncDir
 
@@ -22,21 +22,10 @@ VERSION_KIB = 900  # of the model that is sent
 @pytest.mark.ranks
 @pytest.mark.parametrize("victim", [0, 1], ids=["the_writer", "another_rank"])
 def test_a_rank_killed_in_mid_write_ends_the_others_soon(tmp_path: Path, victim: int) -> None:
-    context = multiprocessing.get_context("spawn")
     outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
     folder = tmp_path / "sync"
-    processes = [
-        context.Process(target=run_rank, args=(rank, victim, str(tmp_path / "store"), str(folder), str(outs[rank])))
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(TIMEOUT_S)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        if process.is_alive():
-            process.kill()
+    arguments = [(rank, victim, str(tmp_path / "store"), str(folder), str(outs[rank])) for rank in range(2)]
+    codes = exit_codes(run_rank, arguments, TIMEOUT_S)
     assert codes == ([-9, 0] if victim == 0 else [0, -9])
     survivor = json.loads(outs[1 - victim].read_text())
     assert "policy version 2 was not sent: another rank of the learner ended" in survivor["message"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from push_rank import HF_CONFIG, NAME, Weights, run_rank
+from spawned import exit_codes
 
 from megatron_rl.schema import Config, FleetSection, Format, SamplerSection, SyncSection
 from megatron_rl.weight_sync import manifest
@@ -24,21 +24,9 @@ TIMEOUT_S = 180
 
 @pytest.mark.ranks
 def test_two_ranks(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
     outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
-    processes = [
-        context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), str(tmp_path / "sync"), str(out)))
-        for rank, out in enumerate(outs)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(TIMEOUT_S)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-    assert codes == [0, 0]
+    arguments = [(rank, str(tmp_path / "store"), str(tmp_path / "sync"), str(out)) for rank, out in enumerate(outs)]
+    assert exit_codes(run_rank, arguments, TIMEOUT_S) == [0, 0]
     driver, other = (json.loads(out.read_text()) for out in outs)
     assert driver["equal"]
     assert driver["calls"] == ["init", "start", "update", "finish 3"]

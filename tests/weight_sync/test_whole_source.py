@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from simulated import TIMEOUT_S, ThreadGroup, assert_same_bits, hf_config, local_parameters, quantized_whole, random_hf
+from spawned import exit_codes
 from whole_rank import CASES, run_rank
 
 from megatron_rl.schema import Format
@@ -23,21 +23,9 @@ from megatron_rl.weight_sync.source import ShardSource
 
 @pytest.mark.ranks
 def test_two_writers_in_one_order(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
     outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
-    processes = [
-        context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), str(out)))
-        for rank, out in enumerate(outs)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(TIMEOUT_S)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-    assert codes == [0, 0]
+    arguments = [(rank, str(tmp_path / "store"), str(out)) for rank, out in enumerate(outs)]
+    assert exit_codes(run_rank, arguments, TIMEOUT_S) == [0, 0]
     first, second = (json.loads(out.read_text()) for out in outs)
     for case in CASES:
         for everywhere in (False, True):
