@@ -32,7 +32,7 @@ from megatron_rl.sampler.protocol import SamplerError, SamplerStats
 from megatron_rl.sampler.shared_memory import remove_segments, segments_of_session
 from megatron_rl.schema import Config
 from megatron_rl.types import Prompt, Rollout, SamplingParams
-from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 LOG_LINES_SHOWN = 15
 CLOSE_GRACE_S = 3.0
@@ -66,7 +66,7 @@ class EmbeddedSampler:
         *,
         worker_extension: str = model_folder.WORKER_EXTENSION,
     ) -> None:
-        self.policy_version = -1
+        self.policy_version = NO_VERSION
         self.last_sync: dict[str, Any] = {}  # verify_s, load_s and bytes of the engine's last accepted update
         self.log_path = log_dir / "sampler.log"
         self._config = config
@@ -91,7 +91,7 @@ class EmbeddedSampler:
 
     def launch(self) -> None:
         """Start the child without waiting for it: the learner can start meanwhile."""
-        self.policy_version = -1
+        self.policy_version = NO_VERSION
         self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-engine-")
         folder = model_folder.write_engine_folder(self._hf_folder, Path(self._folder.name), self._config)
         arguments = model_folder.engine_arguments(self._config, folder, self._worker_extension)

@@ -27,13 +27,13 @@ from megatron_rl.sampler.event_loop import EventLoopThread
 from megatron_rl.sampler.fleet_config import replica_formats
 from megatron_rl.sampler.fleet_update import FleetUpdates
 from megatron_rl.sampler.protocol import SamplerError, SamplerStats
-from megatron_rl.sampler.replica import UNSYNCED, Replica
+from megatron_rl.sampler.replica import Replica
 from megatron_rl.sampler.server_process import ServerPlan, server_plans
 from megatron_rl.sampler.supervisor import FleetState, Supervisor
 from megatron_rl.schema import Config, Format
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.formats import BY_FORMAT
-from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 KEY_BYTES = 32
 SHUT_S = 5.0
@@ -51,7 +51,7 @@ class FleetSampler:
         say: Callable[[str], None] = lambda line: None,
         worker_extension: str = model_folder.WORKER_EXTENSION,
     ) -> None:
-        self.policy_version = UNSYNCED
+        self.policy_version = NO_VERSION
         self.last_sync: dict[str, Any] = {}  # of the slowest server's last accepted update
         self._config, self._hf_folder, self._log_dir = config, hf_folder, log_dir
         self._say, self._news = say, queue.SimpleQueue[str]()

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-NO_VERSION = -1
+from megatron_rl.weight_sync.manifest import NO_VERSION
+
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what can sleep
 TAGS = (WEIGHTS, CACHE)
 DISCARDS_WEIGHTS = 2  # vLLM's level of sleep that keeps no copy

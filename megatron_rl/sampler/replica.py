@@ -19,11 +19,10 @@ from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.sampler.server_process import ServerProcess
 from megatron_rl.schema import Format
 from megatron_rl.types import SamplingParams
-from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 HEALTH_TIMEOUT_S = 10.0
 MISSING_LOGPROB = -9999.0  # what the server writes for a logprob that is NaN, infinite or not there
-UNSYNCED = -1
 
 
 class ReplicaGone(SamplerError):
@@ -74,7 +73,7 @@ class Replica:
     key: str
     timeout_s: float
     process: ServerProcess | None = None  # None: it was given by address
-    version: int = UNSYNCED
+    version: int = NO_VERSION
     ready: bool = False  # answers, and holds the weights of `version`
     lost: str | None = None  # why it will not come back
     reason: str = ""  # why it is not ready
@@ -86,7 +85,7 @@ class Replica:
 
     def gone(self, reason: str) -> None:
         """Take it out; whatever it works on is cancelled, for others to take over."""
-        self.ready, self.reason, self.version = False, reason, UNSYNCED
+        self.ready, self.reason, self.version = False, reason, NO_VERSION
         for task in list(self.running):
             task.cancel()
 
@@ -161,8 +160,8 @@ class Replica:
     async def forget_version(self) -> None:
         """A server that served another run, or missed updates, starts over: any version is newer than none."""
         await self.call_workers("forget_version")
-        await self._stamp(UNSYNCED)
-        self.version = UNSYNCED
+        await self._stamp(NO_VERSION)
+        self.version = NO_VERSION
 
     async def _stamp(self, version: int) -> None:
         await self.post("/reset_prefix_cache")
@@ -236,13 +235,13 @@ def _answer(choice: _Choice) -> Answer:
         tuple(choice.token_ids),
         logprobs,
         choice.finish_reason or "abort",
-        min((_number(version) for version in versions), default=UNSYNCED),
+        min((_number(version) for version in versions), default=NO_VERSION),
     )
 
 
 def _number(version: str) -> int:
     """A server that stamps something else than a number holds weights that this run never gave it."""
-    return int(version) if version.lstrip("-").isdecimal() else UNSYNCED
+    return int(version) if version.lstrip("-").isdecimal() else NO_VERSION
 
 
 def _shortened(content: bytes, limit: int = 300) -> str:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.sampler.replica import UNSYNCED, Replica, ReplicaGone
+from megatron_rl.sampler.replica import Replica, ReplicaGone
 from megatron_rl.sampler.server_process import ServerPlan, ServerProcess
 from megatron_rl.schema import Format
 from megatron_rl.types import SamplingParams
-from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 POLL_S = 0.2
 UNANSWERED = 3  # looks in a row without an answer until a server counts as gone
@@ -33,7 +33,7 @@ class FleetState:
     restarts: int
     longest: int  # tokens of prompt and answer that every server must take
     say: Callable[[str], None]
-    version: int = UNSYNCED  # the current policy's
+    version: int = NO_VERSION  # the current policy's
     held: Mapping[Format, Mapping[str, Any]] = field(default_factory=dict)  # its update, kept for re-syncs
     restarted: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # a replica came back, or was given up

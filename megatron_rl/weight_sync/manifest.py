@@ -24,6 +24,7 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 PROBLEMS_SHOWN = 8
+NO_VERSION = -1  # policy version of an engine that holds its dummy weights: any version is newer
 BYTES_PER_CHANGE = 3  # of a patch: 16 bits say where, 8 what
 
 

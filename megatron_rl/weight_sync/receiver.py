@@ -34,10 +34,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.weight_sync import double_buffer, expectation, host_kernels, reload
 from megatron_rl.weight_sync.file_reader import stage
-from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 BACKEND = "file"
-NO_VERSION = -1  # the engine still holds its dummy weights
 
 
 @dataclass

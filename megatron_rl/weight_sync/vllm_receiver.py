@@ -33,8 +33,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from megatron_rl.sampler.model_folder import VLLM_BACKENDS
 from megatron_rl.weight_sync import expectation, ipc_handles, manifest, reload, wire
-from megatron_rl.weight_sync.manifest import Expected, WeightSyncError
-from megatron_rl.weight_sync.receiver import NO_VERSION, SyncState
+from megatron_rl.weight_sync.manifest import NO_VERSION, Expected, WeightSyncError
+from megatron_rl.weight_sync.receiver import SyncState
 from megatron_rl.weight_sync.receiver import WorkerExtension as WorkerExtension  # what vLLM looks for here
 from megatron_rl.weight_sync.wire import Announcement
 
