@@ -178,7 +178,9 @@ def _weigh(
     raw = raw_ratio(config, ratio)
     bounded = bound(config, raw, cap)
     kept_float_BT = as_float(kept_BT)
-    units = (kept_float_BT.sum(dim=1, keepdim=True) > 0).float() if config.level == Level.sequence else kept_float_BT
+    kept_B1 = kept_float_BT.sum(dim=1, keepdim=True)
+    applied.add_rows(ratio.stays_B1, kept_B1)
+    units = (kept_B1 > 0).float() if config.level == Level.sequence else kept_float_BT
     applied.add_units(raw, bounded, units, *fraction_bounds(config, cap))
     if config.level == Level.none:
         measured_BT = kept_float_BT * ratio.counted_float_BT
@@ -187,8 +189,6 @@ def _weigh(
     ratio.fix_weights_(out_BT, kept_BT)
     if config.level != Level.none:
         applied.add(out_BT, kept_float_BT)
-    stays_B = as_float(ratio.stays_BT).sum(dim=1)
-    applied.add_rejections(stays_B, kept_float_BT.sum(dim=1))
 
 
 def _normalize_(weights_BT: Tensor, config: WeightConfig, applied: WeightSums) -> float:

@@ -24,16 +24,18 @@ def _deviation(mean: float, mean_square: float) -> float:
     return math.sqrt(max(0.0, mean_square - mean * mean))
 
 
-def outside_penalty(mask_float_BT: Tensor) -> Tensor:
-    """0 inside the mask and infinite outside: added, it keeps padding out of a minimum."""
-    return mask_float_BT.reciprocal().sub_(1.0)
-
-
-def extremes(values_BT: Tensor, penalty_BT: Tensor) -> tuple[float, float]:
-    """Smallest and largest value inside; (inf, -inf) where there is none. `values_BT` is finite throughout."""
+def extremes(values_BT: Tensor, mask_float_BT: Tensor) -> tuple[float, float]:
+    """Smallest and largest value inside; (inf, -inf) where there is none. `values_BT` is finite, and 0 outside."""
     if values_BT.numel() == 0:
         return math.inf, -math.inf
-    return float((values_BT + penalty_BT).amin()), float((values_BT - penalty_BT).amax())
+    low, high = (float(value) for value in values_BT.aminmax())
+    # an extreme on its own side of 0 is none of the zeros outside; the other kind is looked for again
+    # with a penalty that is 0 inside and infinite outside
+    if low >= 0.0:
+        low = float(mask_float_BT.reciprocal().sub_(1.0).add_(values_BT).amin())
+    if high <= 0.0:
+        high = float(mask_float_BT.reciprocal().sub_(1.0).sub_(values_BT).amin().neg())
+    return low, high
 
 
 class MismatchSums:
@@ -58,17 +60,19 @@ class MismatchSums:
         self.d_B[rows] = ratio.sums_B1[:, 0]
         self.prox_B[rows] = prox_BT.sum(dim=1)
 
-        low, high = extremes(ratio.d_BT, outside_penalty(mask_BT))
+        low, high = extremes(ratio.d_BT, mask_BT)
         self.low, self.high = min(self.low, low), max(self.high, high)
 
-        d = ratio.d_BT.reshape(-1)
+        d, rho = ratio.d_BT.reshape(-1), ratio.rho_BT.reshape(-1)
         absolute = d.abs()
-        excess = d.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1_()  # rho - 1, exact where rho is near 1
-        rho = ratio.rho_BT.reshape(-1)
-        error = torch.maximum(rho, rho.reciprocal()).sub_(1.0)  # exp|d| - 1
-        # exp(mu) comes from p - d, which is defined wherever p is
-        sampler_prob = bounded_prob(prox_BT - ratio.d_BT, mask_BT)
+        excess = ratio.bounded_d_BT.reshape(-1).expm1()  # rho - 1, exact where rho is near 1
+        inverse = rho.reciprocal()
+        error = torch.maximum(rho, inverse).sub_(1.0)  # exp|d| - 1
+        # exp(mu) comes from p and d, which are defined wherever p is
         prob = bounded_prob(prox_BT, mask_BT)
+        sampler_prob = inverse.mul_(prob)
+        if max(-low, high) > EXPONENT_LIMIT:  # then rho is bounded, and not what lies between the two
+            sampler_prob = bounded_prob(prox_BT - ratio.d_BT, mask_BT)
         gap = prob - sampler_prob
         absolute_gap = gap.abs()
         self.prob_high = max(self.prob_high, float(absolute_gap.amax()) if gap.numel() else 0.0)
@@ -158,8 +162,8 @@ class WeightSums:
 
     def add(self, weights_BT: Tensor, kept_float_BT: Tensor) -> None:
         """`weights_BT` is 0 where `kept_float_BT` is."""
-        self.kept += int(kept_float_BT.sum(dtype=torch.float64))
-        low, high = extremes(weights_BT, outside_penalty(kept_float_BT))
+        self.kept += int(kept_float_BT.sum())  # exact: a slice has fewer than 2^24 tokens
+        low, high = extremes(weights_BT, kept_float_BT)
         self.low, self.high = min(self.low, low), max(self.high, high)
         flat = weights_BT.reshape(-1)
         # centred on 1, where weights cluster: a plain sum of squares loses small deviations
@@ -185,12 +189,12 @@ class WeightSums:
         self.above += float(torch.dot(torch.gt(raw, high, out=beyond), kept))
         self.below += float(torch.dot(torch.lt(raw, low, out=beyond), kept))
 
-    def add_rejections(self, before_B: Tensor, kept_B: Tensor) -> None:
+    def add_rows(self, before_B1: Tensor, kept_B1: Tensor) -> None:
         """Tokens per row before and after the rules."""
-        self.kept_tokens += float(kept_B.sum(dtype=torch.float64))
-        self.before_tokens += float(before_B.sum(dtype=torch.float64))
-        self.before_rows += float((before_B > 0).sum())
-        self.touched_rows += float((kept_B < before_B).sum())
+        self.kept_tokens += float(kept_B1.sum(dtype=torch.float64))
+        self.before_tokens += float(before_B1.sum(dtype=torch.float64))
+        self.before_rows += float((before_B1 > 0).sum())
+        self.touched_rows += float((kept_B1 < before_B1).sum())
 
     def metrics(self, scale: float = 1.0) -> dict[str, float]:
         """`scale`: what the weights were multiplied by after the sums were taken."""

@@ -20,7 +20,7 @@ EXPONENT_LIMIT = 20.0
 LARGEST_DIFFERENCE = 1e15
 
 # Rows are handled in slices that stay in a core's cache; a GPU prefers fewer, larger ones.
-CHUNK_ELEMENTS_HOST = 1 << 16
+CHUNK_ELEMENTS_HOST = 1 << 17
 CHUNK_ELEMENTS_CUDA = 1 << 22
 
 
@@ -69,8 +69,12 @@ class LogRatio:
     learner_faults: int
 
     @cached_property
+    def bounded_d_BT(self) -> Tensor:
+        return self.d_BT.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+
+    @cached_property
     def rho_BT(self) -> Tensor:
-        return bounded_exp(self.d_BT)
+        return self.bounded_d_BT.exp()
 
     @cached_property
     def counted_float_BT(self) -> Tensor:
@@ -79,6 +83,12 @@ class LogRatio:
     @cached_property
     def counts_B1(self) -> Tensor:
         return self.counted_float_BT.sum(dim=1, keepdim=True)
+
+    @property
+    def stays_B1(self) -> Tensor:
+        if self.stays_BT is self.counted_BT:
+            return self.counts_B1
+        return as_float(self.stays_BT).sum(dim=1, keepdim=True)
 
     @cached_property
     def sums_B1(self) -> Tensor:
@@ -99,16 +109,20 @@ class LogRatio:
             weights_BT.masked_fill_(~self.counted_BT, 0.0)
 
 
+def difference(prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, out_BT: Tensor) -> Tensor:
+    return torch.sub(_wide(prox_logprobs_BT), _wide(sampler_logprobs_BT), out=out_BT)
+
+
 def log_ratio(
     prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, policy: NonFinite, out_BT: Tensor
 ) -> LogRatio:
     """The log-ratio of some rows, written to `out_BT`."""
-    torch.sub(_wide(prox_logprobs_BT), _wide(sampler_logprobs_BT), out=out_BT)
-    mask_float_BT = as_float(mask_BT)
-    flat = (out_BT * mask_float_BT).reshape(-1)
+    difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT).mul_(as_float(mask_BT))
+    flat = out_BT.reshape(-1)
     # NaN, infinities and absurd values survive a dot product: one cheap pass tells whether to look closer
     if float(torch.dot(flat, flat)) < LARGEST_DIFFERENCE**2:
-        return LogRatio(out_BT.mul_(mask_float_BT), mask_BT, mask_BT, None, 0, 0)
+        return LogRatio(out_BT, mask_BT, mask_BT, None, 0, 0)
+    difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT)
     return _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
 
 

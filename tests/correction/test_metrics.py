@@ -187,3 +187,26 @@ def test_every_metric_is_in_the_table() -> None:
     config = CorrectionConfig(weight=WeightConfig(target_ess=0.9))
     corrected = apply_conditional_rules(rollout_correction(*example(), config), torch.ones(3), config)
     assert set(corrected.metrics) <= set(METRICS)
+
+
+@pytest.mark.parametrize("shift", [-25.0, 25.0])
+def test_probabilities_stay_true_where_the_ratio_is_bounded(shift: float) -> None:
+    """A learner that is e^25 off: the exponent of rho is bounded, the two probabilities are not its business."""
+    certain, doubtful = math.log(0.5), math.log(0.5) - 25.0
+    prox, sampler = (doubtful, certain) if shift < 0 else (certain, doubtful)
+    found = rollout_correction(torch.tensor([[prox]]), torch.tensor([[sampler]]), torch.ones(1, 1), CorrectionConfig())
+    assert found.metrics["rollout_corr/probs_diff_max"] == pytest.approx(0.5, abs=1e-6)
+    assert found.metrics["rollout_corr/logp_abs_diff_max"] == pytest.approx(25.0, abs=1e-5)
+    assert found.metrics["rollout_corr/rho_max"] == pytest.approx(math.exp(math.copysign(20.0, shift)), rel=1e-5)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_extremes_of_one_sign_are_not_the_zeros_of_the_padding(sign: float) -> None:
+    d_BT = sign * torch.tensor([[0.1, 0.3, 5.0], [0.2, 5.0, 5.0]])
+    mask_BT = torch.tensor([[True, True, False], [True, False, False]])
+    metrics = rollout_correction(d_BT, torch.zeros(2, 3), mask_BT, CorrectionConfig()).metrics
+    low, high = sorted([sign * 0.1, sign * 0.3])
+    assert metrics["rollout_corr/rho_min"] == pytest.approx(math.exp(low))
+    assert metrics["rollout_corr/rho_max"] == pytest.approx(math.exp(high))
+    assert metrics["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(low))
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(high))
