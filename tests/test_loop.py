@@ -14,9 +14,8 @@ from megatron_rl.toy import write_toy
 
 ROOT = Path(__file__).parent.parent
 PRESETS = sorted(path.stem for path in (ROOT / "conf" / "correction").glob("*.yaml"))
-# the warm start has a test of its own; anchored to the sampler, a ratio and a weight exclude each other
-LOSSES = [name.value for name in LossName if name is not LossName.cross_entropy]
-BYPASS_ONLY = {"rollout_is"}
+LOSSES = [name.value for name in LossName]
+BYPASS_ONLY = {"rollout_is"}  # anchored to the sampler, a ratio and a weight exclude each other
 
 RECIPE = """
 base: {root}/recipes/quickstart.yaml
