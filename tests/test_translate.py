@@ -28,8 +28,9 @@ ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0, -2.0, -1.0, 1.0, -1.0, 2.0
 
 def data(seed: int, spread: float) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    mu_BT = -torch.rand(10, 6, generator=generator) * 3
-    d_BT = spread * (torch.randn(10, 6, generator=generator) + torch.randn(10, 1, generator=generator))
+    mu_BT = -torch.rand(10, 6, generator=generator, dtype=torch.float64) * 3
+    noise_BT = torch.randn(10, 6, generator=generator, dtype=torch.float64)
+    d_BT = spread * (noise_BT + torch.randn(10, 1, generator=generator, dtype=torch.float64))
     lengths_B = torch.randint(1, 7, (10,), generator=generator)
     return mu_BT + d_BT, mu_BT, torch.arange(6)[None] < lengths_B[:, None]
 
@@ -44,6 +45,19 @@ def row_sum(x: Tensor, m: Tensor) -> Tensor:
 
 def row_mean(x: Tensor, m: Tensor) -> Tensor:
     return row_sum(x, m) / m.sum(1, keepdim=True).clamp(min=1)
+
+
+def row_max(x: Tensor, m: Tensor) -> Tensor:
+    return x.masked_fill(~m, -math.inf).amax(1, keepdim=True)
+
+
+def over_rows(x_B1: Tensor, m: Tensor) -> Tensor:
+    """The mean over rows with a token."""
+    return x_B1[m.any(1)].mean()
+
+
+def k2(p: Tensor, mu: Tensor) -> Tensor:
+    return (p - mu) ** 2 / 2
 
 
 def k3(p: Tensor, mu: Tensor) -> Tensor:
@@ -153,6 +167,76 @@ CASES: list[tuple[str, str, dict[str, Any], Native]] = [
         verl_rs("seq_mean_k3", "0.05"),
         kept(lambda p, u, m: (m * 1.0, row_mean(k3(p, u), m) <= 0.05)),
     ),
+    (
+        "verl",
+        "token_k3 and seq_max_k2 share a threshold",
+        verl_rs("token_k3,seq_max_k2", "0.08"),
+        kept(lambda p, u, m: (m * 1.0, (k3(p, u) <= 0.08) & (row_max(k2(p, u), m) <= 0.08))),
+    ),
+    (
+        "verl",
+        "seq_sum_k3",
+        verl_rs("seq_sum_k3", "0.15"),
+        kept(lambda p, u, m: (m * 1.0, row_sum(k3(p, u), m) <= 0.15)),
+    ),
+    (
+        "verl",
+        "seq_mean_k2 twice is once",
+        verl_rs("seq_mean_k2, seq_mean_k2", "0.04"),
+        kept(lambda p, u, m: (m * 1.0, row_mean(k2(p, u), m) <= 0.04)),
+    ),
+    (
+        "verl",
+        "sequence weights masked by lo_hi",
+        {"rollout_is": "sequence", "rollout_is_threshold": "0.6_1.8"},
+        plain(lambda p, u, m: row_sum(p - u, m).exp() * band(row_sum(p - u, m).exp(), 0.6, 1.8)),
+    ),
+    (
+        "verl",
+        "sequence weights normalized over rows",
+        {"rollout_is": "sequence", "rollout_is_threshold": "1.5", "rollout_is_batch_normalize": "true"},
+        plain(
+            lambda p, u, m: (
+                row_sum(p - u, m).exp().clamp(max=1.5) / over_rows(row_sum(p - u, m).exp().clamp(max=1.5), m)
+            )
+        ),
+    ),
+    (
+        "verl",
+        "no weight where the threshold is null",
+        {**verl_rs("token_k1", "1.2"), "rollout_is": "token", "rollout_is_threshold": None},
+        kept(lambda p, u, m: (m * 1.0, band((u - p).exp(), 1 / 1.2, 1.2))),
+    ),
+    (
+        "verl",
+        "all tokens count under the new trainer",
+        {
+            "algorithm": {"adv_estimator": "grpo", "rollout_correction": verl_rs("token_k2", "0.05")},
+            "trainer": {"use_v1": True, "n_gpus_per_node": 8},
+            "actor_rollout_ref": {"actor": {"loss_agg_mode": "token-mean", "clip_ratio": 0.2}},
+        },
+        plain(lambda p, u, m: (k2(p, u) <= 0.05) * 1.0),
+    ),
+    (
+        "verl",
+        "all rows count with a mean over sequences",
+        {
+            "algorithm.rollout_correction": verl_rs("seq_mean_k1", "1.1"),
+            "trainer.use_v1": False,
+            "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
+        },
+        plain(lambda p, u, m: band(row_mean(u - p, m).exp(), 1 / 1.1, 1.1) * 1.0),
+    ),
+    (
+        "verl",
+        "the legacy trainer counts what is left",
+        {
+            "algorithm.rollout_correction": verl_rs("token_k1", "0.8_1.3"),
+            "trainer.use_v1": False,
+            "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+        },
+        kept(lambda p, u, m: (m * 1.0, band((u - p).exp(), 0.8, 1.3))),
+    ),
     ("skyrl", "token TIS", {"tis_ratio_type": "token"}, plain(lambda p, u, m: rho(p, u).clamp(max=2.0))),
     (
         "skyrl",
@@ -224,6 +308,33 @@ CASES: list[tuple[str, str, dict[str, Any], Native]] = [
     ),
     (
         "trl",
+        "token_truncate with the former name of the cap",
+        {
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_cap": 1.4,
+            "vllm_importance_sampling_clip_max": 9.0,
+            "vllm_importance_sampling_clip_min": 0.0,
+        },
+        plain(lambda p, u, m: rho(p, u).clamp(max=1.4)),
+    ),
+    (
+        "trl",
+        "sequence_mask with both bounds",
+        {
+            "use_vllm": True,
+            "vllm_importance_sampling_clip_min": 0.6,
+            "vllm_importance_sampling_clip_max": 1.6,
+        },
+        plain(lambda p, u, m: row_sum(p - u, m).exp() * band(row_sum(p - u, m).exp(), 0.6, 1.6)),
+    ),
+    (
+        "trl",
+        "a mask without bounds masks nothing",
+        {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": None},
+        plain(lambda p, u, m: rho(p, u)),
+    ),
+    (
+        "trl",
         "token_mask below only",
         {
             "vllm_importance_sampling_mode": "token_mask",
@@ -250,6 +361,29 @@ CASES: list[tuple[str, str, dict[str, Any], Native]] = [
         "unbounded",
         {"loss_fn.use_importance_sampling_correction": True},
         plain(lambda p, u, m: rho(p, u)),
+    ),
+    (
+        "nemo_rl",
+        "a floor without a type bounds nothing",
+        {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio_min": 0.9},
+        plain(lambda p, u, m: rho(p, u)),
+    ),
+    (
+        "nemo_rl",
+        "icepop per sequence",
+        {
+            "sequence_level_importance_ratios": True,
+            "truncated_importance_sampling_type": "icepop",
+            "truncated_importance_sampling_ratio": 1.5,
+            "truncated_importance_sampling_ratio_min": 0.7,
+        },
+        plain(lambda p, u, m: row_sum(p - u, m).exp() * band(row_sum(p - u, m).exp(), 0.7, 1.5)),
+    ),
+    (
+        "nemo_rl",
+        "the error threshold alone",
+        {"ppo": {"seq_logprob_error_threshold": 1.4}, "loss_fn": {"use_importance_sampling_correction": False}},
+        kept(lambda p, u, m: (m * 1.0, row_mean((p - u).abs().exp(), m) <= 1.4)),
     ),
     (
         "nemo_rl",
@@ -341,6 +475,50 @@ CASES: list[tuple[str, str, dict[str, Any], Native]] = [
     ),
     (
         "areal",
+        "the largest +d",
+        {"rejection_sampling": {"level": "sequence", "metric": "kl_k1", "agg": "max", "upper": 0.3, "lower": 0.05}},
+        plain(lambda p, u, m: rho(p, u) * band(row_max(p - u, m), 0.05, 0.3)),
+    ),
+    (
+        "areal",
+        "the sum of +d, with a bound whose exponential is infinite",
+        {
+            "rejection_sampling": {
+                "level": "sequence",
+                "metric": "kl_k1",
+                "agg": "sum",
+                "upper": 1000,
+                "lower": -0.4,
+            }
+        },
+        plain(lambda p, u, m: rho(p, u) * (row_sum(p - u, m) >= -0.4)),
+    ),
+    (
+        "areal",
+        "token k2",
+        {"actor.rejection_sampling": {"metric": "kl_k2", "upper": 0.04}, "actor.use_decoupled_loss": True},
+        plain(lambda p, u, m: rho(p, u) * (k2(p, u) <= 0.04)),
+    ),
+    (
+        "areal",
+        "the largest ratio decides, the mean weighs",
+        {"rejection_sampling": {"level": "sequence", "agg": "max", "upper": 1.5, "lower": 1.05}},
+        plain(lambda p, u, m: row_mean(p - u, m).exp() * band(row_max(p - u, m).exp(), 1.05, 1.5)),
+    ),
+    (
+        "areal",
+        "the product decides, the mean is clamped",
+        {"rejection_sampling": {"level": "sequence", "agg": "sum", "action": "clamp", "upper": 1.1, "lower": 0.95}},
+        plain(
+            lambda p, u, m: torch.where(
+                band(row_sum(p - u, m).exp(), 0.95, 1.1),
+                row_mean(p - u, m).exp(),
+                row_mean(p - u, m).exp().clamp(0.95, 1.1),
+            )
+        ),
+    ),
+    (
+        "areal",
         "largest k2",
         {"rejection_sampling": {"level": "sequence", "metric": "kl_k2", "agg": "max", "upper": 0.1}},
         plain(lambda p, u, m: rho(p, u) * (((p - u) ** 2 / 2 * m).amax(1, keepdim=True) <= 0.1)),
@@ -384,6 +562,37 @@ CASES: list[tuple[str, str, dict[str, Any], Native]] = [
     ),
     (
         "slime",
+        "icepop that is only asked for metrics weighs all the same",
+        {
+            "get_mismatch_metrics": True,
+            "tis_clip": 1.5,
+            "custom_tis_function_path": "slime.backends.megatron_utils.loss.icepop_function",
+        },
+        plain(lambda p, u, m: rho(p, u) * (rho(p, u) <= 1.5)),
+    ),
+    (
+        "slime",
+        "mis: token weights normalized",
+        slime_mis(tis_upper_bound=1.3, tis_batch_normalize=True),
+        plain(lambda p, u, m: rho(p, u).clamp(max=1.3) / rho(p, u).clamp(max=1.3)[m].mean()),
+    ),
+    (
+        "slime",
+        "mis: geometric clip, product rejection with its own upper bound",
+        slime_mis(
+            tis_level="geometric",
+            tis_mode="clip",
+            tis_upper_bound=1.1,
+            use_rs=True,
+            rs_level="sequence",
+            rs_upper_bound=1.7,
+        ),
+        plain(
+            lambda p, u, m: row_mean(p - u, m).exp().clamp(1 / 1.1, 1.1) * band(row_sum(p - u, m).exp(), 1 / 1.1, 1.7)
+        ),
+    ),
+    (
+        "slime",
         "mis: mask",
         slime_mis(tis_mode="mask", tis_upper_bound=1.4, tis_lower_bound=0.6),
         plain(lambda p, u, m: rho(p, u) * band(rho(p, u), 0.6, 1.4)),
@@ -409,6 +618,18 @@ CASES: list[tuple[str, str, dict[str, Any], Native]] = [
         "seq-mask-tis",
         {"is_correction_enable": True, "is_correction_type": "seq-mask-tis", "is_correction_threshold": [0.9, 1.2]},
         plain(lambda p, u, m: rho(p, u) * band(row_mean(p - u, m).exp(), 0.9, 1.2)),
+    ),
+    (
+        "openrlhf",
+        "the flag's two words",
+        {"--algo.advantage.is_correction_enable": True, "--algo.advantage.is_correction_threshold": "0.9 1.1"},
+        plain(lambda p, u, m: rho(p, u).clamp(0.9, 1.1)),
+    ),
+    (
+        "fireworks",
+        "inside a provision file",
+        {"common": {"base_model": "m"}, "recipe": {"rl": {"trainer": "policy", "tis": {"cap": 1.2}}}},
+        plain(lambda p, u, m: rho(p, u).clamp(max=1.2)),
     ),
     ("fireworks", "defaults", {}, plain(lambda p, u, m: rho(p, u).clamp(max=5.0))),
     (
@@ -450,21 +671,35 @@ def test_same_as_theirs(framework: str, what: str, mapping: dict[str, Any], nati
     assert acted == (what not in ("off", "decoupled, nothing else"))
 
 
-def test_m2po() -> None:
-    """AReaL masks the largest second moments until the mean of the rest is below the threshold."""
-    config, notes = translate("areal", {"use_decoupled_loss": True, "m2_threshold": 0.04})
+@pytest.mark.parametrize("band_high", [None, 1.2])
+def test_m2po(band_high: float | None) -> None:
+    """AReaL masks the largest second moments until the mean of the rest is below the threshold.
+
+    A band of token ratios then zeroes weights among the rest and leaves the denominators alone.
+    """
+    actor: dict[str, Any] = {"use_decoupled_loss": True, "m2_threshold": 0.04}
+    if band_high is not None:
+        actor["rejection_sampling"] = {"metric": "ratio", "upper": band_high}
+    config, notes = translate("areal", {"actor": actor})
     prox_BT, mu_BT, mask_BT = data(0, spread=0.3)
-    m2 = (prox_BT - mu_BT)[mask_BT].square()
-    ordered = m2.sort(descending=True).values
+    m2_BT = (prox_BT - mu_BT).square()
+    ordered = m2_BT[mask_BT].sort(descending=True).values
     masked = next(k for k in range(len(ordered)) if ordered[k:].mean() < 0.04)
+    counted_BT = mask_BT & (m2_BT <= ordered[masked])
+    rho_BT = rho(prox_BT, mu_BT)
+    multiplier_BT = counted_BT * (1.0 if band_high is None else rho_BT * (rho_BT <= band_high))
     found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
-    assert int(found.mask_BT.sum()) == len(ordered) - masked
-    assert int(found.denominator_mask_BT.sum()) == len(ordered) - masked
+    assert 0 < masked < len(ordered)
+    assert torch.equal(found.denominator_mask_BT, counted_BT)
+    torch.testing.assert_close(found.weights_BT, multiplier_BT.float(), rtol=1e-5, atol=1e-6)
     assert "micro-batch" in notes[0]
 
 
 BYPASSES = [
     ("verl", {"bypass_mode": True, "rollout_is": "token"}),
+    ("verl", {"algorithm": {"rollout_correction": {"bypass_mode": True}}, "trainer": {"use_v1": True}}),
+    ("skyrl", {"trainer": {"algorithm": {"policy_loss_type": "rollout_is", "off_policy_correction": {}}}}),
+    ("skyrl", {"trainer.algorithm": {"policy_loss_type": "cispo", "cispo": {"cispo_anchor": "rollout"}}}),
     ("areal", {"use_decoupled_loss": False}),
     ("slime", {"use_rollout_logprobs": True}),
     ("openrlhf", {"is_correction_enable": True, "policy_loss_type": "gspo"}),
@@ -497,6 +732,32 @@ def test_verl_bypass_with_reinforce_keeps_its_weight() -> None:
         ("verl", verl_rs("token_k2", "0.1_0.2"), "one upper bound"),
         ("verl", verl_rs("token_k2,token_k3,seq_sum_k1", "0.1,0.2"), "expected one threshold, or 3"),
         ("verl", {"rollout_rs": "token_k2"}, "rollout_rs_threshold"),
+        ("verl", {"rollout_rs": ""}, "rollout_rs"),
+        ("verl", {"rollout_is": "token", "rollout_is_threshold": "0.5_"}, "rollout_is_threshold"),
+        ("verl", {"rollout_is": "token", "rollout_is_threshold": "${cap}"}, "interpolation"),
+        ("verl", {"rollout_is": "token", "rollout_is_threshold": 10**400}, "rollout_is_threshold"),
+        ("verl", {"algorithm": {"rollout_correction": True}}, "expected keys and values"),
+        ("verl", {"algorithm": {"rollout_corection": {"rollout_is": "token"}}}, "did you mean rollout_correction"),
+        ("verl", {"algorithm": {"rollout_is": "token"}}, "under algorithm.rollout_correction only"),
+        ("verl", {"rollout_is": "token", "algorithm.rollout_correction.rollout_is": "sequence"}, "rollout_is"),
+        ("verl", {"rollout_is": "token", "lr": 1e-6}, "lr is 1e-06: unknown"),
+        ("verl", {"lr": 1e-6}, "lr is 1e-06: unknown"),
+        ("verl", {"actor_rollout_ref": {"actor": {"tis_imp_ratio_cap": 2.0}}}, "tis_imp_ratio_cap: no longer there"),
+        ("verl", {"rollout_is": "token", "rollout_is_veto_threshold": 1e-4}, "rollout_is_veto_threshold"),
+        ("verl", {"rollout_is": "token", "loss_type": "gspo"}, "loss_type"),
+        (
+            "verl",
+            {"algorithm.rollout_correction": {**verl_rs("token_k2", "1"), "bypass_mode": True}, "trainer.use_v1": True},
+            "rollout_rs",
+        ),
+        (
+            "verl",
+            {
+                "algorithm.rollout_correction": verl_rs("token_k2", "1"),
+                "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
+            },
+            "loss_agg_mode",
+        ),
         ("verl", verl_rs("seq_mean_k1", "0.5"), "would keep nothing"),
         (
             "verl",
@@ -523,6 +784,29 @@ def test_verl_bypass_with_reinforce_keeps_its_weight() -> None:
             {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0, "tis_ratio_type": "sequence"},
             "tis_ratio_type",
         ),
+        (
+            "skyrl",
+            {"trainer.algorithm": {"policy_loss_type": "dppo", "off_policy_correction.tis_ratio_type": "token"}},
+            "tis_ratio_type",
+        ),
+        ("skyrl", {"trainer": {"tis_ratio_type": "token"}}, "under trainer.algorithm.off_policy_correction only"),
+        ("skyrl", {"use_tis": True}, "tis_imp_ratio_cap"),
+        ("skyrl", {"outlier_token_is_threshold_low": -1}, "never negative"),
+        (
+            "trl",
+            {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
+            "vllm_importance_sampling_clip_max",
+        ),
+        ("trl", {"loss_type": "vespo"}, "loss_type"),
+        ("trl", {"vllm_importance_samplng_mode": "token_mask"}, "did you mean vllm_importance_sampling_mode"),
+        ("nemo_rl", {"loss_fn": {"truncated_importance_sampling_ratio": 2.0}}, "truncated_importance_sampling_type"),
+        ("nemo_rl", {"loss_fn": {"use_on_policy_kl_approximation": True}}, "use_on_policy_kl_approximation"),
+        (
+            "nemo_rl",
+            {"grpo.seq_logprob_error_threshold": 1.5, "ppo.seq_logprob_error_threshold": 2.0},
+            "seq_logprob_error_threshold is given twice",
+        ),
+        ("nemo_rl", {"use_importance_sampling_correction": True, "use-importance-sampling-correction": False}, "twice"),
         ("trl", {"vllm_importance_sampling_mode": "token_clip"}, "vllm_importance_sampling_mode"),
         ("trl", {"use_bias_correction_kl": True}, "use_bias_correction_kl"),
         ("nemo_rl", {"truncated_importance_sampling_type": "tis"}, "truncated_importance_sampling_type"),
@@ -544,12 +828,51 @@ def test_verl_bypass_with_reinforce_keeps_its_weight() -> None:
             {"rejection_sampling": {"level": "sequence", "action": "clamp", "agg": "max", "lower": 0.5}},
             "agg",
         ),
-        ("areal", {"rejection_sampling": {}, "m2_threshold": 0.1}, "m2_threshold"),
+        ("areal", {"rejection_sampling": {"level": "sequence"}, "m2_threshold": 0.1}, "m2_threshold"),
+        (
+            "areal",
+            {"rejection_sampling": {"level": "sequence", "action": "clamp"}, "m2_threshold": 0.1},
+            "m2_threshold",
+        ),
+        ("areal", {"rejection_sampling": {"metric": "kl_k2"}, "m2_threshold": 0.1}, "m2_threshold"),
+        ("areal", {"recompute_logprob": True, "m2_threshold": 0.1}, "m2_threshold"),
+        ("areal", {"rejection_sampling": {"upper": 0.9}}, "upper"),
+        ("areal", {"actor": {"behave_imp_weight_cap": 5.0}}, "behave_imp_weight_cap: no longer there"),
+        ("areal", {"behav_imp_weight_cap": 5.0}, "behav_imp_weight_cap"),
+        ("areal", {"metric": "ratio", "upper": 5.0}, "metric"),
         ("areal", {"rejection_sampling": {}, "use_decoupled_loss": False}, "use_decoupled_loss"),
         ("areal", {"use_decoupled_loss": True, "prox_logp_method": "loglinear"}, "prox_logp_method"),
         ("slime", {"use_tis": True, "custom_tis_function_path": "my.function"}, "custom_tis_function_path"),
         ("slime", slime_mis(tis_batch_normalize=True, use_rs=True), "tis_batch_normalize"),
         ("slime", {"use_tis": True, "use_rollout_logprobs": True}, "use_tis"),
+        ("slime", slime_mis(), "custom_tis_function_path"),
+        ("slime", slime_mis(tis_level="token"), "tis_upper_bound"),
+        ("slime", {"use_rs": True, "tis_upper_bound": 2.0}, "use_rs"),
+        ("slime", {"use_unbiased_kl": True}, "use_unbiased_kl"),
+        (
+            "slime",
+            {"use_tis": True, "tis_level": "token", "custom_tis_function_path": "slime.loss.icepop_function"},
+            "tis_level",
+        ),
+        (
+            "slime",
+            {
+                "use_rollout_logprobs": True,
+                "get_mismatch_metrics": True,
+                "custom_tis_function_path": "slime.loss.icepop_function",
+            },
+            "get_mismatch_metrics",
+        ),
+        ("openrlhf", {"use_icepop": True}, "use_icepop: no longer there"),
+        (
+            "openrlhf",
+            {"is_correction_type": "tis", "vllm_is_correction_type": "icepop"},
+            "vllm_is_correction_type",
+        ),
+        ("openrlhf", {"is_correction_enable": True, "policy_loss_type": "cispo"}, "policy_loss_type"),
+        ("fireworks", {"recipe": {"a": {"tis": {"cap": 1.0}}, "b": {"tis": {"cap": 2.0}}}}, "several places"),
+        ("fireworks", {"cap": 2.0, "kl_beta": 0.0}, "kl_beta"),
+        ("verll", {}, "did you mean verl"),
         ("openrlhf", {"is_correction_enable": True, "is_correction_threshold": [0.5]}, "is_correction_threshold"),
         ("fireworks", {"tis": {"level": "sequence", "icepop_threshold": 2.0}}, "icepop_threshold"),
         ("fireworks", {"tis": {"capp": 2.0}}, "did you mean cap"),
@@ -567,7 +890,9 @@ def test_notes_name_their_condition() -> None:
     assert "20" in translate("verl", verl_rs("seq_sum_k1", "2")).notes[0]
     assert "one update per batch" in translate("trl", {"off_policy_mask_threshold": 0.5}).notes[0]
     assert "learner's own old logprobs" in translate("slime", {"use_opsm": True}).notes[0]
-    assert translate("trl", {"learning_rate": 1e-6}).notes == ["left out, as not about correction: learning_rate"]
+    assert translate("trl", {"use_vllm": True, "learning_rate": 1e-6}).notes == [
+        "left out, as not about correction: learning_rate"
+    ]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
