@@ -67,16 +67,19 @@ def translate_file(framework: str, path: str | Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise TranslationError(f"{path}: not readable as text: {error}") from None
     try:
-        mapping = yaml.load(text, Loader=_PlainNumbers)
+        mapping = yaml.load(text, Loader=_Loader)
+        found = translate(framework, {} if mapping is None else mapping)
     except yaml.YAMLError as error:
         raise TranslationError(f"{path}: not valid YAML ({error})") from None
-    found = translate(framework, {} if mapping is None else mapping)
+    except RecursionError:
+        raise TranslationError(f"{path}: an alias in it refers to what it is part of") from None
     lines = [f"{framework}: {Path(path).name}", *found.notes]
     return "".join(f"{_comment(line)}\n" for line in lines) + yaml_text(found.config)
 
 
 def _comment(text: str) -> str:
-    return textwrap.fill(text, width=100, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
+    lines = textwrap.wrap(text, width=98, break_long_words=False, break_on_hyphens=False)
+    return "\n#   ".join(["# " + lines[0], *lines[1:]])
 
 
 def yaml_text(config: CorrectionConfig) -> str:
@@ -95,16 +98,27 @@ def _plain(node: Any) -> Any:
     return str(node) if isinstance(node, str) else node
 
 
-class _PlainNumbers(yaml.SafeLoader):
-    """YAML whose numbers have no digit separators: `0.5_5` stays the text that verl wrote, 1e-4 is a number."""
+class _Loader(yaml.SafeLoader):
+    """YAML whose numbers have no digit separators: `0.5_5` stays the text that verl wrote, 1e-4 is a number.
+
+    A key that is given twice is an error, where YAML would take the last.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
 
 
-_PlainNumbers.yaml_implicit_resolvers = {
+_Loader.yaml_implicit_resolvers = {
     first: [
         (tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
     ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_PlainNumbers.add_implicit_resolver(
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"), list("-+.0123456789")
 )

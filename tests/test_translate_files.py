@@ -190,6 +190,8 @@ def test_the_command_prints_a_recipe_s_section(
         ("verl", b"rollout_is: [token", ["not valid YAML", "line 1"]),
         ("verl", b"rollout_is: !token x", ["not valid YAML", "!token"]),
         ("verl", b"a: 1\n---\nb: 2", ["not valid YAML", "single document"]),
+        ("verl", b"rollout_is: token\nrollout_is: sequence", ["not valid YAML", "rollout_is is given twice", "line 2"]),
+        ("verl", b"a: &a {b: *a}", ["an alias", "part of"]),
         ("verl", b"\xff\xfe\x00", ["not readable as text"]),
         ("verl", b"just words", ["expected keys and values, got str"]),
         ("verl", b"rollout_is: token\nrollout_is_threshold: high", ["rollout_is_threshold is 'high'", "a number"]),
