@@ -144,6 +144,14 @@ def test_verl_bypass_with_reinforce_keeps_its_weight() -> None:
         ("verl", {"rollout_is": "token", "loss_type": "gspo"}, "loss_type"),
         (
             "verl",
+            {
+                "algorithm.rollout_correction.rollout_is": "token",
+                "actor_rollout_ref.rollout.calculate_log_probs": False,
+            },
+            "calculate_log_probs",
+        ),
+        (
+            "verl",
             {"algorithm.rollout_correction": {**verl_rs("token_k2", "1"), "bypass_mode": True}, "trainer.use_v1": True},
             "rollout_rs",
         ),
@@ -186,6 +194,7 @@ def test_verl_bypass_with_reinforce_keeps_its_weight() -> None:
             {"trainer.algorithm": {"policy_loss_type": "dppo", "off_policy_correction.tis_ratio_type": "token"}},
             "tis_ratio_type",
         ),
+        ("skyrl", {"policy_loss_type": "cross_entropy", "tis_ratio_type": "token"}, "policy_loss_type"),
         ("skyrl", {"trainer": {"tis_ratio_type": "token"}}, "under trainer.algorithm.off_policy_correction only"),
         ("skyrl", {"use_tis": True}, "tis_imp_ratio_cap"),
         ("skyrl", {"outlier_token_is_threshold_low": -1}, "never negative"),

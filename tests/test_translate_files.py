@@ -6,6 +6,8 @@ That the numbers are the same is in test_translate.py.
 from __future__ import annotations
 
 import io
+import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from megatron_rl.loss import LossConfig
 from megatron_rl.rollout_correction import CorrectionConfig
 from megatron_rl.schema import AdvantageConfig, LossName
 from megatron_rl.translate import FRAMEWORKS, TranslationError, translate, translate_file, yaml_text
+from megatron_rl.translation.keys import flatten
 
 CASES = SECTION_CASES + FLAT_CASES
 
@@ -42,6 +45,26 @@ def test_what_is_printed_is_read_back_as_the_same_correction() -> None:
         weighs = config.anchor == "sampler" and config.weight.level != "none"
         loss = LossConfig(name=LossName.reinforce if weighs else LossName.ppo)
         assert check_objective(config, loss, AdvantageConfig()) == [], (framework, mapping)
+
+
+def test_whatever_is_handed_over_is_translated_or_refused() -> None:
+    """Random settings under the real names: a valid correction or an error of ours, nothing else."""
+    names = {name: sorted({key for f, mapping in ALL if f == name for key in flatten(mapping)}) for name in FRAMEWORKS}
+    words = "token sequence geometric product tis icepop mask clamp ratio kl_k1 sum 0.5_5 0.5 true null rollout 1.2,0.3"
+    odd: list[Any] = [None, True, False, [], [0.5, 2.0], {}]
+    values = [*words.split(), "", *odd, 0, 1, -1, 2.0, 1e300, 5e-324, math.nan, math.inf]
+    source = random.Random(0)
+    translated = 0
+    for _ in range(3000):
+        framework = source.choice(list(FRAMEWORKS))
+        keys = source.sample(names[framework], source.randint(0, 4))
+        try:
+            config, _ = translate(framework, {key: source.choice(values) for key in keys})
+        except TranslationError:
+            continue
+        translated += 1
+        assert check_correction(config) == []
+    assert 500 < translated < 2500
 
 
 # the rest of a run's file: names of each project that resemble its correction settings and are none

@@ -28,6 +28,7 @@ BESIDE = tuple(
     f"{ALGORITHM}.{name}" for name in ("use_tis", "tis_imp_ratio_cap", "policy_loss_type", "cispo.cispo_anchor")
 )
 BY_SAMPLER = ("rollout_is", "dppo")
+WITHOUT_CORRECTION = ("importance_sampling", "cross_entropy")
 
 
 def skyrl(mapping: Mapping[str, Any]) -> Translation:
@@ -37,6 +38,8 @@ def skyrl(mapping: Mapping[str, Any]) -> Translation:
     weight = _weight(keys)
     rules = _sequence_rules(keys) + _token_rules(keys, weight)
     loss = keys.text("policy_loss_type")
+    if loss in WITHOUT_CORRECTION and (rules or weight.level != Level.none):
+        raise keys.error("policy_loss_type", "this loss of SkyRL ignores off_policy_correction; leave one of them out")
     anchor = Anchor.prox
     if loss in BY_SAMPLER or (loss == "cispo" and keys.text("cispo_anchor") == "rollout"):
         anchor = Anchor.sampler

@@ -19,8 +19,12 @@ KEYS = (
     "bypass_mode",
     "loss_type",
 )
-# both decide what verl divides by
-BESIDE = ("trainer.use_v1", "actor_rollout_ref.actor.loss_agg_mode")
+# what verl divides by, and whether it has the sampler's logprobs
+BESIDE = (
+    "trainer.use_v1",
+    "actor_rollout_ref.actor.loss_agg_mode",
+    "actor_rollout_ref.rollout.calculate_log_probs",
+)
 LO_HI = "lo_hi in rollout_{}_threshold says it"
 VETO = "verl has no veto now; write it as our rule {level: sequence, stat: ratio, reduce: min, low: ...}"
 REMOVED = {
@@ -54,6 +58,9 @@ def verl(mapping: Mapping[str, Any]) -> Translation:
         keys.notes.append("there is no algorithm.rollout_correction, so verl corrects nothing")
     weight, rules = _weight(keys), _rules(keys)
     reinforce = keys.choice("loss_type", "ppo_clip", "ppo_clip", "reinforce") == "reinforce"
+    corrects = bool(rules) or weight.level != Level.none or keys.flag("bypass_mode", False)
+    if corrects and not keys.flag("calculate_log_probs", True):
+        raise keys.error("calculate_log_probs", "verl corrects nothing without it; set it, or leave the correction out")
     if any(rule.level == Level.sequence for rule in rules):
         keys.notes.append(
             "verl clamps each token's log-ratio to +-20 before summing a row: the same unless one exceeds that"
