@@ -76,8 +76,10 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     translate = commands.add_parser("translate", help="another project's correction settings as ours")
-    translate.add_argument("framework")
-    translate.add_argument("file", type=Path)
+    translate.add_argument("framework", help="such as verl, skyrl or trl; an unknown one lists them all")
+    translate.add_argument(
+        "file", type=Path, help="their YAML: a whole run's file or the section; - for standard input"
+    )
     translate.set_defaults(run=_translate)
     return parser
 
@@ -195,7 +197,7 @@ def _report(options: argparse.Namespace) -> int:
 def _translate(options: argparse.Namespace) -> int:
     from megatron_rl.translate import TranslationError, translate_file
 
-    if not options.file.is_file():
+    if str(options.file) != "-" and not options.file.exists():
         raise ConfigError(f"{options.file}: no such file; name a YAML file that holds the other project's keys")
     try:
         print(translate_file(options.framework, options.file), end="")

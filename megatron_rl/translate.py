@@ -7,7 +7,10 @@ after a rejection in those projects, so every translation has `rebaseline: false
 
 from __future__ import annotations
 
+import difflib
 import re
+import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +21,14 @@ import yaml
 from megatron_rl.correction.checks import check_correction
 from megatron_rl.schema import CorrectionConfig
 from megatron_rl.translation.areal import areal
-from megatron_rl.translation.flat import fireworks, nemo_rl, openrlhf, slime, trl
-from megatron_rl.translation.keys import Translation, TranslationError, nested
-from megatron_rl.translation.verl_skyrl import skyrl, verl
+from megatron_rl.translation.fireworks import fireworks
+from megatron_rl.translation.keys import LEFT_OUT, Translation, TranslationError
+from megatron_rl.translation.nemo_rl import nemo_rl
+from megatron_rl.translation.openrlhf import openrlhf
+from megatron_rl.translation.skyrl import skyrl
+from megatron_rl.translation.slime import slime
+from megatron_rl.translation.trl import trl
+from megatron_rl.translation.verl import verl
 
 __all__ = ["FRAMEWORKS", "Translation", "TranslationError", "translate", "translate_file", "yaml_text"]
 
@@ -37,31 +45,41 @@ FRAMEWORKS: dict[str, Callable[[Mapping[str, Any]], Translation]] = {
 
 
 def translate(framework: str, mapping: Mapping[str, Any]) -> Translation:
-    """(config, notes) for the native keys of a project, nested, dotted or as flags."""
+    """(config, notes) for the native keys of a project: the section or a whole file; nested, dotted or as flags."""
     name = framework.lower().replace("-", "_")
     if name not in FRAMEWORKS:
-        raise TranslationError(f"framework is {framework!r}: known are {', '.join(FRAMEWORKS)}")
+        near = difflib.get_close_matches(name, FRAMEWORKS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise TranslationError(f"framework is {framework!r}: known are {', '.join(FRAMEWORKS)}{hint}")
     if not isinstance(mapping, Mapping):
         raise TranslationError(f"{framework}: expected keys and values, got {type(mapping).__name__}")
-    found = FRAMEWORKS[name](nested(mapping))
+    found = FRAMEWORKS[name](mapping)
     problems = check_correction(found.config)
     if problems:
         raise TranslationError(f"{framework}: these settings make no valid correction: " + "; ".join(problems))
-    return found
+    return found._replace(notes=sorted(found.notes, key=lambda note: note.startswith(LEFT_OUT)))  # conditions first
 
 
 def translate_file(framework: str, path: str | Path) -> str:
-    """The YAML text of a file of native keys, notes as comments."""
-    text = Path(path).read_text()
+    """The YAML text of a file of native keys (`-`: standard input), notes as comments."""
     try:
-        mapping = yaml.load(text, Loader=_PlainNumbers)
+        text = sys.stdin.read() if str(path) == "-" else Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TranslationError(f"{path}: not readable as text: {error}") from None
+    try:
+        mapping = yaml.load(text, Loader=_Loader)
+        found = translate(framework, {} if mapping is None else mapping)
     except yaml.YAMLError as error:
         raise TranslationError(f"{path}: not valid YAML ({error})") from None
-    if mapping is None:
-        mapping = {}
-    found = translate(framework, mapping)
-    notes = "".join(f"# {note}\n" for note in found.notes)
-    return f"# {framework}: {Path(path).name}\n{notes}{yaml_text(found.config)}"
+    except RecursionError:
+        raise TranslationError(f"{path}: an alias in it refers to what it is part of") from None
+    lines = [f"{framework}: {Path(path).name}", *found.notes]
+    return "".join(f"{_comment(line)}\n" for line in lines) + yaml_text(found.config)
+
+
+def _comment(text: str) -> str:
+    lines = textwrap.wrap(text, width=98, break_long_words=False, break_on_hyphens=False)
+    return "\n#   ".join(["# " + lines[0], *lines[1:]])
 
 
 def yaml_text(config: CorrectionConfig) -> str:
@@ -80,16 +98,27 @@ def _plain(node: Any) -> Any:
     return str(node) if isinstance(node, str) else node
 
 
-class _PlainNumbers(yaml.SafeLoader):
-    """YAML whose numbers have no digit separators: `0.5_5` stays the text that verl wrote, 1e-4 is a number."""
+class _Loader(yaml.SafeLoader):
+    """YAML whose numbers have no digit separators: `0.5_5` stays the text that verl wrote, 1e-4 is a number.
+
+    A key that is given twice is an error, where YAML would take the last.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
 
 
-_PlainNumbers.yaml_implicit_resolvers = {
+_Loader.yaml_implicit_resolvers = {
     first: [
         (tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
     ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_PlainNumbers.add_implicit_resolver(
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"), list("-+.0123456789")
 )

@@ -1,7 +1,7 @@
-"""Every row of the table of other projects: their formula, written here as they compute it, against ours.
+"""Every row of the table of other projects: their formula, as they compute it, against ours.
 
-Each case holds native keys and a function of (prox, mu, mask) that gives the multiplier of every token's
-loss and the number of tokens that count, in the words of that project. Equality is checked on random data.
+A case (`translation_cases_*.py`) holds native keys and a function of (prox, mu, mask) that gives the multiplier of
+every token's loss and the tokens that count. Equality is checked on random data.
 
 Shape legend: B sequences, T response positions.
 """
@@ -10,426 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
+from translation_cases_flat import CASES as FLAT_CASES
+from translation_cases_sections import CASES as SECTION_CASES
+from translation_cases_two_policies import BYPASSES, TWO_POLICIES
+from translation_oracle import ADVANTAGES, Native, data, rho, row_mean, slime_mis, verl_rs
 
-from megatron_rl.correction.checks import check_correction
-from megatron_rl.rollout_correction import CorrectionConfig, apply_conditional_rules, rollout_correction
-from megatron_rl.translate import FRAMEWORKS, TranslationError, translate, translate_file
+from megatron_rl.loss import LossConfig, LossInputs, policy_loss
+from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
+from megatron_rl.schema import LossName, Reduction
+from megatron_rl.translate import TranslationError, translate
 
-Native = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0, -2.0, -1.0, 1.0, -1.0, 2.0])
-
-
-def data(seed: int, spread: float) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    mu_BT = -torch.rand(10, 6, generator=generator) * 3
-    d_BT = spread * (torch.randn(10, 6, generator=generator) + torch.randn(10, 1, generator=generator))
-    lengths_B = torch.randint(1, 7, (10,), generator=generator)
-    return mu_BT + d_BT, mu_BT, torch.arange(6)[None] < lengths_B[:, None]
-
-
-def rho(p: Tensor, mu: Tensor) -> Tensor:
-    return (p - mu).exp()
-
-
-def row_sum(x: Tensor, m: Tensor) -> Tensor:
-    return (x * m).sum(1, keepdim=True)
-
-
-def row_mean(x: Tensor, m: Tensor) -> Tensor:
-    return row_sum(x, m) / m.sum(1, keepdim=True).clamp(min=1)
-
-
-def k3(p: Tensor, mu: Tensor) -> Tensor:
-    return rho(p, mu) - 1 - (p - mu)
-
-
-def band(values: Tensor, low: float, high: float) -> Tensor:
-    return (values >= low) & (values <= high)
-
-
-def kept(multiplier: Native) -> Native:
-    """Rejected tokens leave the denominator too."""
-
-    def with_denominator(p: Tensor, mu: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-        weights, mask = multiplier(p, mu, m)
-        return weights * (mask & m), mask & m
-
-    return with_denominator
-
-
-def plain(multiplier: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Native:
-    """The denominator counts the response mask."""
-    return lambda p, mu, m: (multiplier(p, mu, m) * m, m)
-
-
-def verl_rs(option: str, threshold: str) -> dict[str, Any]:
-    return {"rollout_rs": option, "rollout_rs_threshold": threshold}
-
-
-def slime_mis(**keys: Any) -> dict[str, Any]:
-    path = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
-    return {"use_tis": True, "custom_tis_function_path": path, **keys}
-
-
-CASES: list[tuple[str, str, dict[str, Any], Native]] = [
-    (
-        "verl",
-        "token TIS",
-        {"rollout_is": "token", "rollout_is_threshold": 1.5},
-        plain(lambda p, u, m: rho(p, u).clamp(max=1.5)),
-    ),
-    (
-        "verl",
-        "sequence TIS",
-        {"algorithm": {"rollout_correction": {"rollout_is": "sequence"}}},
-        plain(lambda p, u, m: row_sum(p - u, m).exp().clamp(max=2.0)),
-    ),
-    (
-        "verl",
-        "lo_hi masks",
-        {
-            "algorithm.rollout_correction.rollout_is": "token",
-            "algorithm.rollout_correction.rollout_is_threshold": "0.5_1.5",
-        },
-        plain(lambda p, u, m: rho(p, u) * band(rho(p, u), 0.5, 1.5)),
-    ),
-    (
-        "verl",
-        "batch normalize",
-        {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
-        plain(lambda p, u, m: rho(p, u).clamp(max=2.0) / rho(p, u).clamp(max=2.0)[m].mean()),
-    ),
-    (
-        "verl",
-        "seq_mean_k1 acts on 1 / rho",
-        verl_rs("seq_mean_k1", "0.7_1.1"),
-        kept(lambda p, u, m: (m * 1.0, band(row_mean(u - p, m).exp(), 0.7, 1.1))),
-    ),
-    (
-        "verl",
-        "one k1 number is its own mirror",
-        verl_rs("seq_mean_k1", "1.2"),
-        kept(lambda p, u, m: (m * 1.0, band(row_mean(u - p, m).exp(), 1 / 1.2, 1.2))),
-    ),
-    (
-        "verl",
-        "seq_sum_k1",
-        verl_rs("seq_sum_k1", "0.5_3.0"),
-        kept(lambda p, u, m: (m * 1.0, band(row_sum(u - p, m).exp(), 0.5, 3.0))),
-    ),
-    (
-        "verl",
-        "token_k1",
-        verl_rs("token_k1", "0.6_1.2"),
-        kept(lambda p, u, m: (m * 1.0, band((u - p).exp(), 0.6, 1.2))),
-    ),
-    (
-        "verl",
-        "chained",
-        verl_rs("token_k2,seq_max_k3", "0.1,0.3"),
-        kept(
-            lambda p, u, m: (
-                m * 1.0,
-                ((p - u) ** 2 / 2 <= 0.1) & ((k3(p, u) * m).amax(1, keepdim=True) <= 0.3),
-            )
-        ),
-    ),
-    (
-        "verl",
-        "seq_sum_k2 and token TIS",
-        {**verl_rs("seq_sum_k2", "0.2"), "rollout_is": "token"},
-        kept(lambda p, u, m: (rho(p, u).clamp(max=2.0), row_sum((p - u) ** 2 / 2, m) <= 0.2)),
-    ),
-    (
-        "verl",
-        "seq_mean_k3",
-        verl_rs("seq_mean_k3", "0.05"),
-        kept(lambda p, u, m: (m * 1.0, row_mean(k3(p, u), m) <= 0.05)),
-    ),
-    ("skyrl", "token TIS", {"tis_ratio_type": "token"}, plain(lambda p, u, m: rho(p, u).clamp(max=2.0))),
-    (
-        "skyrl",
-        "deprecated keys",
-        {"trainer": {"algorithm": {"use_tis": True, "tis_imp_ratio_cap": 1.3, "off_policy_correction": {}}}},
-        plain(lambda p, u, m: rho(p, u).clamp(max=1.3)),
-    ),
-    (
-        "skyrl",
-        "sequence TIS",
-        {"trainer.algorithm.off_policy_correction.tis_ratio_type": "sequence"},
-        plain(lambda p, u, m: row_sum(p - u, m).exp().clamp(max=5.0)),
-    ),
-    (
-        "skyrl",
-        "geometric mask",
-        {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.2},
-        plain(lambda p, u, m: band(row_mean(p - u, m).exp(), 0.9, 1.2) * 1.0),
-    ),
-    (
-        "skyrl",
-        "product mask with its defaults",
-        {"sequence_mask_metric": "product"},
-        plain(lambda p, u, m: band(row_sum(p - u, m).exp(), 0.5, 2.0) * 1.0),
-    ),
-    (
-        "skyrl",
-        "outliers on both sides",
-        {"outlier_token_is_threshold_low": 0.6, "outlier_token_is_threshold_high": 1.5},
-        plain(lambda p, u, m: (band(rho(p, u), 0.6, 1.5) | ~m).all(1, keepdim=True) * 1.0),
-    ),
-    (
-        "skyrl",
-        "outliers below",
-        {"outlier_token_is_threshold_low": 0.6},
-        plain(lambda p, u, m: ((rho(p, u) >= 0.6) | ~m).all(1, keepdim=True) * 1.0),
-    ),
-    (
-        "skyrl",
-        "token mask with token TIS and outliers",
-        {
-            "tis_ratio_type": "token",
-            "token_tis_ratio_clip_high": 1.2,
-            "token_mask_is_threshold_low": 0.7,
-            "token_mask_is_threshold_high": 1.4,
-            "outlier_token_is_threshold_high": 2.0,
-        },
-        plain(
-            lambda p, u, m: (
-                rho(p, u).clamp(max=1.2) * band(rho(p, u), 0.7, 1.4) * ((rho(p, u) <= 2.0) | ~m).all(1, keepdim=True)
-            )
-        ),
-    ),
-    (
-        "trl",
-        "defaults: sequence_mask 3",
-        {},
-        plain(lambda p, u, m: row_sum(p - u, m).exp() * (row_sum(p - u, m).exp() <= 3.0)),
-    ),
-    (
-        "trl",
-        "token_truncate with both bounds",
-        {
-            "vllm_importance_sampling_mode": "token_truncate",
-            "vllm_importance_sampling_clip_min": 0.8,
-            "vllm_importance_sampling_clip_max": 1.3,
-        },
-        plain(lambda p, u, m: rho(p, u).clamp(0.8, 1.3)),
-    ),
-    (
-        "trl",
-        "token_mask below only",
-        {
-            "vllm_importance_sampling_mode": "token_mask",
-            "vllm_importance_sampling_clip_min": 0.8,
-            "vllm_importance_sampling_clip_max": None,
-        },
-        lambda p, u, m: (rho(p, u) * (rho(p, u) >= 0.8) * m, m),
-    ),
-    (
-        "trl",
-        "sequence_truncate",
-        {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 2.0},
-        plain(lambda p, u, m: row_sum(p - u, m).exp().clamp(max=2.0)),
-    ),
-    (
-        "trl",
-        "off-policy sequence mask",
-        {"use_vllm": False, "off_policy_mask_threshold": 0.1},
-        plain(lambda p, u, m: ((ADVANTAGES[:, None] >= 0) | (row_mean(u - p, m) <= 0.1)) * 1.0),
-    ),
-    ("nemo_rl", "off", {"loss_fn": {"use_importance_sampling_correction": False}}, plain(lambda p, u, m: m * 1.0)),
-    (
-        "nemo_rl",
-        "unbounded",
-        {"loss_fn.use_importance_sampling_correction": True},
-        plain(lambda p, u, m: rho(p, u)),
-    ),
-    (
-        "nemo_rl",
-        "tis with a floor",
-        {
-            "use_importance_sampling_correction": True,
-            "truncated_importance_sampling_type": "tis",
-            "truncated_importance_sampling_ratio": 1.4,
-            "truncated_importance_sampling_ratio_min": 0.7,
-        },
-        plain(lambda p, u, m: rho(p, u).clamp(0.7, 1.4)),
-    ),
-    (
-        "nemo_rl",
-        "tis per sequence",
-        {
-            "use_importance_sampling_correction": True,
-            "sequence_level_importance_ratios": True,
-            "truncated_importance_sampling_type": "tis",
-            "truncated_importance_sampling_ratio": 1.4,
-        },
-        plain(lambda p, u, m: row_sum(p - u, m).exp().clamp(max=1.4)),
-    ),
-    (
-        "nemo_rl",
-        "icepop and the error threshold",
-        {
-            "grpo": {"seq_logprob_error_threshold": 1.5},
-            "loss_fn": {
-                "use_importance_sampling_correction": True,
-                "truncated_importance_sampling_type": "icepop",
-                "truncated_importance_sampling_ratio": 1.5,
-                "truncated_importance_sampling_ratio_min": 0.5,
-            },
-        },
-        kept(
-            lambda p, u, m: (
-                rho(p, u) * band(rho(p, u), 0.5, 1.5),
-                (row_mean((p - u).abs().exp(), m) <= 1.5).expand_as(m),
-            )
-        ),
-    ),
-    (
-        "nemo_rl",
-        "seq-mask-tis",
-        {
-            "use_importance_sampling_correction": True,
-            "truncated_importance_sampling_type": "seq-mask-tis",
-            "truncated_importance_sampling_ratio": 1.2,
-            "truncated_importance_sampling_ratio_min": 0.8,
-        },
-        plain(lambda p, u, m: rho(p, u) * band(row_mean(p - u, m).exp(), 0.8, 1.2)),
-    ),
-    (
-        "areal",
-        "token mask",
-        {"rejection_sampling": {"upper": 1.5, "lower": 0.7}},
-        plain(lambda p, u, m: rho(p, u) * band(rho(p, u), 0.7, 1.5)),
-    ),
-    (
-        "areal",
-        "token clamp",
-        {"actor": {"use_decoupled_loss": True, "rejection_sampling": {"action": "clamp", "upper": 1.2}}},
-        plain(lambda p, u, m: rho(p, u).clamp(max=1.2)),
-    ),
-    (
-        "areal",
-        "sequence mask",
-        {"rejection_sampling": {"level": "sequence", "upper": 1.1, "lower": 0.9}},
-        plain(lambda p, u, m: row_mean(p - u, m).exp() * band(row_mean(p - u, m).exp(), 0.9, 1.1)),
-    ),
-    (
-        "areal",
-        "sequence mask by the product",
-        {"rejection_sampling": {"level": "sequence", "agg": "sum", "upper": 2.0}},
-        plain(lambda p, u, m: row_mean(p - u, m).exp() * (row_sum(p - u, m).exp() <= 2.0)),
-    ),
-    (
-        "areal",
-        "sequence clamp",
-        {"rejection_sampling": {"level": "sequence", "action": "clamp", "upper": 1.1, "lower": 0.9}},
-        plain(lambda p, u, m: row_mean(p - u, m).exp().clamp(0.9, 1.1)),
-    ),
-    (
-        "areal",
-        "its k1 is +d",
-        {"rejection_sampling": {"level": "sequence", "metric": "kl_k1", "upper": 0.1, "lower": -0.3}},
-        plain(lambda p, u, m: rho(p, u) * band(row_mean(p - u, m), -0.3, 0.1)),
-    ),
-    (
-        "areal",
-        "largest k2",
-        {"rejection_sampling": {"level": "sequence", "metric": "kl_k2", "agg": "max", "upper": 0.1}},
-        plain(lambda p, u, m: rho(p, u) * (((p - u) ** 2 / 2 * m).amax(1, keepdim=True) <= 0.1)),
-    ),
-    ("areal", "decoupled, nothing else", {"use_decoupled_loss": True}, plain(lambda p, u, m: m * 1.0)),
-    ("slime", "TIS", {"--use-tis": True, "--tis-clip": 1.5}, plain(lambda p, u, m: rho(p, u).clamp(0, 1.5))),
-    (
-        "slime",
-        "CIS",
-        {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.8},
-        plain(lambda p, u, m: rho(p, u).clamp(0.8, 1.5)),
-    ),
-    (
-        "slime",
-        "icepop",
-        {
-            "use_tis": True,
-            "tis_clip": 1.5,
-            "tis_clip_low": 0.8,
-            "custom_tis_function_path": "slime.backends.megatron_utils.loss.icepop_function",
-        },
-        plain(lambda p, u, m: rho(p, u) * band(rho(p, u), 0.8, 1.5)),
-    ),
-    (
-        "slime",
-        "mis: truncate, reject and veto",
-        slime_mis(tis_upper_bound=1.5, use_rs=True, rs_level="geometric", rs_lower_bound=0.9, rs_veto_threshold=0.5),
-        plain(
-            lambda p, u, m: (
-                rho(p, u).clamp(max=1.5)
-                * band(row_mean(p - u, m).exp(), 0.9, 1.5)
-                * ((rho(p, u) >= 0.5) | ~m).all(1, keepdim=True)
-            )
-        ),
-    ),
-    (
-        "slime",
-        "mis: clip by sequence, normalized",
-        slime_mis(tis_level="sequence", tis_mode="clip", tis_upper_bound=2.0, tis_batch_normalize=True),
-        plain(lambda p, u, m: row_sum(p - u, m).exp().clamp(0.5, 2.0) / row_sum(p - u, m).exp().clamp(0.5, 2.0).mean()),
-    ),
-    (
-        "slime",
-        "mis: mask",
-        slime_mis(tis_mode="mask", tis_upper_bound=1.4, tis_lower_bound=0.6),
-        plain(lambda p, u, m: rho(p, u) * band(rho(p, u), 0.6, 1.4)),
-    ),
-    (
-        "openrlhf",
-        "tis with its defaults",
-        {"--algo.advantage.is_correction_enable": True},
-        plain(lambda p, u, m: rho(p, u).clamp(0.5, 5.0)),
-    ),
-    (
-        "openrlhf",
-        "icepop under its old names",
-        {
-            "enable_vllm_is_correction": True,
-            "vllm_is_truncated_threshold": [0.7, 1.3],
-            "vllm_is_correction_type": "icepop",
-        },
-        plain(lambda p, u, m: rho(p, u) * band(rho(p, u), 0.7, 1.3)),
-    ),
-    (
-        "openrlhf",
-        "seq-mask-tis",
-        {"is_correction_enable": True, "is_correction_type": "seq-mask-tis", "is_correction_threshold": [0.9, 1.2]},
-        plain(lambda p, u, m: rho(p, u) * band(row_mean(p - u, m).exp(), 0.9, 1.2)),
-    ),
-    ("fireworks", "defaults", {}, plain(lambda p, u, m: rho(p, u).clamp(max=5.0))),
-    (
-        "fireworks",
-        "sequence",
-        {"tis": {"cap": 1.1, "level": "sequence"}},
-        plain(lambda p, u, m: row_mean(p - u, m).exp().clamp(max=1.1)),
-    ),
-    (
-        "fireworks",
-        "icepop below the cap",
-        {"tis": {"icepop_threshold": 1.5}},
-        plain(lambda p, u, m: rho(p, u) * band(rho(p, u), 1 / 1.5, 1.5)),
-    ),
-    (
-        "fireworks",
-        "icepop above the cap",
-        {"tis": {"icepop_threshold": 2.0, "cap": 1.2}, "anchor_logp": "old_policy"},
-        plain(lambda p, u, m: rho(p, u).clamp(max=1.2) * band(rho(p, u), 0.5, 2.0)),
-    ),
-]
+CASES = SECTION_CASES + FLAT_CASES
+CASES_BY_NAME = {what: mapping for _, what, mapping, _ in CASES}
 
 
 @pytest.mark.parametrize(
@@ -450,26 +47,28 @@ def test_same_as_theirs(framework: str, what: str, mapping: dict[str, Any], nati
     assert acted == (what not in ("off", "decoupled, nothing else"))
 
 
-def test_m2po() -> None:
-    """AReaL masks the largest second moments until the mean of the rest is below the threshold."""
-    config, notes = translate("areal", {"use_decoupled_loss": True, "m2_threshold": 0.04})
+@pytest.mark.parametrize("band_high", [None, 1.2])
+def test_m2po(band_high: float | None) -> None:
+    """AReaL masks the largest second moments until the mean of the rest is below the threshold.
+
+    A band of token ratios then zeroes weights among the rest and leaves the denominators alone.
+    """
+    actor: dict[str, Any] = {"use_decoupled_loss": True, "m2_threshold": 0.04}
+    if band_high is not None:
+        actor["rejection_sampling"] = {"metric": "ratio", "upper": band_high}
+    config, notes = translate("areal", {"actor": actor})
     prox_BT, mu_BT, mask_BT = data(0, spread=0.3)
-    m2 = (prox_BT - mu_BT)[mask_BT].square()
-    ordered = m2.sort(descending=True).values
+    m2_BT = (prox_BT - mu_BT).square()
+    ordered = m2_BT[mask_BT].sort(descending=True).values
     masked = next(k for k in range(len(ordered)) if ordered[k:].mean() < 0.04)
+    counted_BT = mask_BT & (m2_BT <= ordered[masked])
+    rho_BT = rho(prox_BT, mu_BT)
+    multiplier_BT = counted_BT * (1.0 if band_high is None else rho_BT * (rho_BT <= band_high))
     found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
-    assert int(found.mask_BT.sum()) == len(ordered) - masked
-    assert int(found.denominator_mask_BT.sum()) == len(ordered) - masked
+    assert 0 < masked < len(ordered)
+    assert torch.equal(found.denominator_mask_BT, counted_BT)
+    torch.testing.assert_close(found.weights_BT, multiplier_BT.float(), rtol=1e-5, atol=1e-6)
     assert "micro-batch" in notes[0]
-
-
-BYPASSES = [
-    ("verl", {"bypass_mode": True, "rollout_is": "token"}),
-    ("areal", {"use_decoupled_loss": False}),
-    ("slime", {"use_rollout_logprobs": True}),
-    ("openrlhf", {"is_correction_enable": True, "policy_loss_type": "gspo"}),
-    ("fireworks", {"anchor_logp": "rollout", "tis": {"cap": 2.0}}),
-]
 
 
 @pytest.mark.parametrize(("framework", "mapping"), BYPASSES, ids=lambda x: x if isinstance(x, str) else "")
@@ -478,6 +77,39 @@ def test_bypass(framework: str, mapping: dict[str, Any]) -> None:
     assert config.anchor == "sampler"
     assert config.weight.level == "none"
     assert not config.renormalize
+
+
+@pytest.mark.parametrize(
+    ("framework", "mapping", "name", "native"), TWO_POLICIES, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_losses_with_two_policies(
+    framework: str, mapping: dict[str, Any], name: str, native: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+) -> None:
+    config, _ = translate(framework, mapping)
+    reduction = "seq_mean_token_mean" if name == "gspo" else "token_mean"
+    loss_config = LossConfig(name=LossName(name), clip_low=0.2, clip_high=0.2, reduction=Reduction(reduction))
+    for seed in range(4):
+        pi_BT, mu_BT, mask_BT = data(seed, spread=0.3)
+        advantages_B = ADVANTAGES.double()
+        start = rollout_correction(None, mu_BT, mask_BT, config)
+        inputs = LossInputs(
+            logprobs_BT=pi_BT,
+            anchor_logprobs_BT=mu_BT,
+            sampler_logprobs_BT=mu_BT,
+            ref_logprobs_BT=None,
+            entropy_BT=None,
+            advantages_B=advantages_B,
+            weights_BT=start.weights_BT,
+            mask_BT=start.mask_BT,
+            denominator_mask_BT=start.denominator_mask_BT,
+            prompt_ids_B=torch.zeros(len(pi_BT), dtype=torch.int64),
+        )
+        loss, _ = policy_loss(inputs, loss_config, correction=config)
+        per_token_BT = native(pi_BT - mu_BT, pi_BT, advantages_B[:, None], mask_BT) * mask_BT
+        expected = per_token_BT.sum() / mask_BT.sum()
+        if name == "gspo":
+            expected = row_mean(per_token_BT, mask_BT).mean()
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_verl_bypass_with_reinforce_keeps_its_weight() -> None:
@@ -497,6 +129,40 @@ def test_verl_bypass_with_reinforce_keeps_its_weight() -> None:
         ("verl", verl_rs("token_k2", "0.1_0.2"), "one upper bound"),
         ("verl", verl_rs("token_k2,token_k3,seq_sum_k1", "0.1,0.2"), "expected one threshold, or 3"),
         ("verl", {"rollout_rs": "token_k2"}, "rollout_rs_threshold"),
+        ("verl", {"rollout_rs": ""}, "rollout_rs"),
+        ("verl", {"rollout_is": "token", "rollout_is_threshold": "0.5_"}, "rollout_is_threshold"),
+        ("verl", {"rollout_is": "token", "rollout_is_threshold": "${cap}"}, "interpolation"),
+        ("verl", {"rollout_is": "token", "rollout_is_threshold": 10**400}, "rollout_is_threshold"),
+        ("verl", {"algorithm": {"rollout_correction": True}}, "expected keys and values"),
+        ("verl", {"algorithm": {"rollout_corection": {"rollout_is": "token"}}}, "did you mean rollout_correction"),
+        ("verl", {"algorithm": {"rollout_is": "token"}}, "under algorithm.rollout_correction only"),
+        ("verl", {"rollout_is": "token", "algorithm.rollout_correction.rollout_is": "sequence"}, "rollout_is"),
+        ("verl", {"rollout_is": "token", "lr": 1e-6}, "lr is 1e-06: unknown"),
+        ("verl", {"lr": 1e-6}, "lr is 1e-06: unknown"),
+        ("verl", {"actor_rollout_ref": {"actor": {"tis_imp_ratio_cap": 2.0}}}, "tis_imp_ratio_cap: no longer there"),
+        ("verl", {"rollout_is": "token", "rollout_is_veto_threshold": 1e-4}, "rollout_is_veto_threshold"),
+        ("verl", {"rollout_is": "token", "loss_type": "gspo"}, "loss_type"),
+        (
+            "verl",
+            {
+                "algorithm.rollout_correction.rollout_is": "token",
+                "actor_rollout_ref.rollout.calculate_log_probs": False,
+            },
+            "calculate_log_probs",
+        ),
+        (
+            "verl",
+            {"algorithm.rollout_correction": {**verl_rs("token_k2", "1"), "bypass_mode": True}, "trainer.use_v1": True},
+            "rollout_rs",
+        ),
+        (
+            "verl",
+            {
+                "algorithm.rollout_correction": verl_rs("token_k2", "1"),
+                "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
+            },
+            "loss_agg_mode",
+        ),
         ("verl", verl_rs("seq_mean_k1", "0.5"), "would keep nothing"),
         (
             "verl",
@@ -523,6 +189,30 @@ def test_verl_bypass_with_reinforce_keeps_its_weight() -> None:
             {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0, "tis_ratio_type": "sequence"},
             "tis_ratio_type",
         ),
+        (
+            "skyrl",
+            {"trainer.algorithm": {"policy_loss_type": "dppo", "off_policy_correction.tis_ratio_type": "token"}},
+            "tis_ratio_type",
+        ),
+        ("skyrl", {"policy_loss_type": "cross_entropy", "tis_ratio_type": "token"}, "policy_loss_type"),
+        ("skyrl", {"trainer": {"tis_ratio_type": "token"}}, "under trainer.algorithm.off_policy_correction only"),
+        ("skyrl", {"use_tis": True}, "tis_imp_ratio_cap"),
+        ("skyrl", {"outlier_token_is_threshold_low": -1}, "never negative"),
+        (
+            "trl",
+            {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
+            "vllm_importance_sampling_clip_max",
+        ),
+        ("trl", {"loss_type": "vespo"}, "loss_type"),
+        ("trl", {"vllm_importance_samplng_mode": "token_mask"}, "did you mean vllm_importance_sampling_mode"),
+        ("nemo_rl", {"loss_fn": {"truncated_importance_sampling_ratio": 2.0}}, "truncated_importance_sampling_type"),
+        ("nemo_rl", {"loss_fn": {"use_on_policy_kl_approximation": True}}, "use_on_policy_kl_approximation"),
+        (
+            "nemo_rl",
+            {"grpo.seq_logprob_error_threshold": 1.5, "ppo.seq_logprob_error_threshold": 2.0},
+            "seq_logprob_error_threshold is given twice",
+        ),
+        ("nemo_rl", {"use_importance_sampling_correction": True, "use-importance-sampling-correction": False}, "twice"),
         ("trl", {"vllm_importance_sampling_mode": "token_clip"}, "vllm_importance_sampling_mode"),
         ("trl", {"use_bias_correction_kl": True}, "use_bias_correction_kl"),
         ("nemo_rl", {"truncated_importance_sampling_type": "tis"}, "truncated_importance_sampling_type"),
@@ -544,12 +234,51 @@ def test_verl_bypass_with_reinforce_keeps_its_weight() -> None:
             {"rejection_sampling": {"level": "sequence", "action": "clamp", "agg": "max", "lower": 0.5}},
             "agg",
         ),
-        ("areal", {"rejection_sampling": {}, "m2_threshold": 0.1}, "m2_threshold"),
+        ("areal", {"rejection_sampling": {"level": "sequence"}, "m2_threshold": 0.1}, "m2_threshold"),
+        (
+            "areal",
+            {"rejection_sampling": {"level": "sequence", "action": "clamp"}, "m2_threshold": 0.1},
+            "m2_threshold",
+        ),
+        ("areal", {"rejection_sampling": {"metric": "kl_k2"}, "m2_threshold": 0.1}, "m2_threshold"),
+        ("areal", {"recompute_logprob": True, "m2_threshold": 0.1}, "m2_threshold"),
+        ("areal", {"rejection_sampling": {"upper": 0.9}}, "upper"),
+        ("areal", {"actor": {"behave_imp_weight_cap": 5.0}}, "behave_imp_weight_cap: no longer there"),
+        ("areal", {"behav_imp_weight_cap": 5.0}, "behav_imp_weight_cap"),
+        ("areal", {"metric": "ratio", "upper": 5.0}, "metric"),
         ("areal", {"rejection_sampling": {}, "use_decoupled_loss": False}, "use_decoupled_loss"),
         ("areal", {"use_decoupled_loss": True, "prox_logp_method": "loglinear"}, "prox_logp_method"),
         ("slime", {"use_tis": True, "custom_tis_function_path": "my.function"}, "custom_tis_function_path"),
         ("slime", slime_mis(tis_batch_normalize=True, use_rs=True), "tis_batch_normalize"),
         ("slime", {"use_tis": True, "use_rollout_logprobs": True}, "use_tis"),
+        ("slime", slime_mis(), "custom_tis_function_path"),
+        ("slime", slime_mis(tis_level="token"), "tis_upper_bound"),
+        ("slime", {"use_rs": True, "tis_upper_bound": 2.0}, "use_rs"),
+        ("slime", {"use_unbiased_kl": True}, "use_unbiased_kl"),
+        (
+            "slime",
+            {"use_tis": True, "tis_level": "token", "custom_tis_function_path": "slime.loss.icepop_function"},
+            "tis_level",
+        ),
+        (
+            "slime",
+            {
+                "use_rollout_logprobs": True,
+                "get_mismatch_metrics": True,
+                "custom_tis_function_path": "slime.loss.icepop_function",
+            },
+            "get_mismatch_metrics",
+        ),
+        ("openrlhf", {"use_icepop": True}, "use_icepop: no longer there"),
+        (
+            "openrlhf",
+            {"is_correction_type": "tis", "vllm_is_correction_type": "icepop"},
+            "vllm_is_correction_type",
+        ),
+        ("openrlhf", {"is_correction_enable": True, "policy_loss_type": "cispo"}, "policy_loss_type"),
+        ("fireworks", {"recipe": {"a": {"tis": {"cap": 1.0}}, "b": {"tis": {"cap": 2.0}}}}, "several places"),
+        ("fireworks", {"cap": 2.0, "kl_beta": 0.0}, "kl_beta"),
+        ("verll", {}, "did you mean verl"),
         ("openrlhf", {"is_correction_enable": True, "is_correction_threshold": [0.5]}, "is_correction_threshold"),
         ("fireworks", {"tis": {"level": "sequence", "icepop_threshold": 2.0}}, "icepop_threshold"),
         ("fireworks", {"tis": {"capp": 2.0}}, "did you mean cap"),
@@ -567,44 +296,52 @@ def test_notes_name_their_condition() -> None:
     assert "20" in translate("verl", verl_rs("seq_sum_k1", "2")).notes[0]
     assert "one update per batch" in translate("trl", {"off_policy_mask_threshold": 0.5}).notes[0]
     assert "learner's own old logprobs" in translate("slime", {"use_opsm": True}).notes[0]
-    assert translate("trl", {"learning_rate": 1e-6}).notes == ["left out, as not about correction: learning_rate"]
+    assert translate("trl", {"use_vllm": True, "learning_rate": 1e-6}).notes == [
+        "left out, as not about correction: learning_rate"
+    ]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_files(framework: str, tmp_path: Path) -> None:
-    """What is printed is valid YAML, holds the whole correction, and passes the checks."""
-    mapping = next(mapping for name, _, mapping, _ in CASES if name == framework)
-    source = tmp_path / "theirs.yaml"
-    source.write_text(yaml.safe_dump(mapping))
-    printed = yaml.safe_load(translate_file(framework, source))["correction"]
-    config, _ = translate(framework, mapping)
-    assert printed["weight"]["level"] == config.weight.level
-    assert set(printed) == set(vars(CorrectionConfig()))
-    assert check_correction(config) == []
+def test_a_large_section_is_listed_by_what_was_read_of_it() -> None:
+    actor = {f"option_{place}": place for place in range(20)} | {"use_decoupled_loss": True}
+    (note,) = translate("areal", {"actor": actor, "ref": {"path": "x"}, "seed": 1}).notes
+    assert note == "left out, as not about correction: actor (all but use_decoupled_loss), ref, seed"
 
 
-def test_underscores_in_a_file_stay_two_bounds(tmp_path: Path) -> None:
-    """YAML 1.1 reads 0.5_5 as the number 0.55, and 1e-4 as text."""
-    source = tmp_path / "verl.yaml"
-    source.write_text("rollout_is: token\nrollout_is_threshold: 0.5_5\n")
-    assert yaml.safe_load(source.read_text())["rollout_is_threshold"] == 0.55
-    weight = yaml.safe_load(translate_file("verl", source))["correction"]["weight"]
-    assert (weight["low"], weight["high"], weight["outside"]) == (0.5, 5.0, "zero")
-    source.write_text("sequence_mask_metric: geometric\noutlier_token_is_threshold_low: 1e-4\n")
-    rules = yaml.safe_load(translate_file("skyrl", source))["correction"]["reject"]
-    assert rules[1] == {"level": "sequence", "stat": "ratio", "reduce": "min", "low": 1e-4}
+def test_what_is_missing_is_said() -> None:
+    """Where the default is a guess, or the section is not there at all, a note says so."""
+    expected: list[tuple[str, dict[str, Any], str]] = [
+        ("verl", {"trainer": {"n_gpus_per_node": 8}}, "verl corrects nothing"),
+        ("verl", {"defaults": ["ppo_trainer"], "algorithm": {"rollout_correction": {}}}, "defaults"),
+        ("verl", {"rollout_is": "token", "rollout_is_threshold": "null"}, "rollout_is_threshold is null"),
+        ("verl", verl_rs("token_k2", "1"), "renormalize: false"),
+        ("verl", {"bypass_mode": True, **verl_rs("token_k2", "1")}, "use_v1"),
+        ("skyrl", {"trainer.algorithm.loss_reduction": "token_mean"}, "SkyRL corrects nothing"),
+        ("trl", {}, "use_vllm is not given"),
+        ("trl", {"use_vllm": False, "off_policy_mask_threshold": 0.1}, "learner's own old logprobs"),
+        ("nemo_rl", CASES_BY_NAME["icepop per sequence"], "use_importance_sampling_correction is not given"),
+        ("areal", {"rejection_sampling": {}}, "use_decoupled_loss is not given"),
+        ("slime", {"use_tis": True, "tis_upper_bound": 2.0}, "train_infer_mismatch_helper"),
+        ("slime", slime_mis(tis_upper_bound=2.0, tis_batch_normalize=True), "micro-batch"),
+        ("openrlhf", {"is_correction_type": "tis"}, "is_correction_enable is not given"),
+        ("fireworks", {"kl_beta": 0.0, "trainer": {"job_id": "x"}}, "no tis section"),
+    ]
+    for framework, mapping, said in expected:
+        assert any(said in note for note in translate(framework, mapping).notes), (framework, said)
 
 
-def test_an_empty_or_broken_file(tmp_path: Path) -> None:
-    source = tmp_path / "empty.yaml"
-    source.write_text("")
-    assert "sequence" in translate_file("trl", source)
-    source.write_text("a: [1")
-    with pytest.raises(TranslationError, match="not valid YAML"):
-        translate_file("trl", source)
-    source.write_text("- 1")
-    with pytest.raises(TranslationError, match="expected keys and values"):
-        translate_file("trl", source)
+def test_tokens_without_a_sampler_logprob() -> None:
+    """NeMo-RL zeroes their weight, AReaL counts their ratio as 1 and their KL as out of bounds."""
+    prox_BT, mask_BT = torch.full((2, 2), -1.0), torch.ones(2, 2, dtype=torch.bool)
+    mu_BT = torch.tensor([[-1.0, math.nan], [-1.0, -1.0]])
+    weights: dict[str, tuple[dict[str, Any], list[list[float]]]] = {
+        "nemo_rl": ({"use_importance_sampling_correction": True}, [[1.0, 0.0], [1.0, 1.0]]),
+        "areal": ({"rejection_sampling": {}}, [[1.0, 1.0], [1.0, 1.0]]),
+        "areal token": ({"rejection_sampling": {"metric": "kl_k2"}}, [[1.0, 0.0], [1.0, 1.0]]),
+        "areal row": ({"rejection_sampling": {"metric": "kl_k1", "level": "sequence"}}, [[0.0, 0.0], [1.0, 1.0]]),
+    }
+    for name, (mapping, expected) in weights.items():
+        config, _ = translate(name.split()[0], mapping)
+        assert rollout_correction(prox_BT, mu_BT, mask_BT, config).weights_BT.tolist() == expected, name
 
 
 def test_extreme_ratios_are_where_the_notes_say() -> None:

@@ -1,1 +1,1 @@
-"""One module per group of projects whose correction settings `megatron_rl.translate` reads."""
+"""One module per project whose correction settings `megatron_rl.translate` reads."""

@@ -2,91 +2,109 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.schema import (
     Aggregate,
-    Anchor,
     CorrectionConfig,
     Level,
     NonFinite,
+    Outside,
     Reduce,
     RejectRule,
     Stat,
     WeightConfig,
 )
-from megatron_rl.translation.keys import Keys, Translation, nested, section
+from megatron_rl.translation.keys import Keys, Translation, in_section
+from megatron_rl.translation.shared import BYPASS, NO_WEIGHT
 
-OUTER_KEYS = ("use_decoupled_loss", "recompute_logprob", "rejection_sampling", "m2_threshold", "prox_logp_method")
-INNER_KEYS = ("level", "action", "metric", "agg", "upper", "lower")
-NO_WEIGHT = WeightConfig(level=Level.none)
+SECTION = ("level", "action", "metric", "agg", "upper", "lower")
+BESIDE = ("use_decoupled_loss", "recompute_logprob", "m2_threshold", "prox_logp_method")
+CAP_NOW = "now rejection_sampling: {action: mask, or clamp for truncate, metric: ratio, upper: the cap}"
+REMOVED = dict.fromkeys(("behav_imp_weight_cap", "behave_imp_weight_cap", "behave_imp_weight_mode"), CAP_NOW)
+NEEDS_DECOUPLED = "AReaL ignores it without use_decoupled_loss; set that, or leave this out"
 
 
 def areal(mapping: Mapping[str, Any]) -> Translation:
-    outer = section(nested(mapping), "actor")
-    keys = Keys("areal", outer, OUTER_KEYS, strict=False)
-    inner = outer.get("rejection_sampling")
-    decoupled = keys.flag("use_decoupled_loss", default=inner is not None)
+    beside = [f"actor.{name}" for name in BESIDE]
+    keys = in_section(
+        "areal", mapping, "actor.rejection_sampling", SECTION, beside, common=SECTION, old=REMOVED, bare=False
+    )
+    rejects = keys.present
+    decoupled = keys.flag("use_decoupled_loss", default=rejects)
+    if rejects and not decoupled:
+        raise keys.error("use_decoupled_loss", "AReaL ignores rejection_sampling without it; set it, or leave that out")
+    if rejects and not keys.given("use_decoupled_loss"):
+        keys.notes.append("use_decoupled_loss is not given and taken as true; without it AReaL corrects nothing")
     if keys.choice("prox_logp_method", "recompute", "recompute", "metrics", "loglinear") == "loglinear" and decoupled:
         raise keys.error("prox_logp_method", "ours computes the proximal logprobs, it does not interpolate them")
-    if inner is not None and not decoupled:
-        raise keys.error("use_decoupled_loss", "AReaL ignores rejection_sampling without it; set it, or leave that out")
-    if not decoupled and not keys.flag("recompute_logprob", False):
-        if keys.given("m2_threshold"):
-            raise keys.error("m2_threshold", "it needs proximal logprobs: set use_decoupled_loss or recompute_logprob")
-        config = CorrectionConfig(anchor=Anchor.sampler, weight=NO_WEIGHT, rebaseline=False, renormalize=False)
-        return Translation(config, keys.notes)
-
-    weight = NO_WEIGHT
-    rules: list[RejectRule] = []
-    if inner is not None:
-        weight, rules = _rejection(Keys("areal", inner, INNER_KEYS))
-    renormalize = False
     threshold = keys.positive("m2_threshold")
+    if threshold is not None and not decoupled:
+        raise keys.error("m2_threshold", NEEDS_DECOUPLED)
+    if not decoupled and not keys.flag("recompute_logprob", False):
+        return Translation(BYPASS, keys.notes)
+
+    weight, rules, non_finite = _rejection(keys) if rejects else (NO_WEIGHT, [], NonFinite.one)
+    renormalize = False
     if threshold is not None:
+        if weight.level == Level.sequence or (rules and rules[0].level == Level.sequence):
+            raise keys.error("m2_threshold", "AReaL judges and weighs rows by the tokens it left, ours by all of them")
         if rules:
-            raise keys.error(
-                "m2_threshold", "AReaL applies rejection_sampling to what it left, and divides differently"
-            )
-        rules.append(RejectRule(level=Level.token, stat=Stat.m2, budget=threshold))
+            if rules[0].stat != Stat.ratio:
+                raise keys.error("m2_threshold", "only its own tokens leave AReaL's denominators, those of a KL do not")
+            # a band of token ratios keeps the denominators as a weight that is zero outside it
+            weight = replace(weight, outside=Outside.zero, low=rules[0].low, high=rules[0].high)
+        rules = [RejectRule(level=Level.token, stat=Stat.m2, budget=threshold)]
         renormalize = True
         keys.notes.append("m2_threshold: AReaL solves it in each micro-batch, ours in the batch: the same with one")
     config = CorrectionConfig(
-        weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, non_finite=NonFinite.one
+        weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, non_finite=non_finite
     )
     return Translation(config, keys.notes)
 
 
-def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
+def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
     level = Level(keys.choice("level", "token", "token", "sequence") or "token")
     action = keys.choice("action", "mask", "mask", "clamp")
     metric = keys.choice("metric", "ratio", "ratio", "kl_k1", "kl_k2", "kl_k3")
     agg = keys.choice("agg", "mean", "sum", "mean", "max") or "mean"
     upper = keys.number("upper", 5.0)
-    lower = keys.number("lower")
-    assert upper is not None
-    # ratios of a sequence weigh it by their geometric mean, whatever `agg` decides by
-    geometric = level == Level.sequence and metric == "ratio"
-    aggregate = Aggregate.geometric if geometric else Aggregate.product
-    weight_level = Level.sequence if geometric else Level.token
+    if upper is None:
+        raise keys.error("upper", "AReaL needs a number")
+    if metric == "ratio":
+        return *_by_ratio(keys, level, action, agg, upper), NonFinite.one
     if action == "clamp":
-        if metric != "ratio":
-            raise keys.error("action", "AReaL clamps with metric: ratio only")
-        if geometric and agg == "max" and lower is not None:
-            raise keys.error("agg", "with a lower bound AReaL leaves some means below it unclamped")
-        if geometric and agg == "sum" and lower is not None and lower > 1:
-            raise keys.error("lower", "above 1 AReaL leaves some means below it unclamped")
-        return WeightConfig(level=weight_level, aggregate=aggregate, low=lower or None, high=upper), []
-    weight = WeightConfig(level=weight_level, aggregate=aggregate, high=None)
-    reduce = None if level == Level.token else Reduce(agg)
+        raise keys.error("action", "AReaL clamps with metric: ratio only")
     if metric == "kl_k3":
         raise keys.error("metric", "AReaL's k3 is exp(-d) - 1 + d, the other direction of KL; bound the ratio instead")
-    if metric == "kl_k2":
-        return weight, [RejectRule(level=level, stat=Stat.k2, reduce=reduce, low=lower, high=upper)]
+    lower = keys.number("lower")
+    reduce = None if level == Level.token else Reduce(agg)
+    rule = RejectRule(level=level, stat=Stat.k2, reduce=reduce, low=lower, high=upper)
     if metric == "kl_k1":
-        # AReaL's k1 is +d, so its bounds are bounds on log rho
-        upper = math.exp(upper)
-        lower = None if lower is None else math.exp(lower)
-    return weight, [RejectRule(level=level, stat=Stat.ratio, reduce=reduce, low=lower, high=upper)]
+        # AReaL's k1 is +d and ours is -d: the bounds change sign and sides, the largest becomes the smallest
+        reduce = Reduce.min if reduce == Reduce.max else reduce
+        rule = RejectRule(level=level, stat=Stat.k1, reduce=reduce, low=-upper, high=None if lower is None else -lower)
+    # a KL that is NaN is out of bounds; a ratio that is NaN counts as 1
+    non_finite = NonFinite.zero if level == Level.token else NonFinite.reject
+    return WeightConfig(level=Level.token, high=None), [rule], non_finite
+
+
+def _by_ratio(
+    keys: Keys, level: Level, action: str | None, agg: str, upper: float
+) -> tuple[WeightConfig, list[RejectRule]]:
+    """Ratios of a sequence weigh it by their geometric mean, whatever `agg` decides by."""
+    lower = keys.lower("lower")
+    if upper <= 1:
+        raise keys.error("upper", "AReaL refuses a ratio of 1 or less")
+    per_row = level == Level.sequence
+    aggregate = Aggregate.geometric if per_row else Aggregate.product
+    if action == "clamp":
+        if per_row and agg == "max" and lower is not None:
+            raise keys.error("agg", "with a lower bound AReaL leaves some means below it unclamped")
+        if per_row and agg == "sum" and lower is not None and lower > 1:
+            raise keys.error("lower", "above 1 AReaL leaves some means below it unclamped")
+        return WeightConfig(level=level, aggregate=aggregate, low=lower, high=upper), []
+    rule = RejectRule(level=level, stat=Stat.ratio, reduce=Reduce(agg) if per_row else None, low=lower, high=upper)
+    return WeightConfig(level=level, aggregate=aggregate, high=None), [rule]

@@ -1,13 +1,22 @@
-"""Reading another project's settings: typed access by name, and no key that is silently ignored."""
+"""Reading another project's settings: found wherever the user's file has them, and none silently ignored.
+
+A file may be the section alone, a whole run's configuration, dotted overrides or flags. Everything is
+flattened to dotted names first; what is not about correction is listed in a note.
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_rl.schema import CorrectionConfig
+
+# what a removed setting holds when it is switched off
+OFF = (None, False, "", -1, "disabled")
+LEFT_OUT = "left out, as not about correction: "
 
 
 class TranslationError(ValueError):
@@ -21,69 +30,61 @@ class Translation(NamedTuple):
     notes: list[str]
 
 
-def nested(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names and command-line flags as nested sections with underscores."""
-    found: dict[str, Any] = {}
+def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Sections, dotted names and command-line flags as dotted names with underscores."""
+    flat: dict[str, Any] = {}
     for name, value in mapping.items():
-        path = str(name).lstrip("-+").replace("-", "_").split(".")
-        place = found
-        for part in path[:-1]:
-            place = place.setdefault(part, {})
-            if not isinstance(place, dict):
-                raise TranslationError(f"{name}: {part} is both a value and a section")
-        inner = nested(value) if isinstance(value, Mapping) else value
-        if isinstance(inner, dict) and isinstance(place.get(path[-1]), dict):
-            place[path[-1]].update(inner)
-        else:
-            place[path[-1]] = inner
-    return found
+        path = prefix + str(name).lstrip("-+").replace("-", "_")
+        inner = flatten(value, f"{path}.") if isinstance(value, Mapping) and value else {path: value}
+        for key, leaf in inner.items():
+            if key in flat and flat[key] != leaf:
+                raise TranslationError(f"{key} is given twice, as {flat[key]!r} and as {leaf!r}")
+            flat[key] = leaf
+    return flat
 
 
-def section(mapping: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Down the named sections as far as they exist, whichever of them the mapping starts with."""
-    place: Mapping[str, Any] = mapping
-    for name in names:
-        inner = place.get(name)
-        if isinstance(inner, Mapping):
-            place = inner
-    return place
-
-
-def leaves(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Every value by its last name, for projects whose names are unique without their section."""
-    found: dict[str, Any] = {}
-    for name, value in mapping.items():
-        found.update(leaves(value) if isinstance(value, Mapping) else {name: value})
-    return found
+def last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 class Keys:
-    """The values of one section, each read once by name."""
+    """The values of one project's settings, by name."""
 
-    def __init__(self, framework: str, values: Mapping[str, Any], known: Iterable[str], strict: bool = True) -> None:
-        self._framework, self._values = framework, values
+    def __init__(self, framework: str, values: Mapping[str, Any], present: bool = True) -> None:
+        self.framework, self._values = framework, dict(values)
+        self.present = present  # whether the project's section is there at all
         self.notes: list[str] = []
-        known = set(known)
-        others = [name for name in values if name not in known]
-        for name in others:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-            if close:
-                raise self.error(name, f"unknown; did you mean {close[0]}?")
-            if strict:
-                raise self.error(name, f"unknown; known are {', '.join(sorted(known))}")
-        if others:
-            self.notes.append(f"left out, as not about correction: {', '.join(sorted(others))}")
 
     def error(self, name: str, reason: str) -> TranslationError:
-        value = self._values.get(name)
-        said = "" if name not in self._values else f" is {value!r}"
-        return TranslationError(f"{self._framework}: {name}{said}: {reason}")
+        said = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
+        return TranslationError(f"{self.framework}: {name}{said}: {reason}")
+
+    def raw(self, name: str, default: Any = None) -> Any:
+        value = self._values.get(name, default)
+        if isinstance(value, str):
+            if "${" in value:
+                raise self.error(name, "an interpolation; write the value it stands for")
+            if value.strip().lower() in ("null", "none"):
+                return None
+        return value
+
+    def rename(self, former: Mapping[str, str]) -> None:
+        """Values under a former name, as if they had been given under today's."""
+        for old, new in former.items():
+            if self.given(old):
+                if self.given(new) and self._values[new] != self._values[old]:
+                    raise self.error(old, f"given as {new} too, with a different value")
+                self._values[new] = self._values[old]
 
     def given(self, name: str) -> bool:
-        return self._values.get(name) is not None
+        return self.raw(name) is not None
+
+    def null(self, name: str) -> bool:
+        """Whether the key is there to say that there is no value."""
+        return name in self._values and not self.given(name)
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._values.get(name, default)
+        value = self.raw(name)
         if value is None:
             return default
         if isinstance(value, bool):
@@ -93,22 +94,18 @@ class Keys:
         raise self.error(name, "expected true or false")
 
     def choice(self, name: str, default: str | None, *choices: str) -> str | None:
-        value = self._values.get(name, default)
-        if value is None or str(value).lower() in ("null", "none"):
-            return None
-        if value not in choices:
+        value = self.raw(name, default)
+        if value is not None and value not in choices:
             raise self.error(name, f"expected one of {', '.join(choices)}")
-        return str(value)
+        return value
 
     def text(self, name: str) -> str | None:
-        value = self._values.get(name)
+        value = self.raw(name)
         return None if value is None else str(value)
 
     def number(self, name: str, default: float | None = None) -> float | None:
-        value = self._values.get(name, default)
-        if value is None:
-            return None
-        return self.as_number(name, value)
+        value = self.raw(name, default)
+        return None if value is None else self.as_number(name, value)
 
     def positive(self, name: str, default: float | None = None) -> float | None:
         value = self.number(name, default)
@@ -116,12 +113,143 @@ class Keys:
             raise self.error(name, "expected a number above 0")
         return value
 
+    def lower(self, name: str, default: float | None = None) -> float | None:
+        """A lower bound on a ratio: 0 bounds nothing."""
+        value = self.number(name, default)
+        if value is not None and value < 0:
+            raise self.error(name, "ratios are never negative")
+        return value or None
+
     def as_number(self, name: str, value: Any) -> float:
         try:
             # underscores separate digits in Python and YAML, and bounds in verl: never guess which
             number = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise self.error(name, "expected a number")
         return number
+
+
+def anywhere(
+    framework: str,
+    mapping: Mapping[str, Any],
+    known: Collection[str],
+    common: Collection[str] = (),
+    old: Mapping[str, str] | None = None,
+) -> Keys:
+    """For projects whose names say enough without their section; `common` ones are too short to look for typos of."""
+    flat = flatten(mapping)
+    used = {path for path in flat if last(path) in known}
+    values: dict[str, Any] = {}
+    for path in sorted(used):
+        _set(framework, values, last(path), flat[path], path)
+    keys = Keys(framework, values)
+    _leave_out(keys, flat, used, set(known) - set(common), old or {})
+    return keys
+
+
+def _set(framework: str, values: dict[str, Any], name: str, value: Any, path: str) -> None:
+    if values.setdefault(name, value) != value:
+        raise TranslationError(f"{framework}: {name} is given twice with different values, once at {path}")
+
+
+def in_section(
+    framework: str,
+    mapping: Mapping[str, Any],
+    section: str,
+    known: Collection[str],
+    beside: Collection[str] = (),
+    common: Collection[str] = (),
+    old: Mapping[str, str] | None = None,
+    bare: bool = True,
+) -> Keys:
+    """For a section with dotted name `section`, given in full, from any of its parents on, or (`bare`) as its keys.
+
+    `beside` are full dotted names outside it that are read too. Names in `common` may mean something else
+    in other sections; any other known name outside is an error.
+    """
+    flat, old = flatten(mapping), old or {}
+    parts = section.split(".")
+    names = [".".join(parts[place:]) for place in range(len(parts))]
+    values: dict[str, Any] = {}
+    used: set[str] = set()
+    present = loose = False
+    for path, value in flat.items():
+        if path in names:
+            if value not in (None, {}):
+                raise TranslationError(f"{framework}: {path} is {value!r}: expected keys and values")
+            present |= value is not None
+            used.add(path)
+            continue
+        inside = next((path[len(name) + 1 :] for name in names if path.startswith(f"{name}.")), None)
+        if inside is None and bare and path in known:
+            inside, loose = path, True
+        if inside is not None:
+            present = True
+        elif any(name == path or name.endswith(f".{path}") for name in beside):
+            inside = last(path)
+        else:
+            continue
+        _set(framework, values, inside, value, path)
+        used.add(path)
+    keys = Keys(framework, values, present)
+    outside = {last(name) for name in beside}
+    for name in values:
+        if name not in known and name not in outside:
+            raise _unknown(keys, name, known, old)
+    rest = [path for path in flat if path not in used]
+    if rest and not any("." in path for path in flat) and (loose or not used):
+        raise _unknown(Keys(framework, flat), rest[0], set(known if bare else ()) | outside | {last(section)}, old)
+    telling = set(known) - set(common)
+    _leave_out(keys, flat, used, telling | outside - set(common) | {last(section)}, old)
+    for path in rest:
+        if last(path) in telling and last(section) not in path and flat[path] is not None:
+            raise TranslationError(f"{framework}: {path}: {framework} reads it under {section} only")
+    return keys
+
+
+def _unknown(keys: Keys, name: str, known: Iterable[str], old: Mapping[str, str]) -> TranslationError:
+    if name in old:
+        return keys.error(name, f"no longer there; {old[name]}")
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+    return keys.error(name, f"unknown; {hint}")
+
+
+def _leave_out(
+    keys: Keys, flat: Mapping[str, Any], used: Collection[str], telling: Collection[str], old: Mapping[str, str]
+) -> None:
+    """What was not looked at goes into a note, unless it looks like a mistyped or removed setting."""
+    shown: dict[str, None] = {}
+    for path in flat:
+        if path in used:
+            continue
+        if last(path) in old and flat[path] not in OFF:
+            raise TranslationError(f"{keys.framework}: {path}: no longer there; {old[last(path)]}")
+        parts = path.split(".")
+        for part in parts:
+            close = [] if part in telling else difflib.get_close_matches(part, telling, n=1, cutoff=0.85)
+            if close:
+                raise TranslationError(f"{keys.framework}: {path}: unknown; did you mean {close[0]}?")
+        heads = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+        shown[next(head for head in heads if head == path or not any(u.startswith(f"{head}.") for u in used))] = None
+    if "defaults" in flat:
+        keys.notes.append("defaults: what the files it names set is not read; resolve the configuration first")
+    if shown:
+        keys.notes.append(f"{LEFT_OUT}{', '.join(_summary(list(shown), used))}")
+
+
+def _summary(paths: list[str], used: Collection[str]) -> list[str]:
+    """The names, and where a section holds many of them the section but for what was read."""
+    children: dict[str, list[str]] = {}
+    for path in paths:
+        children.setdefault(path.rpartition(".")[0], []).append(path)
+    said = []
+    for parent, names in children.items():
+        if not parent or len(names) < 4:
+            said += names
+            continue
+        inside = [path[len(parent) + 1 :].partition(".")[0] for path in used if path.startswith(f"{parent}.")]
+        said.append(f"{parent} (all but {', '.join(sorted(set(inside)))})")
+    return sorted(said)

@@ -1,0 +1,56 @@
+"""TRL's GRPOConfig: `vllm_importance_sampling_*` and the off-policy sequence mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.schema import CorrectionConfig, Level, Outside, WeightConfig
+from megatron_rl.translation.keys import Keys, Translation, anywhere
+from megatron_rl.translation.shared import NO_WEIGHT, opsm
+
+MODE, MASK_KEY = "vllm_importance_sampling_mode", "off_policy_mask_threshold"
+LOW, HIGH = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
+OLD_HIGH = "vllm_importance_sampling_cap"
+CORRECTION = "vllm_importance_sampling_correction"
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+COMMON = ("beta", "loss_type")
+KEYS = (CORRECTION, MODE, LOW, HIGH, OLD_HIGH, MASK_KEY, "use_vllm", "use_bias_correction_kl", *COMMON)
+
+
+def trl(mapping: Mapping[str, Any]) -> Translation:
+    keys = anywhere("trl", mapping, KEYS, COMMON)
+    if keys.flag("use_bias_correction_kl", False) and keys.number("beta") != 0:
+        raise keys.error("use_bias_correction_kl", "our KL term takes no importance weight")
+    by_vllm = keys.flag("use_vllm", True)
+    weight = NO_WEIGHT
+    if by_vllm and keys.flag(CORRECTION, True):
+        weight = _weight(keys)
+        if keys.text("loss_type") == "vespo":
+            raise keys.error("loss_type", "VESPO takes the ratio into a weighting of its own, which we have not")
+    rules = []
+    threshold = keys.positive(MASK_KEY)
+    if threshold is not None:
+        rules.append(opsm(threshold))
+        keys.notes.append(
+            f"{MASK_KEY}: judges by the proximal policy, TRL by the current one: the same with one update per batch"
+        )
+        if not by_vllm:
+            keys.notes.append(f"{MASK_KEY}: without vLLM TRL compares with the learner's own old logprobs")
+    if weight.level != Level.none and not keys.given("use_vllm"):
+        keys.notes.append("use_vllm is not given and taken as true; without vLLM TRL corrects nothing")
+    return Translation(CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=False), keys.notes)
+
+
+def _weight(keys: Keys) -> WeightConfig:
+    mode = keys.choice(MODE, "sequence_mask", *MODES)
+    if mode is None:
+        raise keys.error(MODE, f"expected one of {', '.join(MODES)}")
+    level, action = mode.split("_")
+    low, high = keys.lower(LOW), keys.positive(OLD_HIGH) or keys.positive(HIGH, 3.0)
+    if high is None and low is None:
+        if action == "truncate":
+            raise keys.error(HIGH, f"TRL needs a bound with {mode}; set {HIGH} or {LOW}")
+        action = "truncate"
+    outside = Outside.zero if action == "mask" else Outside.truncate
+    return WeightConfig(level=Level(level), outside=outside, low=low, high=high)

@@ -1,0 +1,80 @@
+"""Settings that anchor the loss on the sampler: native keys, and the loss of a token as they compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from translation_oracle import band, row_max, row_mean, row_sum, verl_rs
+
+BYPASSES: list[tuple[str, dict[str, Any]]] = [
+    ("verl", {"bypass_mode": True, "rollout_is": "token"}),
+    ("verl", {"algorithm": {"rollout_correction": {"bypass_mode": True}}, "trainer": {"use_v1": True}}),
+    ("skyrl", {"trainer": {"algorithm": {"policy_loss_type": "rollout_is", "off_policy_correction": {}}}}),
+    ("skyrl", {"trainer.algorithm": {"policy_loss_type": "cispo", "cispo": {"cispo_anchor": "rollout"}}}),
+    ("areal", {"use_decoupled_loss": False}),
+    ("slime", {"use_rollout_logprobs": True}),
+    ("openrlhf", {"is_correction_enable": True, "policy_loss_type": "gspo"}),
+    ("fireworks", {"anchor_logp": "rollout", "tis": {"cap": 2.0}}),
+]
+
+
+def surrogate(x: Tensor, advantages_B1: Tensor) -> Tensor:
+    """PPO's loss of a token with the default clip range of 0.2."""
+    return torch.maximum(-advantages_B1 * x.exp(), -advantages_B1 * x.exp().clamp(0.8, 1.2))
+
+
+def verl_band(x: Tensor, m: Tensor, low: float, high: float) -> Tensor:
+    return band(row_mean(-x, m).exp(), low, high)
+
+
+# a token's loss from x = pi - mu, pi, advantages and mask; every loss is divided by all response tokens
+TWO_POLICIES: list[tuple[str, dict[str, Any], str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]] = [
+    ("verl", {"bypass_mode": True}, "ppo", lambda x, pi, a, m: surrogate(x, a)),
+    (
+        "verl",
+        {"bypass_mode": True, **verl_rs("seq_mean_k1", "0.8_1.1")},
+        "ppo",
+        lambda x, pi, a, m: surrogate(x, a) * verl_band(x, m, 0.8, 1.1),
+    ),
+    (
+        "verl",
+        {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence", **verl_rs("token_k2", "0.1")},
+        "reinforce",
+        lambda x, pi, a, m: -a * pi * row_sum(x, m).exp().clamp(max=2.0) * (x**2 / 2 <= 0.1),
+    ),
+    ("areal", {"use_decoupled_loss": False}, "ppo", lambda x, pi, a, m: surrogate(x, a)),
+    (
+        "slime",
+        {"use_rollout_logprobs": True, "use_opsm": True, "opsm_delta": 0.1},
+        "ppo",
+        lambda x, pi, a, m: surrogate(x, a) * ~((a < 0) & (row_mean(-x, m) > 0.1)),
+    ),
+    ("fireworks", {"anchor_logp": "rollout"}, "ppo", lambda x, pi, a, m: surrogate(x, a)),
+    (
+        "openrlhf",
+        {"is_correction_enable": True, "policy_loss_type": "gspo"},
+        "gspo",
+        lambda x, pi, a, m: surrogate(row_mean(x, m), a).expand_as(x),
+    ),
+    (
+        "skyrl",
+        {"trainer.algorithm.policy_loss_type": "rollout_is", "trainer.algorithm.eps_clip_low": 0.2},
+        "rollout_is",
+        lambda x, pi, a, m: -a * pi * x.exp() * ((x.exp() > 0.8) & (x.exp() < 1.2)),
+    ),
+    (
+        "skyrl",
+        {
+            "trainer.algorithm": {
+                "policy_loss_type": "cispo",
+                "cispo.cispo_anchor": "rollout",
+                "off_policy_correction": {"outlier_token_is_threshold_high": 1.6},
+            }
+        },
+        "cispo",
+        lambda x, pi, a, m: -a * pi * x.exp().clamp(0.8, 1.2) * (row_max(x, m).exp() <= 1.6),
+    ),
+]
