@@ -11,8 +11,8 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from megatron_rl.translation.slime import slime
 from megatron_rl.translation.trl import trl
 from megatron_rl.translation.verl import verl
 
-__all__ = ["FRAMEWORKS", "Translation", "TranslationError", "translate", "translate_file", "yaml_text"]
+__all__ = ["FRAMEWORKS", "TranslatedConfig", "TranslationError", "translate", "translate_file", "yaml_text"]
 
 FRAMEWORKS: dict[str, Callable[[Mapping[str, Any]], Translation]] = {
     "verl": verl,
@@ -44,8 +44,27 @@ FRAMEWORKS: dict[str, Callable[[Mapping[str, Any]], Translation]] = {
 }
 
 
-def translate(framework: str, mapping: Mapping[str, Any]) -> Translation:
-    """(config, notes) for the native keys of a project: the section or a whole file; nested, dotted or as flags."""
+@dataclass(frozen=True, eq=False)
+class TranslatedConfig(CorrectionConfig):
+    """A correction config with the conditions under which it does the same. Unpacks into (config, notes)."""
+
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def config(self) -> CorrectionConfig:
+        return CorrectionConfig(**{each.name: getattr(self, each.name) for each in fields(CorrectionConfig)})
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.config
+        yield self.notes
+
+    def __eq__(self, other: object) -> bool:
+        """As configs: what is noted about one does not make it another."""
+        return self.config == (other.config if isinstance(other, TranslatedConfig) else other)
+
+
+def translate(framework: str, mapping: Mapping[str, Any]) -> TranslatedConfig:
+    """The native keys of a project as our config: the section or a whole file; nested, dotted or as flags."""
     name = framework.lower().replace("-", "_")
     if name not in FRAMEWORKS:
         near = difflib.get_close_matches(name, FRAMEWORKS, n=1)
@@ -57,7 +76,8 @@ def translate(framework: str, mapping: Mapping[str, Any]) -> Translation:
     problems = check_correction(found.config)
     if problems:
         raise TranslationError(f"{framework}: these settings make no valid correction: " + "; ".join(problems))
-    return found._replace(notes=sorted(found.notes, key=lambda note: note.startswith(LEFT_OUT)))  # conditions first
+    conditions_first = sorted(found.notes, key=lambda note: note.startswith(LEFT_OUT))
+    return TranslatedConfig(**vars(found.config), notes=conditions_first)
 
 
 def translate_file(framework: str, path: str | Path) -> str:

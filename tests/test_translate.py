@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from translation_oracle import ADVANTAGES, Native, data, rho, row_mean, slime_mi
 
 from megatron_rl.loss import LossConfig, LossInputs, policy_loss
 from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
-from megatron_rl.schema import LossName, Reduction
+from megatron_rl.schema import CorrectionConfig, LossName, Reduction
 from megatron_rl.translate import TranslationError, translate
 
 CASES = SECTION_CASES + FLAT_CASES
@@ -289,6 +290,21 @@ def test_verl_bypass_with_reinforce_keeps_its_weight() -> None:
 def test_what_cannot_be_said_names_the_key(framework: str, mapping: dict[str, Any], key: str) -> None:
     with pytest.raises(TranslationError, match=key):
         translate(framework, mapping)
+
+
+def test_the_result_is_a_correction_config_with_notes() -> None:
+    found = translate("trl", {"use_vllm": True, "learning_rate": 1e-6})
+    config, notes = found
+    assert isinstance(found, CorrectionConfig)
+    assert type(config) is CorrectionConfig
+    assert found == config
+    assert config == found
+    assert found != replace(config, anchor="sampler")
+    assert found.weight == config.weight
+    assert found.notes == notes == ["left out, as not about correction: learning_rate"]
+    d_BT, zeros_BT, mask_BT = torch.full((1, 2), 0.1), torch.zeros(1, 2), torch.ones(1, 2)
+    weights = [rollout_correction(d_BT, zeros_BT, mask_BT, each).weights_BT for each in (found, config)]
+    assert torch.equal(*weights)
 
 
 def test_notes_name_their_condition() -> None:
