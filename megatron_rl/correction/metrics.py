@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rl.correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
 
 PREFIX = "rollout_corr/"
+SMALLEST_SPREAD = 1e-12  # product of two deviations of probabilities; below it is rounding
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -41,6 +42,8 @@ class MismatchSums:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.sums: Tensor | None = None
+        # of |d|, rho - 1, |gap| and both probabilities: their means in the first slice that holds a token
+        self.pivots: list[float] = []
         self.low, self.high = math.inf, -math.inf
         self.prob_high = 0.0
         self.d_B = torch.zeros(rows, device=device)
@@ -65,55 +68,54 @@ class MismatchSums:
         absolute = d.abs()
         excess = d.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1_()  # rho - 1, exact where rho is near 1
         rho = ratio.rho_BT.reshape(-1)
-        error = torch.maximum(rho, rho.reciprocal()).sub_(1.0)  # exp|d| - 1
-        # exp(mu) comes from p - d, which is defined wherever p is
-        sampler_prob = bounded_prob(prox_BT - ratio.d_BT, mask_BT)
+        inverse = rho.reciprocal()
+        error = torch.maximum(rho, inverse).sub_(1.0)  # exp|d| - 1
         prob = bounded_prob(prox_BT, mask_BT)
-        gap = prob - sampler_prob
-        absolute_gap = gap.abs()
-        self.prob_high = max(self.prob_high, float(absolute_gap.amax()) if gap.numel() else 0.0)
-        sums = torch.stack(
-            [
-                d.sum(),
-                absolute.sum(),
-                torch.dot(d, d),
-                excess.sum(),
-                torch.dot(excess, excess),
-                error.sum(),
-                absolute_gap.sum(),
-                torch.dot(gap, gap),
-                prob.sum(),
-                sampler_prob.sum(),
-                torch.dot(prob, prob),
-                torch.dot(sampler_prob, sampler_prob),
-                torch.dot(prob, sampler_prob),
-            ]
-        ).double()
+        # exp(mu) comes from p and d, which are defined wherever p is; without a second exp where rho is not clamped
+        clamped = max(-low, high) > EXPONENT_LIMIT
+        sampler_prob = bounded_prob(prox_BT - ratio.d_BT, mask_BT) if clamped else prob * inverse
+        absolute_gap = (prob - sampler_prob).abs_()
+        self.prob_high = max(self.prob_high, float(absolute_gap.amax()) if absolute_gap.numel() else 0.0)
+        measured = (absolute, excess, absolute_gap, prob, sampler_prob)
+        totals = [values.sum() for values in measured]
+        mask = mask_BT.reshape(-1)
+        if not self.pivots:
+            tokens = float(mask.sum())
+            if tokens == 0.0:
+                return
+            self.pivots = (torch.stack(totals) / tokens).tolist()
+        # squares about the mean: a spread that is small beside it would be lost in a plain sum of squares
+        centred = [values.add_(mask, alpha=-pivot) for values, pivot in zip(measured, self.pivots, strict=True)]
+        squares = [torch.dot(values, values) for values in centred]
+        sums = torch.stack([d.sum(), error.sum(), *totals, *squares, torch.dot(centred[3], centred[4])]).double()
         self.sums = sums if self.sums is None else self.sums + sums
 
     def metrics(self) -> dict[str, float]:
         n = float(self.counted_B.sum())
-        values = [0.0] * 13 if self.sums is None else self.sums.tolist()
-        d, absolute, square, excess, excess_square, error = (_ratio(x, n) for x in values[:6])
-        gap, gap_square, prob, sampler_prob, prob_2, sampler_2, both = (_ratio(x, n) for x in values[6:])
+        sums = [0.0] * 13 if self.sums is None else self.sums.tolist()
+        d, error, absolute, excess, gap, prob, sampler_prob, *squares, both = (_ratio(x, n) for x in sums)
+        means = (absolute, excess, gap, prob, sampler_prob)
+        shifts = [mean - pivot for mean, pivot in zip(means, self.pivots or means, strict=True)]
+        deviations = [_deviation(shift, square) for shift, square in zip(shifts, squares, strict=True)]
         any_token = n > 0
-        spread = _deviation(prob, prob_2) * _deviation(sampler_prob, sampler_2)
+        spread = deviations[3] * deviations[4]
+        correlation = (both - shifts[3] * shifts[4]) / spread if spread > SMALLEST_SPREAD else 0.0
         found = {
             "kl": -d,
             "k3_kl": excess - d,
-            "chi2_token": excess_square + 2.0 * excess,
+            "chi2_token": deviations[1] ** 2 + excess * excess + 2.0 * excess,
             "rho_mean": 1.0 + excess if any_token else 0.0,
-            "rho_std": _deviation(excess, excess_square),
+            "rho_std": deviations[1],
             "rho_min": math.exp(max(-EXPONENT_LIMIT, min(EXPONENT_LIMIT, self.low))) if any_token else 0.0,
             "rho_max": math.exp(max(-EXPONENT_LIMIT, min(EXPONENT_LIMIT, self.high))) if any_token else 0.0,
             "logp_abs_diff_mean": absolute,
             "logp_abs_diff_max": max(abs(self.low), abs(self.high)) if any_token else 0.0,
-            "logp_abs_diff_std": _deviation(absolute, square),
+            "logp_abs_diff_std": deviations[0],
             "mult_prob_error": 1.0 + error if any_token else 0.0,
             "probs_diff_mean": gap,
             "probs_diff_max": self.prob_high,
-            "probs_diff_std": _deviation(gap, gap_square),
-            "probs_pearson_corr": _ratio(both - prob * sampler_prob, spread),
+            "probs_diff_std": deviations[2],
+            "probs_pearson_corr": max(-1.0, min(1.0, correlation)),
             "non_finite_sampler": float(self.sampler_faults),
             "non_finite_learner": float(self.learner_faults),
         }
@@ -136,7 +138,7 @@ class MismatchSums:
             "log_ppl_diff": mean(-d_B),
             "log_ppl_abs_diff": mean(d_B.abs()),
             "ppl_ratio": mean(bounded_exp(-d_B)),
-            "chi2_seq": mean(bounded_exp(2.0 * self.d_B)) - (1.0 if rows else 0.0),
+            "chi2_seq": mean(bounded_exp(self.d_B).square()) - (1.0 if rows else 0.0),
         }
 
 
@@ -150,6 +152,7 @@ class WeightSums:
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
+        self.pivot: float | None = None
         self.low, self.high = math.inf, -math.inf
         self.units = self.above = self.below = 0.0
         self.unit_total = 0.0
@@ -158,13 +161,18 @@ class WeightSums:
 
     def add(self, weights_BT: Tensor, kept_float_BT: Tensor) -> None:
         """`weights_BT` is 0 where `kept_float_BT` is."""
-        self.kept += int(kept_float_BT.sum(dtype=torch.float64))
+        kept = int(kept_float_BT.sum(dtype=torch.float64))
+        if kept == 0:
+            return
+        self.kept += kept
         low, high = extremes(weights_BT, outside_penalty(kept_float_BT))
         self.low, self.high = min(self.low, low), max(self.high, high)
         flat = weights_BT.reshape(-1)
-        # centred on 1, where weights cluster: a plain sum of squares loses small deviations
-        centred = flat - kept_float_BT.reshape(-1)
-        sums = torch.stack([flat.sum(), torch.dot(flat, flat), torch.dot(centred, centred)]).double()
+        total = flat.sum()
+        if self.pivot is None:
+            self.pivot = float(total) / kept
+        centred = torch.add(flat, kept_float_BT.reshape(-1), alpha=-self.pivot)
+        sums = torch.stack([total, torch.dot(flat, flat), torch.dot(centred, centred)]).double()
         self.sums = sums if self.sums is None else self.sums + sums
 
     @property
@@ -196,10 +204,10 @@ class WeightSums:
         """`scale`: what the weights were multiplied by after the sums were taken."""
         total, square, centred = [0.0] * 3 if self.sums is None else self.sums.tolist()
         n = self.kept
-        excess = _ratio(total, n) - 1.0
+        shift = _ratio(total, n) - (self.pivot or 0.0)
         found = {
             "rollout_is_mean": scale * _ratio(total, n),
-            "rollout_is_std": scale * _deviation(excess, _ratio(centred, n)) if n else 0.0,
+            "rollout_is_std": scale * _deviation(shift, _ratio(centred, n)),
             "rollout_is_min": scale * self.low if n else 0.0,
             "rollout_is_max": scale * self.high if n else 0.0,
             "rollout_is_eff_sample_size": min(1.0, _ratio(total * total, n * square)),
