@@ -58,7 +58,7 @@ class Totals:
 
 
 def count_totals(denominator_mask_BT: Tensor, prompt_ids_B: Tensor, horizon: int) -> Totals:
-    counts_B = denominator_mask_BT.sum(dim=1)
+    counts_B = denominator_mask_BT.bool().sum(dim=1)
     filled_B = counts_B > 0
     prompt_ids_P, place_F = prompt_ids_B[filled_B].unique(return_inverse=True)
     prompt_tokens_P = torch.zeros(len(prompt_ids_P), dtype=torch.int64, device=counts_B.device)
@@ -148,7 +148,7 @@ def _token_metrics(terms: Terms, clipped: dict[str, Tensor], totals: Totals, aga
 
 def row_scale(inputs: LossInputs, reduction: Reduction, totals: Totals) -> Tensor:
     """What each row's sum of token losses is multiplied by; 0 where a row has no counted token."""
-    counts_B = inputs.denominator_mask_BT.sum(dim=1)
+    counts_B = inputs.denominator_mask_BT.bool().sum(dim=1)
     filled_B = (counts_B > 0).double()
     if reduction == Reduction.token_mean:
         return filled_B / max(1, totals.tokens)
