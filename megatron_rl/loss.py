@@ -93,13 +93,13 @@ def policy_loss(
     logprobs_BT = inputs.logprobs_BT.masked_fill(~mask_BT, 0.0)
     if logprobs_BT.dtype in (torch.bfloat16, torch.float16):
         logprobs_BT = logprobs_BT.float()
-    anchor_BT = inputs.anchor_logprobs_BT.to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
+    anchor_BT = inputs.anchor_logprobs_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
     selected_BT = inputs.selected_BT.bool() & mask_BT if inputs.selected_BT is not None else None
     terms = Terms(
         logprobs_BT=logprobs_BT,
         anchor_BT=anchor_BT,
-        advantages_B1=inputs.advantages_B.to(logprobs_BT.dtype)[:, None],
-        weights_BT=inputs.weights_BT.to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0),
+        advantages_B1=inputs.advantages_B.detach().to(logprobs_BT.dtype)[:, None],
+        weights_BT=inputs.weights_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0),
         mask_BT=mask_BT,
         selected_BT=selected_BT,
     )
@@ -115,7 +115,7 @@ def policy_loss(
     if config.kl_coef != 0.0:
         if inputs.ref_logprobs_BT is None:
             raise ValueError(f"loss.kl_coef is {config.kl_coef}, which needs reference logprobs; there are none")
-        ref_BT = inputs.ref_logprobs_BT.to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
+        ref_BT = inputs.ref_logprobs_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
         kl = reduce(divergence(config.kl_estimator, logprobs_BT, ref_BT))
         loss = loss + config.kl_coef * kl
         metrics["loss/kl"] = kl.detach()

@@ -119,6 +119,22 @@ def test_float32_is_within_a_millionth(name: str) -> None:
     torch.testing.assert_close(gradient.double(), slope, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_only_the_policy_is_differentiated(name: str) -> None:
+    """An anchor that is the policy's own tensor (one update per batch) is still a constant."""
+    inputs = example()
+    config = replace(CONFIGS[name], kl_coef=0.1)
+    same = {"anchor_logprobs_BT": inputs.logprobs_BT, "ref_logprobs_BT": inputs.logprobs_BT}
+    loss, gradient = loss_and_gradient(replace(inputs, **same), config)
+    constants = {key: value.detach() for key, value in same.items()}
+    value, slope = loss_and_gradient(replace(inputs, **constants), config)
+    assert loss == value
+    assert torch.equal(gradient, slope)
+    loose = {key: getattr(inputs, key).clone().requires_grad_() for key in ("weights_BT", "advantages_B")}
+    loss, _ = policy_loss(replace(inputs, **loose), config)
+    assert torch.autograd.grad(loss, list(loose.values()), allow_unused=True) == (None, None)
+
+
 def test_every_loss_has_an_example() -> None:
     assert {config.name for config in CONFIGS.values()} == set(LossName)
 
