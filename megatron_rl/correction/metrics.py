@@ -7,6 +7,8 @@ slices, and turned into metrics once. Masked positions hold 0 in every tensor th
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch import Tensor
 from megatron_rl.correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
 
 PREFIX = "rollout_corr/"
+# whose products MismatchSums needs: each quantity with itself, and the two probabilities
+PAIRS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (3, 4))
 SMALLEST_SPREAD = 1e-12  # product of two deviations of probabilities; below it is rounding
 
 
@@ -21,8 +25,30 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
 
 
-def _deviation(mean: float, mean_square: float) -> float:
-    return math.sqrt(max(0.0, mean_square - mean * mean))
+class Moments:
+    """Means and products of distances from them, merged slice by slice so that nothing large cancels.
+
+    A plain float32 sum of squares loses a spread that is small beside the mean.
+    """
+
+    def __init__(self, quantities: int) -> None:
+        self.n = 0.0
+        self.means = [0.0] * quantities
+        self.products: defaultdict[tuple[int, int], float] = defaultdict(float)
+
+    def merge(self, n: float, means: Sequence[float], products: Mapping[tuple[int, int], float]) -> None:
+        share = n / (self.n + n)
+        gaps = [new - old for new, old in zip(means, self.means, strict=True)]
+        for (i, j), value in products.items():
+            self.products[i, j] += value + self.n * share * gaps[i] * gaps[j]
+        self.means = [old + share * gap for old, gap in zip(self.means, gaps, strict=True)]
+        self.n += n
+
+    def covariance(self, i: int, j: int) -> float:
+        return _ratio(self.products[i, j], self.n)
+
+    def deviation(self, i: int) -> float:
+        return math.sqrt(self.covariance(i, i))
 
 
 def outside_penalty(mask_float_BT: Tensor) -> Tensor:
@@ -41,9 +67,8 @@ class MismatchSums:
     """Everything that describes p against mu, whatever weights are chosen."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.sums: Tensor | None = None
-        # of |d|, rho - 1, |gap| and both probabilities: their means in the first slice that holds a token
-        self.pivots: list[float] = []
+        self.d = self.error = 0.0
+        self.moments = Moments(5)  # |d|, rho - 1, |p gap|, p of the learner, p of the sampler
         self.low, self.high = math.inf, -math.inf
         self.prob_high = 0.0
         self.d_B = torch.zeros(rows, device=device)
@@ -77,44 +102,40 @@ class MismatchSums:
         absolute_gap = (prob - sampler_prob).abs_()
         self.prob_high = max(self.prob_high, float(absolute_gap.amax()) if absolute_gap.numel() else 0.0)
         measured = (absolute, excess, absolute_gap, prob, sampler_prob)
-        totals = [values.sum() for values in measured]
         mask = mask_BT.reshape(-1)
-        if not self.pivots:
-            tokens = float(mask.sum())
-            if tokens == 0.0:
-                return
-            self.pivots = (torch.stack(totals) / tokens).tolist()
-        # squares about the mean: a spread that is small beside it would be lost in a plain sum of squares
-        centred = [values.add_(mask, alpha=-pivot) for values, pivot in zip(measured, self.pivots, strict=True)]
-        squares = [torch.dot(values, values) for values in centred]
-        sums = torch.stack([d.sum(), error.sum(), *totals, *squares, torch.dot(centred[3], centred[4])]).double()
-        self.sums = sums if self.sums is None else self.sums + sums
+        sums = [mask.sum(), d.sum(), error.sum(), *(values.sum() for values in measured)]
+        n, d_sum, error_sum, *totals = torch.stack(sums).tolist()
+        if n == 0.0:
+            return
+        self.d += d_sum
+        self.error += error_sum
+        means = [total / n for total in totals]
+        centred = [values.add_(mask, alpha=-mean) for values, mean in zip(measured, means, strict=True)]
+        products = torch.stack([torch.dot(centred[i], centred[j]) for i, j in PAIRS]).tolist()
+        self.moments.merge(n, means, dict(zip(PAIRS, products, strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        n = float(self.counted_B.sum())
-        sums = [0.0] * 13 if self.sums is None else self.sums.tolist()
-        d, error, absolute, excess, gap, prob, sampler_prob, *squares, both = (_ratio(x, n) for x in sums)
-        means = (absolute, excess, gap, prob, sampler_prob)
-        shifts = [mean - pivot for mean, pivot in zip(means, self.pivots or means, strict=True)]
-        deviations = [_deviation(shift, square) for shift, square in zip(shifts, squares, strict=True)]
+        n = self.moments.n
+        d, error = _ratio(self.d, n), _ratio(self.error, n)
+        absolute, excess, gap, _, _ = self.moments.means
         any_token = n > 0
-        spread = deviations[3] * deviations[4]
-        correlation = (both - shifts[3] * shifts[4]) / spread if spread > SMALLEST_SPREAD else 0.0
+        spread = self.moments.deviation(3) * self.moments.deviation(4)
+        correlation = self.moments.covariance(3, 4) / spread if spread > SMALLEST_SPREAD else 0.0
         found = {
             "kl": -d,
             "k3_kl": excess - d,
-            "chi2_token": deviations[1] ** 2 + excess * excess + 2.0 * excess,
+            "chi2_token": self.moments.covariance(1, 1) + excess * excess + 2.0 * excess,
             "rho_mean": 1.0 + excess if any_token else 0.0,
-            "rho_std": deviations[1],
+            "rho_std": self.moments.deviation(1),
             "rho_min": math.exp(max(-EXPONENT_LIMIT, min(EXPONENT_LIMIT, self.low))) if any_token else 0.0,
             "rho_max": math.exp(max(-EXPONENT_LIMIT, min(EXPONENT_LIMIT, self.high))) if any_token else 0.0,
             "logp_abs_diff_mean": absolute,
             "logp_abs_diff_max": max(abs(self.low), abs(self.high)) if any_token else 0.0,
-            "logp_abs_diff_std": deviations[0],
+            "logp_abs_diff_std": self.moments.deviation(0),
             "mult_prob_error": 1.0 + error if any_token else 0.0,
             "probs_diff_mean": gap,
             "probs_diff_max": self.prob_high,
-            "probs_diff_std": deviations[2],
+            "probs_diff_std": self.moments.deviation(2),
             "probs_pearson_corr": max(-1.0, min(1.0, correlation)),
             "non_finite_sampler": float(self.sampler_faults),
             "non_finite_learner": float(self.learner_faults),
@@ -151,33 +172,28 @@ class WeightSums:
     """What was applied, at kept tokens; with `level: none`, the raw ratio, so that the ESS still speaks."""
 
     def __init__(self) -> None:
-        self.sums: Tensor | None = None
-        self.pivot: float | None = None
+        self.square = 0.0
+        self.moments = Moments(1)
         self.low, self.high = math.inf, -math.inf
         self.units = self.above = self.below = 0.0
         self.unit_total = 0.0
         self.kept_tokens = self.before_tokens = self.before_rows = self.touched_rows = 0.0
-        self.kept = 0
 
     def add(self, weights_BT: Tensor, kept_float_BT: Tensor) -> None:
         """`weights_BT` is 0 where `kept_float_BT` is."""
-        kept = int(kept_float_BT.sum(dtype=torch.float64))
-        if kept == 0:
+        flat, kept = weights_BT.reshape(-1), kept_float_BT.reshape(-1)
+        n, total, square = torch.stack([kept.sum(), flat.sum(), torch.dot(flat, flat)]).tolist()
+        if n == 0.0:
             return
-        self.kept += kept
         low, high = extremes(weights_BT, outside_penalty(kept_float_BT))
         self.low, self.high = min(self.low, low), max(self.high, high)
-        flat = weights_BT.reshape(-1)
-        total = flat.sum()
-        if self.pivot is None:
-            self.pivot = float(total) / kept
-        centred = torch.add(flat, kept_float_BT.reshape(-1), alpha=-self.pivot)
-        sums = torch.stack([total, torch.dot(flat, flat), torch.dot(centred, centred)]).double()
-        self.sums = sums if self.sums is None else self.sums + sums
+        self.square += square
+        centred = torch.add(flat, kept, alpha=-total / n)
+        self.moments.merge(n, [total / n], {(0, 0): float(torch.dot(centred, centred))})
 
     @property
     def token_mean(self) -> float:
-        return 0.0 if self.sums is None else _ratio(float(self.sums[0]), self.kept)
+        return self.moments.means[0]
 
     @property
     def unit_mean(self) -> float:
@@ -202,15 +218,13 @@ class WeightSums:
 
     def metrics(self, scale: float = 1.0) -> dict[str, float]:
         """`scale`: what the weights were multiplied by after the sums were taken."""
-        total, square, centred = [0.0] * 3 if self.sums is None else self.sums.tolist()
-        n = self.kept
-        shift = _ratio(total, n) - (self.pivot or 0.0)
+        n, mean = self.moments.n, self.token_mean
         found = {
-            "rollout_is_mean": scale * _ratio(total, n),
-            "rollout_is_std": scale * _deviation(shift, _ratio(centred, n)),
+            "rollout_is_mean": scale * mean,
+            "rollout_is_std": scale * self.moments.deviation(0),
             "rollout_is_min": scale * self.low if n else 0.0,
             "rollout_is_max": scale * self.high if n else 0.0,
-            "rollout_is_eff_sample_size": min(1.0, _ratio(total * total, n * square)),
+            "rollout_is_eff_sample_size": min(1.0, _ratio(n * mean * mean, self.square)),
             "rollout_is_ratio_fraction_high": _ratio(self.above, self.units),
             "rollout_is_ratio_fraction_low": _ratio(self.below, self.units),
             "rollout_rs_masked_fraction": 1.0 - self.kept_tokens / self.before_tokens if self.before_tokens else 0.0,

@@ -168,6 +168,21 @@ def test_equal_values_have_no_deviation(d: float, shape: tuple[int, int]) -> Non
         assert metrics["rollout_corr/probs_pearson_corr"] == 0.0  # two constants have none
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_far_token_in_a_slice_of_its_own_spoils_no_deviation(first: int) -> None:
+    """Slices are merged about their own means: no slice sets the scale of another."""
+    generator = torch.Generator().manual_seed(0)
+    d_BT = 0.02 * torch.randn(2, 70_000, generator=generator)  # a row is a slice
+    d_BT[first, 0] = 9.0
+    mask_BT = torch.ones(2, 70_000, dtype=torch.bool)
+    mask_BT[first, 1:] = False
+    config = CorrectionConfig(weight=WeightConfig(high=None))
+    metrics = rollout_correction(d_BT, torch.zeros_like(d_BT), mask_BT, config).metrics
+    exact = float(d_BT[mask_BT].double().exp().std(correction=0))
+    for name in ("rho_std", "rollout_is_std"):
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(exact, rel=1e-5), name
+
+
 def test_two_signs_of_one_distance_have_no_deviation() -> None:
     mu_BT = torch.full((1, 4), -2.0)
     prox_BT = mu_BT + torch.tensor([[0.7, -0.7, -0.7, 0.7]])
