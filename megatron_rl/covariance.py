@@ -20,9 +20,9 @@ def select_by_covariance(
 ) -> Tensor | None:
     """bool [B, T], or None for losses that select nothing.
 
-    kl_cov takes the highest covariances; clip_cov draws among those between cov_low and cov_high.
-    The draw is a function of the seed and of each token's own numbers, so it does not depend on the
-    order of rows or on how much padding there is.
+    kl_cov takes the highest covariances, and draws among equal ones; clip_cov draws among those between
+    cov_low and cov_high. The draw is a function of the seed and of each token's own numbers, so it does
+    not depend on the order of rows or on how much padding there is.
     """
     if config.name not in (LossName.clip_cov, LossName.kl_cov):
         return None
@@ -32,18 +32,19 @@ def select_by_covariance(
     if tokens == 0:
         return selected_BT
     prox_BT = prox_logprobs_BT.double().masked_fill(~mask_BT, 0.0)
-    advantages_BT = advantages_B.double()[:, None].expand_as(prox_BT) * mask_BT
+    advantages_BT = advantages_B.double()[:, None].expand_as(prox_BT).masked_fill(~mask_BT, 0.0)
     centred_BT = prox_BT - prox_BT.sum() / tokens
-    covariance_BT = (advantages_BT - advantages_BT.sum() / tokens) * centred_BT
+    # rounded, as equal advantages leave only a rounding error, which must not decide
+    covariance_BT = ((advantages_BT - advantages_BT.sum() / tokens) * centred_BT).round(decimals=9)
     quota = max(1, int(config.cov_fraction * tokens))
-    if config.name == LossName.kl_cov:
-        eligible_BT, rank_BT = mask_BT, covariance_BT
-    else:
+    eligible_BT = mask_BT
+    if config.name == LossName.clip_cov:
         eligible_BT = mask_BT & (covariance_BT > config.cov_low) & (covariance_BT < config.cov_high)
-        rank_BT = _lots(prox_BT, covariance_BT, seed)
     places = eligible_BT.flatten().nonzero().flatten()
-    order = rank_BT.flatten()[places].argsort(descending=True, stable=True)
-    selected_BT.view(-1)[places[order[:quota]]] = True
+    places = places[_lots(prox_BT, covariance_BT, seed).flatten()[places].argsort()]
+    if config.name == LossName.kl_cov:
+        places = places[covariance_BT.flatten()[places].argsort(descending=True, stable=True)]
+    selected_BT.view(-1)[places[:quota]] = True
     return selected_BT
 
 

@@ -58,7 +58,7 @@ class Totals:
 
 
 def count_totals(denominator_mask_BT: Tensor, prompt_ids_B: Tensor, horizon: int) -> Totals:
-    counts_B = denominator_mask_BT.sum(dim=1)
+    counts_B = denominator_mask_BT.bool().sum(dim=1)
     filled_B = counts_B > 0
     prompt_ids_P, place_F = prompt_ids_B[filled_B].unique(return_inverse=True)
     prompt_tokens_P = torch.zeros(len(prompt_ids_P), dtype=torch.int64, device=counts_B.device)
@@ -93,13 +93,13 @@ def policy_loss(
     logprobs_BT = inputs.logprobs_BT.masked_fill(~mask_BT, 0.0)
     if logprobs_BT.dtype in (torch.bfloat16, torch.float16):
         logprobs_BT = logprobs_BT.float()
-    anchor_BT = inputs.anchor_logprobs_BT.to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
+    anchor_BT = inputs.anchor_logprobs_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
     selected_BT = inputs.selected_BT.bool() & mask_BT if inputs.selected_BT is not None else None
     terms = Terms(
         logprobs_BT=logprobs_BT,
         anchor_BT=anchor_BT,
-        advantages_B1=inputs.advantages_B.to(logprobs_BT.dtype)[:, None],
-        weights_BT=inputs.weights_BT.to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0),
+        advantages_B1=inputs.advantages_B.detach().to(logprobs_BT.dtype)[:, None],
+        weights_BT=inputs.weights_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0),
         mask_BT=mask_BT,
         selected_BT=selected_BT,
     )
@@ -115,7 +115,7 @@ def policy_loss(
     if config.kl_coef != 0.0:
         if inputs.ref_logprobs_BT is None:
             raise ValueError(f"loss.kl_coef is {config.kl_coef}, which needs reference logprobs; there are none")
-        ref_BT = inputs.ref_logprobs_BT.to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
+        ref_BT = inputs.ref_logprobs_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
         kl = reduce(divergence(config.kl_estimator, logprobs_BT, ref_BT))
         loss = loss + config.kl_coef * kl
         metrics["loss/kl"] = kl.detach()
@@ -148,7 +148,7 @@ def _token_metrics(terms: Terms, clipped: dict[str, Tensor], totals: Totals, aga
 
 def row_scale(inputs: LossInputs, reduction: Reduction, totals: Totals) -> Tensor:
     """What each row's sum of token losses is multiplied by; 0 where a row has no counted token."""
-    counts_B = inputs.denominator_mask_BT.sum(dim=1)
+    counts_B = inputs.denominator_mask_BT.bool().sum(dim=1)
     filled_B = (counts_B > 0).double()
     if reduction == Reduction.token_mean:
         return filled_B / max(1, totals.tokens)

@@ -63,7 +63,7 @@ class Correction:
     mask_BT: Tensor  # bool: tokens that are trained on
     denominator_mask_BT: Tensor  # bool
     metrics: dict[str, float]
-    rejected_B: Tensor  # bool: rows that had a response token and have none left
+    rejected_B: Tensor  # bool: rows that had a response token and lost all to the unconditional rules
     source: Source
 
     def baseline_keep_B(self, config: CorrectionConfig) -> Tensor:
@@ -166,7 +166,8 @@ class _Work:
         metrics |= self.applied.metrics(scale)
         if self.config.weight.target_ess is not None and self.cap is not None:
             metrics[PREFIX + "cap"] = self.cap
-        denominator_BT = self.kept_BT if self.config.renormalize else self.stays_BT
+        # never the memory of the mask: whoever changes one means that one
+        denominator_BT = self.stays_BT.copy_(self.kept_BT) if self.config.renormalize else self.stays_BT
         rejected_B = filled(self.source.mask_BT) & ~filled(self.kept_BT)
         return Correction(self.weights_BT, self.kept_BT, denominator_BT, metrics, rejected_B, self.source)
 
@@ -218,7 +219,7 @@ def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
         faults += ratio.sampler_faults
     rejected_B = filled(source.mask_BT) & ~filled(stays_BT)
     metrics = {PREFIX + "non_finite_sampler": float(faults)}
-    return Correction(weights_BT, stays_BT, stays_BT, metrics, rejected_B, source)
+    return Correction(weights_BT, stays_BT, stays_BT.clone(), metrics, rejected_B, source)
 
 
 @torch.no_grad()

@@ -119,6 +119,22 @@ def test_float32_is_within_a_millionth(name: str) -> None:
     torch.testing.assert_close(gradient.double(), slope, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_only_the_policy_is_differentiated(name: str) -> None:
+    """An anchor that is the policy's own tensor (one update per batch) is still a constant."""
+    inputs = example()
+    config = replace(CONFIGS[name], kl_coef=0.1)
+    same = {"anchor_logprobs_BT": inputs.logprobs_BT, "ref_logprobs_BT": inputs.logprobs_BT}
+    loss, gradient = loss_and_gradient(replace(inputs, **same), config)
+    constants = {key: value.detach() for key, value in same.items()}
+    value, slope = loss_and_gradient(replace(inputs, **constants), config)
+    assert loss == value
+    assert torch.equal(gradient, slope)
+    loose = {key: getattr(inputs, key).clone().requires_grad_() for key in ("weights_BT", "advantages_B")}
+    loss, _ = policy_loss(replace(inputs, **loose), config)
+    assert torch.autograd.grad(loss, list(loose.values()), allow_unused=True) == (None, None)
+
+
 def test_every_loss_has_an_example() -> None:
     assert {config.name for config in CONFIGS.values()} == set(LossName)
 
@@ -234,6 +250,19 @@ def test_totals() -> None:
     assert (totals.tokens, totals.sequences, totals.prompts, totals.horizon) == (29, 7, 3, 100)
     assert totals.prompt_ids_P.tolist() == [3, 7, 9]
     assert totals.prompt_tokens_P.tolist() == [6, 14, 9]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_masks_of_numbers_are_masks(dtype: torch.dtype) -> None:
+    inputs = example()
+    numbers = replace(
+        inputs, mask_BT=inputs.mask_BT.to(dtype), denominator_mask_BT=inputs.denominator_mask_BT.to(dtype)
+    )
+    for reduction in Reduction:
+        config = LossConfig(reduction=reduction)
+        expected, _ = policy_loss(inputs, config)
+        found, _ = policy_loss(numbers, config)
+        assert float(found.detach()) == float(expected.detach())
 
 
 def test_zero_weights_silence_every_loss() -> None:
@@ -394,6 +423,34 @@ class TestCovariance:
                 seed=3,
             )
             assert torch.equal(moved_BT[:, :10], plain_BT[order])
+
+    def test_rounding_never_decides(self) -> None:
+        """Equal advantages leave every covariance at zero, up to a rounding error that padding would change."""
+        generator = torch.Generator().manual_seed(2)
+        config = LossConfig(name="kl_cov", cov_fraction=0.4)
+        draws = set()
+        for seed in range(20):
+            prox_BT = -torch.rand(1, 9, generator=generator) * 5
+            advantages_B, mask_BT = torch.randn(1, generator=generator), torch.ones(1, 9, dtype=torch.bool)
+            plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=seed)
+            padded = torch.zeros(1, 5)
+            padded_BT = select_by_covariance(
+                torch.cat([prox_BT, padded], 1), advantages_B, torch.cat([mask_BT, padded.bool()], 1), config, seed=seed
+            )
+            assert torch.equal(padded_BT[:, :9], plain_BT)
+            assert int(plain_BT.sum()) == 3
+            draws.add(tuple(plain_BT[0].tolist()))
+        assert len(draws) > 5  # drawn, not the first ones
+
+    def test_a_masked_row_may_have_no_advantage(self) -> None:
+        prox_BT, advantages_B, mask_BT = self.batch()
+        mask_BT[4] = False
+        for name in ("clip_cov", "kl_cov"):
+            config = LossConfig(name=name, cov_fraction=0.1, cov_low=0.2)
+            plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
+            spoiled_B = advantages_B.clone()
+            spoiled_B[4] = math.nan
+            assert torch.equal(select_by_covariance(prox_BT, spoiled_B, mask_BT, config, seed=3), plain_BT)
 
     def test_other_losses_select_nothing(self) -> None:
         assert select_by_covariance(*self.batch(), LossConfig(), seed=0) is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from megatron_rl.rollout_correction import (
     keep_rows,
     rollout_correction,
 )
+from megatron_rl.schema import Reduce
 from megatron_rl.translate import yaml_text
 
 PRESETS = sorted((Path(__file__).parents[1] / "conf" / "correction").glob("*.yaml"))
@@ -160,6 +162,23 @@ def test_conditional_rules() -> None:
             assert torch.equal(after.rejected_B, before.rejected_B)  # they move no baseline
 
 
+def test_a_conditional_budget_is_refused_not_ignored() -> None:
+    """It never gets past a recipe; called directly it must not do nothing."""
+    config = CorrectionConfig(reject=[RejectRule(level="token", stat="m2", budget=0.1, when="negative_advantage")])
+    with pytest.raises(ValueError, match="budget"):
+        apply_conditional_rules(rollout_correction(*example(), config), -torch.ones(7), config)
+
+
+@pytest.mark.parametrize("anchor", ["prox", "sampler"])
+def test_denominators_are_no_view_of_the_mask(anchor: str) -> None:
+    prox_BT, mu_BT, mask_BT = example()
+    found = rollout_correction(None if anchor == "sampler" else prox_BT, mu_BT, mask_BT, CorrectionConfig(anchor))
+    denominators = found.denominator_mask_BT.clone()
+    found.mask_BT.fill_(False)
+    assert torch.equal(found.denominator_mask_BT, denominators)
+    assert mask_BT.any()
+
+
 def test_keep_rows_is_a_rejection() -> None:
     prox_BT, mu_BT, mask_BT = example(5)
     keep_B = torch.tensor([True, False, True, True, False, True, True])
@@ -284,15 +303,16 @@ def test_bfloat16_logprobs_are_subtracted_in_float32() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (1, 1)])
 def test_degenerate_shapes(shape: tuple[int, int]) -> None:
-    rule = RejectRule(stat="ratio", reduce="mean", low=0.9, high=1.1)
+    rules = [RejectRule(stat="ratio", reduce=reduce, low=0.9, high=1.1) for reduce in Reduce]
+    rules += [replace(rule, when="negative_advantage") for rule in rules]
     budget = RejectRule(level="token", stat="m2", budget=0.1)
     for config in (
-        CorrectionConfig(reject=[rule]),
+        CorrectionConfig(reject=rules),
         CorrectionConfig(weight=WeightConfig(target_ess=0.9), reject=[budget]),
     ):
         found = rollout_correction(torch.zeros(shape), torch.zeros(shape), torch.ones(shape, dtype=torch.bool), config)
         assert found.weights_BT.shape == shape
-        apply_conditional_rules(found, torch.ones(shape[0]), config)
+        apply_conditional_rules(found, -torch.ones(shape[0]), config)
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)

@@ -7,6 +7,8 @@ slices, and turned into metrics once. Masked positions hold 0 in every tensor th
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,14 +16,39 @@ from torch import Tensor
 from megatron_rl.correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
 
 PREFIX = "rollout_corr/"
+# whose products MismatchSums needs: each quantity with itself, and the two probabilities
+PAIRS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (3, 4))
+SMALLEST_SPREAD = 1e-12  # product of two deviations of probabilities; below it is rounding
 
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
 
 
-def _deviation(mean: float, mean_square: float) -> float:
-    return math.sqrt(max(0.0, mean_square - mean * mean))
+class Moments:
+    """Means and products of distances from them, merged slice by slice so that nothing large cancels.
+
+    A plain float32 sum of squares loses a spread that is small beside the mean.
+    """
+
+    def __init__(self, quantities: int) -> None:
+        self.n = 0.0
+        self.means = [0.0] * quantities
+        self.products: defaultdict[tuple[int, int], float] = defaultdict(float)
+
+    def merge(self, n: float, means: Sequence[float], products: Mapping[tuple[int, int], float]) -> None:
+        share = n / (self.n + n)
+        gaps = [new - old for new, old in zip(means, self.means, strict=True)]
+        for (i, j), value in products.items():
+            self.products[i, j] += value + self.n * share * gaps[i] * gaps[j]
+        self.means = [old + share * gap for old, gap in zip(self.means, gaps, strict=True)]
+        self.n += n
+
+    def covariance(self, i: int, j: int) -> float:
+        return _ratio(self.products[i, j], self.n)
+
+    def deviation(self, i: int) -> float:
+        return math.sqrt(self.covariance(i, i))
 
 
 def extremes(values_BT: Tensor, mask_float_BT: Tensor) -> tuple[float, float]:
@@ -42,7 +69,8 @@ class MismatchSums:
     """Everything that describes p against mu, whatever weights are chosen."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.sums: Tensor | None = None
+        self.d = self.error = 0.0
+        self.moments = Moments(5)  # |d|, rho - 1, |p gap|, p of the learner, p of the sampler
         self.low, self.high = math.inf, -math.inf
         self.prob_high = 0.0
         self.d_B = torch.zeros(rows, device=device)
@@ -73,51 +101,44 @@ class MismatchSums:
         sampler_prob = inverse.mul_(prob)
         if max(-low, high) > EXPONENT_LIMIT:  # then rho is bounded, and not what lies between the two
             sampler_prob = bounded_prob(prox_BT - ratio.d_BT, mask_BT)
-        gap = prob - sampler_prob
-        absolute_gap = gap.abs()
-        self.prob_high = max(self.prob_high, float(absolute_gap.amax()) if gap.numel() else 0.0)
-        sums = torch.stack(
-            [
-                d.sum(),
-                absolute.sum(),
-                torch.dot(d, d),
-                excess.sum(),
-                torch.dot(excess, excess),
-                error.sum(),
-                absolute_gap.sum(),
-                torch.dot(gap, gap),
-                prob.sum(),
-                sampler_prob.sum(),
-                torch.dot(prob, prob),
-                torch.dot(sampler_prob, sampler_prob),
-                torch.dot(prob, sampler_prob),
-            ]
-        ).double()
-        self.sums = sums if self.sums is None else self.sums + sums
+        absolute_gap = (prob - sampler_prob).abs_()
+        self.prob_high = max(self.prob_high, float(absolute_gap.amax()) if absolute_gap.numel() else 0.0)
+        measured = (absolute, excess, absolute_gap, prob, sampler_prob)
+        mask = mask_BT.reshape(-1)
+        sums = [mask.sum(), d.sum(), error.sum(), *(values.sum() for values in measured)]
+        n, d_sum, error_sum, *totals = torch.stack(sums).tolist()
+        if n == 0.0:
+            return
+        self.d += d_sum
+        self.error += error_sum
+        means = [total / n for total in totals]
+        centred = [values.add_(mask, alpha=-mean) for values, mean in zip(measured, means, strict=True)]
+        products = torch.stack([torch.dot(centred[i], centred[j]) for i, j in PAIRS]).tolist()
+        self.moments.merge(n, means, dict(zip(PAIRS, products, strict=True)))
 
     def metrics(self) -> dict[str, float]:
-        n = float(self.counted_B.sum())
-        values = [0.0] * 13 if self.sums is None else self.sums.tolist()
-        d, absolute, square, excess, excess_square, error = (_ratio(x, n) for x in values[:6])
-        gap, gap_square, prob, sampler_prob, prob_2, sampler_2, both = (_ratio(x, n) for x in values[6:])
+        n = self.moments.n
+        d, error = _ratio(self.d, n), _ratio(self.error, n)
+        absolute, excess, gap, _, _ = self.moments.means
         any_token = n > 0
-        spread = _deviation(prob, prob_2) * _deviation(sampler_prob, sampler_2)
+        spread = self.moments.deviation(3) * self.moments.deviation(4)
+        correlation = self.moments.covariance(3, 4) / spread if spread > SMALLEST_SPREAD else 0.0
         found = {
             "kl": -d,
             "k3_kl": excess - d,
-            "chi2_token": excess_square + 2.0 * excess,
+            "chi2_token": self.moments.covariance(1, 1) + excess * excess + 2.0 * excess,
             "rho_mean": 1.0 + excess if any_token else 0.0,
-            "rho_std": _deviation(excess, excess_square),
+            "rho_std": self.moments.deviation(1),
             "rho_min": math.exp(max(-EXPONENT_LIMIT, min(EXPONENT_LIMIT, self.low))) if any_token else 0.0,
             "rho_max": math.exp(max(-EXPONENT_LIMIT, min(EXPONENT_LIMIT, self.high))) if any_token else 0.0,
             "logp_abs_diff_mean": absolute,
             "logp_abs_diff_max": max(abs(self.low), abs(self.high)) if any_token else 0.0,
-            "logp_abs_diff_std": _deviation(absolute, square),
+            "logp_abs_diff_std": self.moments.deviation(0),
             "mult_prob_error": 1.0 + error if any_token else 0.0,
             "probs_diff_mean": gap,
             "probs_diff_max": self.prob_high,
-            "probs_diff_std": _deviation(gap, gap_square),
-            "probs_pearson_corr": _ratio(both - prob * sampler_prob, spread),
+            "probs_diff_std": self.moments.deviation(2),
+            "probs_pearson_corr": max(-1.0, min(1.0, correlation)),
             "non_finite_sampler": float(self.sampler_faults),
             "non_finite_learner": float(self.learner_faults),
         }
@@ -140,7 +161,7 @@ class MismatchSums:
             "log_ppl_diff": mean(-d_B),
             "log_ppl_abs_diff": mean(d_B.abs()),
             "ppl_ratio": mean(bounded_exp(-d_B)),
-            "chi2_seq": mean(bounded_exp(2.0 * self.d_B)) - (1.0 if rows else 0.0),
+            "chi2_seq": mean(bounded_exp(self.d_B).square()) - (1.0 if rows else 0.0),
         }
 
 
@@ -153,27 +174,28 @@ class WeightSums:
     """What was applied, at kept tokens; with `level: none`, the raw ratio, so that the ESS still speaks."""
 
     def __init__(self) -> None:
-        self.sums: Tensor | None = None
+        self.square = 0.0
+        self.moments = Moments(1)
         self.low, self.high = math.inf, -math.inf
         self.units = self.above = self.below = 0.0
         self.unit_total = 0.0
         self.kept_tokens = self.before_tokens = self.before_rows = self.touched_rows = 0.0
-        self.kept = 0
 
     def add(self, weights_BT: Tensor, kept_float_BT: Tensor) -> None:
         """`weights_BT` is 0 where `kept_float_BT` is."""
-        self.kept += int(kept_float_BT.sum())  # exact: a slice has fewer than 2^24 tokens
+        flat, kept = weights_BT.reshape(-1), kept_float_BT.reshape(-1)
+        n, total, square = torch.stack([kept.sum(), flat.sum(), torch.dot(flat, flat)]).tolist()
+        if n == 0.0:
+            return
         low, high = extremes(weights_BT, kept_float_BT)
         self.low, self.high = min(self.low, low), max(self.high, high)
-        flat = weights_BT.reshape(-1)
-        # centred on 1, where weights cluster: a plain sum of squares loses small deviations
-        centred = flat - kept_float_BT.reshape(-1)
-        sums = torch.stack([flat.sum(), torch.dot(flat, flat), torch.dot(centred, centred)]).double()
-        self.sums = sums if self.sums is None else self.sums + sums
+        self.square += square
+        centred = torch.add(flat, kept, alpha=-total / n)
+        self.moments.merge(n, [total / n], {(0, 0): float(torch.dot(centred, centred))})
 
     @property
     def token_mean(self) -> float:
-        return 0.0 if self.sums is None else _ratio(float(self.sums[0]), self.kept)
+        return self.moments.means[0]
 
     @property
     def unit_mean(self) -> float:
@@ -198,15 +220,13 @@ class WeightSums:
 
     def metrics(self, scale: float = 1.0) -> dict[str, float]:
         """`scale`: what the weights were multiplied by after the sums were taken."""
-        total, square, centred = [0.0] * 3 if self.sums is None else self.sums.tolist()
-        n = self.kept
-        excess = _ratio(total, n) - 1.0
+        n, mean = self.moments.n, self.token_mean
         found = {
-            "rollout_is_mean": scale * _ratio(total, n),
-            "rollout_is_std": scale * _deviation(excess, _ratio(centred, n)) if n else 0.0,
+            "rollout_is_mean": scale * mean,
+            "rollout_is_std": scale * self.moments.deviation(0),
             "rollout_is_min": scale * self.low if n else 0.0,
             "rollout_is_max": scale * self.high if n else 0.0,
-            "rollout_is_eff_sample_size": min(1.0, _ratio(total * total, n * square)),
+            "rollout_is_eff_sample_size": min(1.0, _ratio(n * mean * mean, self.square)),
             "rollout_is_ratio_fraction_high": _ratio(self.above, self.units),
             "rollout_is_ratio_fraction_low": _ratio(self.below, self.units),
             "rollout_rs_masked_fraction": 1.0 - self.kept_tokens / self.before_tokens if self.before_tokens else 0.0,

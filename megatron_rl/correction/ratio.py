@@ -30,10 +30,11 @@ def bounded_exp(exponent: Tensor) -> Tensor:
 
 
 def row_chunks(like_BT: Tensor) -> Iterator[slice]:
+    """Slices of rows; none where there is no column."""
     rows, columns = like_BT.shape
     elements = CHUNK_ELEMENTS_CUDA if like_BT.is_cuda else CHUNK_ELEMENTS_HOST
     step = max(1, elements // max(1, columns))
-    for start in range(0, rows, step):
+    for start in range(0, rows if columns else 0, step):
         yield slice(start, min(start + step, rows))
 
 

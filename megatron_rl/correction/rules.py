@@ -63,6 +63,8 @@ def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
     """Where a rule with bounds rejects, in the shape of its statistic."""
     if rule.level == Level.none:
         raise ValueError("level of a reject rule: token or sequence, not none")
+    if rule.budget is not None:
+        raise ValueError("a reject rule with a budget looks at all tokens of the batch; leave out when")
     stat = stat_of(rule, ratio)
     # written as "not inside", so that a statistic that overflowed to NaN is rejected
     inside = torch.ones_like(stat, dtype=torch.bool)

@@ -151,6 +151,72 @@ def test_small_deviations_survive_float32() -> None:
     assert metrics["rollout_corr/k3_kl"] == pytest.approx(float((exact.expm1() - exact).mean()), rel=1e-2)
 
 
+@pytest.mark.parametrize("d", [0.3, -11.3, 0.0])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (80, 1000)])  # the last takes two slices
+def test_equal_values_have_no_deviation(d: float, shape: tuple[int, int]) -> None:
+    """A variance from plain sums of squares would be the rounding of the mean, and its root large."""
+    mu_BT = torch.full(shape, -1.7)
+    for config in (
+        CorrectionConfig(weight=WeightConfig(high=None)),
+        CorrectionConfig(weight=WeightConfig(level="sequence", aggregate="geometric", high=None)),
+    ):
+        metrics = rollout_correction(mu_BT + d, mu_BT, torch.ones(shape, dtype=torch.bool), config).metrics
+        size = max(1.0, abs(d), metrics["rollout_corr/rho_max"])
+        for name in ("rho", "logp_abs_diff", "probs_diff", "rollout_is"):
+            key = f"rollout_corr/{name}_std"
+            assert metrics[key] == pytest.approx(0.0, abs=1e-6 * size), name
+        assert metrics["rollout_corr/probs_pearson_corr"] == 0.0  # two constants have none
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_far_token_in_a_slice_of_its_own_spoils_no_deviation(first: int) -> None:
+    """Slices are merged about their own means: no slice sets the scale of another."""
+    generator = torch.Generator().manual_seed(0)
+    d_BT = 0.02 * torch.randn(2, 70_000, generator=generator)  # a row is a slice
+    d_BT[first, 0] = 9.0
+    mask_BT = torch.ones(2, 70_000, dtype=torch.bool)
+    mask_BT[first, 1:] = False
+    config = CorrectionConfig(weight=WeightConfig(high=None))
+    metrics = rollout_correction(d_BT, torch.zeros_like(d_BT), mask_BT, config).metrics
+    exact = float(d_BT[mask_BT].double().exp().std(correction=0))
+    for name in ("rho_std", "rollout_is_std"):
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(exact, rel=1e-5), name
+
+
+def test_two_signs_of_one_distance_have_no_deviation() -> None:
+    mu_BT = torch.full((1, 4), -2.0)
+    prox_BT = mu_BT + torch.tensor([[0.7, -0.7, -0.7, 0.7]])
+    metrics = rollout_correction(prox_BT, mu_BT, torch.ones(1, 4, dtype=torch.bool), CorrectionConfig()).metrics
+    assert metrics["rollout_corr/logp_abs_diff_std"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_correlation_of_nearly_equal_probabilities() -> None:
+    """All tokens nearly certain: their spread is a thousandth of their mean."""
+    generator = torch.Generator().manual_seed(0)
+    mu_BT = -1e-3 * torch.rand(8, 50, generator=generator)
+    prox_BT = mu_BT - 5e-4 * torch.rand(8, 50, generator=generator)
+    metrics = rollout_correction(prox_BT, mu_BT, torch.ones(8, 50, dtype=torch.bool), CorrectionConfig()).metrics
+    pairs = torch.stack([prox_BT.double().exp().flatten(), mu_BT.double().exp().flatten()])
+    assert metrics["rollout_corr/probs_pearson_corr"] == pytest.approx(float(torch.corrcoef(pairs)[0, 1]), abs=1e-3)
+
+
+def test_ratios_are_clamped_before_they_are_squared() -> None:
+    """A row's product of 12 is inside the clamp, its square of 24 is no exponent of its own; as for tokens."""
+    mu_BT = torch.full((1, 1), -15.0)
+    for d, ratio in [(12.0, math.exp(12.0)), (25.0, math.exp(20.0))]:
+        metrics = rollout_correction(mu_BT + d, mu_BT, torch.ones(1, 1, dtype=torch.bool), CorrectionConfig()).metrics
+        for name in ("chi2_token", "chi2_seq"):
+            assert metrics[f"rollout_corr/{name}"] == pytest.approx(ratio**2 - 1, rel=1e-5), name
+
+
+def test_probabilities_where_the_ratio_is_clamped() -> None:
+    mu_BT, prox_BT = torch.tensor([[-0.5, -30.0]]), torch.tensor([[-40.0, -0.25]])
+    metrics = rollout_correction(prox_BT, mu_BT, torch.ones(1, 2, dtype=torch.bool), CorrectionConfig()).metrics
+    gaps = math.exp(-0.5), math.exp(-0.25)
+    assert metrics["rollout_corr/probs_diff_mean"] == pytest.approx(sum(gaps) / 2, abs=1e-6)
+    assert metrics["rollout_corr/probs_diff_max"] == pytest.approx(max(gaps), abs=1e-6)
+
+
 def benchmark() -> ModuleType:
     spec = importlib.util.spec_from_file_location("bench_corrections", BENCH)
     assert spec is not None
