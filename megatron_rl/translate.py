@@ -7,7 +7,6 @@ after a rejection in those projects, so every translation has `rebaseline: false
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.correction.checks import check_correction
+from megatron_rl.plain_yaml import read_yaml, write_yaml
 from megatron_rl.schema import CorrectionConfig
 from megatron_rl.translation.areal import areal
 from megatron_rl.translation.flat import fireworks, nemo_rl, openrlhf, slime, trl
@@ -54,7 +54,7 @@ def translate_file(framework: str, path: str | Path) -> str:
     """The YAML text of a file of native keys, notes as comments."""
     text = Path(path).read_text()
     try:
-        mapping = yaml.load(text, Loader=_PlainNumbers)
+        mapping = read_yaml(text)
     except yaml.YAMLError as error:
         raise TranslationError(f"{path}: not valid YAML ({error})") from None
     if mapping is None:
@@ -66,30 +66,6 @@ def translate_file(framework: str, path: str | Path) -> str:
 
 def yaml_text(config: CorrectionConfig) -> str:
     """The whole config under `correction:`, so that nothing is inherited from a recipe's base."""
-    whole = _plain(asdict(config))
+    whole = asdict(config)
     whole["reject"] = [{name: value for name, value in rule.items() if value is not None} for rule in whole["reject"]]
-    return yaml.safe_dump({"correction": whole}, sort_keys=False)
-
-
-def _plain(node: Any) -> Any:
-    """Enum members as the text that recipes write."""
-    if isinstance(node, dict):
-        return {name: _plain(value) for name, value in node.items()}
-    if isinstance(node, list):
-        return [_plain(value) for value in node]
-    return str(node) if isinstance(node, str) else node
-
-
-class _PlainNumbers(yaml.SafeLoader):
-    """YAML whose numbers have no digit separators: `0.5_5` stays the text that verl wrote, 1e-4 is a number."""
-
-
-_PlainNumbers.yaml_implicit_resolvers = {
-    first: [
-        (tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-    ]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_PlainNumbers.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"), list("-+.0123456789")
-)
+    return write_yaml({"correction": whole})
