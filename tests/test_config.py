@@ -1,5 +1,7 @@
 """Recipes: every shipped one loads, mistakes are named, presets and overrides do what they say."""
 
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,23 @@ from omegaconf import OmegaConf
 
 from megatron_rl.config import ConfigError, all_keys, from_mapping, load, to_yaml
 from megatron_rl.plain_yaml import read_yaml
-from megatron_rl.schema import Format, Level, OnNonFinite
+from megatron_rl.schema import (
+    Aggregate,
+    Divergence,
+    Estimator,
+    Format,
+    Level,
+    LossName,
+    NonFinite,
+    OnNonFinite,
+    Outside,
+    Reduce,
+    Reduction,
+    RejectRule,
+    Stat,
+    TrustRegion,
+    When,
+)
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -272,3 +290,15 @@ def test_numbers_are_what_was_written(recipe: Path) -> None:
     assert (config.optim.lr, config.rollout.max_response_tokens, config.run.name) == (1e-6, 20480, "2024_05")
     assert load(recipe, ["correction.weight.low=1e-4"]).correction.weight.low == 1e-4
     assert "on_nonfinite: raise\n" in to_yaml(config)  # not the member's name, raise_
+
+
+def test_the_guide_explains_every_knob_and_every_preset() -> None:
+    guide = (ROOT / "docs" / "corrections.md").read_text()
+    words = set(re.findall(r"[a-z_0-9]+", " ".join(re.findall(r"`([^`\n]+)`", guide))))
+    sections = ("correction.", "loss.", "advantage.", "reward.overlong", "reward.learner", "rollout.dynamic")
+    knobs = {key.rpartition(".")[2] for key in all_keys() if key.startswith(sections)}
+    knobs |= {field.name for field in fields(RejectRule)} | {"max_gen_batches"}
+    enums = (Level, Aggregate, Outside, Stat, Reduce, When, NonFinite, Estimator, LossName, Reduction, Divergence)
+    values = {str(value) for enum in (*enums, TrustRegion) for value in enum}
+    presets = {path.stem for path in (ROOT / "conf" / "correction").glob("*.yaml")}
+    assert (knobs | values | presets) - words == set()
