@@ -78,7 +78,7 @@ def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: Weig
         with recorder.phase("correction"):
             correction, advantages_B = correct(anchor_BT, batch, config)
         with recorder.phase("record"):
-            driver.record(step, anchor_BT, correction, advantages_B)
+            driver.record(step, correction, advantages_B)
         with recorder.phase("update"):
             parts = minibatches(batch, anchor_BT, reference_BT, correction, advantages_B, config, step)
             updates = combine([learner.update(part) for part in parts])
