@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.schema import AdvantageConfig, Estimator
+from megatron_rl.schema import GROUP_ESTIMATORS, AdvantageConfig, Estimator
 
 __all__ = [
     "AdvantageConfig",
@@ -24,7 +24,6 @@ __all__ = [
 
 EPSILON = 1e-6
 SPREAD = 1e-6  # rewards closer than this are the same
-GROUP_ESTIMATORS = frozenset({Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.maxrl})
 
 
 def group_advantages(

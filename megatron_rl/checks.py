@@ -44,7 +44,12 @@ OWNED_ARGUMENTS = frozenset(
 def check(config: Config) -> Machine:
     """Raises one ConfigError listing every problem found; returns the machine the run will use."""
     machine = detect(config.run.device)
-    found = [problem for rule in _RULES for problem in rule(config, machine)]
+    found: list[str] = []
+    for rule in _RULES:
+        try:
+            found += rule(config, machine)
+        except ConfigError as error:  # such as a missing model, without which the rest of its rule says nothing
+            found.append(str(error))
     if found:
         raise ConfigError("\n".join(dict.fromkeys(found)))
     return machine
@@ -200,11 +205,6 @@ def _data(config: Config, machine: Machine) -> Iterator[str]:
         resolve(config.reward.name)
     except LookupError as error:
         yield f"reward.name: {error.args[0]}"
-    if not 0 <= config.reward.overlong_buffer <= config.rollout.max_response_tokens:
-        yield (
-            f"reward.overlong_buffer: {config.reward.overlong_buffer}, expected 0 (off) to "
-            f"rollout.max_response_tokens={config.rollout.max_response_tokens}"
-        )
 
 
 def _algorithm(config: Config, machine: Machine) -> Iterator[str]:

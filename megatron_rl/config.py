@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_rl.config_shape import all_keys, defaults, misfits, say
 from megatron_rl.correction import checks as objective
+from megatron_rl.plain_yaml import read_yaml, write_yaml
 from megatron_rl.sampler.fleet_config import address_problems
 from megatron_rl.schema import Config
+
+__all__ = ["ConfigError", "all_keys", "from_mapping", "load", "to_yaml"]
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 PRESET_SECTIONS = ("correction", "quantization")
@@ -35,33 +40,40 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     merged = _read(path, seen=())
     for item in overrides:
         merged = _merge(merged, _override(item), path)
-    config = from_mapping(merged)
-    if config.run.name is None:
-        config = from_mapping(_merge(merged, {"run": {"name": path.stem}}, path))
-    found = [*objective.problems(config), *address_problems(config)]
+    misfit = {section: list(misfits({section: value})) for section, value in merged.items()}
+    found = [line for lines in misfit.values() for line in lines]
+    # sections that cannot be read stand at their defaults, of which nothing is said
+    config = _typed({section: value for section, value in merged.items() if not misfit[section]})
+    for line in (*objective.problems(config), *address_problems(config)):
+        if not any(lines and f"{section}." in line for section, lines in misfit.items()):
+            found.append(line)
     if found:
         raise ConfigError("\n".join(found))
+    if config.run.name is None:
+        config = replace(config, run=replace(config.run, name=path.stem))
     return config
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Config:
-    """Typed and strict: unknown keys and values of the wrong type are refused with their full path."""
-    _refuse_unknown(mapping, Config, "")
-    return _typed(mapping, Config, "")
+    """Typed and strict: unknown keys and values of the wrong type are refused with their full path, all at once."""
+    found = list(misfits(mapping))
+    if found:
+        raise ConfigError("\n".join(found))
+    return _typed(mapping)
 
 
-def _typed(mapping: Mapping[str, Any], schema: type, prefix: str) -> Any:
+def _typed(mapping: Mapping[str, Any]) -> Config:
     try:
-        node = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(dict(mapping)))
-        return OmegaConf.to_object(node)
+        node = OmegaConf.merge(defaults(Config), OmegaConf.create(dict(mapping)))
+        return OmegaConf.to_object(node)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{prefix}{error.full_key or 'the configuration'}: {reason}") from None
+        raise ConfigError(f"{error.full_key or 'the configuration'}: {reason}") from None
 
 
 def to_yaml(config: Config) -> str:
     """The resolved configuration; `from_mapping` of it gives the same object back."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return write_yaml(asdict(config))
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -72,15 +84,17 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
     try:
-        loaded: Any = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:  # yaml raises a family of its own, OmegaConf another
-        first = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not readable as YAML: {first}") from None
+        loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: holds {type(loaded).__name__}, expected keys such as `run:` or `learner:`")
+        raise ConfigError(f"{path}: holds {say(loaded)}, expected keys such as `run:` or `learner:`")
     bases = loaded.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: base is {say(bases)}: name a file or a list of files")
     merged: dict[str, Any] = {}
-    for base in [bases] if isinstance(bases, str) else bases:
+    for base in bases:
         merged = _merge(merged, _read(path.parent / base, (*seen, path.resolve())), path)
     return _merge(merged, loaded, path)
 
@@ -89,9 +103,9 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> di
     """`above` over `below`. Naming a preset starts its section afresh: presets do not pile up."""
     merged = dict(below)
     for section, value in above.items():
-        if section in PRESET_SECTIONS and isinstance(value, str):
+        if section in PRESET_SECTIONS and not isinstance(value, Mapping):
             merged[section] = _preset(section, value)
-        elif section in PRESET_SECTIONS and isinstance(value, Mapping) and "preset" in value:
+        elif section in PRESET_SECTIONS and "preset" in value:
             rest = {key: v for key, v in value.items() if key != "preset"}
             merged[section] = _deep(_preset(section, value["preset"]), rest)
         elif section in merged and isinstance(value, Mapping) and isinstance(merged[section], Mapping):
@@ -111,65 +125,24 @@ def _deep(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _preset(section: str, name: str) -> dict[str, Any]:
-    path = CONF / section / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(p.stem for p in (CONF / section).glob("*.yaml"))
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"{section}: no preset {name!r}; {hint}presets are {', '.join(known)}")
-    return OmegaConf.to_container(OmegaConf.load(path)) or {}  # type: ignore[return-value]
+def _preset(section: str, name: object) -> dict[str, Any]:
+    presets = {path.stem: path for path in sorted((CONF / section).glob("*.yaml"))}
+    if not isinstance(name, str) or name not in presets:
+        near = difflib.get_close_matches(Path(str(name)).stem.lower(), presets, n=1) if isinstance(name, str) else []
+        hint = f"did you mean {near[0]}? " if near else ""
+        known = ", ".join(presets)
+        raise ConfigError(f"{section} is {say(name)}: no preset; {hint}presets are {known}; or write a section of keys")
+    return read_yaml(presets[name].read_text(encoding="utf-8")) or {}
 
 
 def _override(item: str) -> dict[str, Any]:
-    key, equals, _ = item.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"{item!r}: an override is written section.key=value")
+    key, _, text = item.partition("=")
+    if not key or not text.strip():
+        raise ConfigError(f"{item!r}: an override is written section.key=value, with null for no value")
     try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([item]))  # type: ignore[return-value]
-    except Exception as error:  # the grammar of values is OmegaConf's, and so are its errors
+        value = read_yaml(text)
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{item!r}: {' '.join(str(error).split())}") from None
-
-
-def _refuse_unknown(mapping: Mapping[str, Any], schema: type, prefix: str) -> None:
-    types = get_type_hints(schema)
-    names = [field.name for field in fields(schema)]
-    for key, value in mapping.items():
-        full = f"{prefix}{key}"
-        if key not in names:
-            raise ConfigError(f"{full}: unknown key{_suggest(full, str(key), prefix, names)}")
-        if is_dataclass(types[key]):
-            if not isinstance(value, Mapping):
-                inner = ", ".join(field.name for field in fields(types[key]))
-                raise ConfigError(f"{full}: {value!r} where a section was expected; its keys are {inner}")
-            _refuse_unknown(value, types[key], f"{full}.")
-        elif get_origin(types[key]) is list and is_dataclass(get_args(types[key])[0]):
-            for index, element in enumerate(value or []):
-                if isinstance(element, Mapping):
-                    _refuse_unknown(element, get_args(types[key])[0], f"{full}[{index}].")
-                    _typed(element, get_args(types[key])[0], f"{full}[{index}].")
-
-
-def _suggest(full: str, key: str, prefix: str, siblings: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {prefix}{near[0]}?"
-    everywhere = all_keys()
-    same = [known for known in everywhere if known.rsplit(".", 1)[-1] == key]
-    near = same or difflib.get_close_matches(full, everywhere, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    return f"; known here: {', '.join(siblings)}"
-
-
-def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
-    """Every key, as written on the command line."""
-    types = get_type_hints(schema)
-    keys: list[str] = []
-    for field in fields(schema):
-        key, inner = f"{prefix}{field.name}", types[field.name]
-        if isinstance(inner, type) and is_dataclass(inner):
-            keys += all_keys(inner, f"{key}.")
-        else:
-            keys.append(key)
-    return keys
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value

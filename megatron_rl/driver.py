@@ -60,7 +60,7 @@ class Follower:
     def asked_to_stop(self) -> str | None:
         return None
 
-    def record(self, step: int, anchor_BT: torch.Tensor, correction: Correction, advantages_B: torch.Tensor) -> None:
+    def record(self, step: int, correction: Correction, advantages_B: torch.Tensor) -> None:
         pass
 
     def __enter__(self) -> Self:
@@ -171,14 +171,14 @@ class Driver:
     def asked_to_stop(self) -> str | None:
         return self._stop_reason
 
-    def record(self, step: int, anchor_BT: torch.Tensor, correction: Correction, advantages_B: torch.Tensor) -> None:
+    def record(self, step: int, correction: Correction, advantages_B: torch.Tensor) -> None:
         every = self._config.log.record_every
         if every == 0 or step % every:
             return
         self.recorder.rollouts(
             step,
             self._scored,
-            prox_logprobs_BT=anchor_BT,
+            prox_logprobs_BT=correction.source.prox_logprobs_BT,  # none where the sampler is the anchor
             weights_BT=correction.weights_BT,
             mask_BT=correction.mask_BT,
             advantages_B=advantages_B,

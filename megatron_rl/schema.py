@@ -267,8 +267,9 @@ class WeightConfig:
 
 @dataclass(frozen=True)
 class RejectRule:
-    level: Level = Level.sequence
-    stat: Stat = Stat.ratio
+    # `choices`: a recipe must name these, as bounds mean nothing without them
+    level: Level = field(default=Level.sequence, metadata={"choices": (Level.token, Level.sequence)})
+    stat: Stat = field(default=Stat.ratio, metadata={"choices": tuple(Stat)})
     reduce: Reduce | None = None
     low: float | None = None
     high: float | None = None
@@ -293,6 +294,10 @@ class Estimator(StrEnum):
     reinforce_pp = "reinforce_pp"
     maxrl = "maxrl"
     none = "none"  # advantage 1 everywhere: the supervised warm start
+
+
+# estimators whose baseline is the other answers to the same prompt
+GROUP_ESTIMATORS = frozenset({Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.maxrl})
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.metrics import combine
 from megatron_rl.rollout_correction import Correction, apply_conditional_rules, keep_rows, rollout_correction
 from megatron_rl.sampler.fleet_config import distinct_formats
-from megatron_rl.schema import Anchor, Config, KvCache, LossName, ModelInit
+from megatron_rl.schema import Anchor, Config, KvCache, ModelInit, RolloutSource
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import probe
 from megatron_rl.weight_sync.export import export_hf
@@ -78,7 +78,7 @@ def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: Weig
         with recorder.phase("correction"):
             correction, advantages_B = correct(anchor_BT, batch, config)
         with recorder.phase("record"):
-            driver.record(step, anchor_BT, correction, advantages_B)
+            driver.record(step, correction, advantages_B)
         with recorder.phase("update"):
             parts = minibatches(batch, anchor_BT, reference_BT, correction, advantages_B, config, step)
             updates = combine([learner.update(part) for part in parts])
@@ -94,7 +94,7 @@ def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: Weig
 
 def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> torch.Tensor:
     """p: the policy's own logprobs before the update. Not computed where nothing looks at them."""
-    if config.correction.anchor == Anchor.sampler or config.loss.name == LossName.cross_entropy:
+    if config.correction.anchor == Anchor.sampler or config.rollout.source == RolloutSource.dataset:
         return batch.sampler_logprobs_BT
     return learner.logprobs(batch)
 

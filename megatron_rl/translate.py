@@ -8,7 +8,6 @@ after a rejection in those projects, so every translation has `rebaseline: false
 from __future__ import annotations
 
 import difflib
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.correction.checks import check_correction
+from megatron_rl.plain_yaml import read_yaml, write_yaml
 from megatron_rl.schema import CorrectionConfig
 from megatron_rl.translation.areal import areal
 from megatron_rl.translation.fireworks import fireworks
@@ -87,7 +87,7 @@ def translate_file(framework: str, path: str | Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise TranslationError(f"{path}: not readable as text: {error}") from None
     try:
-        mapping = yaml.load(text, Loader=_Loader)
+        mapping = read_yaml(text)
         found = translate(framework, {} if mapping is None else mapping)
     except yaml.YAMLError as error:
         raise TranslationError(f"{path}: not valid YAML ({error})") from None
@@ -104,41 +104,6 @@ def _comment(text: str) -> str:
 
 def yaml_text(config: CorrectionConfig) -> str:
     """The whole config under `correction:`, so that nothing is inherited from a recipe's base."""
-    whole = _plain(asdict(config))
+    whole = asdict(config)
     whole["reject"] = [{name: value for name, value in rule.items() if value is not None} for rule in whole["reject"]]
-    return yaml.safe_dump({"correction": whole}, sort_keys=False)
-
-
-def _plain(node: Any) -> Any:
-    """Enum members as the text that recipes write."""
-    if isinstance(node, dict):
-        return {name: _plain(value) for name, value in node.items()}
-    if isinstance(node, list):
-        return [_plain(value) for value in node]
-    return str(node) if isinstance(node, str) else node
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML whose numbers have no digit separators: `0.5_5` stays the text that verl wrote, 1e-4 is a number.
-
-    A key that is given twice is an error, where YAML would take the last.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-    ]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"), list("-+.0123456789")
-)
+    return write_yaml({"correction": whole})

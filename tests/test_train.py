@@ -1,13 +1,19 @@
 """The loop's frame: what is closed, in which order, when a step fails."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_rl import train
+from megatron_rl.config import load
+from megatron_rl.driver import Driver
 from megatron_rl.schema import Config, EvalSection, RunSection, SyncSection
+
+ROOT = Path(__file__).parent.parent
 
 
 class Part:
@@ -64,3 +70,24 @@ def test_when_to_evaluate_and_to_publish() -> None:
     config = Config(run=RunSection(steps=7), sync=SyncSection(every=3, verify_every=0))
     assert [step for step in range(1, 8) if train.publish(step, config, driver, learner, sync)] == [3, 6, 7]
     assert log[:3] == ["room made", "push 3", "awake ended: None"]
+
+
+@pytest.mark.parametrize("preset", ["tis", "bypass"])
+def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
+    """Not the sampler's own logprobs, which would show as perfect agreement in replay and report."""
+    written: dict[str, Any] = {}
+    recorder = SimpleNamespace(rollouts=lambda step, scored, **columns: written.update(columns))
+    config = replace(
+        Config(), correction=load(ROOT / "recipes" / "quickstart.yaml", [f"correction={preset}"]).correction
+    )
+    batch: Any = SimpleNamespace(
+        sampler_logprobs_BT=torch.zeros(2, 3),
+        mask_BT=torch.ones(2, 3, dtype=torch.bool),
+        rewards_B=torch.tensor([0.0, 1.0]),
+        groups_B=torch.zeros(2, dtype=torch.int64),
+        formats_B=None,
+    )
+    correction, advantages_B = train.correct(torch.full((2, 3), -0.1), batch, config)
+    driver: Any = SimpleNamespace(_config=config, _scored=[], recorder=recorder)
+    Driver.record(driver, 10, correction, advantages_B)
+    assert (written["prox_logprobs_BT"] is None) == (preset == "bypass")

@@ -105,6 +105,12 @@ def loss_gradient(toy: Toy, weights_BT: Tensor, advantages_B: Tensor, rows_B: Te
     return -torch.autograd.grad(loss, logits_TVV)[0]
 
 
+def mult_prob_error(toy: Toy) -> float:
+    """The expected `rollout_corr/mult_prob_error` of a batch from the sampler."""
+    d_BT = toy.logprobs(toy.logits_TVV) - toy.sampler_BT
+    return float((toy.sampler_prob_B * d_BT.abs().exp().mean(dim=1)).sum())
+
+
 def mean_reward(toy: Toy) -> float:
     """Of what the sampler draws: the baseline of the tables and of training."""
     return float((toy.sampler_prob_B * toy.rewards_B).sum())
@@ -166,6 +172,7 @@ KINDS = {
     "sequence, product, cap 5": SEQUENCE_TIS,
 }
 COLORS = {"no correction": "#b4443c", "token, cap 2": "#3b6fb6", "sequence, product": "#3d8c57"}
+LENGTHS = (2, 3, 4, 5, 6)
 CAPS = [1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0, 16.0, 32.0, 64.0]
 
 
@@ -173,6 +180,8 @@ def table() -> str:
     """Relative bias, in percent, by size of the noise: what docs/corrections.md shows."""
     noises = (0.02, 0.1, 0.3, 1.0)
     lines = ["| weight | " + " | ".join(f"noise {noise}" for noise in noises) + " |", "|---" * 5 + "|"]
+    errors = (f"{mult_prob_error(make_toy(noise)):.2f}" for noise in noises)
+    lines.append("| *`mult_prob_error` at this noise* | " + " | ".join(errors) + " |")
     for name, weight in KINDS.items():
         cells = []
         for noise in noises:
@@ -180,6 +189,29 @@ def table() -> str:
             cells.append(f"{100 * relative_bias(toy, weight, mean_reward(toy)):.1f} %")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def by_length() -> str:
+    """The bias of token weights and of none as answers get longer, mean of a few toys."""
+    lines = ["| steps | " + " | ".join(map(str, LENGTHS)) + " |", "|---" * (len(LENGTHS) + 1) + "|"]
+    for name in ("no correction", "token"):
+        cells = []
+        for length in LENGTHS:
+            toys = [make_toy(0.1, seed, length) for seed in range(4)]
+            cells.append(f"{25 * sum(relative_bias(toy, KINDS[name], mean_reward(toy)) for toy in toys):.0f} %")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def best_caps() -> str:
+    """The cap on the product with the smallest squared bias plus variance, for several batch sizes."""
+    toy = make_toy(1.0)
+    moments = [gradient_moments(toy, WeightConfig(level="sequence", high=cap), mean_reward(toy)) for cap in CAPS]
+
+    def best(batch: int) -> float:
+        return min((bias + variance / batch, cap) for cap, (bias, variance) in zip(CAPS, moments, strict=True))[1]
+
+    return "best cap: " + ", ".join(f"{best(batch):g} at batch {batch}" for batch in (256, 1024, 4096, 16384))
 
 
 def figure() -> str:
@@ -248,7 +280,7 @@ def panel(title: str, x_title: str, curves: list[Curve], ticks: list[tuple[float
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(table())
+    print(table(), by_length(), best_caps(), sep="\n\n")
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(figure(), encoding="utf-8")
 

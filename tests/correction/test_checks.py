@@ -9,8 +9,25 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.correction.checks import check_advantage, check_correction, check_loss, check_objective, problems
-from megatron_rl.schema import AdvantageConfig, Config, CorrectionConfig, LossConfig, RejectRule, WeightConfig
+from megatron_rl.correction.checks import (
+    check_advantage,
+    check_correction,
+    check_loss,
+    check_objective,
+    problems,
+)
+from megatron_rl.schema import (
+    GROUP_ESTIMATORS,
+    AdvantageConfig,
+    Config,
+    CorrectionConfig,
+    LossConfig,
+    RejectRule,
+    RewardSection,
+    RolloutSection,
+    RolloutSource,
+    WeightConfig,
+)
 
 RULE = RejectRule(stat="ratio", reduce="mean", low=0.9, high=1.1)
 
@@ -57,6 +74,11 @@ def rule(**keys: object) -> CorrectionConfig:
         (rule(low=None, high=None, budget=0.1, when="negative_advantage"), "correction.reject[1].when is"),
         (rule(low=-0.1), "correction.reject[1].low is -0.1"),
         (rule(stat="abs", low=None, high=0.9), "correction.reject[1].high is 0.9"),
+        (weight(outside="zero", low="0_5"), "correction.weight.low is 0_5"),
+        (rule(low=0.5, high=0.01), "correction.reject[1].low is 0.5"),
+        (rule(stat="abs", low=None, high=1.0), "correction.reject[1].high is 1.0"),
+        (rule(stat="abs", low=None, high=None, budget=0.5), "correction.reject[1].budget is 0.5"),
+        (rule(low=None, high=None, budget=float("nan")), "correction.reject[1].budget is nan"),
         (CorrectionConfig(anchor="old"), "correction.anchor is old"),  # type: ignore[arg-type]
         (CorrectionConfig(non_finite="ignore"), "correction.non_finite is ignore"),  # type: ignore[arg-type]
     ],
@@ -126,6 +148,14 @@ def test_losses_and_anchors() -> None:
         ({"kl_coef": -1.0}, "loss.kl_coef is -1.0"),
         ({"kl_estimator": "k4"}, "loss.kl_estimator is k4"),
         ({"entropy_coef": float("inf")}, "loss.entropy_coef is inf"),
+        ({"clip_low": None}, "loss.clip_low is null"),
+        ({"clip_high": "0.28"}, "loss.clip_high is 0.28"),
+        ({"name": "rollout_is", "clip_high": 0.0}, "loss.clip_high is 0"),
+        ({"tau_negative": None}, "loss.tau_negative is null"),
+        ({"cov_fraction": float("nan")}, "loss.cov_fraction is nan"),
+        ({"cov_fraction": 1.5}, "loss.cov_fraction is 1.5"),
+        ({"cov_high": float("nan")}, "loss.cov_high is nan"),
+        ({"cov_kl_coef": float("inf")}, "loss.cov_kl_coef is inf"),
         ({"tau_positive": 0.0}, "loss.tau_positive is 0.0"),
         ({"trust_region": "ball"}, "loss.trust_region is ball"),
         ({"cov_fraction": 0.0}, "loss.cov_fraction is 0.0"),
@@ -144,8 +174,50 @@ def test_advantages() -> None:
     assert check_advantage(AdvantageConfig("gae"))[0].startswith("advantage.estimator is gae")  # type: ignore[arg-type]
 
 
+WARM_START = Config(
+    rollout=RolloutSection(source=RolloutSource.dataset, samples_per_prompt=1),
+    loss=LossConfig(name="cross_entropy"),
+    advantage=AdvantageConfig("none"),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Config(advantage=AdvantageConfig("none")), "advantage.estimator is none: every sampled answer would count"),
+        (replace(WARM_START, correction=BYPASS), "correction.anchor is sampler: the data set's own answers"),
+        (replace(WARM_START, reward=RewardSection(learner_estimate=True)), "reward.learner_estimate is true: the data"),
+        (Config(reward=RewardSection(overlong_penalty=-1.0)), "reward.overlong_penalty is -1.0: it is subtracted"),
+        (Config(reward=RewardSection(overlong_buffer=-1)), "reward.overlong_buffer is -1: it is part of"),
+        (Config(reward=RewardSection(overlong_buffer=513)), "reward.overlong_buffer is 513: it is part of"),
+        (
+            Config(advantage=AdvantageConfig("maxrl"), reward=RewardSection(overlong_buffer=4)),
+            "advantage.estimator is maxrl: it divides by the mean reward",
+        ),
+        (
+            Config(advantage=AdvantageConfig("reinforce_pp"), rollout=RolloutSection(samples_per_prompt=1)),
+            "rollout.dynamic_sampling is true: a group of",
+        ),
+        *(
+            (
+                Config(advantage=AdvantageConfig(name), rollout=RolloutSection(samples_per_prompt=1)),
+                f"rollout.samples_per_prompt is 1: advantage.estimator: {name} compares",
+            )
+            for name in sorted(GROUP_ESTIMATORS)
+        ),
+    ],
+)
+def test_sections_that_do_not_go_together(config: Config, said: str) -> None:
+    found = problems(config)
+    assert len(found) == 1, found
+    assert found[0].startswith(said)
+    assert problems(WARM_START) == []
+
+
 def test_defaults_and_plain_strings_are_clean() -> None:
     assert problems(Config()) == []
+    assert problems(Config(loss=LossConfig(name="cross_entropy"))) == []  # of sampled answers: self-imitation
+    assert check_correction(rule(stat="k2", low=0.1, high=None)) == []  # odd, but it says what it does
     for level, outside in itertools.product(["token", "sequence"], ["truncate", "zero"]):
         assert check_correction(weight(level=level, outside=outside, low=0.5)) == []
     for name in ("gspo", "gmpo", "cispo", "sapo", "dppo", "clip_cov", "kl_cov", "reinforce", "cross_entropy"):
@@ -154,7 +226,7 @@ def test_defaults_and_plain_strings_are_clean() -> None:
 
 def test_checks_and_translation_need_no_torch() -> None:
     code = (
-        "import sys, megatron_rl.correction.checks, megatron_rl.translate; "
+        "import sys, megatron_rl.config, megatron_rl.correction.checks, megatron_rl.translate; "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
