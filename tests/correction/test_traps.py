@@ -89,7 +89,8 @@ def test_a_budget_masks_the_largest_of_the_named_stat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "fractions"), [(0.5, 3.0, (0.5, 0.25)), (None, 3.0, (0.5, 0.25)), (0.5, None, (0.0, 0.25))]
+    ("low", "high", "fractions"),
+    [(0.5, 3.0, (0.5, 0.25)), (None, 3.0, (0.5, 0.25)), (0.5, None, (0.0, 0.25)), (None, None, (0.0, 0.0))],
 )
 def test_fractions_count_the_ratio_not_its_inverse(
     low: float | None, high: float | None, fractions: tuple[float, float]
@@ -349,13 +350,15 @@ def test_no_correction_raises_on_an_empty_mask(shape: tuple[int, int]) -> None:
     for weight in (
         WeightConfig(normalize=True),
         WeightConfig(level="sequence", normalize=True),
+        WeightConfig(level="sequence", aggregate="geometric"),
         WeightConfig(target_ess=0.9),
     ):
         config = CorrectionConfig(weight=weight, reject=rules)
         found = rollout_correction(nothing_BT, nothing_BT, nothing_BT, config)
         found = apply_conditional_rules(keep_rows(found, torch.zeros(rows), config), -torch.ones(rows), config)
-        assert not found.weights_BT.any()
-        assert all(math.isfinite(value) for value in found.metrics.values())
+        assert found.weights_BT.tolist() == nothing_BT.tolist()
+        assert {key for key, value in found.metrics.items() if value != 0.0} <= {"rollout_corr/cap"}
+    assert found.metrics["rollout_corr/cap"] == 2.0
     inputs = inputs_for(found, [1.0] * rows)
     for totals in (None, count_totals(found.denominator_mask_BT, inputs.prompt_ids_B, horizon=1)):
         loss, metrics = policy_loss(inputs, LossConfig(), totals, BYPASS)
@@ -375,6 +378,8 @@ def test_nothing_to_average_is_no_error_elsewhere() -> None:
     for estimator in ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp"):
         advantages_N, _ = group_advantages(torch.ones(2), torch.zeros(2), torch.zeros(2), AdvantageConfig(estimator))
         assert advantages_N.tolist() == [0.0, 0.0]
+        alone_N, _ = group_advantages(torch.ones(2), torch.zeros(2), torch.tensor([1, 0]), AdvantageConfig(estimator))
+        assert alone_N.tolist() == [0.0, 0.0]
     assert learner_reward(torch.zeros(0), torch.zeros(0, 2), torch.zeros(0, 2), torch.zeros(0, 2)) == {}
 
 
@@ -438,12 +443,12 @@ def test_one_row_at_a_time_or_all_at_once(config: CorrectionConfig, monkeypatch:
     for elements in (1 << 16, 1):
         monkeypatch.setattr(ratio, "CHUNK_ELEMENTS_HOST", elements)
         found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
-        found = keep_rows(found, torch.tensor([True, True, True, False]), config)
-        results.append(apply_conditional_rules(found, torch.tensor([1.0, 2.0, -1.0, -3.0]), config))
-    whole, sliced = results
-    torch.testing.assert_close(sliced.weights_BT, whole.weights_BT)
-    assert torch.equal(sliced.mask_BT, whole.mask_BT)
-    assert sliced.metrics == pytest.approx(whole.metrics, rel=1e-5, abs=1e-6)
+        fewer = keep_rows(found, torch.tensor([True, True, True, False]), config)
+        results.append((found, apply_conditional_rules(fewer, torch.tensor([1.0, 2.0, -1.0, -3.0]), config)))
+    for whole, sliced in zip(*results, strict=True):
+        torch.testing.assert_close(sliced.weights_BT, whole.weights_BT)
+        assert torch.equal(sliced.mask_BT, whole.mask_BT)
+        assert sliced.metrics == pytest.approx(whole.metrics, rel=1e-5, abs=1e-6)
 
 
 def test_weights_average_one_over_what_is_kept() -> None:
@@ -590,6 +595,7 @@ def test_loss_metrics_count_no_padding() -> None:
     metrics = policy_loss(inputs, LossConfig(name="cispo"))[1]
     assert float(metrics["loss/clip_fraction_high"]) == 1.0
     assert float(metrics["loss/ratio_mean"]) == pytest.approx(math.e)
+    assert float(metrics["loss/approx_kl"]) == pytest.approx(-1.0)
     selected_BT = torch.tensor([[True, False, True, True]])
     metrics = policy_loss(replace(inputs, selected_BT=selected_BT), LossConfig(name="kl_cov"))[1]
     assert float(metrics["loss/selected_fraction"]) == 0.5
@@ -649,7 +655,7 @@ def test_no_loss_ignores_the_weights(name: LossName) -> None:
     found = corrected([[0.3, -0.2], [0.1, 0.4]])
     losses, gradients = [], []
     for scale in (1.0, 2.0):
-        inputs = inputs_for(found, [1.0, -1.0], weights_BT=found.weights_BT * scale)
+        inputs = inputs_for(found, [1.0, -2.0], weights_BT=found.weights_BT * scale)
         inputs = replace(inputs, selected_BT=torch.tensor([[True, False], [False, True]]))
         inputs = replace(inputs, anchor_logprobs_BT=inputs.anchor_logprobs_BT - 0.1)
         loss, _ = policy_loss(inputs, LossConfig(name=name, cov_kl_coef=3.0))
@@ -675,15 +681,18 @@ def test_no_loss_trains_on_a_rejected_token(name: LossName) -> None:
         assert float(metrics.get("loss/selected_fraction", 0.75)) == 0.75
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_no_selection_looks_at_a_rejected_token(name: str) -> None:
-    """By hand: p -1, -2, -3 and A 2, 2, -1 leave covariances 1, 0 and 2; what is out of the mask is extreme."""
-    prox_BT, advantages_B = torch.tensor([[-1.0, -2.0], [-3.0, -60.0], [-90.0, -0.1]]), torch.tensor([2.0, -1.0, 50.0])
+@pytest.mark.parametrize(("name", "fraction"), [("clip_cov", 1.0), ("kl_cov", 0.34)])
+def test_no_selection_looks_at_a_rejected_token(name: str, fraction: float) -> None:
+    """By hand: p -1, -2, -3 and A -2, -2, 1 leave covariances -1, 0 and -2.
+
+    With p and A of 0, as padding is filled, a rejected token would reach 2.
+    """
+    prox_BT, advantages_B = torch.tensor([[-1.0, -2.0], [-3.0, -60.0], [-90.0, -0.1]]), torch.tensor([-2.0, 1.0, 50.0])
     mask_BT = torch.tensor([[True, True], [True, False], [False, False]])
-    config = LossConfig(name=name, cov_fraction=0.34, cov_low=1.5, cov_high=2.5)
+    config = LossConfig(name=name, cov_fraction=fraction, cov_low=-0.5, cov_high=2.5)
     selected_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=0)
     assert selected_BT is not None
-    assert selected_BT.tolist() == [[False, False], [True, False], [False, False]]
+    assert selected_BT.tolist() == [[False, True], [False, False], [False, False]]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
