@@ -281,3 +281,25 @@ def test_losses_just_beyond_it(keys: dict) -> None:
 def test_totals_of_no_prompt() -> None:
     totals = count_totals(torch.zeros(2, 3).bool(), torch.tensor([1, 2]), horizon=3)
     assert (totals.tokens, totals.sequences, totals.prompts) == (0, 0, 0)
+
+
+def test_a_cap_counts_tokens_that_weigh_one_whatever_it_is() -> None:
+    """Ratios 8, 1/2 and one without a logprob: (1 + c + 1/2)^2 = 0.8 x 3 (1 + c^2 + 1/4) at c = 1.854."""
+    mu_BT = torch.tensor([[0.0, 0.0, math.nan]])
+    prox_BT = torch.tensor([[3 * LOG2, -LOG2, 0.0]])
+    config = CorrectionConfig(weight=WeightConfig(target_ess=0.8, high=None), non_finite="one")
+    metrics = rollout_correction(prox_BT, mu_BT, torch.ones(1, 3), config).metrics
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(0.8, abs=1e-4)
+    assert metrics["rollout_corr/cap"] == pytest.approx(1.854, abs=1e-3)
+
+
+def test_a_partly_masked_micro_batch_is_not_an_empty_one() -> None:
+    some = inputs([[0.0, 0.0]], [1.0], mask_BT=torch.tensor([[True, False]]))
+    assert float(policy_loss(some, LossConfig())[1]["loss/empty_microbatches"]) == 0.0
+
+
+def test_the_reward_of_an_overwhelming_ratio() -> None:
+    """A product of e^2000 leaves only its own row."""
+    p_NT = torch.tensor([[0.0], [2000.0]])
+    found = learner_reward(torch.tensor([1.0, 3.0]), p_NT, torch.zeros(2, 1), torch.ones(2, 1))
+    assert found["reward/learner_estimate"] == pytest.approx(3.0)
