@@ -218,7 +218,7 @@ class WeightSums:
         self.before_rows += float((before_B1 > 0).sum())
         self.touched_rows += float((kept_B1 < before_B1).sum())
 
-    def metrics(self, scale: float = 1.0) -> dict[str, float]:
+    def metrics(self, scale: float) -> dict[str, float]:
         """`scale`: what the weights were multiplied by after the sums were taken."""
         n, mean = self.moments.n, self.token_mean
         found = {

@@ -22,6 +22,7 @@ from megatron_rl.rollout_correction import (
     RejectRule,
     WeightConfig,
     apply_conditional_rules,
+    keep_rows,
     rollout_correction,
 )
 from megatron_rl.schema import Format, Reduction
@@ -303,3 +304,15 @@ def test_the_reward_of_an_overwhelming_ratio() -> None:
     p_NT = torch.tensor([[0.0], [2000.0]])
     found = learner_reward(torch.tensor([1.0, 3.0]), p_NT, torch.zeros(2, 1), torch.ones(2, 1))
     assert found["reward/learner_estimate"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rows_that_leave_later_do_not_move_the_solved_cap(level: str) -> None:
+    """What the others weigh was decided with everybody present; with a cap of 8 again it would be more."""
+    d_BT = torch.tensor([[2.0, 0.0], [0.1, -0.1], [1.5, 0.2], [0.0, 0.1]])
+    config = CorrectionConfig(weight=WeightConfig(level=level, high=8.0, target_ess=0.95))
+    found = rollout_correction(d_BT, torch.zeros_like(d_BT), torch.ones_like(d_BT), config)
+    assert found.cap == found.metrics["rollout_corr/cap"] < 3.0
+    fewer = keep_rows(found, torch.tensor([True, False, True, True]), config)
+    assert torch.equal(fewer.weights_BT[[0, 2, 3]], found.weights_BT[[0, 2, 3]])
+    assert fewer.metrics["rollout_corr/rollout_is_max"] == pytest.approx(found.cap)
