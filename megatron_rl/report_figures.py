@@ -6,11 +6,12 @@ One run: a colour is a quantity. Several: a colour is a run, and a dash pattern 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import plotly.graph_objects as go
 
+from megatron_rl.correction.breakdown import pooled
 from megatron_rl.run_data import RunData, Series
 
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#eceef1"
@@ -195,49 +196,26 @@ def weight_bounds(run: RunData) -> list[float | None]:
     return [run.setting("correction.weight.low"), run.setting("correction.weight.high")]
 
 
-def mismatch_by(
-    runs: Sequence[RunData], bucket: Callable[[RunData], np.ndarray], labels: Sequence[str], x_title: str
-) -> go.Figure | None:
-    """Mean absolute logprob difference of the recorded tokens in each bucket."""
-    figure = go.Figure()
-    for number, run in enumerate(runs):
-        if run.tokens is None:
-            continue
-        index, difference = bucket(run), np.abs(run.tokens.log_ratio)
-        means = [float(difference[index == b].mean()) if (index == b).any() else None for b in range(len(labels))]
-        figure.add_bar(
-            x=list(labels),
-            y=means,
-            name=run.name,
-            marker={"color": PALETTE[number % len(PALETTE)]},
-            hovertemplate="%{y:.4f}",
-        )
-    if not figure.data:
+def mismatch_by(runs: Sequence[RunData], by: str, x_title: str) -> go.Figure | None:
+    """Mean absolute logprob difference of the recorded tokens along one cut; None where all are alike."""
+    parts = {run.name: {part.label: part for part in run.mismatch if part.by == by} for run in runs}
+    labels = [part.label for part in pooled(part for found in parts.values() for part in found.values())]
+    if len(labels) < 2:
         return None
+    figure = go.Figure()
+    for number, found in enumerate(parts.values()):
+        if found:
+            figure.add_bar(
+                x=labels,
+                y=[found[label].abs_diff if label in found else None for label in labels],
+                name=runs[number].name,
+                marker={"color": PALETTE[number % len(PALETTE)]},
+                customdata=[found[label].tokens if label in found else 0 for label in labels],
+                hovertemplate="%{y:.4f} (%{customdata:,} tokens)",
+            )
     layout(figure, y_title="mean |difference|, nats")
     figure.update_layout(bargap=0.35)
     return figure.update_xaxes(title={"text": x_title}, type="category")
-
-
-def by_position(runs: Sequence[RunData]) -> go.Figure | None:
-    labels = [f"{d * 10}–{d * 10 + 10}" for d in range(10)]
-
-    def bucket(run: RunData) -> np.ndarray:
-        assert run.tokens is not None
-        return (run.tokens.position * 10).astype(int)
-
-    return mismatch_by(runs, bucket, labels, "position, percent of the response")
-
-
-def by_probability(runs: Sequence[RunData]) -> go.Figure | None:
-    edges = (0.01, 0.1, 0.5, 0.9, 0.99)
-    labels = ["< 0.01", "0.01–0.1", "0.1–0.5", "0.5–0.9", "0.9–0.99", "> 0.99"]
-
-    def bucket(run: RunData) -> np.ndarray:
-        assert run.tokens is not None
-        return np.searchsorted(edges, np.exp(run.tokens.sampler_logprobs))
-
-    return mismatch_by(runs, bucket, labels, "sampler's probability of the token")
 
 
 def time_split(runs: Sequence[RunData]) -> go.Figure | None:

@@ -12,6 +12,15 @@ from megatron_rl.report_figures import curves
 from megatron_rl.run_data import RunData
 
 UNIT = (-0.02, 1.02)  # the axis of a fraction
+# title, cut of `correction.breakdown`, what it sorts by, axis
+MISMATCH_CUTS = (
+    ("Mismatch by probability", "probability", "by how likely they were", "sampler's probability of the token"),
+    ("Mismatch by position", "position", "by place in the response", "position in the response"),
+    ("Mismatch by length", "length", "by how long their response is", "tokens of the response"),
+    ("Mismatch by staleness", "staleness", "by how old the weights were that wrote them", "updates behind the policy"),
+    ("Mismatch by finish reason", "finish", "by how their response ended", "finish reason"),
+    ("Mismatch by weight format", "format", "by the weights that wrote them", "format"),
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ def _groups(runs: Sequence[RunData]) -> Panel:
 def _agreement(runs: Sequence[RunData]) -> list[Panel]:
     mismatch = {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}
     probe = {"sync/probe_abs_diff": "probe", "sync/probe_budget": "budget"}
-    tokens = sum(len(run.tokens.position) for run in runs if run.tokens is not None)
+    tokens = sum(len(run.tokens.weights) for run in runs if run.tokens is not None)
     return [
         Panel(
             "Mismatch KL",
@@ -95,17 +104,9 @@ def _agreement(runs: Sequence[RunData]) -> list[Panel]:
             _words(runs, "Mean |difference| on fresh tokens", probe),
             curves(runs, probe, y_title="nats", markers=True, from_zero=True),
         ),
-        Panel(
-            "Mismatch by probability",
-            "Recorded tokens, by how likely they were.",
-            figures.by_probability(runs),
-            sampled=True,
-        ),
-        Panel(
-            "Mismatch by position",
-            "Recorded tokens, by place in the response.",
-            figures.by_position(runs),
-            sampled=True,
+        *(
+            Panel(title, f"Recorded tokens, {about}.", figures.mismatch_by(runs, cut, x_title), sampled=True)
+            for title, cut, about, x_title in MISMATCH_CUTS
         ),
     ]
 

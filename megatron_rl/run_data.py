@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megatron_rl.correction.breakdown import Slice, pooled, recorded_breakdowns
 from megatron_rl.record import decode_line
 from megatron_rl.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.run_dir import RunDir, read_status
 
-RECORDED_STEPS = 8  # as many recorded steps, evenly spread, are read for histograms
+RECORDED_STEPS = 8  # as many recorded steps, evenly spread, are read for histograms and cuts
 
 
 class NotARun(RuntimeError):
@@ -45,7 +46,6 @@ class Tokens:
     sampler_logprobs: np.ndarray
     prox_logprobs: np.ndarray
     weights: np.ndarray  # NaN where the correction dropped the token, or none were recorded
-    position: np.ndarray  # 0 at the first response token, towards 1 at the last
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -95,12 +95,20 @@ class RunData:
     @cached_property
     def tokens(self) -> Tokens | None:
         """None without recorded steps that hold both logprobs."""
-        files = [path for _, path in recorded_steps(RunDir(self.path).rollouts)]
-        picks = sorted(set(np.linspace(0, len(files) - 1, min(len(files), RECORDED_STEPS)).round().astype(int)))
-        parts = [part for pick in picks for part in _tokens_of(files[pick])]
+        parts = [part for _, path in self._recorded() for part in _tokens_of(path)]
         if not parts:
             return None
         return Tokens(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    @cached_property
+    def mismatch(self) -> list[Slice]:
+        """The recorded steps along every cut; the policy that step N ought to sample from has version N - 1."""
+        return pooled(part for step, path in self._recorded() for part in recorded_breakdowns(path, step - 1))
+
+    def _recorded(self) -> list[tuple[int, Path]]:
+        steps = recorded_steps(RunDir(self.path).rollouts)
+        picks = sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), RECORDED_STEPS)).round().astype(int)))
+        return [steps[pick] for pick in picks]
 
 
 def load_run(path: Path) -> RunData:
@@ -150,7 +158,7 @@ def config_differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
 
 
-def _tokens_of(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+def _tokens_of(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     table = read_rollouts(path)
     columns = [table.column(name).to_pylist() for name in ("sampler_logprobs", "prox_logprobs", "weights", "kept")]
     for sampler, prox, weights, kept, mask in zip(*columns, table.column("loss_mask").to_pylist(), strict=True):
@@ -160,6 +168,5 @@ def _tokens_of(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray,
         w = np.full(len(mu), np.nan) if weights is None else np.asarray(weights, np.float64)
         if kept is not None:
             w = np.where(np.asarray(kept, bool), w, np.nan)
-        position = np.arange(len(mu)) / len(mu)
         use = np.asarray(mask, bool) & np.isfinite(mu) & np.isfinite(p)
-        yield mu[use], p[use], w[use], position[use]
+        yield mu[use], p[use], w[use]

@@ -101,9 +101,21 @@ def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
 
 def test_breakdowns_hold_every_recorded_token(runs):
     run = load_run(runs[0])
-    (trace,) = figures.by_position([run]).data
+    (trace,) = figures.mismatch_by([run], "position", "").data
     assert len(trace.y) == 10
     assert all(0.2 < value < 0.8 for value in trace.y)
+    assert sum(trace.customdata) == len(run.tokens.weights)
+
+
+def test_the_cuts_are_shown_where_they_cut(runs):
+    """The recorded answers are of several lengths and ages; all ended alike, and in one format."""
+    shown = [title for title in panels((runs[0] / "report.html").read_text()) if title.startswith("Mismatch by")]
+    assert shown == [f"Mismatch by {name}" for name in ("probability", "position", "length", "staleness")]
+    (trace,) = figures.mismatch_by([load_run(runs[0])], "staleness", "").data
+    assert list(trace.x) == ["6", "16"]  # steps 10 and 20, all written by version 3
+    both = figures.mismatch_by(load_runs(runs), "length", "").data
+    assert [list(trace.x) for trace in both] == [["1 to 1", "2 to 3", "4 to 7", "8 to 15"]] * 2
+    assert all(noisy > clean for noisy, clean in zip(both[0].y, both[1].y, strict=True))
 
 
 def test_a_run_that_stopped_at_once_still_has_a_report(tmp_path):

@@ -9,7 +9,8 @@ Shape legend: B sequences, T response positions, N tokens under the mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron_rl.correction.ratio import bounded_exp
 from megatron_rl.schema import Format
 from megatron_rl.types import Batch
 
+CUTS = ("position", "probability", "length", "staleness", "finish", "format")
 PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
@@ -28,7 +30,7 @@ PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
 class Slice:
     """One part of a batch. `kl` is the plain estimate of KL(sampler || learner), the mean of -d."""
 
-    by: str  # position | probability | length | staleness | finish | format
+    by: str  # one of CUTS
     label: str
     tokens: int
     sequences: int
@@ -157,3 +159,29 @@ def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[S
         policy_version=policy_version,
         formats=[row.get("format") or "" for row in rows],
     )
+
+
+def pooled(parts: Iterable[Slice]) -> list[Slice]:
+    """The slices of several batches as those of one, cut by cut and in the order of their labels."""
+    groups: dict[tuple[str, str], list[Slice]] = {}
+    for part in parts:
+        groups.setdefault((part.by, part.label), []).append(part)
+    return [_pool(groups[key]) for key in sorted(groups, key=lambda key: (CUTS.index(key[0]), _place(key[1])))]
+
+
+def _pool(parts: Sequence[Slice]) -> Slice:
+    tokens = sum(part.tokens for part in parts)
+    means = ("kl", "k3_kl", "abs_diff", "mult_prob_error")
+    return Slice(
+        by=parts[0].by,
+        label=parts[0].label,
+        tokens=tokens,
+        sequences=sum(part.sequences for part in parts),
+        **{name: sum(part.tokens * getattr(part, name) for part in parts) / tokens for name in means},
+    )
+
+
+def _place(label: str) -> tuple[float, str]:
+    """By the number that a label starts with, if any: `8 to 15` before `16 to 31`."""
+    number = re.match(r"[\d.]+", label)
+    return float(number[0]) if number else 0.0, label

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_rl.collect import collate
-from megatron_rl.correction.breakdown import Slice, breakdowns, mismatch_by_format, recorded_breakdowns
+from megatron_rl.correction.breakdown import Slice, breakdowns, mismatch_by_format, pooled, recorded_breakdowns
 from megatron_rl.metrics import unknown
 from megatron_rl.rollout_correction import CorrectionConfig, rollout_correction
 from megatron_rl.rollout_file import write_rollouts
@@ -127,3 +127,29 @@ def test_a_recorded_step(tmp_path: Path) -> None:
     assert unknown(metrics) == []
     assert mismatch_by_format(prox_BT[:, :width], collate(scored)) == {}, "one format: nothing to split"
     assert mismatch_by_format(None, collated) == {}
+
+
+def test_several_batches_are_pooled_as_one() -> None:
+    """Rows of 1 to 40 tokens, in two unequal halves that do not hold the same labels."""
+    generator = torch.Generator().manual_seed(0)
+    lengths_B = torch.tensor([1, 2, 3, 9, 12, 20, 33, 40])
+    mask_BT = torch.arange(40)[None, :] < lengths_B[:, None]
+    sampler_BT = -torch.rand(8, 40, generator=generator)
+    prox_BT = sampler_BT + 0.1 * torch.randn(8, 40, generator=generator)
+    versions_B = torch.tensor([0, 1, 2, 12, 3, 1, 2, 12])
+    reasons = ["stop", "length"] * 4
+
+    def cuts(rows: slice) -> list[Slice]:
+        return breakdowns(
+            prox_BT[rows],
+            sampler_BT[rows],
+            mask_BT[rows],
+            finish_reasons=reasons[rows],
+            versions_B=versions_B[rows],
+            policy_version=12,
+        )
+
+    whole, halves = cuts(slice(0, 8)), pooled([*cuts(slice(3, 8)), *cuts(slice(0, 3))])
+    assert [(part.by, part.label) for part in halves] == [(part.by, part.label) for part in whole]
+    for one, other in zip(halves, whole, strict=True):
+        assert asdict(one) == pytest.approx(asdict(other))
