@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_rl.loss import LossConfig, LossInputs, policy_loss
 from megatron_rl.rollout_correction import CorrectionConfig, WeightConfig, rollout_correction
+from megatron_rl.summary_figure import nice_ticks
 
 VOCABULARY, LENGTH = 4, 4
 REINFORCE = LossConfig(name="reinforce", reduction="seq_mean_token_sum")
@@ -250,24 +251,23 @@ Curve = tuple[str, str, list[float], list[float]]
 
 def panel(title: str, x_title: str, curves: list[Curve], ticks: list[tuple[float, str]]) -> str:
     first, last = min(curves[0][2]), max(curves[0][2])
-    top = max(max(ys) for _, _, _, ys in curves) * 1.1
+    levels = nice_ticks(0.0, max(max(ys) for _, _, _, ys in curves))
     bottom = HEIGHT - MARGIN
 
     def x(value: float) -> float:
         return MARGIN + (value - first) / (last - first) * (WIDTH - MARGIN - 20)
 
     def y(value: float) -> float:
-        return bottom - value / top * (bottom - 70)
+        return bottom - value / levels[-1] * (bottom - 70)
 
     parts = [f'<text x="{MARGIN}" y="22" font-size="14" font-weight="600">{title}</text>']
     for value, label in ticks:
         parts.append(f'<text x="{x(value):.1f}" y="{bottom + 16}" text-anchor="middle" fill="#666">{label}</text>')
-    for part in range(5):
-        value = top / 1.1 * part / 4
+    for value in levels:
         parts.append(
             f'<line x1="{MARGIN}" x2="{WIDTH - 20}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#e4e4e4"/>'
         )
-        parts.append(f'<text x="{MARGIN - 6}" y="{y(value) + 4:.1f}" text-anchor="end" fill="#666">{value:.2f}</text>')
+        parts.append(f'<text x="{MARGIN - 6}" y="{y(value) + 4:.1f}" text-anchor="end" fill="#666">{value:g}</text>')
     parts.append(
         f'<text x="{(MARGIN + WIDTH) / 2}" y="{HEIGHT - 12}" text-anchor="middle" fill="#666">{x_title}</text>'
     )
