@@ -14,9 +14,6 @@ from megatron_rl.schema import Device, Format
 
 BLACKWELL = 10.0  # compute capability from which vLLM has no INT8 W8A8 kernel
 FP8_CAPABILITY = 8.9
-# How often an OpenMP thread looks before it sleeps. By default it spins for milliseconds at every barrier: where
-# another process needs the core, torch then runs 20 times slower than with this, and without one no faster.
-SHORT_SPIN = {"GOMP_SPINCOUNT": "2000"}
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
-from megatron_rl.device import SHORT_SPIN
 from megatron_rl.parent_death import die_with_parent
 from megatron_rl.schema import Config
+from megatron_rl.startup import SHORT_SPIN, rare_collections
 
 
 def main(run_dir: Path) -> None:
@@ -37,8 +37,9 @@ def run_rank(config: Config, run_dir: Path) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
-    from megatron_rl.train import train
+    with rare_collections():
+        from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
+        from megatron_rl.train import train
 
     # a driver that is asked to end writes down that it was; the others have nothing to say
     signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else signal.default_int_handler)

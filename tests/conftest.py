@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.device import SHORT_SPIN
+from megatron_rl.startup import SHORT_SPIN, collect_rarely
 from megatron_rl.toy import write_toy
 
 for name, value in SHORT_SPIN.items():
     os.environ.setdefault(name, value)
+collect_rarely()
 
 ROOT = Path(__file__).parent.parent
 

@@ -25,6 +25,7 @@ import numpy as np
 from megatron_rl.parent_death import die_with_parent
 from megatron_rl.sampler.channel import Channel, ChannelClosed
 from megatron_rl.sampler.readiness import TAGS, Readiness
+from megatron_rl.startup import rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -47,12 +48,13 @@ class Engine:
     """vLLM behind the handful of calls that a sampler needs; each public method is a request."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        from vllm import LLM
+        with rare_collections():  # vLLM imports most of itself when it makes an engine
+            from vllm import LLM
 
-        # in every process of the engine before it chooses kernels; workers import it themselves
-        import megatron_rl.weight_sync.receiver  # noqa: F401
+            # in every process of the engine before it chooses kernels; workers import it themselves
+            import megatron_rl.weight_sync.receiver  # noqa: F401
 
-        self.llm = LLM(**arguments)
+            self.llm = LLM(**arguments)
         self.ready = Readiness()
         # the first generation loads and compiles for seconds: let that be part of the start
         self.generate([[0]], [0], samples=2, max_tokens=2, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[])

@@ -17,8 +17,12 @@ import threading
 from types import FrameType
 
 from megatron_rl.parent_death import die_with_parent
+from megatron_rl.startup import collect_rarely
 
 ALL_CORES = "all"
+
+if __name__ in ("__main__", "__mp_main__"):  # the server, or vLLM's engine process, which imports this module first
+    collect_rarely()
 
 
 def end_group(number: int = 0, frame: FrameType | None = None) -> None:
