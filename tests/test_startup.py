@@ -9,13 +9,18 @@ import pytest
 from megatron_rl.startup import rare_collections
 
 
+@rare_collections()
+def failing_import() -> None:
+    assert gc.get_threshold()[0] > 100_000
+    raise ImportError
+
+
 def test_the_usual_pace_comes_back_whatever_happens() -> None:
     usual = gc.get_threshold()
     gc.set_threshold(701, 11, 12)
     try:
-        with pytest.raises(ImportError), rare_collections():
-            assert gc.get_threshold()[0] > 100_000
-            raise ImportError
+        with pytest.raises(ImportError):
+            failing_import()
         assert gc.get_threshold() == (701, 11, 12)
     finally:
         gc.set_threshold(*usual)
