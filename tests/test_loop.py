@@ -94,6 +94,8 @@ def test_the_corrections_differ_where_they_should(results: dict[str, dict]) -> N
     assert 0 < last["tis"]["rollout_corr/rollout_is_eff_sample_size"] <= 1
     assert "rollout_corr/cap" in last["adaptive"]
     assert last["tis"]["rollout_corr/k3_kl"] > 0  # INT8 and BF16 do not agree exactly
+    # the supervised loss on sampled answers is corrected like every other
+    assert results["loss cross_entropy"]["lines"][-1]["rollout_corr/k3_kl"] > 0
 
 
 @pytest.mark.engine
