@@ -206,7 +206,7 @@ def mismatch_by(runs: Sequence[RunData], by: str, x_title: str) -> go.Figure | N
     for number, found in enumerate(parts.values()):
         if found:
             figure.add_bar(
-                x=labels,
+                x=[label.removesuffix(" %") for label in labels],  # the axis title says it, and the ticks stay level
                 y=[found[label].abs_diff if label in found else None for label in labels],
                 name=runs[number].name,
                 marker={"color": PALETTE[number % len(PALETTE)]},

@@ -15,7 +15,7 @@ UNIT = (-0.02, 1.02)  # the axis of a fraction
 # title, cut of `correction.breakdown`, what it sorts by, axis
 MISMATCH_CUTS = (
     ("Mismatch by probability", "probability", "by how likely they were", "sampler's probability of the token"),
-    ("Mismatch by position", "position", "by place in the response", "position in the response"),
+    ("Mismatch by position", "position", "by place in the response", "position, percent of the response"),
     ("Mismatch by length", "length", "by how long their response is", "tokens of the response"),
     ("Mismatch by staleness", "staleness", "by how old the weights were that wrote them", "updates behind the policy"),
     ("Mismatch by finish reason", "finish", "by how their response ended", "finish reason"),
