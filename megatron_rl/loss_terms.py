@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.correction.ratio import EXPONENT_LIMIT, bounded_exp
 from megatron_rl.schema import Divergence, LossConfig, LossName, TrustRegion
 
-EXPONENT_LIMIT = 20.0
 GSPO_EXPONENT_LIMIT = 10.0
 
 
@@ -45,10 +45,6 @@ class Terms:
 
 
 Result = tuple[Tensor, dict[str, Tensor]]
-
-
-def bounded_exp(exponent: Tensor) -> Tensor:
-    return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
 
 
 def divergence(estimator: Divergence, logprobs_BT: Tensor, ref_BT: Tensor) -> Tensor:
