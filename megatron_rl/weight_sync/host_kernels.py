@@ -1,4 +1,4 @@
-"""Linear kernels for vLLM on hosts without a GPU, put in front of vLLM's own.
+"""Kernels for vLLM on hosts without a GPU, put in front of vLLM's own.
 
 INT8: vLLM's oneDNN kernel sums every weight column to correct for activation zero points, also where activations
 are symmetric and have none. `SymmetricInt8Kernel` leaves the sum out: nothing else differs.
@@ -6,6 +6,10 @@ are symmetric and have none. `SymmetricInt8Kernel` leaves the sum out: nothing e
 FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8 value is
 exact in BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds activations to FP8 as vLLM
 does, and multiplies in BF16 with FP32 accumulation. The numbers agree up to one more BF16 rounding of the output.
+
+Attention: vLLM 0.32's kernel for AMX tiles trusts a tile configuration that oneDNN's products have replaced in the
+meantime, and ends the process with an illegal instruction on a prompt of one token. Its AVX-512 kernel takes its
+place. Goes when vLLM configures its tiles at every call.
 
 Shapes: M tokens, K input features, N output features.
 """
@@ -25,8 +29,10 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 )
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
+from vllm.v1.attention.backends import cpu_attn
 
 PRIMITIVE_CACHE = 32  # oneDNN primitives kept per layer, one per batch size seen lately
+TILES, VECTORS = "amx", "vec"  # vLLM's names of its attention kernels
 
 
 class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
@@ -95,6 +101,15 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
         raise NotImplementedError("RoundedFp8Kernel works on prepacked weights: apply_weights")
 
 
+_vllms_choice = cpu_attn._get_attn_isa
+
+
+def attention_kernel(*args: Any, **kwargs: Any) -> str:
+    """vLLM's choice for this processor, except the one for tiles."""
+    chosen = _vllms_choice(*args, **kwargs)
+    return VECTORS if chosen == TILES else chosen
+
+
 def install() -> None:
     """Prefer these kernels in this process, once; a no-op on GPUs."""
     if not current_platform.is_cpu():
@@ -107,3 +122,5 @@ def install() -> None:
         kernels = table[PlatformEnum.CPU]
         if kernel not in kernels:
             kernels.insert(0, kernel)
+    cpu_attn._get_attn_isa = attention_kernel
+
