@@ -35,7 +35,8 @@ export PYTHONUNBUFFERED=1
 echo "job $SLURM_JOB_ID: $RECIPE on $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks"
 
 # USR1 comes three minutes before the time limit (see --signal): the driver finishes its step and stops.
-srun --kill-on-bad-exit=1 .venv/bin/megatron-rl train "$RECIPE" "${overrides[@]}" --ranks slurm &
+# srun does not take --cpus-per-task over from sbatch (since Slurm 22.05): without it every task has one core.
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" .venv/bin/megatron-rl train "$RECIPE" "${overrides[@]}" --ranks slurm &
 step=$!
 trap 'scancel --signal=USR1 "$SLURM_JOB_ID.0" || true' USR1
 trap 'scancel --signal=INT "$SLURM_JOB_ID.0" || true' TERM INT

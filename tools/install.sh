@@ -48,13 +48,20 @@ resolve() {
     --overrides "constraints/overrides-$1.txt" "${target[@]}" --no-header --no-annotate
 }
 
+compile_jobs() {
+  awk -v cores="$(nproc)" '/^MemAvailable/ { jobs = int($2 / 2097152); print jobs < 1 ? 1 : jobs < cores ? jobs : cores }' /proc/meminfo
+}
+
 install() {
   local extra=${1%%,*}
   # compiled now, once: an engine that compiles vLLM for itself starts in 14 seconds instead of 8
   local -a options=(--compile-bytecode --python .venv/bin/python --overrides "constraints/overrides-$extra.txt" --constraints "constraints/$extra.txt")
   echo "installing megatron-rl[$1] into .venv ($(.venv/bin/python --version))"
   if [[ $extra == gpu ]]; then
-    # Transformer Engine's torch binding compiles against the torch that is already there.
+    # Transformer Engine's torch binding compiles against the torch that is already there: with the headers of cuDNN
+    # and NCCL that its wheels bring, and here, whatever a server of prebuilt ones says. A file of it takes 2 GB to compile.
+    export NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE
+    export MAX_JOBS=${MAX_JOBS:-$(compile_jobs)}
     .venv/bin/uv pip install "${options[@]}" torch setuptools wheel ninja pybind11
     .venv/bin/uv pip install "${options[@]}" --no-build-isolation-package transformer-engine-torch --editable ".[$1]"
   else
