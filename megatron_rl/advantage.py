@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.schema import GROUP_ESTIMATORS, AdvantageConfig, Estimator
+from megatron_rl.config.schema import GROUP_ESTIMATORS, AdvantageConfig, Estimator
 
 __all__ = [
     "AdvantageConfig",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config import ConfigError, load, to_yaml
-from megatron_rl.schema import Config, Format
+from megatron_rl.config.schema import Config, Format
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,8 +99,8 @@ def _train(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
-    from megatron_rl.checks import read_hf_config
-    from megatron_rl.sampler.serve import serve
+    from megatron_rl.preflight.checks import read_hf_config
+    from megatron_rl.sampler.fleet.serve import serve
 
     read_hf_config(config)
     return serve(config, Format(options.format or config.quantization.format), options.host, options.port)
@@ -108,9 +108,9 @@ def _serve(options: argparse.Namespace) -> int:
 
 def run(config: Config, ranks: str = "local", dry: bool = False) -> int:
     """Checks a configuration, then plans or runs it."""
-    from megatron_rl.checks import check
-    from megatron_rl.prompts import check_datasets
-    from megatron_rl.run_dir import RunDirectoryUsed, check_run_dir
+    from megatron_rl.data.prompts import check_datasets
+    from megatron_rl.preflight.checks import check
+    from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
 
     machine = check(config)
     check_datasets(config)
@@ -121,7 +121,7 @@ def run(config: Config, ranks: str = "local", dry: bool = False) -> int:
     except RunDirectoryUsed as error:
         raise ConfigError(f"run.name: {error}") from None
     if dry:
-        from megatron_rl.summary import describe
+        from megatron_rl.preflight.summary import describe
 
         print(describe(config, machine))
         return 0
@@ -161,7 +161,7 @@ def _slurm_environment() -> dict[str, str]:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megatron_rl.plan import Request, describe_plan
+    from megatron_rl.preflight.traffic import Request, describe_plan
 
     given = {name: getattr(options, name) for name in ("target", "overrides", "replicas", "link_gbs", "rows")}
     print(describe_plan(Request(**given)))
@@ -169,7 +169,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _toy(options: argparse.Namespace) -> int:
-    from megatron_rl.toy import write_toy
+    from megatron_rl.data.toy import write_toy
 
     counts = write_toy(options.folder)
     print(f"{options.folder}: {counts['train']} problems to train on, {counts['test']} held out, and model/")
@@ -183,7 +183,7 @@ def _quickstart(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from megatron_rl.report import write_report
+    from megatron_rl.runs.report import write_report
 
     output = options.output or options.runs[0] / "report.html"
     for path in options.runs:
@@ -195,7 +195,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _translate(options: argparse.Namespace) -> int:
-    from megatron_rl.translate import TranslationError, translate_file
+    from megatron_rl.translation.translate import TranslationError, translate_file
 
     if str(options.file) != "-" and not options.file.exists():
         raise ConfigError(f"{options.file}: no such file; name a YAML file that holds the other project's keys")

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 
 from megatron_rl.advantage import SPREAD, has_spread, overlong_penalty
-from megatron_rl.prompts import Dataset, PromptOrder, Tokenizer
+from megatron_rl.config.schema import Config, format_number
+from megatron_rl.data.prompts import Dataset, PromptOrder, Tokenizer
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.schema import Config, format_number
 from megatron_rl.types import Batch, Prompt, Rollout, SamplingParams, Scored
 
 RIGHT = 1.0  # the reward of a right answer

@@ -15,15 +15,15 @@ from typing import Any, Self
 import torch
 
 from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, collate
-from megatron_rl.prompts import FolderTokenizer, load_dataset
-from megatron_rl.record import Recorder, RecorderLike, SilentRecorder
+from megatron_rl.config.fleet import is_fleet, replica_formats
+from megatron_rl.config.schema import Config, RolloutSource
+from megatron_rl.data.prompts import FolderTokenizer, load_dataset
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
+from megatron_rl.runs.record import Recorder, RecorderLike, SilentRecorder
 from megatron_rl.sampler.choose import make_sampler
-from megatron_rl.sampler.fleet_config import is_fleet, replica_formats
 from megatron_rl.sampler.protocol import Sampler, SamplerStats
 from megatron_rl.sampler.rest import Rest
-from megatron_rl.schema import Config, RolloutSource
 from megatron_rl.types import Batch, Rollout, SamplingParams, Scored
 
 PROBE_PROMPTS = 8

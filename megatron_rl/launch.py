@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_rl.config import to_yaml
-from megatron_rl.run_dir import ENDED, RunDir, mark_status, open_run, read_status
-from megatron_rl.schema import Config
+from megatron_rl.config.schema import Config
+from megatron_rl.runs.run_dir import ENDED, RunDir, mark_status, open_run, read_status
 
 STOP_GRACE_S = 6.0  # for the driver to close its engines and write down what happened
 PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone

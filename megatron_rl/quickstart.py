@@ -9,9 +9,9 @@ from pathlib import Path
 
 from megatron_rl.cli import run
 from megatron_rl.config import ConfigError, load
-from megatron_rl.record import decode_line
-from megatron_rl.schema import Config
-from megatron_rl.toy import write_toy
+from megatron_rl.config.schema import Config
+from megatron_rl.data.toy import write_toy
+from megatron_rl.runs.record import decode_line
 
 TOY = Path("data/toy")
 WARM_START = Path("recipes/toy_sft.yaml")

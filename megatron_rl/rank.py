@@ -11,9 +11,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
-from megatron_rl.parent_death import die_with_parent
-from megatron_rl.schema import Config
-from megatron_rl.startup import SHORT_SPIN, rare_collections
+from megatron_rl.config.schema import Config
+from megatron_rl.process import SHORT_SPIN, die_with_parent, rare_collections
 
 
 def main(run_dir: Path) -> None:

@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 
 from megatron_rl.advantage import group_advantages
-from megatron_rl.checks import read_hf_config
-from megatron_rl.correction.breakdown import mismatch_by_format
-from megatron_rl.correction.learner_reward import learner_reward
-from megatron_rl.covariance import select_by_covariance
+from megatron_rl.config.fleet import distinct_formats
+from megatron_rl.config.schema import Anchor, Config, KvCache, ModelInit, RolloutSource
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner.learner import Learner
-from megatron_rl.metrics import combine
+from megatron_rl.loss.covariance import select_by_covariance
+from megatron_rl.preflight.checks import read_hf_config
 from megatron_rl.rollout_correction import Correction, apply_conditional_rules, keep_rows, rollout_correction
-from megatron_rl.sampler.fleet_config import distinct_formats
-from megatron_rl.schema import Anchor, Config, KvCache, ModelInit, RolloutSource
+from megatron_rl.rollout_correction.breakdown import mismatch_by_format
+from megatron_rl.rollout_correction.learner_reward import learner_reward
+from megatron_rl.runs.metrics import combine
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import probe
 from megatron_rl.weight_sync.export import export_hf

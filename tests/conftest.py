@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.startup import SHORT_SPIN, collect_rarely
-from megatron_rl.toy import write_toy
+from megatron_rl.data.toy import write_toy
+from megatron_rl.process import SHORT_SPIN, collect_rarely
 
 for name, value in SHORT_SPIN.items():
     os.environ.setdefault(name, value)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.config import load, to_yaml
-from megatron_rl.record import SilentRecorder
+from megatron_rl.runs.record import SilentRecorder
 
 
 class Kept(SilentRecorder):
@@ -25,9 +25,9 @@ class Kept(SilentRecorder):
 
 
 def main(folder: Path, cases: dict[str, list[str]]) -> None:
-    from megatron_rl.checks import read_hf_config
     from megatron_rl.driver import Driver
     from megatron_rl.learner.learner import Learner
+    from megatron_rl.preflight.checks import read_hf_config
     from megatron_rl.train import load_policy, loop
     from megatron_rl.weight_sync.push import WeightSync
 

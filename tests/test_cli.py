@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import checks, cli
+from megatron_rl import cli
 from megatron_rl.config import load
-from megatron_rl.device import Machine, format_problem
-from megatron_rl.schema import Device, Format
+from megatron_rl.config.schema import Device, Format
+from megatron_rl.preflight import checks
+from megatron_rl.preflight.machine import Machine, format_problem
 
 ROOT = Path(__file__).parent.parent
 

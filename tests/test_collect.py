@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.collect import Collector, Evaluator, RewardError, collate
-from megatron_rl.prompts import Dataset
-from megatron_rl.rewards.pool import Score
-from megatron_rl.rollout_correction import rollout_correction
-from megatron_rl.schema import (
+from megatron_rl.config.schema import (
     AdvantageConfig,
     Config,
     CorrectionConfig,
@@ -20,6 +17,9 @@ from megatron_rl.schema import (
     RewardSection,
     RolloutSection,
 )
+from megatron_rl.data.prompts import Dataset
+from megatron_rl.rewards.pool import Score
+from megatron_rl.rollout_correction import rollout_correction
 from megatron_rl.train import correct
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 

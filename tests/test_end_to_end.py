@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.record import decode_line
-from megatron_rl.rollout_file import read_rollouts
-from megatron_rl.toy import write_toy
+from megatron_rl.data.toy import write_toy
+from megatron_rl.runs.record import decode_line
+from megatron_rl.runs.rollout_file import read_rollouts
 
 ROOT = Path(__file__).parent.parent
 BOUND_S = 240

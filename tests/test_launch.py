@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import launch
-from megatron_rl.run_dir import read_status
-from megatron_rl.schema import Config, LearnerSection, RunSection
+from megatron_rl.config.schema import Config, LearnerSection, RunSection
+from megatron_rl.runs.run_dir import read_status
 
 SECOND_FAILS = """#!/bin/sh
 if [ "$RANK" = 1 ]; then echo "ValueError: a bad shard" >&2; exit 1; fi
@@ -22,7 +22,7 @@ exit 1
 SIGNALLED = """
 import os, signal, sys, types
 from pathlib import Path
-from megatron_rl.schema import Config
+from megatron_rl.config.schema import Config
 import megatron_rl.rank as rank
 def train(*_):
     os.kill(os.getpid(), signal.SIGUSR1)

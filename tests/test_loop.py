@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.schema import Estimator, LossName
-from megatron_rl.toy import write_toy
+from megatron_rl.config.schema import Estimator, LossName
+from megatron_rl.data.toy import write_toy
 
 ROOT = Path(__file__).parent.parent
 PRESETS = sorted(path.stem for path in (ROOT / "conf" / "correction").glob("*.yaml"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron_rl import train
+from megatron_rl.config.schema import Config, LossConfig
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, rollout_correction
-from megatron_rl.schema import Config, LossConfig
 from megatron_rl.types import Batch
 
 

@@ -10,8 +10,8 @@ import torch
 
 from megatron_rl import train
 from megatron_rl.config import load
+from megatron_rl.config.schema import Config, EvalSection, RunSection, SyncSection
 from megatron_rl.driver import Driver
-from megatron_rl.schema import Config, EvalSection, RunSection, SyncSection
 
 ROOT = Path(__file__).parent.parent
 

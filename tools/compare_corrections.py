@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.console import duration
-from megatron_rl.report import headline_numbers, write_report
-from megatron_rl.run_data import load_run
-from megatron_rl.run_dir import RunDir
+from megatron_rl.runs.console import duration
+from megatron_rl.runs.report import headline_numbers, write_report
+from megatron_rl.runs.run_data import load_run
+from megatron_rl.runs.run_dir import RunDir
 
 STOP_TIMEOUT_S = 30.0  # a run stops its own children within ten seconds
 INTERRUPTED = 130

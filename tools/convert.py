@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.weight_sync import torch_dist
-from megatron_rl.weight_sync.hf_folder import (
+from megatron_rl.models import torch_dist
+from megatron_rl.models.hf_folder import (
     INDEX,
     HfFolder,
     HfFolderWriter,
@@ -32,8 +32,8 @@ from megatron_rl.weight_sync.hf_folder import (
     read_config,
     write_folder,
 )
-from megatron_rl.weight_sync.model_shape import ModelShape
-from megatron_rl.weight_sync.torch_dist import CheckpointError
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.torch_dist import CheckpointError
 
 KEPT = "hf"  # what an import keeps of the Hugging Face folder, inside the checkpoint
 HEADERS = "headers"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.learner.packing import Pack
-from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.models.shape import ModelShape
 
 
 class CacheStats:

@@ -34,6 +34,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from megatron_rl.config.schema import Config, KvCache, OnNonFinite, Precision, Sleep
 from megatron_rl.learner import weights
 from megatron_rl.learner.activation_stats import ActivationStats
 from megatron_rl.learner.cache_stats import CacheStats
@@ -42,11 +43,10 @@ from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.packing import Pack, pack, plan
 from megatron_rl.learner.schedule import learning_rate
 from megatron_rl.loss import Totals, count_totals, policy_loss
-from megatron_rl.schema import Config, KvCache, OnNonFinite, Precision, Sleep
+from megatron_rl.models.hf_folder import HfFolder
+from megatron_rl.models.mapping import global_name
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import Batch, LossInputs, Targets
-from megatron_rl.weight_sync.hf_folder import HfFolder
-from megatron_rl.weight_sync.mapping import global_name
-from megatron_rl.weight_sync.model_shape import ModelShape
 
 
 class NonFiniteError(ArithmeticError):

@@ -33,11 +33,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from megatron_rl.config.schema import Fp8, LearnerSection, Precision
 from megatron_rl.learner.layers import HostSpecProvider, PackedRows, RMSNorm
 from megatron_rl.learner.packing import Pack
-from megatron_rl.schema import Fp8, LearnerSection, Precision
-from megatron_rl.weight_sync.layout import Layout
-from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.shape import ModelShape
 
 
 def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) -> TransformerConfig:

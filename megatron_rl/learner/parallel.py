@@ -20,10 +20,10 @@ from megatron_rl.learner import host  # before megatron
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
-from megatron_rl.exchange import exchange
-from megatron_rl.schema import LearnerSection
+from megatron_rl.config.schema import LearnerSection
+from megatron_rl.distributed import exchange
+from megatron_rl.models.layout import Layout, Place
 from megatron_rl.types import Batch, Targets
-from megatron_rl.weight_sync.layout import Layout, Place
 
 # ranks wait in a broadcast for as long as the driver generates; a dead rank is noticed by its closed connection
 PATIENCE = timedelta(hours=12)

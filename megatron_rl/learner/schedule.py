@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_rl.schema import Decay, OptimSection
+from megatron_rl.config.schema import Decay, OptimSection
 
 
 def learning_rate(optim: OptimSection, step: int, total_steps: int) -> float:

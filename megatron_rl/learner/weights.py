@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.weight_sync.layout import Layout, Place
-from megatron_rl.weight_sync.mapping import params
-from megatron_rl.weight_sync.model_shape import ModelShape
-from megatron_rl.weight_sync.shards import local_shard
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import local_shard
 
 
 def load(

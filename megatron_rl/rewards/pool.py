@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config import ConfigError
-from megatron_rl.schema import RewardSection
+from megatron_rl.config.schema import RewardSection
 
 START_TIMEOUT_S = 60.0
 # Tasks are handed to a worker ahead of their turn, but never more than its two pipes hold: neither side can block.

@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 
 import msgspec
 
-from megatron_rl.parent_death import die_with_parent
+from megatron_rl.process import die_with_parent
 from megatron_rl.rewards.functions import resolve
 
 MAX_ERROR = 500  # characters: a window of replies must fit a pipe

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_rl.config.fleet import is_fleet
+from megatron_rl.config.schema import Config
 from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.fleet import FleetSampler
-from megatron_rl.sampler.fleet_config import is_fleet
-from megatron_rl.schema import Config
+from megatron_rl.sampler.fleet.fleet import FleetSampler
 
 
 def make_sampler(

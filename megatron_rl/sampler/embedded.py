@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.config.schema import Config
+from megatron_rl.engine.channel import Channel, ChannelClosed
+from megatron_rl.process import SHORT_SPIN
 from megatron_rl.sampler import model_folder
-from megatron_rl.sampler.channel import Channel, ChannelClosed
 from megatron_rl.sampler.protocol import SamplerError, SamplerStats
 from megatron_rl.sampler.shared_memory import remove_segments, segments_of_session
-from megatron_rl.schema import Config
-from megatron_rl.startup import SHORT_SPIN
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
@@ -100,7 +100,7 @@ class EmbeddedSampler:
         try:
             with self.log_path.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "megatron_rl.sampler.child", str(theirs.fileno()), str(os.getpid())],
+                    [sys.executable, "-m", "megatron_rl.engine.child", str(theirs.fileno()), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl.schema import Config, Device, Format, KvCache, Transport
-from megatron_rl.weight_sync.quantize import BLOCK
+from megatron_rl.config.schema import Config, Device, Format, KvCache, Transport
+from megatron_rl.quantization.quantize import BLOCK
 
-WORKER_EXTENSION = "megatron_rl.weight_sync.receiver.WorkerExtension"
-VLLM_WORKER_EXTENSION = "megatron_rl.weight_sync.vllm_receiver.WorkerExtension"
+WORKER_EXTENSION = "megatron_rl.engine.receiver.WorkerExtension"
+VLLM_WORKER_EXTENSION = "megatron_rl.engine.vllm_receiver.WorkerExtension"
 VLLM_BACKENDS = "checked_"  # + sync.transport: as vllm_receiver registers them
 
 # never quantized, whatever the recipe ignores: routers decide too much, and vLLM keeps a head in BF16

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from megatron_rl.sampler.readiness import CACHE, WEIGHTS
-from megatron_rl.schema import Sleep
+from megatron_rl.config.schema import Sleep
+from megatron_rl.engine.readiness import CACHE, WEIGHTS
 
 LEVELS = {Sleep.offload: 1, Sleep.discard: 2}  # vLLM's
 

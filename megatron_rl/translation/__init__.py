@@ -1,1 +1,1 @@
-"""One module per project whose correction settings `megatron_rl.translate` reads."""
+"""One module per project whose correction settings `megatron_rl.translation.translate` reads."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.schema import (
+from megatron_rl.config.schema import (
     Aggregate,
     CorrectionConfig,
     Level,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.schema import Aggregate, CorrectionConfig, Level, Outside, RejectRule, Stat, WeightConfig
+from megatron_rl.config.schema import Aggregate, CorrectionConfig, Level, Outside, RejectRule, Stat, WeightConfig
 from megatron_rl.translation.keys import Translation, TranslationError, flatten, in_section
 from megatron_rl.translation.shared import BYPASS
 

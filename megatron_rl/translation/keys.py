@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from megatron_rl.schema import CorrectionConfig
+from megatron_rl.config.schema import CorrectionConfig
 
 # what a removed setting holds when it is switched off
 OFF = (None, False, "", -1, "disabled")

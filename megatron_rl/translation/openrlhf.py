@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.schema import CorrectionConfig, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.config.schema import CorrectionConfig, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.translation.keys import Keys, Translation, anywhere
 from megatron_rl.translation.shared import BYPASS, NO_WEIGHT
 

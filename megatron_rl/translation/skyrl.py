@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.schema import Anchor, CorrectionConfig, Level, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.translation.keys import Keys, Translation, in_section
 from megatron_rl.translation.shared import NO_WEIGHT
 

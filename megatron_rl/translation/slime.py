@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.schema import (
+from megatron_rl.config.schema import (
     Aggregate,
     Anchor,
     CorrectionConfig,

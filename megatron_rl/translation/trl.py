@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.schema import CorrectionConfig, Level, Outside, WeightConfig
+from megatron_rl.config.schema import CorrectionConfig, Level, Outside, WeightConfig
 from megatron_rl.translation.keys import Keys, Translation, anywhere
 from megatron_rl.translation.shared import NO_WEIGHT, opsm
 

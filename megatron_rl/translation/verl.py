@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.schema import Anchor, CorrectionConfig, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.translation.keys import Keys, Translation, in_section
 from megatron_rl.translation.shared import NO_WEIGHT
 

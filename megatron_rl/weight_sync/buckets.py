@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.schema import Format
-from megatron_rl.weight_sync.formats import Output, outputs
+from megatron_rl.config.schema import Format
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import HfSlice, Param, Split, stage_params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.quantization.formats import Output, outputs
 from megatron_rl.weight_sync.groups import Group, Ranks
-from megatron_rl.weight_sync.layout import Layout, Place
-from megatron_rl.weight_sync.mapping import HfSlice, Param, Split, stage_params
-from megatron_rl.weight_sync.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

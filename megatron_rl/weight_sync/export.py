@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from megatron_rl.schema import Config
+from megatron_rl.config.schema import Config
+from megatron_rl.models.hf_folder import INDEX, copy_companions, read_config
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.hf_folder import INDEX, copy_companions, read_config
-from megatron_rl.weight_sync.layout import Layout
-from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import LearnerWeights
 

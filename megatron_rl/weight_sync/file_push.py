@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.exchange import exchange
-from megatron_rl.sampler.fleet_config import is_fleet
-from megatron_rl.schema import Config, Format
+from megatron_rl.config.fleet import is_fleet
+from megatron_rl.config.schema import Config, Format
+from megatron_rl.distributed import exchange
+from megatron_rl.quantization.error import summarize
+from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.weight_sync.delta import Lineage, Sent
 from megatron_rl.weight_sync.file_transport import Written, remove_version, update_info, write_version
-from megatron_rl.weight_sync.formats import BY_FORMAT
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.quantization_error import summarize
 from megatron_rl.weight_sync.report import Contribution, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.sync_dir import SyncDir

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_rl.weight_sync.layout import Place
+from megatron_rl.models.layout import Place
 
 
 class Group(Protocol):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.schema import Format, format_number
+from megatron_rl.config.schema import Format, format_number
 from megatron_rl.types import Batch
 
 BUDGETS = {Format.none: 0.02, Format.int8: 0.08, Format.fp8: 0.08, Format.fp8_block: 0.08}

@@ -15,18 +15,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.exchange import exchange
-from megatron_rl.sampler.fleet_config import distinct_formats
-from megatron_rl.schema import Config, Format, KvCache
-from megatron_rl.weight_sync.cache_scales import CacheScales
+from megatron_rl.config.fleet import distinct_formats
+from megatron_rl.config.schema import Config, Format, KvCache
+from megatron_rl.distributed import exchange
+from megatron_rl.models.hf_folder import read_config
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.quantization.cache_scales import CacheScales
+from megatron_rl.quantization.error import ErrorSummary
+from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.hf_folder import read_config
-from megatron_rl.weight_sync.layout import Layout
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.model_shape import ModelShape
-from megatron_rl.weight_sync.quantization_error import ErrorSummary
 from megatron_rl.weight_sync.report import Contribution, SyncReport, SyncSeconds
-from megatron_rl.weight_sync.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import LearnerWeights, Push, SamplerClient, open_push
 

@@ -17,19 +17,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_rl.schema import Format
+from megatron_rl.config.schema import Format
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import Norm, find
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import cut
+from megatron_rl.quantization.cache_scales import CacheScales
+from megatron_rl.quantization.error import ErrorSample, sample_error
+from megatron_rl.quantization.formats import Output
+from megatron_rl.quantization.quantize import quantize, row_amax
+from megatron_rl.quantization.smoothing import Smoothing, column_amax
 from megatron_rl.weight_sync.buckets import Bucket, Job, Workspace, full_tensors, gather, plan_buckets
-from megatron_rl.weight_sync.cache_scales import CacheScales
-from megatron_rl.weight_sync.formats import Output
 from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.layout import Layout, Place
 from megatron_rl.weight_sync.manifest import DTYPE_NAMES, DTYPES, WeightSyncError
-from megatron_rl.weight_sync.mapping import Norm, find
-from megatron_rl.weight_sync.model_shape import ModelShape
-from megatron_rl.weight_sync.quantization_error import ErrorSample, sample_error
-from megatron_rl.weight_sync.quantize import quantize, row_amax
-from megatron_rl.weight_sync.shards import cut
-from megatron_rl.weight_sync.smoothing import Smoothing, column_amax
 from megatron_rl.weight_sync.wire import TensorMeta
 
 FIRST = Place()  # the rank that sends what belongs to no rank's weights

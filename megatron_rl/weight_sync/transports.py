@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rl.schema import Config, Format, Transport
+from megatron_rl.config.schema import Config, Format, Transport
 from megatron_rl.weight_sync.file_push import FilePush
 from megatron_rl.weight_sync.report import Contribution
 

@@ -26,11 +26,11 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from megatron_rl.exchange import exchange
-from megatron_rl.schema import Config, Transport
+from megatron_rl.config.schema import Config, Transport
+from megatron_rl.distributed import exchange
+from megatron_rl.quantization.error import summarize
 from megatron_rl.weight_sync import ipc_handles, wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.quantization_error import summarize
 from megatron_rl.weight_sync.report import Contribution, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.vllm_sources import open_stream

@@ -9,7 +9,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.m2n_common import REPLICATE, REPLICATED, M2NMesh, M2NParamMeta, Placements
 from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource
 
-from megatron_rl.schema import Transport
+from megatron_rl.config.schema import Transport
 from megatron_rl.weight_sync import wire
 from megatron_rl.weight_sync.manifest import DTYPES
 from megatron_rl.weight_sync.shard_stream import ShardStream

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_rl.exchange import exchange
+from megatron_rl.distributed import exchange
 from megatron_rl.weight_sync.manifest import DTYPES, WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.wire import TensorMeta, checksum

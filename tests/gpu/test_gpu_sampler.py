@@ -17,10 +17,7 @@ import torch
 from simulated import hf_config, local_parameters, random_hf
 from tiny_engine import PROMPTS, SAMPLING
 
-from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.sampler.rest import Rest
-from megatron_rl.schema import (
+from megatron_rl.config.schema import (
     Config,
     Device,
     Format,
@@ -33,11 +30,14 @@ from megatron_rl.schema import (
     SyncSection,
     Transport,
 )
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.sampler.rest import Rest
 from megatron_rl.types import Rollout
 from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.layout import Layout, Place
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.push import WeightSync
 
 pytestmark = [

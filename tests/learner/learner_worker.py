@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from learner_cases import make_batch, make_targets
 
-from megatron_rl.learner.learner import Learner, NonFiniteError
-from megatron_rl.learner.parallel import RENDEZVOUS, leave
-from megatron_rl.schema import (
+from megatron_rl.config.schema import (
     Config,
     Format,
     Fp8,
@@ -31,6 +29,8 @@ from megatron_rl.schema import (
     QuantizationSection,
     RolloutSection,
 )
+from megatron_rl.learner.learner import Learner, NonFiniteError
+from megatron_rl.learner.parallel import RENDEZVOUS, leave
 
 
 def build(job: dict[str, Any]) -> Learner:

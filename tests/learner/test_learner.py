@@ -213,9 +213,9 @@ def transformers_activations(hf: dict[str, Any], folder: Path) -> tuple[torch.Te
     from transformers import AutoModelForCausalLM
 
     from megatron_rl.learner.weights import random_tensors
-    from megatron_rl.weight_sync.hf_folder import write_folder
-    from megatron_rl.weight_sync.mapping import params
-    from megatron_rl.weight_sync.model_shape import ModelShape
+    from megatron_rl.models.hf_folder import write_folder
+    from megatron_rl.models.mapping import params
+    from megatron_rl.models.shape import ModelShape
 
     shape = ModelShape.from_hf(hf)
     get = random_tensors(shape, hf, 7)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_rl.config.schema import OptimSection
 from megatron_rl.learner.schedule import learning_rate
-from megatron_rl.schema import OptimSection
 
 
 def _rates(**keys: object) -> list[float]:

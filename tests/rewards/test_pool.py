@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import RewardSection
 from megatron_rl.rewards.pool import RewardPool, Score
-from megatron_rl.schema import RewardSection
 
 MODULE = """
 import os, time

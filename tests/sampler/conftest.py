@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from tiny_engine import Live, start_live
 
-from megatron_rl.schema import Format
+from megatron_rl.config.schema import Format
 
 
 @pytest.fixture(scope="module")

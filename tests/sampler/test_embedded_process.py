@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from tiny_engine import make_config, make_model
 
+from megatron_rl.config.schema import Format
 from megatron_rl.sampler.embedded import EmbeddedSampler, engine_environment, request_seed
 from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.schema import Format
 
 PATIENCE_S = 30.0
 
@@ -22,7 +22,7 @@ import signal
 import sys
 from pathlib import Path
 from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.schema import Config, Device, RolloutSection, RunSection, SamplerSection
+from megatron_rl.config.schema import Config, Device, RolloutSection, RunSection, SamplerSection
 
 folder = Path(sys.argv[1])
 config = Config(

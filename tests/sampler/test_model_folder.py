@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from tiny_engine import make_config, make_model
 
+from megatron_rl.config.schema import EvalSection, Format
 from megatron_rl.sampler.embedded import visible_devices
 from megatron_rl.sampler.model_folder import engine_arguments, quantization_config, write_engine_folder
 from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.schema import EvalSection, Format
 
 
 def test_the_layout_of_each_format():

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_engine import Live, make_live
 
+from megatron_rl.config.schema import Format
 from megatron_rl.sampler.embedded import thread_binding
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.sampler.shared_memory import FOLDER, segments_of_session
-from megatron_rl.schema import Format
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 

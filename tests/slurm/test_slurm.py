@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load
+from megatron_rl.data.toy import write_toy
 from megatron_rl.launch import world_size
-from megatron_rl.toy import write_toy
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.run_dir import read_status
+from megatron_rl.runs.run_dir import read_status
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools/compare_corrections.py"
@@ -22,9 +22,9 @@ TRAINER = """
 import sys, time
 from io import StringIO
 from pathlib import Path
-from megatron_rl.console import PlainDisplay
-from megatron_rl.record import Recorder
-from megatron_rl.schema import Config
+from megatron_rl.runs.console import PlainDisplay
+from megatron_rl.runs.record import Recorder
+from megatron_rl.config.schema import Config
 
 options = dict(word.split("=", 1) for word in sys.argv[2:])
 name = options["run.name"]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.weight_sync import torch_dist
-from megatron_rl.weight_sync.hf_folder import HfFolder, HfFolderWriter, TensorSpec, write_folder
-from megatron_rl.weight_sync.mapping import params
-from megatron_rl.weight_sync.model_shape import ModelShape
-from megatron_rl.weight_sync.torch_dist import CheckpointError
+from megatron_rl.models import torch_dist
+from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter, TensorSpec, write_folder
+from megatron_rl.models.mapping import params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.torch_dist import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,7 +120,7 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
 
     from megatron.core import dist_checkpointing  # isort: skip
 
-    from megatron_rl.schema import Config
+    from megatron_rl.config.schema import Config
 
     source = make(tmp_path / "hf", config)
     assert convert.main(["import", str(source), str(tmp_path / "checkpoint")]) == 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from push_rank import HF_CONFIG, Client, Weights, join_pair
 
-from megatron_rl.schema import Config, Format, QuantizationSection, SyncSection
+from megatron_rl.config.schema import Config, Format, QuantizationSection, SyncSection
 from megatron_rl.weight_sync import source
 from megatron_rl.weight_sync.file_transport import version_directory
 from megatron_rl.weight_sync.groups import Ranks

@@ -19,10 +19,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from megatron_rl.config.schema import Config, Format, QuantizationSection
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.sampler.model_folder import write_engine_folder
-from megatron_rl.schema import Config, Format, QuantizationSection
-from megatron_rl.weight_sync.layout import Layout
-from megatron_rl.weight_sync.model_shape import ModelShape
 
 RANKS = 2
 ARCHITECTURES = {

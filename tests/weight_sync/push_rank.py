@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from simulated import hf_config, local_parameters, random_hf
 
-from megatron_rl.schema import Config, Format, LearnerSection, QuantizationSection, SyncSection
+from megatron_rl.config.schema import Config, Format, LearnerSection, QuantizationSection, SyncSection
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.quantization.quantize import quantize
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.file_transport import manifest_path, version_directory
 from megatron_rl.weight_sync.groups import Ranks, TorchGroup
-from megatron_rl.weight_sync.layout import Layout, Place
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.push import WeightSync
-from megatron_rl.weight_sync.quantize import quantize
 
 HF_CONFIG = hf_config("qwen3", num_hidden_layers=2, tie_word_embeddings=True)
 PATIENCE = timedelta(seconds=60)

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from megatron_rl.schema import Format
+from megatron_rl.config.schema import Format
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import params, stage_params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import full_tensors, local_shard
+from megatron_rl.quantization.quantize import is_quantized, quantize
+from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.layout import Layout, Place
-from megatron_rl.weight_sync.mapping import params, stage_params
-from megatron_rl.weight_sync.model_shape import ModelShape
-from megatron_rl.weight_sync.quantize import is_quantized, quantize
-from megatron_rl.weight_sync.shards import full_tensors, local_shard
-from megatron_rl.weight_sync.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
 
 TIMEOUT_S = 120.0

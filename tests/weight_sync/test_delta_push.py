@@ -10,13 +10,13 @@ import torch
 from push_rank import HF_CONFIG, NAME, Weights
 from simulated import assert_same_bits, quantized_whole, random_hf
 
-from megatron_rl.schema import Config, Format, QuantizationSection, SyncSection
+from megatron_rl.config.schema import Config, Format, QuantizationSection, SyncSection
+from megatron_rl.engine.file_reader import stage
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.weight_sync import manifest
-from megatron_rl.weight_sync.file_reader import stage
 from megatron_rl.weight_sync.file_transport import manifest_path, remove_version, version_directory
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.manifest import Expected, WeightSyncError
-from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.push import WeightSync
 
 SHARD = "decoder.layers.1.mlp.linear_fc2.weight"

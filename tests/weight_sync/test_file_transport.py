@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.engine.file_reader import Staged, stage
 from megatron_rl.weight_sync import file_transport as transport
-from megatron_rl.weight_sync.file_reader import Staged, stage
 from megatron_rl.weight_sync.manifest import DTYPE_NAMES, Expected, WeightSyncError
 
 TENSORS = {

@@ -11,9 +11,9 @@ import pytest
 import torch
 from simulated import assert_same_bits, hf_config, quantized_whole, random_hf, run_sources
 
-from megatron_rl.schema import Format
-from megatron_rl.weight_sync.layout import Layout
-from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.config.schema import Format
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.shape import ModelShape
 
 PIPELINES = {
     "pp1": {},

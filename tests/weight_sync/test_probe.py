@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.schema import Format, format_number
+from megatron_rl.config.schema import Format, format_number
 from megatron_rl.types import Batch
 from megatron_rl.weight_sync.probe import SyncMismatch, check, check_batch, check_formats
 

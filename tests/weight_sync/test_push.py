@@ -11,10 +11,10 @@ import pytest
 from push_rank import HF_CONFIG, NAME, Weights, run_rank
 from spawned import exit_codes
 
-from megatron_rl.schema import Config, FleetSection, Format, SamplerSection, SyncSection
+from megatron_rl.config.schema import Config, FleetSection, Format, SamplerSection, SyncSection
+from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.file_transport import manifest_path
-from megatron_rl.weight_sync.formats import BY_FORMAT
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync

@@ -12,11 +12,11 @@ from simulated import TIMEOUT_S, ThreadGroup, assert_same_bits, hf_config, local
 from spawned import exit_codes
 from whole_rank import CASES, run_rank
 
-from megatron_rl.schema import Format
+from megatron_rl.config.schema import Format
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.layout import Layout
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.shard_stream import ShardStream
 from megatron_rl.weight_sync.source import ShardSource
 

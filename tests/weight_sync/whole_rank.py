@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from simulated import assert_same_bits, hf_config, local_parameters, quantized_whole, random_hf
 
-from megatron_rl.schema import Format
+from megatron_rl.config.schema import Format
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.weight_sync import wire
-from megatron_rl.weight_sync.cache_scales import CacheScales
 from megatron_rl.weight_sync.groups import Ranks, TorchGroup
-from megatron_rl.weight_sync.layout import Layout
-from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.whole_source import WholeSource
 

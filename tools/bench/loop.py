@@ -20,13 +20,13 @@ from statistics import median
 from typing import Any
 
 from megatron_rl.collect import Collector, collate
-from megatron_rl.prompts import Dataset, FolderTokenizer, load_dataset
+from megatron_rl.config.schema import Config, DataSection, RolloutSection, SamplerSection
+from megatron_rl.data.prompts import Dataset, FolderTokenizer, load_dataset
+from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.sampler import embedded, model_folder
 from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.schema import Config, DataSection, RolloutSection, SamplerSection
 from megatron_rl.weight_sync.file_transport import update_info, write_version
-from megatron_rl.weight_sync.hf_folder import HfFolder
 
 ROLLOUT = RolloutSection(
     prompts_per_step=256, samples_per_prompt=8, max_prompt_tokens=12, max_response_tokens=8, dynamic_sampling=False

@@ -15,9 +15,9 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 
-from megatron_rl.weight_sync import reload
-from megatron_rl.weight_sync.host_kernels import SymmetricInt8Kernel
-from megatron_rl.weight_sync.receiver import BACKEND, FileUpdateInfo, FileWeightTransferEngine, WorkerExtension
+from megatron_rl.engine import reload
+from megatron_rl.engine.host_kernels import SymmetricInt8Kernel
+from megatron_rl.engine.receiver import BACKEND, FileUpdateInfo, FileWeightTransferEngine, WorkerExtension
 
 MARK = "ordinary"
 

@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
+from megatron_rl.config.schema import Config, FleetSection, Format, QuantizationSection, RolloutSection, SamplerSection
+from megatron_rl.models.hf_folder import HfFolder
+from megatron_rl.quantization.quantize import is_quantized, quantize
 from megatron_rl.sampler import embedded, model_folder
 from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.fleet import FleetSampler
-from megatron_rl.schema import Config, FleetSection, Format, QuantizationSection, RolloutSection, SamplerSection
+from megatron_rl.sampler.fleet.fleet import FleetSampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.file_transport import update_info, write_version
-from megatron_rl.weight_sync.hf_folder import HfFolder
-from megatron_rl.weight_sync.quantize import is_quantized, quantize
 
 START_TIMEOUT_S = 600.0
 COMPARED = 16  # rollouts whose logprobs transformers computes too

@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.toy import write_toy
-from megatron_rl.weight_sync.hf_folder import HfFolder, copy_companions
-from megatron_rl.weight_sync.mapping import params
-from megatron_rl.weight_sync.model_shape import ModelShape
+from megatron_rl.data.toy import write_toy
+from megatron_rl.models.hf_folder import HfFolder, copy_companions
+from megatron_rl.models.mapping import params
+from megatron_rl.models.shape import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 280

@@ -34,8 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.schema import (
+from megatron_rl.config.schema import (
     Config,
     Format,
     LearnerSection,
@@ -45,14 +44,15 @@ from megatron_rl.schema import (
     SamplerSection,
     SyncSection,
 )
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import params, stage_params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.quantization.quantize import is_quantized, quantize
+from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.types import Prompt, SamplingParams
 from megatron_rl.weight_sync.file_transport import remove_version, update_info, write_version
 from megatron_rl.weight_sync.groups import Ranks, TorchGroup
-from megatron_rl.weight_sync.layout import Layout, Place
-from megatron_rl.weight_sync.mapping import params, stage_params
-from megatron_rl.weight_sync.model_shape import ModelShape
 from megatron_rl.weight_sync.push import WeightSync
-from megatron_rl.weight_sync.quantize import is_quantized, quantize
 from megatron_rl.weight_sync.source import ShardSource
 
 MARK = "ordinary"  # see ordinary_receiver.py

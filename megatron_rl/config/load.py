@@ -1,0 +1,148 @@
+"""Recipes to typed configuration: strict keys, presets, overrides, and errors that name the way out.
+
+A recipe is a small YAML delta. `base:` names the file or files it builds on (relative to itself).
+A section may be the name of a preset (`correction: tis` is conf/correction/tis.yaml) or a mapping whose
+`preset:` is one, with the other keys on top. Command-line overrides are `section.key=value`.
+Imports no torch: a mistyped key is refused at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_rl.config import correction_rules as objective
+from megatron_rl.config.fleet import address_problems
+from megatron_rl.config.plain_yaml import read_yaml, write_yaml
+from megatron_rl.config.schema import Config
+from megatron_rl.config.shape import all_keys, defaults, misfits, say
+
+__all__ = ["ConfigError", "all_keys", "from_mapping", "load", "to_yaml"]
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+PRESET_SECTIONS = ("correction", "quantization")
+
+
+class ConfigError(Exception):
+    """A configuration that cannot run. The message names the key, the value and the way out."""
+
+
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The typed configuration of a recipe with overrides applied; `run.name` defaults to the file's stem."""
+    path = Path(recipe)
+    merged = _read(path, seen=())
+    for item in overrides:
+        merged = _merge(merged, _override(item), path)
+    misfit = {section: list(misfits({section: value})) for section, value in merged.items()}
+    found = [line for lines in misfit.values() for line in lines]
+    # sections that cannot be read stand at their defaults, of which nothing is said
+    config = _typed({section: value for section, value in merged.items() if not misfit[section]})
+    for line in (*objective.problems(config), *address_problems(config)):
+        if not any(lines and f"{section}." in line for section, lines in misfit.items()):
+            found.append(line)
+    if found:
+        raise ConfigError("\n".join(found))
+    if config.run.name is None:
+        config = replace(config, run=replace(config.run, name=path.stem))
+    return config
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> Config:
+    """Typed and strict: unknown keys and values of the wrong type are refused with their full path, all at once."""
+    found = list(misfits(mapping))
+    if found:
+        raise ConfigError("\n".join(found))
+    return _typed(mapping)
+
+
+def _typed(mapping: Mapping[str, Any]) -> Config:
+    try:
+        node = OmegaConf.merge(defaults(Config), OmegaConf.create(dict(mapping)))
+        return OmegaConf.to_object(node)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{error.full_key or 'the configuration'}: {reason}") from None
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration; `from_mapping` of it gives the same object back."""
+    return write_yaml(asdict(config))
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=3, cutoff=0.5)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: no such file{hint}")
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
+    try:
+        loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: holds {say(loaded)}, expected keys such as `run:` or `learner:`")
+    bases = loaded.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: base is {say(bases)}: name a file or a list of files")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        merged = _merge(merged, _read(path.parent / base, (*seen, path.resolve())), path)
+    return _merge(merged, loaded, path)
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """`above` over `below`. Naming a preset starts its section afresh: presets do not pile up."""
+    merged = dict(below)
+    for section, value in above.items():
+        if section in PRESET_SECTIONS and not isinstance(value, Mapping):
+            merged[section] = _preset(section, value)
+        elif section in PRESET_SECTIONS and "preset" in value:
+            rest = {key: v for key, v in value.items() if key != "preset"}
+            merged[section] = _deep(_preset(section, value["preset"]), rest)
+        elif section in merged and isinstance(value, Mapping) and isinstance(merged[section], Mapping):
+            merged[section] = _deep(merged[section], value)
+        else:
+            merged[section] = value
+    return merged
+
+
+def _deep(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = _deep(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _preset(section: str, name: object) -> dict[str, Any]:
+    presets = {path.stem: path for path in sorted((CONF / section).glob("*.yaml"))}
+    if not isinstance(name, str) or name not in presets:
+        near = difflib.get_close_matches(Path(str(name)).stem.lower(), presets, n=1) if isinstance(name, str) else []
+        hint = f"did you mean {near[0]}? " if near else ""
+        known = ", ".join(presets)
+        raise ConfigError(f"{section} is {say(name)}: no preset; {hint}presets are {known}; or write a section of keys")
+    return read_yaml(presets[name].read_text(encoding="utf-8")) or {}
+
+
+def _override(item: str) -> dict[str, Any]:
+    key, _, text = item.partition("=")
+    if not key or not text.strip():
+        raise ConfigError(f"{item!r}: an override is written section.key=value, with null for no value")
+    try:
+        value = read_yaml(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{item!r}: {' '.join(str(error).split())}") from None
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value

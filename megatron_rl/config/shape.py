@@ -1,0 +1,149 @@
+"""Whether a mapping fits the dataclasses of `schema.py`: every misfit as a sentence, none of them a surprise later.
+
+A sentence names the key's path, its value and the way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_rl.config.schema import Config
+
+WANTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a section",
+}
+
+
+def say(value: object) -> str:
+    """A value as YAML writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return repr(value) if value in ("", "null") or value != value.strip() else value
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def misfits(mapping: Mapping[Any, Any], schema: type = Config, prefix: str = "") -> Iterator[str]:
+    """What in `mapping` is no key of `schema`, or no value that its key can take."""
+    types = get_type_hints(schema)
+    names = [field.name for field in fields(schema)]
+    for key, value in mapping.items():
+        full = f"{prefix}{key}"
+        if key not in names:
+            yield f"{full}: unknown key{_suggest(str(key), prefix, names)}"
+        elif is_dataclass(types[key]):
+            yield from _section(value, types[key], full)
+        elif get_origin(types[key]) is list and is_dataclass(get_args(types[key])[0]):
+            yield from _sections(value, get_args(types[key])[0], full)
+        else:
+            yield from _leaf(value, types[key], schema, full)
+
+
+def _section(value: object, schema: Any, full: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        yield from misfits(value, schema, f"{full}.")
+    else:
+        inner = ", ".join(field.name for field in fields(schema))
+        yield f"{full} is {say(value)}: it is a section; its keys are {inner}"
+
+
+def _sections(value: object, schema: Any, full: str) -> Iterator[str]:
+    required = {field.name: field.metadata["choices"] for field in fields(schema) if "choices" in field.metadata}
+    if not isinstance(value, list):
+        keys = ", ".join(f"{name}: {choices[0]}" for name, choices in required.items())
+        yield f"{full} is {say(value)}: it is a list, such as [{{{keys}, ...}}], and an override replaces all of it"
+        return
+    for index, element in enumerate(value):
+        yield from _section(element, schema, f"{full}[{index}]")
+        missing = [name for name in required if isinstance(element, Mapping) and name not in element]
+        yield from (f"{full}[{index}].{name} is missing: use one of {', '.join(required[name])}" for name in missing)
+
+
+def _leaf(value: object, kind: Any, schema: type, full: str) -> Iterator[str]:
+    members = _members(kind)
+    if isinstance(value, str) and "${" in value:  # an interpolation: what it stands for is known at the end
+        return
+    if value is None:
+        fits = NoneType in members
+    elif any(isinstance(one, type) and issubclass(one, StrEnum) for one in members):
+        # a member's name too: OmegaConf writes `raise_`, which is how configurations of earlier runs say `raise`
+        fits = any(value in [*map(str, one), *one.__members__] for one in members if one is not NoneType)
+    elif isinstance(value, str) and "_" in value and float in members:
+        yield f"{full} is {say(value)}: one number, without `_`; where two bounds are meant, they are two keys"
+        return
+    elif type(value) is int and bool in members:
+        fits = value in (0, 1)
+    else:
+        fits = True
+    if not fits:
+        yield f"{full} is {say(value)}: {_way_out(value, kind)}"
+        return
+    try:
+        OmegaConf.merge(defaults(schema), {full.rpartition(".")[2]: value})
+    except OmegaConfBaseException as error:
+        element = str(error.full_key or "").partition("[")[2]  # of a list
+        if element:
+            yield f"{full}[{element}: {str(error.msg or error).splitlines()[0]}"
+        else:
+            yield f"{full} is {say(value)}: {_way_out(value, kind)}"
+
+
+@cache
+def defaults(schema: type) -> Any:
+    """What recipes are merged into."""
+    return OmegaConf.structured(schema)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """float | None -> (float, NoneType); list[str] -> (list,)."""
+    return tuple(get_origin(one) or one for one in (get_args(kind) if NoneType in get_args(kind) else (kind,)))
+
+
+def _way_out(value: object, kind: Any) -> str:
+    members = _members(kind)
+    enum = next((one for one in members if isinstance(one, type) and issubclass(one, StrEnum)), None)
+    if enum is not None:
+        near = difflib.get_close_matches(say(value).lower().replace("-", "_"), list(enum), n=1, cutoff=0.85)
+        wanted = f"one of {', '.join(enum)}"
+        hint = f"did you mean {near[0]}? " if near else ""
+    else:
+        wanted = " or ".join(WANTED[one] for one in members if one in WANTED)
+        hint = ""
+    return f"{hint}use {wanted}{', or null' if NoneType in members else ''}"
+
+
+def _suggest(key: str, prefix: str, siblings: Sequence[str]) -> str:
+    everywhere = all_keys()
+    same = [known for known in everywhere if known.rpartition(".")[2] == key]
+    inside = [known for known in same if known.startswith(prefix)]
+    near = inside or [f"{prefix}{one}" for one in difflib.get_close_matches(key.lower(), siblings, n=1)] or same
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; known here: {', '.join(siblings)}"
+
+
+def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
+    """Every key, as written on the command line."""
+    types = get_type_hints(schema)
+    keys: list[str] = []
+    for field in fields(schema):
+        key, inner = f"{prefix}{field.name}", types[field.name]
+        if isinstance(inner, type) and is_dataclass(inner):
+            keys += all_keys(inner, f"{key}.")
+        else:
+            keys.append(key)
+    return keys

@@ -1,0 +1,125 @@
+"""Kernels for vLLM on hosts without a GPU, put in front of vLLM's own.
+
+INT8: vLLM's oneDNN kernel sums every weight column to correct for activation zero points, also where activations
+are symmetric and have none. `SymmetricInt8Kernel` leaves the sum out: nothing else differs.
+
+FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8 value is
+exact in BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds activations to FP8 as vLLM
+does, and multiplies in BF16 with FP32 accumulation. The numbers agree up to one more BF16 rounding of the output.
+
+Attention: vLLM 0.32's kernel for AMX tiles trusts a tile configuration that oneDNN's products have replaced in the
+meantime, and ends the process with an illegal instruction on a prompt of one token. Its AVX-512 kernel takes its
+place. Goes when vLLM configures its tiles at every call.
+
+Shapes: M tokens, K input features, N output features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, _POSSIBLE_INT8_KERNELS
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    FP8ScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
+    Int8ScaledMMLinearLayerConfig,
+)
+from vllm.platforms import current_platform
+from vllm.platforms.interface import PlatformEnum
+from vllm.v1.attention.backends import cpu_attn
+
+PRIMITIVE_CACHE = 32  # oneDNN primitives kept per layer, one per batch size seen lately
+TILES, VECTORS = "amx", "vec"  # vLLM's names of its attention kernels
+
+
+class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
+    """W8A8 with a scale per output channel and symmetric dynamic activations."""
+
+    @classmethod
+    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        if c.is_static_input_scheme or not c.input_symmetric or not c.is_channelwise:
+            return False, "takes channel-wise weights and symmetric dynamic activations only"
+        return True, None
+
+    def process_weights_for_onednn(self, layer: Any) -> None:
+        layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data, requires_grad=False)
+        self.dnnl_handler = ops.create_onednn_scaled_mm(
+            layer.weight.t(), layer.weight_scale, layer.params_dtype, True, False, PRIMITIVE_CACHE
+        )
+        layer.weight = None  # the handler holds the packed copy
+
+
+class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
+    """FP8 values, BF16 arithmetic: weights per output channel, activations per token."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        if not current_platform.is_cpu():
+            return False, "runs on hosts only"
+        if ops.cpu_has_amx_fp8():
+            return False, "this host multiplies FP8 natively"
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        weights, activations = c.weight_quant_key.scale, c.activation_quant_key.scale
+        if activations.static or not activations.group_shape.is_per_token():
+            return False, "takes dynamic activations per token only"
+        if not weights.group_shape.is_per_channel() or c.out_dtype != torch.bfloat16:
+            return False, "takes one weight scale per output channel and BF16 outputs only"
+        return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        weight_KN = layer.weight.data.to(torch.bfloat16)
+        self.dnnl_handler = ops.create_onednn_mm(weight_KN, PRIMITIVE_CACHE)
+        self.scale_N = layer.weight_scale.data.reshape(-1)
+        layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
+
+    def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        x_MK = x.reshape(-1, x.shape[-1])
+        rounded_MK, scale_M1 = self.quant_fp8(x_MK)
+        out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK.to(torch.bfloat16), None)
+        scaled_MN = (out_MN * scale_M1).mul_(self.scale_N)
+        if bias is not None:
+            scaled_MN += bias
+        return scaled_MN.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+    def apply_scaled_mm(
+        self,
+        *,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        out_dtype: torch.dtype,
+        As: torch.Tensor,
+        Bs: torch.Tensor,
+        bias: torch.Tensor | None,
+        output_shape: list,
+    ) -> torch.Tensor:
+        raise NotImplementedError("RoundedFp8Kernel works on prepacked weights: apply_weights")
+
+
+_vllms_choice = cpu_attn._get_attn_isa
+
+
+def attention_kernel(*args: Any, **kwargs: Any) -> str:
+    """vLLM's choice for this processor, except the one for tiles."""
+    chosen = _vllms_choice(*args, **kwargs)
+    return VECTORS if chosen == TILES else chosen
+
+
+def install() -> None:
+    """Prefer these kernels in this process, once; a no-op on GPUs."""
+    if not current_platform.is_cpu():
+        return
+    tables: list[tuple[Any, type]] = [
+        (_POSSIBLE_INT8_KERNELS, SymmetricInt8Kernel),
+        (_POSSIBLE_FP8_KERNELS, RoundedFp8Kernel),
+    ]
+    for table, kernel in tables:
+        kernels = table[PlatformEnum.CPU]
+        if kernel not in kernels:
+            kernels.insert(0, kernel)
+    cpu_attn._get_attn_isa = attention_kernel

@@ -1,0 +1,215 @@
+"""The receiving half of the `file` transport: a vLLM weight-transfer engine, registered when this is imported.
+
+vLLM imports this module in every worker through `worker_extension_cls`. An update has two phases: `update_weights`
+maps the files, checks version, names, shapes, dtypes, sizes and checksums, and builds the new weights beside the
+live ones where the model allows it (`double_buffer`); `finish_weight_update` swaps them in, or loads in place.
+Nothing touches the live model before every worker has accepted the whole update.
+
+With `background` the first phase runs in a thread, while the engine goes on generating from its present weights;
+`await_weight_update` then ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from megatron_rl.engine import double_buffer, expectation, host_kernels, reload
+from megatron_rl.engine.file_reader import stage
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
+
+BACKEND = "file"
+
+
+@dataclass
+class FileInitInfo(WeightTransferInitInfo):
+    """Files need no rendezvous."""
+
+
+@dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):
+    directory: str
+    policy_version: int
+    writers: int
+    background: bool = False
+
+
+@dataclass(frozen=True)
+class SyncState:
+    """What a worker serves, and what its last update cost."""
+
+    policy_version: int
+    torn: bool  # loading failed half-way: the weights are of no version
+    verify_s: float
+    load_s: float  # making the new weights the live ones: a swap, or loading in place
+    nbytes: int
+    build_s: float = 0.0  # packing them beside the live ones
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """An update that was accepted."""
+
+    policy_version: int
+    verify_s: float
+    nbytes: int
+    make_live: Callable[[], None]
+    build_s: float
+
+
+class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
+        self.expected = expectation.expected_tensors(model, tied)
+        if vllm_config.load_config.load_format == "dummy":
+            expectation.neutral_cache_scales(model)
+        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
+        self._doubles = device.type == "cpu" and double_buffer.can_double(model)
+        self._builder = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-builder", initializer=use_all_cores)
+        self._building: Future[_Ready] | None = None
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        self._building = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        if update_info.background:
+            self._building = self._builder.submit(self._build, update_info)
+            return
+        self._building = Future()
+        self._building.set_result(self._build(update_info))
+
+    @property
+    def building(self) -> bool:
+        return self._building is not None and not self._building.done()
+
+    def await_built(self) -> _Ready:
+        """The update that `update_weights` began, once it is checked and built; raises where it is refused."""
+        if self._building is None:
+            raise WeightSyncError("finish_weight_update without an accepted update_weights")
+        return self._building.result()
+
+    def _build(self, update_info: FileUpdateInfo) -> _Ready:
+        staged = stage(
+            Path(update_info.directory),
+            update_info.policy_version,
+            update_info.writers,
+            self.expected,
+            self.state.policy_version,
+        )
+        start = time.perf_counter()
+        make_live = self.prepare(staged.tensors)
+        return _Ready(staged.policy_version, staged.verify_s, staged.nbytes, make_live, time.perf_counter() - start)
+
+    def finish_weight_update(self) -> None:
+        ready, self._building = self.await_built(), None
+        start = time.perf_counter()
+        try:
+            ready.make_live()
+        except BaseException:
+            self.state = replace(self.state, torn=True)
+            raise
+        load_s = time.perf_counter() - start
+        self.state = SyncState(ready.policy_version, False, ready.verify_s, load_s, ready.nbytes, ready.build_s)
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Everything that can be done while the present weights serve; returns what is left to do."""
+        if self._doubles:
+            return double_buffer.Second(self.model, tensors).swap
+        return partial(reload.load, self.model, self.model_config, self.device, tensors.items())
+
+    def abort(self) -> None:
+        self._building = None
+
+    def shutdown(self) -> None:
+        self.abort()
+        self._builder.shutdown(wait=False, cancel_futures=True)
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its workers, called by name through `collective_rpc`."""
+
+    weight_transfer_engine: FileWeightTransferEngine
+    _weight_update_active: bool
+
+    _scales_seen: tuple[int, dict[str, tuple[float, float]]] | None = None  # of which version, and what they were
+
+    def weight_sync_state(self) -> dict[str, Any]:
+        """`intact`: the cache's scales are still those that this version was loaded with."""
+        state = self.weight_transfer_engine.state
+        scales = expectation.cache_scales(self.weight_transfer_engine.model)
+        if self._scales_seen is None or self._scales_seen[0] != state.policy_version:
+            self._scales_seen = (state.policy_version, scales)
+        return asdict(state) | {"intact": scales == self._scales_seen[1]}
+
+    def guarded_call(self, method: str, arguments: dict[str, Any]) -> tuple[str, str] | None:
+        """Call a worker method; a failure comes back as (type, message).
+
+        An exception in one of several workers would leave the answers of the others in vLLM's queue, to be
+        taken for the answers of the next call.
+        """
+        try:
+            getattr(self, method)(**arguments)
+        except Exception as error:
+            traceback.print_exc()
+            return type(error).__name__, str(error)
+        return None
+
+    def await_weight_update(self) -> None:
+        self.weight_transfer_engine.await_built()
+
+    def weight_update_building(self) -> bool:
+        return self.weight_transfer_engine.building
+
+    def abort_weight_update(self) -> None:
+        """End an update that some worker refused, so that the next one can start."""
+        self._weight_update_active = False
+        self.weight_transfer_engine.abort()
+
+    def forget_version(self) -> None:
+        """What is loaded counts as no version: a server that another run has used takes any version again."""
+        engine = self.weight_transfer_engine
+        engine.state = replace(engine.state, policy_version=NO_VERSION)
+
+
+def use_all_cores() -> None:
+    """Let this thread run wherever some thread of this process may: vLLM ties the main thread to a core of its own."""
+    if sys.platform.startswith("linux"):
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+        os.sched_setaffinity(0, set().union(*(os.sched_getaffinity(thread) for thread in threads)))
+
+
+# importing twice (a test module and a worker in one process) must not fail
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
+host_kernels.install()

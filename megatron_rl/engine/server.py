@@ -1,0 +1,51 @@
+"""One vLLM server of the fleet: `python -m megatron_rl.engine.server PARENT_PID CORES VLLM_ARGUMENTS`.
+
+Runs what `python -m vllm.entrypoints.openai.api_server` runs. This module, and not vLLM's, is the main module,
+because vLLM's engine process imports its parent's main module again, and this one is seconds lighter.
+
+The server and its engine live exactly as long as the parent: the kernel ends the server when the parent dies, and
+the end of standard input ends the whole group. CORES, such as `0,1`, confines both to a share of the machine; `all`
+does not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+from megatron_rl.process import collect_rarely, die_with_parent
+
+ALL_CORES = "all"
+
+if __name__ in ("__main__", "__mp_main__"):  # the server, or vLLM's engine process, which imports this module first
+    collect_rarely()
+
+
+def end_group(number: int = 0, frame: FrameType | None = None) -> None:
+    """End this process and the engine's processes, which share its session."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def end_with_input() -> None:
+    while os.read(0, 1024):
+        pass
+    end_group()
+
+
+def main() -> None:
+    parent, cores = int(sys.argv.pop(1)), sys.argv.pop(1)
+    signal.signal(signal.SIGTERM, end_group)  # until vLLM has handlers of its own, which end the engine in good order
+    die_with_parent(parent, by=signal.SIGTERM)
+    threading.Thread(target=end_with_input, daemon=True).start()
+    if cores != ALL_CORES:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

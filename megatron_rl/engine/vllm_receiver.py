@@ -1,0 +1,196 @@
+"""The receiving half of vLLM's own transports: its engines move the tensors, ours decide what becomes of them.
+
+Each engine here is vLLM's, with `Checked` in front. An update is announced (version, names, shapes, dtypes: compared
+with what the engine expects before anything moves), received, sealed (checksums of every tensor) and loaded.
+
+What is promised differs by where the tensors wait:
+- staged (`sync.staged: true`; ipc, nccl): beside the live weights, on the device. Nothing touches the live model
+  before the seal has been verified, as with files. Costs the memory of one whole update per worker; an engine whose
+  KV cache sleeps during the sync has it.
+- in place (`sync.staged: false`; always for nccl_m2n, whose engine writes shards straight into the live weights):
+  verified before the next request. The version before is gone once tensors move; an update that fails leaves the
+  engine without a version, and it refuses to generate until one succeeds. nccl_m2n gives neither side the whole
+  tensors, so there are no checksums: version, names, shapes and dtypes are checked.
+
+vLLM imports this module in every worker through `worker_extension_cls`. Not yet run on a GPU; the checks run on any
+device and are tested with a real engine on hosts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.m2n_engine import M2NWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+from megatron_rl.engine import expectation, reload
+from megatron_rl.engine.receiver import SyncState
+from megatron_rl.engine.receiver import WorkerExtension as WorkerExtension  # what vLLM looks for here
+from megatron_rl.sampler.model_folder import VLLM_BACKENDS
+from megatron_rl.weight_sync import ipc_handles, manifest, wire
+from megatron_rl.weight_sync.manifest import NO_VERSION, Expected, WeightSyncError
+from megatron_rl.weight_sync.wire import Announcement
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+BACKEND_PREFIX = VLLM_BACKENDS  # + sync.transport: the names of these engines in vLLM's registry
+
+
+class Inbox:
+    """Stands where vLLM's engines expect a model: whatever they load passes through here."""
+
+    def __init__(self, announced: Announcement, live: Callable[[Tensors], Any] | None) -> None:
+        """`live`: where tensors go at once; None holds them until the seal is verified."""
+        self.announced, self._live = announced, live
+        self.staged: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._sealed = False
+
+    def load_weights(self, tensors: Tensors) -> set[str]:
+        arrived = list(tensors)
+        for name, tensor in arrived:
+            if name in self._sums:
+                raise WeightSyncError(f"duplicate tensor {name}: sent twice in one update")
+            self._sums[name] = wire.checksum(tensor)
+            if self._live is None:
+                self.staged[name] = tensor.clone()  # vLLM reuses the buffers that these are views of
+        if self._live is not None:
+            self._live(arrived)
+        return {name for name, _ in arrived}
+
+    def verify(self, message: Mapping[str, Any]) -> None:
+        wire.verify(wire.seal(message), self.announced, wire.read_checksums(self._sums))
+        self._sealed = True
+
+    def require_sealed(self) -> None:
+        if not self._sealed:
+            raise WeightSyncError("finish_weight_update without a verified seal")
+
+    @property
+    def in_place(self) -> bool:
+        return self._live is not None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.announced.tensors)
+
+
+def check_announcement(announced: Announcement, expected: Mapping[str, Expected], current_version: int) -> None:
+    names = [tensor.name for tensor in announced.tensors]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise WeightSyncError(f"duplicate tensor {twice[0]}: announced twice in one update")
+    manifest.verify_version(announced.policy_version, current_version, announced.policy_version)
+    manifest.verify_entries([tensor.entry() for tensor in announced.tensors], expected)
+
+
+class Checked:
+    """Put in front of one of vLLM's engines: `class X(Checked, VllmEngine)`."""
+
+    building = False  # nothing is built beside the live weights
+    whole_tensors = True  # false: the engine writes into the model by itself, past the inbox
+
+    model: torch.nn.Module
+    model_config: Any
+    device: torch.device
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
+        tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
+        self.expected = expectation.expected_tensors(model, tied)
+        if vllm_config.load_config.load_format == "dummy":
+            expectation.neutral_cache_scales(model)
+        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
+        self._inbox: Inbox | None = None
+
+    def start_weight_update(self) -> None:
+        """vLLM would prepare the live model here; that waits until the announcement has been accepted."""
+        self._inbox = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        if wire.ANNOUNCE in update_info:
+            self._accept(wire.announcement(update_info))
+        elif wire.ABANDON in update_info:
+            raise WeightSyncError(str(update_info[wire.ABANDON]))
+        elif self._inbox is None:
+            raise WeightSyncError("tensors arrive that nobody has announced")
+        elif wire.SEAL in update_info:
+            started = time.perf_counter()
+            self._inbox.verify(update_info)
+            self.state = replace(self.state, verify_s=time.perf_counter() - started)
+        else:
+            self._receive(update_info, self._inbox)
+
+    def _accept(self, announced: Announcement) -> None:
+        check_announcement(announced, self.expected, self.state.policy_version)
+        staged = announced.staged and self.whole_tensors
+        if not staged:
+            super().start_weight_update()  # type: ignore[misc]
+            self.state = replace(self.state, torn=True)  # from here on the version before is gone
+        self._inbox = Inbox(announced, None if staged else self.model.load_weights)  # type: ignore[arg-type]
+
+    def _receive(self, update_info: dict[str, Any], inbox: Inbox) -> None:
+        if "ipc_handles" in update_info:
+            update_info = update_info | {"ipc_handles": ipc_handles.decode(update_info["ipc_handles"])}
+        info = self.parse_update_info(update_info)  # type: ignore[attr-defined]
+        target = inbox if self.whole_tensors else self.model
+        self.set_weight_update_target(target, self.model_config)  # type: ignore[attr-defined]
+        try:
+            self.receive_weights(info)  # type: ignore[attr-defined]
+        finally:
+            self.reset_weight_update_target()  # type: ignore[attr-defined]
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def finish_weight_update(self) -> None:
+        inbox, self._inbox = self._inbox, None
+        if inbox is None:
+            raise WeightSyncError("finish_weight_update without an announced update")
+        inbox.require_sealed()
+        started, before = time.perf_counter(), self.state
+        self.state = replace(before, torn=True)
+        if not inbox.in_place:
+            reload.load(self.model, self.model_config, self.device, inbox.staged.items())
+        else:
+            super().finish_weight_update()  # type: ignore[misc]
+        loaded = time.perf_counter() - started
+        self.state = SyncState(inbox.announced.policy_version, False, before.verify_s, loaded, inbox.nbytes)
+
+    def await_built(self) -> None:
+        """Whether the update has been accepted as far as it can be before it is loaded."""
+        if self._inbox is None:
+            raise WeightSyncError("finish_weight_update without an announced update")
+        self._inbox.require_sealed()
+
+    def abort(self) -> None:
+        """What had arrived in place stays, torn; vLLM's books on it must be closed, or the next update joins them."""
+        inbox, self._inbox = self._inbox, None
+        if inbox is not None and inbox.in_place:
+            super().finish_weight_update()  # type: ignore[misc]
+
+
+class CheckedIPC(Checked, IPCWeightTransferEngine):
+    pass
+
+
+class CheckedNCCL(Checked, NCCLWeightTransferEngine):
+    pass
+
+
+class CheckedM2N(Checked, M2NWeightTransferEngine):
+    whole_tensors = False
+
+
+for _transport, _engine in (("ipc", CheckedIPC), ("nccl", CheckedNCCL), ("nccl_m2n", CheckedM2N)):
+    if BACKEND_PREFIX + _transport not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND_PREFIX + _transport, _engine)

@@ -1,0 +1,198 @@
+"""Policy losses: one formula per name (`loss_terms.py`), one reduction, and the terms beside them.
+
+Every loss is a sum over tokens of (row coefficient) x (per-token loss), so that with `Totals` of the
+whole batch the sum over micro-batches and data-parallel ranks is the loss of the whole batch, and so is
+the sum of each metric. What is trained on is `mask_BT`; what is divided by is `denominator_mask_BT`.
+
+Shape legend: B sequences (rows of a micro-batch), T response positions, P prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, LossConfig, LossName, Reduction
+from megatron_rl.loss.terms import TERMS, Terms, divergence
+from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
+from megatron_rl.types import LossInputs
+
+__all__ = ["LossConfig", "LossInputs", "Totals", "count_totals", "policy_loss", "reduction_of"]
+
+RATIO_LOSSES = frozenset(
+    {LossName.ppo, LossName.gspo, LossName.cispo, LossName.sapo, LossName.gmpo, LossName.dppo}
+    | {LossName.clip_cov, LossName.kl_cov, LossName.rollout_is}
+)
+# what rollout_correction measures per token, so that micro-batches add up
+TOKEN_MEAN_METRICS = tuple(
+    f"rollout_corr/{name}"
+    for name in (
+        "kl",
+        "k3_kl",
+        "chi2_token",
+        "rho_mean",
+        "mult_prob_error",
+        "logp_abs_diff_mean",
+        "probs_diff_mean",
+        "rollout_rs_masked_fraction",
+    )
+)
+ROW_LOSSES = frozenset({LossName.gspo, LossName.gmpo})
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts of the global batch that reductions divide by."""
+
+    tokens: int
+    sequences: int  # rows with a counted token
+    prompt_ids_P: Tensor  # ascending; prompts with a counted token
+    prompt_tokens_P: Tensor
+    horizon: int  # what seq_mean_token_sum_norm divides by
+
+    @property
+    def prompts(self) -> int:
+        return len(self.prompt_ids_P)
+
+
+def count_totals(denominator_mask_BT: Tensor, prompt_ids_B: Tensor, horizon: int) -> Totals:
+    counts_B = denominator_mask_BT.bool().sum(dim=1)
+    filled_B = counts_B > 0
+    prompt_ids_P, place_F = prompt_ids_B[filled_B].unique(return_inverse=True)
+    prompt_tokens_P = torch.zeros(len(prompt_ids_P), dtype=torch.int64, device=counts_B.device)
+    prompt_tokens_P.index_add_(0, place_F, counts_B[filled_B])
+    return Totals(int(counts_B.sum()), int(filled_B.sum()), prompt_ids_P, prompt_tokens_P, horizon)
+
+
+def reduction_of(config: LossConfig) -> Reduction:
+    """The reduction in force: the loss's own where the config names none."""
+    if config.reduction is not None:
+        return Reduction(config.reduction)
+    return Reduction.seq_mean_token_mean if config.name in ROW_LOSSES else Reduction.token_mean
+
+
+def policy_loss(
+    inputs: LossInputs,
+    config: LossConfig,
+    totals: Totals | None = None,
+    correction: CorrectionConfig | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of some rows and its metrics (0-dim tensors, each a sum over rows, additive like the loss).
+
+    Without `totals` these rows are the batch. `correction` is looked at for `anchor: sampler` only,
+    where the correction is formed here, from the policy's own logprobs.
+    """
+    if totals is None:
+        totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, _extent(inputs.denominator_mask_BT))
+    mismatch: dict[str, Tensor] = {}
+    if correction is not None and correction.anchor == Anchor.sampler:
+        inputs, mismatch = _correct_by_current_policy(inputs, config, correction, totals)
+    mask_BT = inputs.mask_BT.bool()
+    logprobs_BT = inputs.logprobs_BT.masked_fill(~mask_BT, 0.0)
+    if logprobs_BT.dtype in (torch.bfloat16, torch.float16):
+        logprobs_BT = logprobs_BT.float()
+    anchor_BT = inputs.anchor_logprobs_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
+    selected_BT = inputs.selected_BT.bool() & mask_BT if inputs.selected_BT is not None else None
+    terms = Terms(
+        logprobs_BT=logprobs_BT,
+        anchor_BT=anchor_BT,
+        advantages_B1=inputs.advantages_B.detach().to(logprobs_BT.dtype)[:, None],
+        weights_BT=inputs.weights_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0),
+        mask_BT=mask_BT,
+        selected_BT=selected_BT,
+    )
+    scale_B = row_scale(inputs, reduction_of(config), totals).to(logprobs_BT.dtype)
+    per_token_BT, clipped = TERMS[LossName(config.name)](terms, config)
+
+    def reduce(values_BT: Tensor) -> Tensor:
+        return (values_BT.masked_fill(~mask_BT, 0.0).sum(dim=1) * scale_B).sum()
+
+    policy = reduce(per_token_BT)
+    loss = policy
+    metrics = {"loss/policy": policy.detach()}
+    if config.kl_coef != 0.0:
+        if inputs.ref_logprobs_BT is None:
+            raise ValueError(f"loss.kl_coef is {config.kl_coef}, which needs reference logprobs; there are none")
+        ref_BT = inputs.ref_logprobs_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
+        kl = reduce(divergence(config.kl_estimator, logprobs_BT, ref_BT))
+        loss = loss + config.kl_coef * kl
+        metrics["loss/kl"] = kl.detach()
+    if config.entropy_coef != 0.0:
+        if inputs.entropy_BT is None:
+            raise ValueError(f"loss.entropy_coef is {config.entropy_coef}, which needs the entropy; there is none")
+        entropy = reduce(inputs.entropy_BT.to(logprobs_BT.dtype))
+        loss = loss - config.entropy_coef * entropy
+        metrics["loss/entropy"] = entropy.detach()
+    metrics["loss/total"] = loss.detach()
+    against_anchor = config.name != LossName.cross_entropy
+    return loss, metrics | mismatch | _token_metrics(terms, clipped, totals, against_anchor)
+
+
+@torch.no_grad()
+def _token_metrics(terms: Terms, clipped: dict[str, Tensor], totals: Totals, against_anchor: bool) -> dict[str, Tensor]:
+    """Averages over the counted tokens of the global batch."""
+    n = max(1, totals.tokens)
+    found = {
+        "loss/trained_fraction": terms.mask_BT.sum() / n,
+        "loss/empty_microbatches": (~terms.mask_BT.any()).float(),
+    }
+    if against_anchor:
+        found["loss/approx_kl"] = -terms.shift_BT.sum() / n
+        found["loss/ratio_mean"] = (terms.ratio_BT * terms.mask_BT).sum() / n
+    for name, where_BT in clipped.items():
+        found[f"loss/{name}"] = (where_BT & terms.mask_BT).sum() / n
+    return found
+
+
+def row_scale(inputs: LossInputs, reduction: Reduction, totals: Totals) -> Tensor:
+    """What each row's sum of token losses is multiplied by; 0 where a row has no counted token."""
+    counts_B = inputs.denominator_mask_BT.bool().sum(dim=1)
+    filled_B = (counts_B > 0).double()
+    if reduction == Reduction.token_mean:
+        return filled_B / max(1, totals.tokens)
+    if reduction == Reduction.seq_mean_token_mean:
+        return filled_B / counts_B.clamp(min=1) / max(1, totals.sequences)
+    if reduction == Reduction.seq_mean_token_sum:
+        return filled_B / max(1, totals.sequences)
+    if reduction == Reduction.seq_mean_token_sum_norm:
+        return filled_B / max(1, totals.sequences) / max(1, totals.horizon)
+    if reduction == Reduction.prompt_mean:
+        if totals.prompts == 0:
+            return filled_B
+        place_B = torch.searchsorted(totals.prompt_ids_P, inputs.prompt_ids_B.contiguous())
+        tokens_B = totals.prompt_tokens_P[place_B.clamp(max=totals.prompts - 1)]
+        return filled_B / tokens_B / totals.prompts
+    raise ValueError(f"loss.reduction is {reduction!r}; one of {', '.join(Reduction)}")
+
+
+def _extent(mask_BT: Tensor) -> int:
+    """Columns up to the last counted one: what padding cannot change."""
+    columns = mask_BT.any(dim=0).nonzero()
+    return int(columns[-1]) + 1 if len(columns) else 1
+
+
+def _correct_by_current_policy(
+    inputs: LossInputs, config: LossConfig, correction: CorrectionConfig, totals: Totals
+) -> tuple[LossInputs, dict[str, Tensor]]:
+    """`anchor: sampler`: d = sg(pi) - mu is known only now. Denominators stay those of the global batch."""
+    if correction.weight.level != Level.none and config.name in RATIO_LOSSES:
+        raise ValueError(
+            f"correction.weight.level is {correction.weight.level} with correction.anchor sampler and loss.name "
+            f"{config.name}, whose ratio already holds the mismatch; set correction.weight.level: none, "
+            "or loss.name: reinforce"
+        )
+    current_BT = inputs.logprobs_BT.detach()
+    sampler_BT = inputs.sampler_logprobs_BT
+    found = rollout_correction(current_BT, sampler_BT, inputs.mask_BT, correction)
+    found = apply_conditional_rules(found, inputs.advantages_B, correction)
+    # where the sampler reported nothing, and the policy says to go on, the ratio is 1
+    anchor_BT = torch.where(torch.isfinite(sampler_BT), sampler_BT, current_BT.to(sampler_BT.dtype))
+    # a mean over these rows' tokens, as its share of the mean over the batch
+    share = int(inputs.mask_BT.sum()) / max(1, totals.tokens)
+    mismatch = {
+        name: torch.tensor(found.metrics[name] * share, device=current_BT.device) for name in TOKEN_MEAN_METRICS
+    }
+    corrected = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
+    return corrected, mismatch

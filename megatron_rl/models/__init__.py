@@ -1,0 +1,1 @@
+"""Names, sizes and places of weights."""

@@ -1,0 +1,407 @@
+"""The one table between megatron-core's and Hugging Face's weights: names, shapes and how they are split.
+
+Live sync, import, export and the tests all read `TABLE`; supporting another family means adding rows (and
+its features to `model_shape.FAMILIES`). Pure integers: neither torch nor megatron is imported here.
+
+Megatron names in this project are global: layer and expert numbers count over the whole model, whatever
+stage or expert-parallel rank holds them (`global_name` makes them so).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from functools import cache
+
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.shape import ModelShape
+
+
+class Split(StrEnum):
+    replicated = "replicated"
+    column = "column"  # output rows, equal shares
+    row = "row"  # input columns, equal shares
+    vocab = "vocab"  # output rows, padded to equal shares
+    qkv = "qkv"  # query, key, value rows interleaved by query group
+    gate_up = "gate_up"  # each rank holds its gate rows, then its up rows
+
+
+class Norm(IntEnum):
+    """The two norms of a layer, by what reads their output."""
+
+    attention = 0
+    mlp = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of weight. {L} is a layer, {E} an expert; dims are names that ModelShape.size knows."""
+
+    megatron: tuple[str, ...]  # the local spec's name first, then Transformer Engine's aliases
+    hf: tuple[str, ...]
+    dims: tuple[tuple[str, ...], ...]  # the full shape of each hf tensor
+    split: Split
+    needs: str = ""  # feature of the model or layer; empty: always there
+    copy: bool = False  # megatron holds a second copy: loaded, never exported
+    norm: Norm | None = None  # vectors: which of the layer's norms this is; matrices: which one's output they read
+
+    @property
+    def expert(self) -> bool:
+        return "{E}" in self.megatron[0]
+
+
+_D = "decoder.layers.{L}."
+_H = "model.layers.{L}."
+_EXPERTS = _D + "mlp.experts."
+_QKV = (("q", "hidden"), ("kv", "hidden"), ("kv", "hidden"))
+_QKV_NAMES = tuple(_H + f"self_attn.{letter}_proj." for letter in "qkv")
+_GATE_UP = (_H + "mlp.gate_proj.", _H + "mlp.up_proj.")
+
+TABLE: tuple[Row, ...] = (
+    Row(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), (("vocab", "hidden"),), Split.vocab),
+    Row(
+        (_D + "input_layernorm.weight", _D + "self_attention.linear_qkv.layer_norm_weight"),
+        (_H + "input_layernorm.weight",),
+        (("hidden",),),
+        Split.replicated,
+        norm=Norm.attention,
+    ),
+    Row(
+        (_D + "self_attention.linear_qkv.weight",),
+        tuple(n + "weight" for n in _QKV_NAMES),
+        _QKV,
+        Split.qkv,
+        norm=Norm.attention,
+    ),
+    Row(
+        (_D + "self_attention.linear_qkv.bias",),
+        tuple(n + "bias" for n in _QKV_NAMES),
+        (("q",), ("kv",), ("kv",)),
+        Split.qkv,
+        needs="qkv_bias",
+    ),
+    Row(
+        (_D + "self_attention.q_layernorm.weight",),
+        (_H + "self_attn.q_norm.weight",),
+        (("head_dim",),),
+        Split.replicated,
+        needs="qk_norm",
+    ),
+    Row(
+        (_D + "self_attention.k_layernorm.weight",),
+        (_H + "self_attn.k_norm.weight",),
+        (("head_dim",),),
+        Split.replicated,
+        needs="qk_norm",
+    ),
+    Row(
+        (_D + "self_attention.linear_proj.weight",),
+        (_H + "self_attn.o_proj.weight",),
+        (("hidden", "q"),),
+        Split.row,
+    ),
+    Row(
+        (_D + "self_attention.linear_proj.bias",),
+        (_H + "self_attn.o_proj.bias",),
+        (("hidden",),),
+        Split.replicated,
+        needs="proj_bias",
+    ),
+    Row(
+        (_D + "pre_mlp_layernorm.weight", _D + "mlp.linear_fc1.layer_norm_weight"),
+        (_H + "post_attention_layernorm.weight",),
+        (("hidden",),),
+        Split.replicated,
+        norm=Norm.mlp,
+    ),
+    Row(
+        (_D + "mlp.linear_fc1.weight",),
+        tuple(n + "weight" for n in _GATE_UP),
+        (("ffn", "hidden"), ("ffn", "hidden")),
+        Split.gate_up,
+        needs="dense_mlp",
+        norm=Norm.mlp,
+    ),
+    Row(
+        (_D + "mlp.linear_fc1.bias",),
+        tuple(n + "bias" for n in _GATE_UP),
+        (("ffn",), ("ffn",)),
+        Split.gate_up,
+        needs="dense_mlp_bias",
+    ),
+    Row(
+        (_D + "mlp.linear_fc2.weight",),
+        (_H + "mlp.down_proj.weight",),
+        (("hidden", "ffn"),),
+        Split.row,
+        needs="dense_mlp",
+    ),
+    Row(
+        (_D + "mlp.linear_fc2.bias",),
+        (_H + "mlp.down_proj.bias",),
+        (("hidden",),),
+        Split.replicated,
+        needs="dense_mlp_bias",
+    ),
+    Row(
+        (_D + "mlp.router.weight",),
+        (_H + "mlp.gate.weight",),
+        (("experts", "hidden"),),
+        Split.replicated,
+        needs="swiglu_experts",
+        norm=Norm.mlp,
+    ),
+    Row(
+        (_EXPERTS + "local_experts.{E}.linear_fc1.weight", _EXPERTS + "linear_fc1.weight{E}"),
+        (_H + "mlp.experts.{E}.gate_proj.weight", _H + "mlp.experts.{E}.up_proj.weight"),
+        (("expert_ffn", "hidden"), ("expert_ffn", "hidden")),
+        Split.gate_up,
+        needs="swiglu_experts",
+        norm=Norm.mlp,
+    ),
+    Row(
+        (_EXPERTS + "local_experts.{E}.linear_fc2.weight", _EXPERTS + "linear_fc2.weight{E}"),
+        (_H + "mlp.experts.{E}.down_proj.weight",),
+        (("hidden", "expert_ffn"),),
+        Split.row,
+        needs="swiglu_experts",
+    ),
+    Row(
+        (_D + "mlp.router.weight",),
+        (_H + "block_sparse_moe.gate.weight",),
+        (("experts", "hidden"),),
+        Split.replicated,
+        needs="w123_experts",
+        norm=Norm.mlp,
+    ),
+    Row(
+        (_EXPERTS + "local_experts.{E}.linear_fc1.weight", _EXPERTS + "linear_fc1.weight{E}"),
+        (_H + "block_sparse_moe.experts.{E}.w1.weight", _H + "block_sparse_moe.experts.{E}.w3.weight"),
+        (("expert_ffn", "hidden"), ("expert_ffn", "hidden")),
+        Split.gate_up,
+        needs="w123_experts",
+        norm=Norm.mlp,
+    ),
+    Row(
+        (_EXPERTS + "local_experts.{E}.linear_fc2.weight", _EXPERTS + "linear_fc2.weight{E}"),
+        (_H + "block_sparse_moe.experts.{E}.w2.weight",),
+        (("hidden", "expert_ffn"),),
+        Split.row,
+        needs="w123_experts",
+    ),
+    Row(("decoder.final_layernorm.weight",), ("model.norm.weight",), (("hidden",),), Split.replicated),
+    Row(("output_layer.weight",), ("lm_head.weight",), (("vocab", "hidden"),), Split.vocab, needs="untied"),
+    # a pipeline's last stage holds its own copy of tied embeddings
+    Row(
+        ("output_layer.weight",),
+        ("model.embed_tokens.weight",),
+        (("vocab", "hidden"),),
+        Split.vocab,
+        needs="tied",
+        copy=True,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """`length` rows (or columns) of a local shard, and where they lie in the full tensor."""
+
+    full: int
+    local: int
+    length: int
+
+
+@dataclass(frozen=True)
+class HfSlice:
+    """The part of one Hugging Face tensor that one rank's shard of a megatron parameter holds.
+
+    Its spans ascend in the full tensor; none at all means that this rank holds nothing of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]  # of the full tensor
+    dim: int  # along which it is split
+    spans: tuple[Span, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(span.length for span in self.spans)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Param:
+    """One megatron parameter of one model, before it is split."""
+
+    row: Row
+    layer: int | None
+    expert: int | None
+    hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def megatron(self) -> str:
+        return self.row.megatron[0].format(L=self.layer, E=self.expert)
+
+    def tensor_parallel(self, layout: Layout, place: Place) -> tuple[int, int]:
+        """(group size, place in it) of the group that shares this parameter."""
+        return (layout.expert_tp, place.etp) if self.row.expert else (layout.tp, place.tp)
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        size = layout.expert_tp if self.row.expert else layout.tp
+        split, first = self.row.split, self.shapes[0]
+        if split is Split.replicated:
+            return first
+        if split is Split.row:
+            return (first[0], _share(first[1], size, self.hf[0]))
+        if split is Split.vocab:
+            return (layout.padded_vocab(first[0]) // size, *first[1:])
+        return (_share(sum(shape[0] for shape in self.shapes), size, self.megatron), *first[1:])
+
+    def slices(self, shape: ModelShape, layout: Layout, place: Place) -> tuple[HfSlice, ...]:
+        """What the rank at `place` holds of each of this parameter's Hugging Face tensors."""
+        size, rank = self.tensor_parallel(layout, place)
+        split = self.row.split
+        if split is Split.qkv:
+            spans = _qkv_spans(shape, size, rank)
+        elif split is Split.gate_up:
+            each = _share(self.shapes[0][0], size, self.hf[0])
+            spans = [(Span(rank * each, i * each, each),) for i in range(2)]
+        elif split is Split.vocab:
+            each = layout.padded_vocab(self.shapes[0][0]) // size
+            length = min(each, self.shapes[0][0] - rank * each)
+            spans = [(Span(rank * each, 0, length),) if length > 0 else ()]
+        elif split is Split.replicated:
+            spans = [(Span(0, 0, self.shapes[0][0]),)]
+        else:
+            each = _share(self.shapes[0][split is Split.row], size, self.hf[0])
+            spans = [(Span(rank * each, 0, each),)]
+        dim = int(split is Split.row)
+        return tuple(HfSlice(n, s, dim, p) for n, s, p in zip(self.hf, self.shapes, spans, strict=True))
+
+
+def _share(total: int, size: int, name: str) -> int:
+    if total % size:
+        raise ValueError(f"{name}: {total} does not divide over {size} tensor-parallel ranks")
+    return total // size
+
+
+def _qkv_spans(shape: ModelShape, size: int, rank: int) -> list[tuple[Span, ...]]:
+    """Megatron stacks [queries of the group, key, value] group after group and cuts the stack into equal shares.
+
+    With more ranks than groups a share is a part of one group: it may hold queries only.
+    """
+    per_group = shape.heads // shape.kv_heads
+    lengths = (per_group * shape.head_dim, shape.head_dim, shape.head_dim)
+    share = _share(shape.kv_heads * sum(lengths), size, "fused query, key, value")
+    low, high = rank * share, (rank + 1) * share
+    spans: list[list[Span]] = [[], [], []]
+    for group in range(low // sum(lengths), -(-high // sum(lengths))):
+        start = group * sum(lengths)
+        for kind, length in enumerate(lengths):
+            a, b = max(start, low), min(start + length, high)
+            if a < b:
+                spans[kind].append(Span(group * length + a - start, a - low, b - a))
+            start += length
+    return [tuple(kind) for kind in spans]
+
+
+def params(shape: ModelShape) -> Iterator[Param]:
+    """Every parameter of the model: embedding, layers in turn, final norm, output layer."""
+    outer = list(_outer_params(shape))
+    yield outer[0]
+    for layer in range(shape.layers):
+        yield from _layer_params(shape, layer, range(shape.experts))
+    yield from outer[1:]
+
+
+def stage_params(shape: ModelShape, layout: Layout, place: Place) -> Iterator[Param]:
+    """The parameters that the rank at `place` holds a shard of."""
+    first, last = place.pp == 0, place.pp == layout.pp - 1
+    embedding, *rest = _outer_params(shape)
+    if first:
+        yield embedding
+    experts = layout.local_experts(shape.experts, place.ep) if shape.experts else range(0)
+    for chunk in range(layout.chunks):
+        for layer in layout.layers(shape.layers, place.pp, chunk):
+            yield from _layer_params(shape, layer, experts)
+    if last:
+        # with a single stage the output layer reads the tied embedding itself
+        yield from (param for param in rest if not (param.row.copy and layout.pp == 1))
+
+
+def _outer_params(shape: ModelShape) -> Iterator[Param]:
+    for row in TABLE:
+        if "{L}" not in row.megatron[0] and (not row.needs or shape.has(row.needs)):
+            yield _param(row, shape, None, None)
+
+
+def _layer_params(shape: ModelShape, layer: int, experts: range) -> Iterator[Param]:
+    for row in TABLE:
+        if "{L}" in row.megatron[0] and (not row.needs or shape.has(row.needs, layer)):
+            for expert in experts if row.expert else (None,):
+                yield _param(row, shape, layer, expert)
+
+
+def find(name: str, shape: ModelShape) -> Param:
+    """The parameter behind a global megatron name, in any of its spellings."""
+    plain = _strip(name)
+    for row, pattern in _patterns():
+        match = pattern.fullmatch(plain)
+        if match is None:
+            continue
+        layer, expert = (int(v) if v is not None else None for v in (match["L"], match["E"]))
+        if row.needs and not shape.has(row.needs, layer):
+            continue
+        if (layer or 0) >= shape.layers or (expert or 0) >= max(shape.experts, 1):
+            continue
+        return _param(row, shape, layer, expert)
+    near = difflib.get_close_matches(plain, [param.megatron for param in params(shape)], n=1)
+    hint = f"; the nearest known name is {near[0]}" if near else ""
+    raise KeyError(f"no row of the mapping table fits the megatron parameter {name!r} of a {shape.family} model{hint}")
+
+
+def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
+    """A module tree's own name with its stage-local layer and rank-local expert numbers made global."""
+    name = re.sub(r"(decoder\.layers\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + first_layer}", _strip(name), count=1)
+    name = re.sub(r"(\.local_experts\.)(\d+)", lambda m: f"{m[1]}{int(m[2]) + first_expert}", name, count=1)
+    return re.sub(
+        r"(\.experts\.linear_fc[12]\.weight)(\d+)$", lambda m: f"{m[1]}{int(m[2]) + first_expert}", name, count=1
+    )
+
+
+def _strip(name: str) -> str:
+    """Wrappers (DDP, Float16Module) prefix every name with `module.`"""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _param(row: Row, shape: ModelShape, layer: int | None, expert: int | None) -> Param:
+    return Param(
+        row=row,
+        layer=layer,
+        expert=expert,
+        hf=tuple(name.format(L=layer, E=expert) for name in row.hf),
+        shapes=tuple(tuple(shape.size(dim) for dim in dims) for dims in row.dims),
+    )
+
+
+@cache
+def _patterns() -> list[tuple[Row, re.Pattern[str]]]:
+    out = []
+    for row in TABLE:
+        for spelling in row.megatron:
+            text = re.escape(spelling)
+            layer, expert = r"(?P<L>\d+)", r"(?P<E>\d+)"
+            text = text.replace(r"\{L\}", layer) if "{L}" in spelling else text + "(?P<L>x)?"
+            text = text.replace(r"\{E\}", expert) if "{E}" in spelling else text + "(?P<E>x)?"
+            out.append((row, re.compile(text)))
+    return out

@@ -1,0 +1,260 @@
+"""Megatron's torch_dist checkpoints through the mapping table: weights in, weights out.
+
+Writing goes through megatron-core's own `dist_checkpointing.save`, so any learner layout can load the result.
+Reading needs neither megatron nor a process group: tensors come one at a time, in pieces of any shape. The
+checkpoint's index is a pickle; it is decoded by an unpickler that knows only the index's own classes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import Param, Split, params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import assemble, cut
+
+BACKEND_FILE = "metadata.json"
+INDEX_FILE = ".metadata"
+
+# everything that an index written by torch or megatron-core refers to
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {
+        "Size", "bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool",
+        "float8_e4m3fn", "float8_e5m2",
+    },
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "builtins": {"set"},
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
+}  # fmt: skip
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that is missing, incomplete, or not what it claims to be."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a checkpoint keeps one parameter: a key, and its index along the leading axes stacked there."""
+
+    key: str
+    axes: tuple[tuple[int, int], ...]  # (index, length) of each leading axis
+
+
+def homes(param: Param, shape: ModelShape, stacked: bool) -> list[Home]:
+    """Where megatron-core keeps it, in each spelling of its name; layers that are alike are `stacked` in one key."""
+    found: dict[str, Home] = {}
+    for spelling in param.row.megatron:
+        key, axes = spelling, []
+        if param.layer is not None:
+            axes += [(param.layer, shape.layers)] if stacked else []
+            key = key.replace("layers.{L}.", "layers." if stacked else f"layers.{param.layer}.")
+        if param.expert is not None:
+            axes.append((param.expert, shape.experts))
+            key = key.replace(".local_experts.{E}.", ".experts.")
+            key = key.replace("mlp.experts.linear_fc", "mlp.experts.experts.linear_fc").removesuffix("{E}")
+        found[key] = Home(key, tuple(axes))
+    return list(found.values())
+
+
+def save(folder: Path, shape: ModelShape, get_hf: Callable[[str], torch.Tensor]) -> None:
+    """Write the model as a torch_dist checkpoint into an empty folder. Call it under a `__main__` guard."""
+    from megatron_rl.learner import host  # before megatron
+
+    host.install()
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing import save as megatron_save
+
+    state: dict[str, Any] = {}
+    for param in _own(shape):
+        whole = [get_hf(name) for name in param.hf]
+        if len({tensor.dtype for tensor in whole}) > 1:
+            raise CheckpointError(f"{', '.join(param.hf)} have different dtypes but share one megatron parameter")
+        local = assemble(param, shape, Layout(), Place(), whole)
+        # in every spelling: Transformer Engine fuses some norms into the linear layer that follows
+        for home in homes(param, shape, stacked=not shape.dense_layers):
+            state[f"{home.key} {home.axes}"] = ShardedTensor.from_rank_offsets(
+                home.key,
+                local,
+                *((axis, index, length) for axis, (index, length) in enumerate(home.axes)),
+                prepend_axis_num=len(home.axes),
+                allow_shape_mismatch=param.row.split is Split.vocab,
+            )
+    with _alone():
+        megatron_save(state, str(folder))
+
+
+class Reader:
+    """Tensors of a torch_dist checkpoint by key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; give a torch_dist checkpoint")
+        try:
+            backend = json.loads((folder / BACKEND_FILE).read_text()).get("sharded_backend")
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{folder} has no {BACKEND_FILE}: not a torch_dist checkpoint, or one whose writing never finished"
+            ) from None
+        except ValueError as error:
+            raise CheckpointError(f"{folder / BACKEND_FILE} is unreadable: {error}") from error
+        if backend != "torch_dist":
+            raise CheckpointError(f"{folder} holds a checkpoint of the kind {backend!r}; only torch_dist is read")
+        self._metadata = read_index(folder / INDEX_FILE)
+        self._reader = FileSystemReader(folder)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._tensors = {
+            key: value
+            for key, value in self._metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        root = "embedding.word_embeddings.weight"
+        self._prefix = next((key.removesuffix(root) for key in self._tensors if key.endswith(root)), "")
+
+    def find(self, param: Param, shape: ModelShape) -> Home:
+        for stacked in (True, False):
+            for home in homes(param, shape, stacked):
+                if self._prefix + home.key in self._tensors:
+                    return home
+        raise CheckpointError(f"{self.folder} lacks the parameter {param.megatron} ({param.hf[0]})")
+
+    def dtype(self, home: Home) -> torch.dtype:
+        return self._tensors[self._prefix + home.key].properties.dtype
+
+    def parameter(self, param: Param, shape: ModelShape) -> list[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) for each tensor behind one parameter."""
+        home = self.find(param, shape)
+        wanted = param.local_shape(Layout())
+        stored = tuple(self._tensors[self._prefix + home.key].size)[len(home.axes) :]
+        padded = param.row.split is Split.vocab and stored[0] >= wanted[0]
+        if stored[1:] != wanted[1:] or (stored[0] != wanted[0] and not padded):
+            raise CheckpointError(f"{home.key} of {self.folder} has shape {stored}, config.json says {wanted}")
+        local = self._read(home, wanted)
+        slices = param.slices(shape, Layout(), Place())
+        return [(piece.name, part.contiguous()) for piece, part in cut(param, local, slices)]
+
+    def _read(self, home: Home, size: tuple[int, ...]) -> torch.Tensor:
+        key = self._prefix + home.key
+        target = torch.empty((*(1 for _ in home.axes), *size), dtype=self.dtype(home))
+        offsets = torch.Size((*(index for index, _ in home.axes), *(0 for _ in size)))
+        chunk = ChunkStorageMetadata(offsets=offsets, sizes=target.size())
+        items = create_read_items_for_chunk_list(key, self._tensors[key], [chunk])
+        covered = sum(torch.Size(item.lengths).numel() for item in items)
+        if covered != target.numel():
+            raise CheckpointError(f"{home.key} of {self.folder} is incomplete: {covered} of {target.numel()} values")
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{home.key} of {self.folder} cannot be read: {error}") from error
+        return target.view(size)
+
+
+class _Into(LoadPlanner):
+    """Reads land in one tensor."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        part = self._target
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(dim, start, length)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError("only tensors are read from a checkpoint")
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def create_local_plan(self) -> LoadPlan:
+        raise NotImplementedError
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise NotImplementedError
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise NotImplementedError
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _INDEX_CLASSES.get(module, ()):
+            raise CheckpointError(f"the checkpoint's index refers to {module}.{name}, which no index needs: not loaded")
+        return super().find_class(module, name)
+
+
+def read_index(path: Path) -> Metadata:
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+    # what a damaged pickle can raise, according to the documentation of `pickle`
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is unreadable: {error}") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{path} does not hold a checkpoint index")
+    return metadata
+
+
+class _alone:
+    """A process group of this process only, for the time of a save, unless there is one already."""
+
+    def __enter__(self) -> None:
+        self._folder: str | None = None
+        if not dist.is_initialized():
+            self._folder = tempfile.mkdtemp(prefix="megatron-rl-convert-")
+            store = os.path.join(self._folder, "store")
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+
+    def __exit__(self, *error: object) -> None:
+        if self._folder is not None:
+            dist.destroy_process_group()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor of the model, in the order of `tensors`."""
+    return {name: size for p in _own(shape) for name, size in zip(p.hf, p.shapes, strict=True)}
+
+
+def tensors(reader: Reader, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+    for param in _own(shape):
+        yield from reader.parameter(param, shape)
+
+
+def dtypes(reader: Reader, shape: ModelShape) -> dict[str, torch.dtype]:
+    return {name: reader.dtype(reader.find(param, shape)) for param in _own(shape) for name in param.hf}
+
+
+def _own(shape: ModelShape) -> Iterator[Param]:
+    return (param for param in params(shape) if not param.row.copy)

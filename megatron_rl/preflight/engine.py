@@ -1,0 +1,134 @@
+"""What the sampler's engine cannot do with a model, a machine or the learner beside it, found when a recipe is loaded.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from megatron_rl.config.fleet import is_fleet, replica_formats
+from megatron_rl.config.schema import Config, Device, Format, KvCache, Sleep, Transport
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.preflight.machine import FP8_CAPABILITY, Machine
+from megatron_rl.quantization.formats import is_quantized
+
+EXPERTS_PATTERN = r"re:.*\.experts\..*"  # every expert, for quantization.ignore
+
+
+def engine_problems(config: Config, machine: Machine, shape: ModelShape) -> Iterator[str]:
+    """One message per problem, naming key, value and way out."""
+    for format in dict.fromkeys(replica_formats(config)):
+        yield from _experts(config, machine, shape, format)
+    yield from _cache(config, machine)
+    yield from _sleep(config, machine)
+    if config.sync.transport != Transport.file and not is_fleet(config):  # a fleet has its own word on that
+        yield from _transport(config, machine, shape)
+
+
+def _experts(config: Config, machine: Machine, shape: ModelShape, format: Format) -> Iterator[str]:
+    ignore = config.quantization.ignore
+    if not shape.experts or format == Format.none:
+        return
+    counts: dict[int, tuple[int, int]] = {}  # layer -> (quantized expert tensors, all expert tensors)
+    for param in params(shape):
+        if param.expert is not None and param.layer is not None:
+            quantized, total = counts.get(param.layer, (0, 0))
+            quantized += sum(is_quantized(name, format, ignore) for name in param.hf)
+            counts[param.layer] = (quantized, total + len(param.hf))
+    mixed = [layer for layer, (quantized, total) in counts.items() if 0 < quantized < total]
+    if mixed:
+        yield (
+            f"quantization.ignore: {ignore} names some of the expert weights of layer {mixed[0]} and not others, but "
+            f"the engine runs all experts of a layer in one kernel; name all of them ({EXPERTS_PATTERN!r} is every "
+            "expert) or none"
+        )
+    elif machine.kind == Device.cpu and any(quantized for quantized, _ in counts.values()):
+        yield (
+            f"quantization.format: {format} experts have no kernel on hosts; add {EXPERTS_PATTERN!r} to "
+            "quantization.ignore (the experts stay in BF16, everything else is quantized), or use format none"
+        )
+
+
+def _cache(config: Config, machine: Machine) -> Iterator[str]:
+    if config.quantization.kv_cache == KvCache.none:
+        return
+    value = f"quantization.kv_cache: {config.quantization.kv_cache}"
+    if machine.kind == Device.cpu:
+        yield f"{value} is for GPUs; use none"
+    elif machine.capability is not None and machine.capability < FP8_CAPABILITY:
+        yield f"{value} needs compute capability {FP8_CAPABILITY}, {machine.name} has {machine.capability}; use none"
+
+
+def _sleep(config: Config, machine: Machine) -> Iterator[str]:
+    sleep = config.sampler.sleep
+    if sleep == Sleep.none:
+        return
+    if machine.kind == Device.cpu:
+        yield f"sampler.sleep: {sleep} gives GPU memory back, and there is no GPU here; use none"
+    if is_fleet(config):
+        yield f"sampler.sleep: {sleep} is for an engine that shares its GPU with the learner, not for a fleet; use none"
+    if sleep == Sleep.discard and config.sync.every > 1:
+        yield (
+            f"sampler.sleep: discard with sync.every={config.sync.every}: only a sync brings discarded weights back; "
+            "use sampler.sleep=offload, or sync.every=1"
+        )
+
+
+def _transport(config: Config, machine: Machine, shape: ModelShape) -> Iterator[str]:
+    transport, learner = config.sync.transport, Layout.from_config(config.learner)
+    if machine.kind == Device.cpu:
+        yield f"sync.transport: {transport} needs GPUs; use file"
+        return
+    local = min(learner.world, machine.gpus or learner.world)  # ranks take the first GPUs of their host
+    engine = _devices(config)
+    shared = sorted(engine & set(range(local)))
+    named = ",".join(map(str, sorted(engine)))
+    if transport == Transport.ipc:
+        if learner.world > local:
+            yield (
+                f"sync.transport: ipc shares memory within one host, but the learner has {learner.world} ranks and "
+                f"this host {machine.gpus} GPUs; use nccl with the engine on GPUs of its own, or file"
+            )
+        elif len(shared) < len(engine):
+            yield (
+                f"sync.transport: ipc hands over memory on the same GPU, but the engine runs on {named} and the "
+                f"learner on 0 to {local - 1}; name GPUs of the learner in sampler.devices, or use nccl"
+            )
+        return
+    if shared:
+        free = ",".join(str(local + number) for number in range(config.sampler.tensor_parallel))
+        yield (
+            f"sync.transport: {transport} needs a GPU for each of its ranks, but engine and learner both take "
+            f"{','.join(map(str, shared))}; give the engine GPUs of its own (sampler.devices='{free}'), or use ipc"
+        )
+    if transport == Transport.nccl_m2n:
+        yield from _resharding(config, learner, shape)
+
+
+def _resharding(config: Config, learner: Layout, shape: ModelShape) -> Iterator[str]:
+    """vLLM's m2n describes all weights by one mesh, and their shares as equal and contiguous."""
+    told = "sync.transport: nccl_m2n"
+    if learner.pp > 1 or learner.ep > 1:
+        yield (
+            f"{told} with learner.pipeline_parallel={learner.pp} and learner.expert_parallel={learner.ep}: it knows "
+            "one mesh for all weights; use nccl"
+        )
+    if learner.expert_tp != learner.tp and shape.experts:
+        yield f"{told} wants experts split as the rest, over {learner.tp} ranks, not {learner.expert_tp}; use nccl"
+    for size, name in ((shape.vocab, "the vocabulary"), (shape.kv_heads, "the key-value heads")):
+        if size % learner.tp:
+            yield f"{told}: learner.tensor_parallel={learner.tp} does not divide {name} ({size}); use nccl"
+    if importlib.util.find_spec("nccl") is None:
+        yield f"{told} needs the package nccl-extensions, which is not installed; install it, or use nccl"
+
+
+def _devices(config: Config) -> set[int]:
+    """GPUs of the embedded engine: what is no number is reported elsewhere."""
+    named = config.sampler.devices
+    if named is None:
+        return set(range(config.sampler.tensor_parallel))
+    return {int(device) for device in named.split(",") if device.isdecimal()}

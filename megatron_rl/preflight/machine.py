@@ -1,0 +1,68 @@
+"""What this machine can run, found out without importing torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import Device, Format
+
+BLACKWELL = 10.0  # compute capability from which vLLM has no INT8 W8A8 kernel
+FP8_CAPABILITY = 8.9
+
+
+@dataclass(frozen=True)
+class Machine:
+    kind: Device  # cpu | cuda
+    name: str
+    capability: float | None = None  # CUDA compute capability
+    gpus: int = 0  # that this job sees; 0: not known
+
+
+def detect(wanted: Device = Device.auto) -> Machine:
+    """The machine a run uses; `run.device=cuda` without a usable GPU is refused."""
+    gpu = None if wanted == Device.cpu else _gpu()
+    if gpu is None and wanted == Device.cuda:
+        raise ConfigError("run.device: cuda, but no CUDA device is usable here; set run.device=cpu or auto")
+    if gpu is not None and "+cpu" in metadata.version("torch"):
+        if wanted == Device.cuda:
+            raise ConfigError("run.device: cuda, but torch is a CPU build; reinstall with `make EXTRA=gpu install`")
+        gpu = None
+    return gpu or Machine(Device.cpu, f"{platform.machine()} CPU")
+
+
+def _gpu() -> Machine | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return None
+    first = answer.splitlines()[0] if answer.strip() else ""
+    name, _, capability = first.rpartition(",")
+    try:
+        seen = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+        return Machine(Device.cuda, name.strip(), float(capability), len(seen or answer.splitlines()))
+    except ValueError:
+        return None
+
+
+def format_problem(form: Format, machine: Machine) -> str | None:
+    """Why this machine's sampler cannot run a weight format; None where it can."""
+    if form == Format.int8 and machine.capability is not None and machine.capability >= BLACKWELL:
+        return f"INT8 W8A8 has no kernel on {machine.name} (compute capability {machine.capability}); use fp8"
+    if form == Format.int8 and machine.kind == Device.cpu and platform.machine() not in ("x86_64", "AMD64"):
+        return f"INT8 W8A8 is only known to run on x86-64 CPUs, this is {machine.name}; use none or fp8"
+    if form == Format.fp8_block and machine.kind == Device.cpu:
+        return "128x128 FP8 blocks have no CPU kernel; use fp8 (per output channel)"
+    if form in (Format.fp8, Format.fp8_block) and machine.capability is not None:
+        if machine.capability < FP8_CAPABILITY:
+            return f"FP8 W8A8 needs compute capability {FP8_CAPABILITY}, {machine.name} has {machine.capability}"
+    return None

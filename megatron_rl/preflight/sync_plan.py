@@ -1,0 +1,323 @@
+"""What a sync will move, and whether it can: a pure function of shapes and layouts. Torch-free.
+
+`problems` finds every invalid pair of sizes at once, each with the nearest values that would do; `plan_sync`
+lists every transfer with its owner and bytes, for any number of ranks, without a process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from megatron_rl.config.fleet import distinct_formats
+from megatron_rl.config.schema import Config, Format
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import Param, Row, Split, params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.quantization.formats import BLOCK, Output, is_quantized, outputs
+
+AXES = ("tensor", "pipeline", "context", "expert", "data")
+LARGEST = 4096  # where the search for a valid parallel size ends
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One Hugging Face tensor on its way: who writes it, out of how many shards."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stage: int  # pipeline stage
+    expert_rank: int | None  # expert-parallel rank of the writer; None: a dense parameter
+    shards: int  # ranks it is gathered from
+
+
+# a tensor-parallel group that gathers: (stage, expert-parallel rank; None: the dense weights' group)
+GroupKey = tuple[int, int | None]
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    transfers: tuple[Transfer, ...]
+    writers: dict[tuple[int, int], int] = field(default_factory=dict)  # (stage, expert rank) -> bytes it writes
+    # what every rank of a group but the first sends to the first
+    gathers: dict[GroupKey, tuple[int, ...]] = field(default_factory=dict)
+    maxima: dict[GroupKey, int] = field(default_factory=dict)  # bytes of row maxima that a group agrees on
+    plain_bytes: int = 0  # the same weights in BF16
+    # bytes by how a tensor-parallel sampler holds them: whole, split over its ranks, split over key-value heads
+    whole_bytes: int = 0
+    split_bytes: int = 0
+    key_value_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole_bytes + self.split_bytes + self.key_value_bytes
+
+    @property
+    def gathered(self) -> int:
+        """Bytes that cross a link inside a tensor-parallel group."""
+        return sum(sum(sent) for sent in self.gathers.values())
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One output of one kind of weight: the same for every layer and expert, so worked out once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    split: bool  # whether the ranks of a group hold different parts of it
+    sent: tuple[int, ...]  # by every rank of the group but the first
+
+
+def plan_sync(shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str] = ()) -> SyncPlan:
+    stage_of = {
+        layer: pp
+        for pp in range(layout.pp)
+        for chunk in range(layout.chunks)
+        for layer in layout.layers(shape.layers, pp, chunk)
+    }
+    per_rank = max(shape.experts // layout.ep, 1)
+    kinds: dict[tuple[Row, tuple[bool, ...]], list[list[_Kind]]] = {}
+    transfers: list[Transfer] = []
+    writers: dict[tuple[int, int], int] = {}
+    sent: dict[GroupKey, list[int]] = {}
+    maxima: dict[GroupKey, int] = {}
+    plain = 0
+    held = dict.fromkeys(("whole", "split", "key_value"), 0)
+    for param in params(shape):
+        if param.row.copy:
+            continue
+        if param.layer is not None:
+            stage = stage_of[param.layer]
+        else:
+            stage = 0 if param.row.megatron[0].startswith("embedding.") else layout.pp - 1
+        expert_rank = None if param.expert is None else param.expert // per_rank
+        quantized = tuple(is_quantized(name, format, ignore) for name in param.hf)
+        key = (param.row, quantized)
+        if key not in kinds:
+            kinds[key] = _kinds(param, shape, layout, format, ignore)
+        group, writer = (stage, expert_rank), (stage, expert_rank or 0)
+        size = layout.expert_tp if param.row.expert else layout.tp
+        from_ranks = sent.setdefault(group, [0] * (size - 1))
+        for name, made in zip(param.hf, kinds[key], strict=True):
+            names = (name, name.removesuffix("weight") + "weight_scale")
+            for out_name, kind in zip(names, made, strict=False):
+                shards = size if kind.split else 1
+                transfers.append(Transfer(out_name, kind.dtype, kind.shape, kind.nbytes, stage, expert_rank, shards))
+                writers[writer] = writers.get(writer, 0) + kind.nbytes
+                held[_held(name, kind)] += kind.nbytes
+                for rank, nbytes in enumerate(kind.sent):
+                    from_ranks[rank] += nbytes
+            if size > 1 and len(made) == 2 and param.row.split is Split.row and not made[1].split:
+                maxima[group] = maxima.get(group, 0) + made[1].nbytes
+        plain += sum(_plain(s) for s in param.shapes)
+    gathers = {group: tuple(of_ranks) for group, of_ranks in sent.items() if of_ranks}
+    return SyncPlan(tuple(transfers), writers, gathers, maxima, plain, held["whole"], held["split"], held["key_value"])
+
+
+def _kinds(param: Param, shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str]) -> list[list[_Kind]]:
+    """The outputs of each Hugging Face tensor behind a parameter."""
+    size = layout.expert_tp if param.row.expert else layout.tp
+    split = param.row.split is not Split.replicated
+    of_ranks = [
+        [outputs(piece, format, ignore, "bfloat16", split) for piece in param.slices(shape, layout, Place(tp=r, etp=r))]
+        for r in range(size)
+    ]
+    made = []
+    for pieces in zip(*of_ranks, strict=True):
+        made.append(
+            [
+                _Kind(
+                    first.dtype,
+                    first.shape,
+                    first.nbytes,
+                    first.dim is not None,
+                    tuple(out.part_bytes if out.dim is not None else 0 for out in rest),
+                )
+                for first, *rest in zip(*pieces, strict=True)
+            ]
+        )
+    return made
+
+
+def _held(name: str, kind: _Kind) -> str:
+    if not kind.split:
+        return "whole"
+    return "key_value" if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj") else "split"
+
+
+def problems(
+    shape: ModelShape, layout: Layout, sampler_tp: int, format: Format, ignore: Sequence[str] = ()
+) -> list[str]:
+    """Every reason why these sizes do not go together; empty when they do."""
+    found = []
+    for check in (
+        _learner_tensor(shape, layout, format, ignore),
+        _expert_tensor(shape, layout, format, ignore),
+        _sampler_tensor(shape, sampler_tp, format, ignore),
+    ):
+        found += check.report()
+    if shape.experts and shape.experts % layout.ep:
+        experts = Check("learner.expert_parallel", layout.ep, shape.experts)
+        experts.add(lambda ep: shape.experts % ep == 0, f"does not divide {shape.experts} experts")
+        found += experts.report()
+    if not shape.experts and layout.ep > 1:
+        found.append(f"learner.expert_parallel={layout.ep}: a {shape.family} model has no experts; take 1")
+    if layout.tp * layout.cp * layout.dp % (layout.expert_tp * layout.ep):
+        found.append(
+            f"learner.expert_parallel={layout.ep} x expert tensor parallel {layout.expert_tp} does not divide the "
+            f"{layout.tp * layout.cp * layout.dp} ranks of a pipeline stage: raise learner.data_parallel, or set "
+            f"learner.megatron.expert_tensor_parallel_size"
+        )
+    return found + _pipeline(shape, layout)
+
+
+def config_problems(config: Config, hf_config: dict[str, object]) -> list[str]:
+    """`problems` of a run's config."""
+    try:
+        shape = ModelShape.from_hf(hf_config)
+    except ValueError as error:
+        return [f"model.path={config.model.path}: {error}"]
+    learner, quantization = config.learner, config.quantization
+    sizes = {f"learner.{axis}_parallel": getattr(learner, f"{axis}_parallel") for axis in AXES}
+    sizes["sampler.tensor_parallel"] = config.sampler.tensor_parallel
+    below = [f"{key}: {value}, expected 1 or more" for key, value in sizes.items() if value < 1]
+    if below:
+        return below
+    layout = Layout.from_config(learner)
+    found: dict[str, None] = {}  # formats share most of their problems
+    for format in distinct_formats(config):
+        found |= dict.fromkeys(problems(shape, layout, config.sampler.tensor_parallel, format, quantization.ignore))
+    return list(found)
+
+
+@dataclass
+class Check:
+    """Conditions on one key; together they say which values would do."""
+
+    key: str
+    value: int
+    largest: int = LARGEST
+    conditions: list[tuple[Callable[[int], bool], str]] = field(default_factory=list)
+
+    def add(self, holds: Callable[[int], bool], complaint: str) -> None:
+        self.conditions.append((holds, complaint))
+
+    def report(self) -> list[str]:
+        wrong = [complaint for holds, complaint in self.conditions if not holds(self.value)]
+        if not wrong:
+            return []
+        good = [v for v in range(1, self.largest + 1) if all(holds(v) for holds, _ in self.conditions)]
+        near = [
+            max((v for v in good if v < self.value), default=None),
+            min((v for v in good if v > self.value), default=None),
+        ]
+        values = " or ".join(str(v) for v in near if v is not None)
+        advice = f"nearest valid: {values}" if values else "no value is valid with the other settings"
+        return [f"{self.key}={self.value} {complaint} ({advice})" for complaint in wrong]
+
+
+def _learner_tensor(shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str]) -> Check:
+    check = Check("learner.tensor_parallel", layout.tp, shape.heads)
+    _heads(check, shape)
+    dense = any(shape.has("dense_mlp", layer) for layer in range(shape.layers))
+    if dense:
+        check.add(lambda tp: shape.ffn % tp == 0, f"does not divide the intermediate size {shape.ffn}")
+    blocks = _block_shares(shape, format, ignore, expert=False)
+    for name, total in blocks:
+        check.add(partial(_whole_blocks, total), _straddles(name, total, layout.tp))
+    return check
+
+
+def _expert_tensor(shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str]) -> Check:
+    own = layout.etp is not None
+    key = "learner.megatron.expert_tensor_parallel_size" if own else "learner.tensor_parallel"
+    check = Check(key, layout.expert_tp, max(shape.expert_ffn, 1))
+    if shape.experts:
+        check.add(lambda tp: shape.expert_ffn % tp == 0, f"does not divide the experts' width {shape.expert_ffn}")
+        for name, total in _block_shares(shape, format, ignore, expert=True):
+            check.add(partial(_whole_blocks, total), _straddles(name, total, layout.expert_tp))
+    return check
+
+
+def _sampler_tensor(shape: ModelShape, tp: int, format: Format, ignore: Sequence[str]) -> Check:
+    check = Check("sampler.tensor_parallel", tp, shape.heads)
+    _heads(check, shape)
+    widths = {shape.ffn} if any(shape.has("dense_mlp", layer) for layer in range(shape.layers)) else set()
+    widths |= {shape.expert_ffn} if shape.experts else set()
+    for width in sorted(widths):
+        check.add(partial(_divides, width), f"does not divide the intermediate size {width}")
+    for expert in (False, True) if shape.experts else (False,):
+        for name, total in _block_shares(shape, format, ignore, expert):
+            # heads beyond the number of key-value heads hold copies of them
+            limit = shape.kv_heads if name in ("k_proj", "v_proj") else LARGEST
+            check.add(partial(_whole_blocks, total, most=limit), _straddles(name, total, tp))
+    return check
+
+
+def _heads(check: Check, shape: ModelShape) -> None:
+    check.add(lambda tp: shape.heads % tp == 0, f"does not divide {shape.heads} attention heads")
+    check.add(
+        lambda tp: shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0,
+        f"neither divides {shape.kv_heads} key-value heads nor is a multiple of them",
+    )
+
+
+def _block_shares(shape: ModelShape, format: Format, ignore: Sequence[str], expert: bool) -> list[tuple[str, int]]:
+    """(module, length along its split) of every kind of weight that is cut into 128-blocks and shards."""
+    if format != Format.fp8_block:
+        return []
+    found: dict[str, int] = {}
+    layers = [next((layer for layer in range(shape.layers) if shape.has(kind, layer)), None) for kind in _KINDS]
+    for param in _params_of_layers(shape, {layer for layer in layers if layer is not None}):
+        if param.row.expert is not expert or param.row.split is Split.replicated:
+            continue
+        for name, size in zip(param.hf, param.shapes, strict=True):
+            if is_quantized(name, format, ignore):
+                found[name.rsplit(".", 2)[-2]] = size[param.row.split is Split.row]
+    return list(found.items())
+
+
+_KINDS = ("dense_mlp", "moe")
+
+
+def _params_of_layers(shape: ModelShape, layers: set[int]) -> list[Param]:
+    return [param for param in params(shape) if param.layer in layers and (param.expert or 0) == 0]
+
+
+def _divides(total: int, shares: int) -> bool:
+    return total % shares == 0
+
+
+def _whole_blocks(total: int, shares: int, most: int = LARGEST) -> bool:
+    shares = min(shares, most)
+    return shares == 1 or (total % shares == 0 and (total // shares) % BLOCK == 0)
+
+
+def _straddles(name: str, total: int, shares: int) -> str:
+    return f"cuts 128x128 blocks of {name}: {total} / {shares} is not a multiple of {BLOCK}"
+
+
+def _pipeline(shape: ModelShape, layout: Layout) -> list[str]:
+    try:
+        layout.stage_layers(shape.layers)
+        return []
+    except ValueError as error:
+        uneven = layout.first_layers is not None or layout.last_layers is not None
+        if uneven:
+            return [f"learner.megatron.num_layers_in_first/last_pipeline_stage: {error}"]
+    if shape.layers % layout.pp:
+        check = Check("learner.pipeline_parallel", layout.pp, shape.layers)
+        check.add(lambda pp: shape.layers % pp == 0, f"does not divide {shape.layers} layers")
+    else:
+        check = Check("learner.virtual_pipeline", layout.chunks, shape.layers)
+        each = shape.layers // layout.pp
+        check.add(lambda vp: each % vp == 0, f"does not divide the {each} layers of a pipeline stage")
+    return check.report()
+
+
+def _plain(shape: tuple[int, ...]) -> int:
+    return Output("", "bfloat16", shape, None, ()).nbytes

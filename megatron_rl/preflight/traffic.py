@@ -1,0 +1,177 @@
+"""`megatron-rl plan`: what a weight sync will move, before anything is started.
+
+Works from a recipe, or from a model's config.json alone for sizes that nobody owns the machines of yet. Pure
+arithmetic on names and shapes: no process group, no weights, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import ConfigError, load
+from megatron_rl.config.load import CONF
+from megatron_rl.config.schema import Config
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.preflight.checks import read_hf_config
+from megatron_rl.preflight.links import LowerBound, SamplerLayout, links, lower_bound
+from megatron_rl.preflight.sync_plan import SyncPlan, config_problems, plan_sync
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    target: Path  # a recipe, a config.json, or a folder that holds one
+    overrides: Sequence[str] = ()
+    replicas: int = 1  # sampler engines
+    link_gbs: float | None = None  # GB/s of every link, to turn bytes into seconds
+    rows: int = 5  # writers and tensors to name
+
+
+def describe_plan(request: Request) -> str:
+    """The report; every reason at once where the sizes do not go together."""
+    config, hf_config = _read(request)
+    found = config_problems(config, hf_config)
+    if request.replicas < 1:
+        found.append(f"--replicas {request.replicas}: expected 1 or more")
+    if request.link_gbs is not None and request.link_gbs <= 0:
+        found.append(f"--link-gbs {request.link_gbs:g}: expected GB/s above 0")
+    if found:
+        raise ConfigError("\n".join(found))
+    shape, layout = ModelShape.from_hf(hf_config), Layout.from_config(config.learner)
+    sampler = SamplerLayout(config.sampler.tensor_parallel, request.replicas)
+    plan = plan_sync(shape, layout, config.quantization.format, config.quantization.ignore)
+    bound = lower_bound(plan, shape, layout, sampler)
+    sections = [
+        _who(config, shape, layout, sampler, plan),
+        _what(plan),
+        _links(plan, sampler, request.link_gbs),
+        _bound(plan, bound, request.link_gbs),
+        _writers(plan, request.rows),
+        _largest(plan, request.rows),
+    ]
+    return "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def _read(request: Request) -> tuple[Config, dict[str, Any]]:
+    target = request.target / "config.json" if (request.target / "config.json").is_file() else request.target
+    if target.suffix != ".json":
+        config = load(target, request.overrides)
+        return config, read_hf_config(config)
+    if not target.is_file():
+        raise ConfigError(f"{target}: no such file; name a recipe, a model's config.json or its folder")
+    try:
+        hf_config = json.loads(target.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{target}: not valid JSON ({error})") from None
+    if not isinstance(hf_config, dict):
+        raise ConfigError(f"{target}: holds {type(hf_config).__name__}, expected the keys of a model's config.json")
+    return load(CONF / "base.yaml", [f"model.path={target}", *request.overrides]), hf_config
+
+
+def _who(config: Config, shape: ModelShape, layout: Layout, sampler: SamplerLayout, plan: SyncPlan) -> list[str]:
+    axes = [("TP", layout.tp), ("PP", layout.pp), ("VP", layout.chunks), ("CP", layout.cp), ("EP", layout.ep)]
+    axes += [("expert TP", layout.expert_tp if shape.experts else 1), ("DP", layout.dp)]
+    sizes = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one rank"
+    return [
+        f"model     {config.model.path}: {shape.family}, {plan.plain_bytes / 2e6:,.1f} M parameters",
+        f"learner   {layout.world:,} ranks ({sizes}), of which {len(plan.writers):,} write",
+        f"sampler   {sampler.world:,} ranks (TP{sampler.tp} x {sampler.replicas:,} engines)",
+        f"sync      quantization.format={config.quantization.format}, sync.transport={config.sync.transport}, "
+        f"every {config.sync.every} step(s)",
+    ]
+
+
+def _what(plan: SyncPlan) -> list[str]:
+    kinds: dict[str, tuple[int, int]] = {}
+    for transfer in plan.transfers:
+        scale = transfer.name.endswith(".weight_scale")
+        kind = f"{transfer.dtype} scales" if scale else transfer.dtype
+        count, nbytes = kinds.get(kind, (0, 0))
+        kinds[kind] = (count + 1, nbytes + transfer.nbytes)
+    rows = [(kind, f"{count:,}", _size(nbytes)) for kind, (count, nbytes) in sorted(kinds.items())]
+    rows.append(("together", f"{len(plan.transfers):,}", _size(plan.nbytes)))
+    rows.append(("(as BF16)", "", _size(plan.plain_bytes)))
+    return _table(("what moves", "tensors", "bytes"), rows)
+
+
+def _links(plan: SyncPlan, sampler: SamplerLayout, link_gbs: float | None) -> list[str]:
+    found = links(plan, sampler)
+    head = ["links of one sync", "count", "busiest link", "all links", "busiest end"]
+    rows = [[each.kind, f"{each.count:,}", _size(each.busiest), _size(each.total), _size(each.end)] for each in found]
+    if link_gbs is not None:
+        head.append(f"at {link_gbs:g} GB/s")
+        for row, each in zip(rows, found, strict=True):
+            row.append(_seconds(each.end, link_gbs))
+    notes = [f"  {each.kind}: {each.meaning}" for each in found]
+    return [
+        *_table(head, rows),
+        *notes,
+        "  busiest end: everything that goes through the most loaded rank, which its network card has to carry;"
+        " replicas on one host read the `file` transport's bytes from one shared copy",
+    ]
+
+
+def _bound(plan: SyncPlan, bound: LowerBound, link_gbs: float | None) -> list[str]:
+    rows = [
+        ["out of a learner rank", _size(bound.out), "each weight leaves once, all its holders share the work"],
+        ["into a sampler rank", _size(bound.into), "its own shard"],
+        ["into all sampler ranks", _size(bound.total), "what must move at least"],
+    ]
+    ratio = plan.nbytes / max(bound.busiest, 1)
+    tail = f"  as built, the busiest end carries {ratio:.1f}x of the least that it could"
+    if link_gbs is not None:
+        tail += f": {_seconds(plan.nbytes, link_gbs)} against {_seconds(bound.busiest, link_gbs)} at {link_gbs:g} GB/s"
+    return [*_table(("lower bound", "bytes", ""), rows), tail]
+
+
+def _writers(plan: SyncPlan, shown: int) -> list[str]:
+    ranked = sorted(plan.writers.items(), key=lambda item: (-item[1], item[0]))
+    rows = [(f"stage {stage}, expert rank {expert}", _size(n)) for (stage, expert), n in ranked[:shown]]
+    rest = ranked[shown:]
+    if rest:
+        rows.append((f"{len(rest):,} more, down to", _size(rest[-1][1])))
+    if shown < 1:
+        return []
+    return _table(("writer", "bytes to each sampler rank"), rows)
+
+
+def _largest(plan: SyncPlan, count: int) -> list[str]:
+    ranked = sorted(plan.transfers, key=lambda transfer: (-transfer.nbytes, transfer.name))[:count] if count > 0 else []
+    rows = [(t.name, "x".join(map(str, t.shape)), t.dtype, f"{t.shards}", _size(t.nbytes)) for t in ranked]
+    return _table(("largest tensors", "shape", "dtype", "shards", "bytes"), rows) if rows else []
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [list(head), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    words = [
+        [cell.ljust(width) if _is_text(lines, column) else cell.rjust(width)
+         for column, (cell, width) in enumerate(zip(line, widths, strict=True))]
+        for line in lines
+    ]  # fmt: skip
+    return ["  ".join(line).rstrip() for line in words]
+
+
+def _is_text(lines: Sequence[Sequence[str]], column: int) -> bool:
+    """Columns of numbers stand to the right."""
+    return column == 0 or not lines[1][column][:1].isdigit()
+
+
+def _size(nbytes: float) -> str:
+    for unit in UNITS:
+        if nbytes < 1024 or unit == UNITS[-1]:
+            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError
+
+
+def _seconds(nbytes: int, link_gbs: float) -> str:
+    return f"{nbytes / (link_gbs * 1e9):.3g} s"

@@ -1,0 +1,1 @@
+"""What a weight format is: which layers, the quantizers, smoothing, scales."""

@@ -1,0 +1,54 @@
+"""The scales of an FP8 key-value cache: two numbers per layer, in the same update as the weights they belong to.
+
+vLLM divides what it caches by the scale and multiplies it back; FP8 then has to express up to amax / scale. The scale
+is the largest magnitude that the learner has seen since the sync before, over what FP8 can express. What is larger
+later saturates, until the next sync measures it.
+
+L layers of the whole model; the last dimension is (key, value).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_rl.quantization.quantize import FP8_MAX
+from megatron_rl.weight_sync.groups import Group
+from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.wire import TensorMeta
+
+
+class CacheScales:
+    """Equal on every rank of the learner. `take_cache_amax`: [L, 2] of what this rank saw since it was last asked."""
+
+    def __init__(self, layers: int, world: Group, take_cache_amax: Callable[[], Tensor]) -> None:
+        self._layers, self._world, self._take = layers, world, take_cache_amax
+        self._scales_L2: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[TensorMeta, ...]:
+        return tuple(TensorMeta(name, "float32", (1,)) for name in self._names())
+
+    def begin_sync(self) -> None:
+        """Every rank, at the start of a sync. A layer that nothing was seen of keeps the scale that it has."""
+        amax_L2 = self._take().float()
+        self._world.max_(amax_L2)
+        if not bool(torch.isfinite(amax_L2).all()):
+            raise WeightSyncError("keys or values of the learner's forward pass are not finite: it has diverged")
+        made_L2 = amax_L2 / FP8_MAX
+        if self._scales_L2 is None and not bool((amax_L2 > 0).all()):
+            raise WeightSyncError(
+                "quantization.kv_cache=fp8: the learner has made no forward pass to measure keys and values on; "
+                "score a batch before the first sync"
+            )
+        self._scales_L2 = made_L2 if self._scales_L2 is None else torch.where(amax_L2 > 0, made_L2, self._scales_L2)
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in a checkpoint, scale), as vLLM's loaders know them."""
+        assert self._scales_L2 is not None
+        yield from zip(self._names(), self._scales_L2.reshape(-1, 1).unbind(), strict=True)
+
+    def _names(self) -> list[str]:
+        return [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(self._layers) for kind in "kv"]

@@ -1,0 +1,118 @@
+"""Weight quantizers: INT8 and FP8 per output channel, FP8 in 128x128 blocks. Pure functions of tensors.
+
+Symmetric, scales in FP32, activations are left to the engine (dynamic, per token). Every element is computed
+from its own value and its scale alone, so that a shard quantized with the amax of the whole tensor holds the
+same bytes as the same slice of the quantized whole.
+
+Shapes: O output features, I input features, P and Q 128-blocks along O and I.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.config.schema import Format
+from megatron_rl.quantization.formats import BLOCK, is_ignored, is_quantized
+
+__all__ = ["BLOCK", "dequantize", "is_ignored", "is_quantized", "quantize", "relative_error", "row_amax"]
+
+INT8_MAX = 127.0
+FP8_MAX = 448.0  # the largest finite float8_e4m3fn
+TINY = 1e-12  # an all-zero row keeps a scale that divides
+
+CACHED_ELEMENTS = 1 << 17  # FP32: half a megabyte
+
+DTYPES = {Format.int8: torch.int8, Format.fp8: torch.float8_e4m3fn, Format.fp8_block: torch.float8_e4m3fn}
+
+
+def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude per output row, FP32: what a row-parallel weight all-reduces (max) before `quantize`."""
+    weight_OI = weight_OI.detach()
+    if weight_OI.dtype != torch.bfloat16 or weight_OI.device.type != "cpu" or not weight_OI.numel():
+        return weight_OI.abs().amax(dim=1).float()
+    # without their signs, BF16 values order as the integers of the same bits; those are compared twice as fast
+    bits_OI = weight_OI.contiguous().view(torch.int16)
+    rows = _rows_at_once(weight_OI)
+    scratch_OI = torch.empty((rows, weight_OI.shape[1]), dtype=torch.int16)
+    amax_O = torch.empty(len(bits_OI), dtype=torch.int16)
+    for start in range(0, len(bits_OI), rows):
+        some_OI = bits_OI[start : start + rows]
+        unsigned_OI = torch.bitwise_and(some_OI, 0x7FFF, out=scratch_OI[: len(some_OI)])
+        torch.amax(unsigned_OI, dim=1, out=amax_O[start : start + rows])
+    return amax_O.view(torch.bfloat16).float()
+
+
+def quantize(weight_OI: torch.Tensor, format: Format, amax_O: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of one linear layer by suffix: `weight` and `weight_scale` ([O, 1], or [P, Q] for blocks).
+
+    `amax_O` is the row amax over *all* shards of a row-parallel weight; left out, the tensor is whole in I.
+    Blocks own their amax: a shard must begin and end on a multiple of 128.
+    """
+    if weight_OI.ndim != 2:
+        raise ValueError(f"quantize takes a matrix, got the shape {tuple(weight_OI.shape)}")
+    if format == Format.fp8_block:
+        return _quantize_blocks(weight_OI)
+    if format not in DTYPES:
+        raise ValueError(f"quantization.format={format} has no quantizer; take one of {[f.value for f in DTYPES]}")
+    own = amax_O is None  # then nothing lies beyond it by more than rounding, which conversion undoes
+    amax_O = row_amax(weight_OI) if amax_O is None else amax_O.float()
+    _refuse_non_finite(amax_O)
+    scale_O1 = (amax_O.clamp(min=TINY) / _largest(format)).unsqueeze(1)
+    weight_OI = weight_OI.detach()
+    rounded_OI = torch.empty(weight_OI.shape, dtype=DTYPES[format], device=weight_OI.device)
+    rows = _rows_at_once(weight_OI)
+    scratch_OI = torch.empty((rows, weight_OI.shape[1]), dtype=torch.float32, device=weight_OI.device)
+    for start in range(0, weight_OI.shape[0], rows):
+        some_OI = weight_OI[start : start + rows]
+        scaled_OI = scratch_OI[: len(some_OI)].copy_(some_OI).div_(scale_O1[start : start + rows])
+        if format == Format.int8:
+            scaled_OI.round_()
+        if not own:
+            scaled_OI.clamp_(-_largest(format), _largest(format))
+        rounded_OI[start : start + rows].copy_(scaled_OI)
+    return {"weight": rounded_OI, "weight_scale": scale_O1}
+
+
+def dequantize(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """FP32 values of quantized weights; the scale is [O, 1], or [P, Q] for blocks."""
+    if scale.shape == (weight_OI.shape[0], 1):
+        return weight_OI.float() * scale
+    rows, columns = weight_OI.shape
+    full_scale_OI = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return weight_OI.float() * full_scale_OI
+
+
+def relative_error(weight_OI: torch.Tensor, quantized: dict[str, torch.Tensor]) -> float:
+    """|quantized - original| / |original| in Frobenius norms."""
+    original_OI = weight_OI.detach().float()
+    difference_OI = dequantize(quantized["weight"], quantized["weight_scale"]) - original_OI
+    return float(difference_OI.norm() / original_OI.norm().clamp(min=TINY))
+
+
+def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows, columns = weight_OI.shape
+    pad = (0, -columns % BLOCK, 0, -rows % BLOCK)
+    padded_OI = torch.nn.functional.pad(weight_OI.detach().float(), pad)
+    blocks_PBQB = padded_OI.view(padded_OI.shape[0] // BLOCK, BLOCK, padded_OI.shape[1] // BLOCK, BLOCK)
+    amax_PQ = blocks_PBQB.abs().amax(dim=(1, 3))
+    _refuse_non_finite(amax_PQ)
+    scale_PQ = amax_PQ.clamp(min=TINY) / FP8_MAX
+    scaled_OI = (blocks_PBQB / scale_PQ[:, None, :, None]).reshape(padded_OI.shape)[:rows, :columns]
+    return {"weight": scaled_OI.contiguous().to(DTYPES[Format.fp8]), "weight_scale": scale_PQ}
+
+
+def _rows_at_once(weight_OI: torch.Tensor) -> int:
+    """On hosts so many rows that the steps of rounding find them in the processor's cache; elsewhere all."""
+    rows, columns = weight_OI.shape
+    if weight_OI.device.type != "cpu":
+        return max(rows, 1)
+    return min(max(CACHED_ELEMENTS // max(columns, 1), 1), max(rows, 1))
+
+
+def _largest(format: Format) -> float:
+    return INT8_MAX if format == Format.int8 else FP8_MAX
+
+
+def _refuse_non_finite(amax: torch.Tensor) -> None:
+    if not bool(torch.isfinite(amax).all()):
+        raise ValueError("the weight holds NaN or infinity and cannot be quantized: the learner has diverged")

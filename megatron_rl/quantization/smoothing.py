@@ -1,0 +1,97 @@
+"""Smoothing: outliers of the activations move into the weights that multiply them, before both become INT8.
+
+The output x of a norm feeds linear layers W. For any scale s per channel, x / s times W * s is the same product; so
+the norm's own weight is divided by s and the columns of all its readers are multiplied by it. The sampler receives
+an ordinary model that computes the same function with calmer activations. SmoothQuant's choice of the scale,
+
+    s = amax(x)^alpha / amax(W)^(1 - alpha),
+
+is taken relative to its median over the layer's channels and cut to a power of two. Folding powers of two is exact in
+BF16, for what stays unquantized (norms, routers, ignored layers) too. Channels within a factor of two of the median
+are left as they are, so a layer without outliers loses nothing, and the rounding differences between layouts of the
+learner all but vanish.
+
+L layers, N norms of a layer (`mapping.Norm`), H hidden channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_rl.models.mapping import Norm, Param
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.weight_sync.groups import Group
+
+LARGEST_EXPONENT = 20  # far inside BF16's range, far beyond any real outlier
+FLOAT32_BIAS = 127
+FLOAT32_FRACTION_BITS = 23
+
+
+class Smoothing:
+    """The present scales, equal on every rank of the learner, and how they come about.
+
+    A first sync before any activation was seen smooths nothing. Afterwards the scales stay as they are for `every`
+    syncs: each change of a scale changes every quantized byte of its columns.
+    """
+
+    def __init__(
+        self, shape: ModelShape, alpha: float, every: int, world: Group, take_activation_amax: Callable[[], Tensor]
+    ) -> None:
+        """`take_activation_amax` hands over [L, N, H] of what this rank alone has seen since it was last asked.
+
+        `world`: all ranks of the learner.
+        """
+        self._size = (shape.layers, len(Norm), shape.hidden)
+        self._alpha, self._every, self._world = alpha, every, world
+        self._take_activation_amax = take_activation_amax
+        self._scales_LNH = torch.ones(self._size)
+        self._age: int | None = None  # syncs since the scales were made; None: there are none yet
+
+    @property
+    def scales_LNH(self) -> Tensor:
+        return self._scales_LNH
+
+    def begin_sync(self, weight_amax: Callable[[], Tensor]) -> None:
+        """Every rank calls this at the start of a sync; new scales are made where they are due.
+
+        `weight_amax`: [L, N, H], the largest magnitude in each column of the quantized readers this rank holds.
+        """
+        if self._age is not None and self._age + 1 < self._every:
+            self._age += 1
+            return
+        activations_LNH = self._take_activation_amax().float()
+        both = torch.stack((activations_LNH, weight_amax().to(activations_LNH)))
+        self._world.max_(both)
+        if both[0].any():
+            self._scales_LNH = scales(both[0], both[1], self._alpha)
+            self._age = 0
+
+    def fold(self, param: Param, local: Tensor) -> Tensor:
+        """The shard as the sampler gets it; the learner's own is left alone."""
+        if param.row.norm is None or self._age is None:
+            return local
+        assert param.layer is not None
+        scale_H = self._scales_LNH[param.layer, param.row.norm].to(local)
+        return local / scale_H if local.ndim == 1 else local * scale_H
+
+
+def column_amax(weight_OH: Tensor) -> Tensor:
+    """Largest magnitude per input channel, FP32."""
+    return weight_OH.detach().abs().amax(dim=0).float()
+
+
+def scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
+    """Powers of two for the channels (last dimension) of each norm.
+
+    1 for channels that nothing was seen of, or that no weight reads.
+    """
+    known = (activations > 0) & (weights > 0) & torch.isfinite(activations) & torch.isfinite(weights)
+    wanted = torch.where(known, alpha * activations.log2() - (1 - alpha) * weights.log2(), torch.nan)
+    exponent = (wanted - wanted.nanmedian(-1, keepdim=True).values).trunc_().nan_to_num_(0.0)
+    exponent.clamp_(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    # the bits of 2^n: exp2 may be a last bit off
+    bits = (exponent.to(torch.int32) + FLOAT32_BIAS) << FLOAT32_FRACTION_BITS
+    return bits.view(torch.float32)

@@ -1,0 +1,21 @@
+"""(p, mu, mask) -> weights, mask, metrics. Pure. `correction.py` is the file to read first."""
+
+from megatron_rl.rollout_correction.correction import (
+    Correction,
+    CorrectionConfig,
+    RejectRule,
+    WeightConfig,
+    apply_conditional_rules,
+    keep_rows,
+    rollout_correction,
+)
+
+__all__ = [
+    "Correction",
+    "CorrectionConfig",
+    "RejectRule",
+    "WeightConfig",
+    "apply_conditional_rules",
+    "keep_rows",
+    "rollout_correction",
+]

@@ -1,0 +1,165 @@
+"""The passes over a batch, slice of rows by slice of rows, that `rollout_correction.py` puts in order.
+
+Shape legend: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import CorrectionConfig, Level, WeightConfig
+from megatron_rl.rollout_correction.metrics import PREFIX, MismatchSums, WeightSums
+from megatron_rl.rollout_correction.ratio import LogRatio, as_float, log_ratio, row_chunks
+from megatron_rl.rollout_correction.rules import budget_cutoff, judged_BT, stat_of, violations
+from megatron_rl.rollout_correction.weights import Weighted, bound, fraction_bounds, raw_ratio, solve_cap
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a correction was made from: references, no copies. `prox` is None before an anchor-sampler loss."""
+
+    prox_logprobs_BT: Tensor | None
+    sampler_logprobs_BT: Tensor
+    mask_BT: Tensor
+
+    def ratio(self, rows: slice, config: CorrectionConfig, out_BT: Tensor | None = None) -> LogRatio:
+        assert self.prox_logprobs_BT is not None
+        if out_BT is None:
+            out_BT = torch.empty(self.mask_BT[rows].shape, dtype=torch.float32, device=self.mask_BT.device)
+        prox_BT, sampler_BT = self.prox_logprobs_BT[rows], self.sampler_logprobs_BT[rows]
+        return log_ratio(prox_BT, sampler_BT, self.mask_BT[rows], config.non_finite, out_BT)
+
+
+class BatchWork:
+    """One batch on its way through the correction. `weights_BT` holds d until `weigh` replaces it."""
+
+    def __init__(self, source: Source, config: CorrectionConfig) -> None:
+        self.source, self.config = source, config
+        mask_BT = source.mask_BT
+        self.weights_BT = torch.empty(mask_BT.shape, dtype=torch.float32, device=mask_BT.device)
+        self.kept_BT = torch.empty_like(mask_BT)
+        self.stays_BT = torch.empty_like(mask_BT)
+        self.ratios: dict[int, LogRatio] = {}
+        self.mismatch = MismatchSums(len(mask_BT), mask_BT.device)
+        self.applied = WeightSums()
+        self.cap = config.weight.high
+        rules = [rule for rule in config.reject if rule.when is None]
+        self.bounded_rules = [rule for rule in rules if rule.budget is None]
+        self.budget_rules = [rule for rule in rules if rule.budget is not None]
+        self.needs_all_rows = bool(self.budget_rules) or config.weight.target_ess is not None
+
+    def observe(self, rows: slice) -> None:
+        """The log-ratio of some rows, what it says about the mismatch, and the rules with bounds."""
+        ratio = self.source.ratio(rows, self.config, out_BT=self.weights_BT[rows])
+        kept_BT = ratio.stays_BT
+        for rule in self.bounded_rules:
+            kept_BT = kept_BT & ~violations(rule, ratio)
+        self.kept_BT[rows], self.stays_BT[rows] = kept_BT, ratio.stays_BT
+        assert self.source.prox_logprobs_BT is not None
+        self.mismatch.add(rows, ratio, self.source.prox_logprobs_BT[rows])
+        self.ratios[rows.start] = ratio.without_cache() if self.needs_all_rows else ratio
+
+    def apply_budgets(self) -> None:
+        """Rules with a budget look at the statistic of the whole batch, before any rule has masked anything."""
+        for rule in self.budget_rules:
+            assert rule.budget is not None
+            pieces = [stat_of(rule, ratio)[judged_BT(rule, ratio)] for ratio in self.ratios.values()]
+            cutoff = budget_cutoff(torch.cat(pieces), rule.budget) if pieces else 0.0
+            for rows in row_chunks(self.kept_BT):
+                ratio = self.ratios[rows.start]
+                self.kept_BT[rows] &= ~((stat_of(rule, ratio) >= cutoff) & judged_BT(rule, ratio))
+
+    def solve_cap(self) -> None:
+        if self.config.weight.target_ess is None:
+            return
+        parts, kept = [], 0
+        for rows in row_chunks(self.kept_BT):
+            ratio, kept_BT = self.ratios[rows.start], self.kept_BT[rows]
+            weighed_BT = kept_BT & ratio.counted_BT
+            ones = 0
+            if ratio.one_BT is not None:
+                ones = int((ratio.one_BT & kept_BT).sum())
+                weighed_BT = weighed_BT & ~ratio.one_BT
+            per_row = self.config.weight.level == Level.sequence
+            tokens = weighed_BT.sum(dim=1, keepdim=True) if per_row else weighed_BT
+            parts.append(Weighted(raw_ratio(self.config.weight, ratio), tokens, ones))
+            kept += int(kept_BT.sum())
+        self.cap = solve_cap(parts, self.config.weight, kept)
+
+    def weigh(self, rows: slice) -> None:
+        ratio = self.ratios.pop(rows.start)
+        weigh_rows(self.config.weight, ratio, self.kept_BT[rows], self.cap, self.weights_BT[rows], self.applied)
+
+    def finish(self) -> dict[str, float]:
+        """The weights normalized, and what there is to log."""
+        scale = normalize_(self.weights_BT, self.config.weight, self.applied)
+        metrics = self.mismatch.metrics() | self.applied.metrics(scale)
+        if self.config.weight.target_ess is not None and self.cap is not None:
+            metrics[PREFIX + "cap"] = self.cap
+        return metrics
+
+
+def weigh_rows(
+    config: WeightConfig, ratio: LogRatio, kept_BT: Tensor, cap: float | None, out_BT: Tensor, applied: WeightSums
+) -> None:
+    """Bounded weights of some rows into `out_BT`, which may be the memory of `ratio.d_BT`."""
+    raw = raw_ratio(config, ratio)
+    bounded = bound(config, raw, cap)
+    kept_float_BT = as_float(kept_BT)
+    kept_B1 = kept_float_BT.sum(dim=1, keepdim=True)
+    applied.add_rows(ratio.stays_B1, kept_B1)
+    units = (kept_B1 > 0).float() if config.level == Level.sequence else kept_float_BT
+    applied.add_units(raw, bounded, units, *fraction_bounds(config, cap))
+    if config.level == Level.none:
+        measured_BT = kept_float_BT * ratio.counted_float_BT
+        applied.add(raw * measured_BT, measured_BT)
+    torch.mul(bounded, kept_float_BT, out=out_BT)
+    ratio.fix_weights_(out_BT, kept_BT)
+    if config.level != Level.none:
+        applied.add(out_BT, kept_float_BT)
+
+
+def normalize_(weights_BT: Tensor, config: WeightConfig, applied: WeightSums) -> float:
+    """Divide by the mean weight: over kept tokens, or over rows with a kept token. Returns the factor."""
+    if not config.normalize or config.level == Level.none:
+        return 1.0
+    mean = applied.unit_mean if config.level == Level.sequence else applied.token_mean
+    if mean == 0.0:
+        return 1.0
+    weights_BT.div_(mean)
+    return 1.0 / mean
+
+
+def weigh_again(
+    source: Source, weights_BT: Tensor, kept_BT: Tensor, cap: float | None, config: CorrectionConfig
+) -> dict[str, float]:
+    """Weights of fewer tokens into `weights_BT`, under the same cap. Returns the metrics that describe them."""
+    applied = WeightSums()
+    for rows in row_chunks(kept_BT):
+        weigh_rows(config.weight, source.ratio(rows, config), kept_BT[rows], cap, weights_BT[rows], applied)
+    return applied.metrics(normalize_(weights_BT, config.weight, applied))
+
+
+def weight_quality(
+    source: Source, weights_BT: Tensor, mask_BT: Tensor, advantages_B: Tensor, config: CorrectionConfig
+) -> dict[str, float]:
+    """What bounding the weights costs: the shift of mean(w A), and the variance of that mean."""
+    total = torch.zeros(3, dtype=torch.float64, device=advantages_B.device)
+    kept = int(mask_BT.sum())
+    for rows in row_chunks(mask_BT):
+        kept_BT, applied_BT = mask_BT[rows], weights_BT[rows]
+        raw = raw_ratio(config.weight, source.ratio(rows, config))
+        advantages = advantages_B[rows].double()
+        weighted_B = applied_BT.sum(dim=1).double() * advantages
+        square_B = torch.linalg.vector_norm(applied_BT, dim=1).double().square() * advantages.square()
+        raw_B = (raw * kept_BT).sum(dim=1).double() * advantages
+        total += torch.stack([weighted_B.sum(), square_B.sum(), raw_B.sum()])
+    n = max(1, kept)
+    weighted, square, raw_mean = (value / n for value in total.tolist())
+    return {
+        PREFIX + "weight_bias": weighted - raw_mean,
+        PREFIX + "weight_variance": max(0.0, square - weighted * weighted) / n,
+    }

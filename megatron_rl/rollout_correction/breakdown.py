@@ -1,0 +1,187 @@
+"""Where the sampler and the learner disagree: the mismatch of a recorded batch, cut along six lines.
+
+A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small
+probabilities, stale weights in the staleness, a stop-token fault in the finish reasons, and a format that a model
+does not suit in the weight formats of a mixed fleet (`mismatch_by_format`: logged at every step).
+
+Shape legend: B sequences, T response positions, N tokens under the mask.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import Format
+from megatron_rl.rollout_correction.ratio import bounded_exp
+from megatron_rl.types import Batch
+
+CUTS = ("position", "probability", "length", "staleness", "finish", "format")
+PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One part of a batch. `kl` is the plain estimate of KL(sampler || learner), the mean of -d."""
+
+    by: str  # one of CUTS
+    label: str
+    tokens: int
+    sequences: int
+    kl: float
+    k3_kl: float
+    abs_diff: float  # mean |d|
+    mult_prob_error: float  # mean exp|d|
+
+
+@torch.no_grad()
+def breakdowns(
+    prox_logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    finish_reasons: Sequence[str] | None = None,
+    versions_B: Tensor | None = None,
+    policy_version: int | None = None,
+    formats: Sequence[str] | None = None,
+) -> list[Slice]:
+    """Slices with at least one token, in the order of their labels; tokens without a ratio are left out.
+
+    Staleness is `policy_version` (the newest of the batch where it is None) less the row's version.
+    """
+    d_BT = prox_logprobs_BT.float() - sampler_logprobs_BT.float()
+    counted_BT = mask_BT.bool() & torch.isfinite(d_BT)
+    tokens = _Tokens(d_BT[counted_BT], counted_BT.nonzero()[:, 0])
+    lengths_B = mask_BT.bool().sum(dim=1)
+    order_BT = mask_BT.bool().cumsum(dim=1) - 1  # a token's place among the row's own tokens
+
+    decile_BT = (10 * order_BT).div(lengths_B.clamp(min=1)[:, None], rounding_mode="floor")
+    names = [f"{10 * decile}-{10 * decile + 10} %" for decile in range(10)]
+    found = list(tokens.slices("position", decile_BT[counted_BT], names))
+
+    edges = torch.tensor(PROBABILITY_EDGES, device=d_BT.device)
+    bucket_N = torch.bucketize(sampler_logprobs_BT[counted_BT].float().exp(), edges)
+    bounds = ("0", *map(str, PROBABILITY_EDGES), "1")
+    names = [f"{low} to {high}" for low, high in pairwise(bounds)]
+    found += tokens.slices("probability", bucket_N, names)
+
+    power_B = lengths_B.clamp(min=1).double().log2().floor().long()
+    names = [f"{2**power} to {2 ** (power + 1) - 1}" for power in range(int(power_B.max()) + 1)] if len(power_B) else []
+    found += tokens.slices("length", power_B[tokens.row_N], names)
+
+    if versions_B is not None and len(versions_B):
+        newest = int(versions_B.max()) if policy_version is None else policy_version
+        staleness_B = (newest - versions_B).clamp(min=0)
+        names = [str(age) for age in range(int(staleness_B.max()) + 1)]
+        found += tokens.slices("staleness", staleness_B[tokens.row_N], names)
+    if finish_reasons is not None:
+        names = sorted(set(finish_reasons))
+        reason_B = torch.tensor([names.index(reason) for reason in finish_reasons], dtype=torch.int64)
+        found += tokens.slices("finish", reason_B.to(d_BT.device)[tokens.row_N], names)
+    if formats is not None and len(set(formats)) > 1:
+        names = sorted(set(formats))
+        format_B = torch.tensor([names.index(format) for format in formats], dtype=torch.int64)
+        found += tokens.slices("format", format_B.to(d_BT.device)[tokens.row_N], names)
+    return found
+
+
+@torch.no_grad()
+def mismatch_by_format(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[str, float]:
+    """The mismatch of each weight format of a mixed fleet; nothing where one format answered everything."""
+    formats_B = batch.formats_B
+    if prox_logprobs_BT is None or formats_B is None or len(formats_B.unique()) < 2:
+        return {}
+    d_BT = prox_logprobs_BT.float() - batch.sampler_logprobs_BT.float()
+    counted_BT = batch.mask_BT & torch.isfinite(d_BT)
+    tokens = _Tokens(d_BT[counted_BT], counted_BT.nonzero()[:, 0])
+    metrics: dict[str, float] = {}
+    for part in tokens.slices("format", formats_B[tokens.row_N], [format.value for format in Format]):
+        metrics |= {
+            f"rollout_corr/{part.label}/kl": part.kl,
+            f"rollout_corr/{part.label}/k3_kl": part.k3_kl,
+            f"rollout_corr/{part.label}/logp_abs_diff_mean": part.abs_diff,
+            f"rollout_corr/{part.label}/mult_prob_error": part.mult_prob_error,
+            f"rollout_corr/{part.label}/token_fraction": part.tokens / len(tokens.d_N),
+        }
+    return metrics
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    d_N: Tensor
+    row_N: Tensor
+
+    def slices(self, by: str, bucket_N: Tensor, names: Sequence[str]) -> Iterator[Slice]:
+        for bucket, label in enumerate(names):
+            inside_N = bucket_N == bucket
+            d = self.d_N[inside_N].double()
+            if not len(d):
+                continue
+            yield Slice(
+                by=by,
+                label=label,
+                tokens=len(d),
+                sequences=len(self.row_N[inside_N].unique()),
+                kl=float(-d.mean()),
+                k3_kl=float((bounded_exp(d) - 1.0 - d).mean()),
+                abs_diff=float(d.abs().mean()),
+                mult_prob_error=float(bounded_exp(d.abs()).mean()),
+            )
+
+
+def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[Slice]:
+    """The breakdowns of one recorded step; none where it holds no learner logprobs."""
+    import pyarrow.parquet as pq
+
+    columns = ["sampler_logprobs", "prox_logprobs", "loss_mask", "policy_version", "finish_reason"]
+    recorded = pq.read_schema(path).names
+    table = pq.read_table(path, columns=columns + [name for name in ("format",) if name in recorded])
+    rows = [row for row in table.to_pylist() if row["prox_logprobs"] is not None]
+    width = max((len(row["loss_mask"]) for row in rows), default=0)
+    if width == 0:
+        return []
+
+    def padded(name: str, filler: float) -> Tensor:
+        return torch.tensor([row[name] + [filler] * (width - len(row[name])) for row in rows], dtype=torch.float32)
+
+    return breakdowns(
+        padded("prox_logprobs", 0.0),
+        padded("sampler_logprobs", 0.0),
+        padded("loss_mask", 0.0).bool(),
+        finish_reasons=[row["finish_reason"] for row in rows],
+        versions_B=torch.tensor([row["policy_version"] for row in rows]),
+        policy_version=policy_version,
+        formats=[row.get("format") or "" for row in rows],
+    )
+
+
+def pooled(parts: Iterable[Slice]) -> list[Slice]:
+    """The slices of several batches as those of one, cut by cut and in the order of their labels."""
+    groups: dict[tuple[str, str], list[Slice]] = {}
+    for part in parts:
+        groups.setdefault((part.by, part.label), []).append(part)
+    return [_pool(groups[key]) for key in sorted(groups, key=lambda key: (CUTS.index(key[0]), _place(key[1])))]
+
+
+def _pool(parts: Sequence[Slice]) -> Slice:
+    tokens = sum(part.tokens for part in parts)
+    means = ("kl", "k3_kl", "abs_diff", "mult_prob_error")
+    return Slice(
+        by=parts[0].by,
+        label=parts[0].label,
+        tokens=tokens,
+        sequences=sum(part.sequences for part in parts),
+        **{name: sum(part.tokens * getattr(part, name) for part in parts) / tokens for name in means},
+    )
+
+
+def _place(label: str) -> tuple[float, str]:
+    """By the number that a label starts with, if any: `8 to 15` before `16 to 31`."""
+    number = re.match(r"[\d.]+", label)
+    return float(number[0]) if number else 0.0, label

@@ -1,0 +1,155 @@
+"""rollout_correction: from two policies' logprobs to importance weights, a mask, and what to log.
+
+The sampler that wrote a response (mu) and the learner that trains on it (p) disagree about every
+token's probability. With d = p - mu and rho = exp(d) this module
+1. decides what happens to tokens without a ratio (`non_finite`),
+2. rejects tokens and sequences by rules on d (`reject`),
+3. weighs what is left (`weight`),
+4. measures the disagreement (`metrics`, all under `rollout_corr/`).
+
+It is pure: no distributed state, the caller hands over the global batch. Rows are worked on in slices
+that fit a core's cache; only `budget`, `target_ess` and `normalize` look at all of them together.
+The passes are in `correction/batch.py`, what they compute in `rules.py`, `weights.py` and `metrics.py`
+beside it; `docs/corrections.md` explains how to choose.
+
+Shape legend: B sequences, T response positions (right-padded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import Anchor, CorrectionConfig, RejectRule, WeightConfig
+from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
+from megatron_rl.rollout_correction.metrics import PREFIX
+from megatron_rl.rollout_correction.ratio import filled, log_ratio, row_chunks
+from megatron_rl.rollout_correction.rules import violations
+
+__all__ = [
+    "Correction",
+    "CorrectionConfig",
+    "RejectRule",
+    "WeightConfig",
+    "apply_conditional_rules",
+    "keep_rows",
+    "rollout_correction",
+]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """`weights_BT` is 0 where `mask_BT` is false; `denominator_mask_BT` is what reductions count."""
+
+    weights_BT: Tensor  # float32, detached
+    mask_BT: Tensor  # bool: tokens that are trained on
+    denominator_mask_BT: Tensor  # bool
+    metrics: dict[str, float]
+    rejected_B: Tensor  # bool: rows that had a response token and lost all to the unconditional rules
+    source: Source
+    cap: float | None = None  # in force: weight.high, or what was solved for weight.target_ess
+
+    def baseline_keep_B(self, config: CorrectionConfig) -> Tensor:
+        """Rows that count in their group's baseline: the `keep_N` to hand to `group_advantages`.
+
+        With `rebaseline`, only rows that are trained on: neither the rejected ones, nor those whose mask
+        was empty before (truncated answers under reward.overlong_filter).
+        """
+        return filled(self.mask_BT) if config.rebaseline else torch.ones_like(self.rejected_B)
+
+
+@torch.no_grad()
+def rollout_correction(
+    prox_logprobs_BT: Tensor | None, sampler_logprobs_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
+) -> Correction:
+    """Weights, mask and metrics for the global batch.
+
+    With `anchor: sampler` there is no proximal policy before the loss: hand over None here, and give
+    `config` to `policy_loss`, which finishes the correction from the policy's own logprobs.
+    """
+    source = Source(prox_logprobs_BT, sampler_logprobs_BT, mask_BT.bool())
+    if prox_logprobs_BT is None:
+        return _without_prox(source, config)
+    work = BatchWork(source, config)
+    for rows in row_chunks(source.mask_BT):
+        work.observe(rows)
+        if not work.needs_all_rows:
+            work.weigh(rows)
+    if work.needs_all_rows:
+        work.apply_budgets()
+        work.solve_cap()
+        for rows in row_chunks(source.mask_BT):
+            work.weigh(rows)
+    metrics = work.finish()
+    # never the memory of the mask: whoever changes one means that one
+    denominator_BT = work.stays_BT.copy_(work.kept_BT) if config.renormalize else work.stays_BT
+    rejected_B = filled(source.mask_BT) & ~filled(work.kept_BT)
+    return Correction(work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, work.cap)
+
+
+def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
+    """`anchor: sampler` before the loss: only the sampler's own faults can be judged."""
+    if config.anchor != Anchor.sampler:
+        raise ValueError("correction.anchor is prox, which needs the learner's logprobs; they are None")
+    weights_BT = torch.empty(source.mask_BT.shape, dtype=torch.float32, device=source.mask_BT.device)
+    stays_BT = torch.empty_like(source.mask_BT)
+    faults = 0
+    for rows in row_chunks(source.mask_BT):
+        sampler_BT = source.sampler_logprobs_BT[rows]
+        zeros_BT = torch.zeros_like(sampler_BT)
+        ratio = log_ratio(zeros_BT, sampler_BT, source.mask_BT[rows], config.non_finite, weights_BT[rows])
+        stays_BT[rows] = ratio.stays_BT
+        weights_BT[rows] = ratio.counted_BT.float()
+        faults += ratio.sampler_faults
+    rejected_B = filled(source.mask_BT) & ~filled(stays_BT)
+    metrics = {PREFIX + "non_finite_sampler": float(faults)}
+    return Correction(weights_BT, stays_BT, stays_BT.clone(), metrics, rejected_B, source)
+
+
+@torch.no_grad()
+def keep_rows(correction: Correction, keep_B: Tensor, config: CorrectionConfig) -> Correction:
+    """Rows that the advantages could not use (a group with one survivor) leave like rejected ones."""
+    return _narrow(correction, correction.mask_BT & keep_B.bool()[:, None], config)
+
+
+@torch.no_grad()
+def apply_conditional_rules(correction: Correction, advantages_B: Tensor, config: CorrectionConfig) -> Correction:
+    """Rules with `when: negative_advantage`, once the advantages are known; they move no baseline.
+
+    Adds `weight_bias` and `weight_variance`, which need the advantages too.
+    """
+    if correction.source.prox_logprobs_BT is None:
+        return correction
+    rules = [rule for rule in config.reject if rule.when is not None]
+    kept_BT = correction.mask_BT
+    if rules:
+        kept_BT = kept_BT.clone()
+        negative_B1 = (advantages_B < 0)[:, None]
+        for rows in row_chunks(kept_BT):
+            ratio = correction.source.ratio(rows, config)
+            for rule in rules:
+                kept_BT[rows] &= ~(violations(rule, ratio) & negative_B1[rows])
+    correction = _narrow(correction, kept_BT, config)
+    quality = weight_quality(correction.source, correction.weights_BT, correction.mask_BT, advantages_B, config)
+    return replace(correction, metrics=correction.metrics | quality)
+
+
+def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -> Correction:
+    """The same correction on fewer tokens, with everything that depends on the survivors brought up to date."""
+    gone_BT = correction.mask_BT & ~kept_BT
+    if not gone_BT.any():
+        return correction
+    denominator_BT = correction.denominator_mask_BT
+    weights_BT = correction.weights_BT.masked_fill(gone_BT, 0.0)
+    metrics = correction.metrics
+    if correction.source.prox_logprobs_BT is not None:
+        metrics = metrics | weigh_again(correction.source, weights_BT, kept_BT, correction.cap, config)
+    return replace(
+        correction,
+        weights_BT=weights_BT,
+        mask_BT=kept_BT,
+        denominator_mask_BT=denominator_BT & ~gone_BT if config.renormalize else denominator_BT,
+        metrics=metrics,
+    )

@@ -1,0 +1,42 @@
+"""The mean reward that the learner would have earned on what the sampler wrote.
+
+The logged reward is the sampler's: a quantized sampler that answers worse lowers it while the policy is
+as good as before. Weighing each answer by the product of its ratios turns it into the learner's.
+
+Shape legend: N rollouts, T response positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT
+
+
+@torch.no_grad()
+def learner_reward(
+    rewards_N: Tensor, prox_logprobs_NT: Tensor, sampler_logprobs_NT: Tensor, mask_NT: Tensor
+) -> dict[str, float]:
+    """`reward/sampler_mean`, `reward/learner_estimate` and its standard error, self-normalised.
+
+    Hand over all generated rollouts: a filter that looked at rewards has already moved the mean. Tokens
+    without a ratio count as ratio 1; rollouts without a finite reward are left out.
+    """
+    scored_N = torch.isfinite(rewards_N)
+    rewards = rewards_N[scored_N].double()
+    if not len(rewards):
+        return {}
+    d_NT = (prox_logprobs_NT.double() - sampler_logprobs_NT.double())[scored_N]
+    d_NT = d_NT.masked_fill(~(mask_NT[scored_N].bool() & torch.isfinite(d_NT)), 0.0)
+    total_N = d_NT.sum(dim=1)
+    # a common factor cancels, so the largest weight is set to 1: nothing overflows
+    weights_N = (total_N - total_N.max()).clamp(min=-2 * EXPONENT_LIMIT).exp()
+    weights_N = weights_N / weights_N.sum()
+    estimate = (weights_N * rewards).sum()
+    error = (weights_N * (rewards - estimate)).square().sum().sqrt()
+    return {
+        "reward/sampler_mean": float(rewards.mean()),
+        "reward/learner_estimate": float(estimate),
+        "reward/learner_estimate_stderr": float(error),
+    }

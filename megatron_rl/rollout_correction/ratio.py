@@ -1,0 +1,157 @@
+"""From two logprobs to one log-ratio per token, with every non-finite value dealt with.
+
+Shape legend: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import NonFinite
+
+EXPONENT_LIMIT = 20.0
+
+# no logprobs of one token differ by this much, and its square still sums over a batch in float32
+LARGEST_DIFFERENCE = 1e15
+
+# Rows are handled in slices that stay in a core's cache; a GPU prefers fewer, larger ones.
+CHUNK_ELEMENTS_HOST = 1 << 17
+CHUNK_ELEMENTS_CUDA = 1 << 22
+
+
+def bounded_exp(exponent: Tensor) -> Tensor:
+    """exp that can neither overflow nor reach zero."""
+    return exponent.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp_()
+
+
+def row_chunks(like_BT: Tensor) -> Iterator[slice]:
+    """Slices of rows; none where there is no column."""
+    rows, columns = like_BT.shape
+    elements = CHUNK_ELEMENTS_CUDA if like_BT.is_cuda else CHUNK_ELEMENTS_HOST
+    step = max(1, elements // max(1, columns))
+    for start in range(0, rows if columns else 0, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _wide(logprobs: Tensor) -> Tensor:
+    """At least float32: a difference of two bfloat16 logprobs would be mostly rounding."""
+    return logprobs.float() if logprobs.dtype in (torch.bfloat16, torch.float16) else logprobs
+
+
+def as_float(mask_BT: Tensor) -> Tensor:
+    """A bool mask as float32, read as bytes: several times faster on hosts than converting bools."""
+    return mask_BT.view(torch.uint8).float()
+
+
+def filled(mask_BT: Tensor) -> Tensor:
+    """bool [B]: rows with a token under the mask."""
+    if mask_BT.shape[1] == 0:
+        return mask_BT.any(dim=1)
+    return mask_BT.view(torch.uint8).amax(dim=1).bool()
+
+
+@dataclass(frozen=True)
+class LogRatio:
+    """d = p - mu where there is a ratio to speak of, 0 elsewhere.
+
+    Derived tensors are made once and kept, as rules, weights and metrics share them.
+    """
+
+    d_BT: Tensor  # float32
+    stays_BT: Tensor  # bool: the response mask less what the non-finite policy dropped
+    counted_BT: Tensor  # bool: stays_BT less tokens without a ratio (`non_finite: zero`)
+    one_BT: Tensor | None  # bool: tokens whose weight is 1 by `non_finite: one`
+    sampler_faults: int
+    learner_faults: int
+
+    @cached_property
+    def bounded_d_BT(self) -> Tensor:
+        return self.d_BT.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+
+    @cached_property
+    def rho_BT(self) -> Tensor:
+        return self.bounded_d_BT.exp()
+
+    @cached_property
+    def counted_float_BT(self) -> Tensor:
+        return as_float(self.counted_BT)
+
+    @cached_property
+    def counts_B1(self) -> Tensor:
+        return self.counted_float_BT.sum(dim=1, keepdim=True)
+
+    @property
+    def stays_B1(self) -> Tensor:
+        if self.stays_BT is self.counted_BT:
+            return self.counts_B1
+        return as_float(self.stays_BT).sum(dim=1, keepdim=True)
+
+    @cached_property
+    def sums_B1(self) -> Tensor:
+        return self.d_BT.sum(dim=1, keepdim=True)
+
+    @cached_property
+    def means_B1(self) -> Tensor:
+        return self.sums_B1 / self.counts_B1.clamp(min=1.0)
+
+    def without_cache(self) -> LogRatio:
+        return replace(self)
+
+    def fix_weights_(self, weights_BT: Tensor, kept_BT: Tensor) -> None:
+        """Tokens without a ratio get the weight that the non-finite policy names."""
+        if self.one_BT is not None:
+            weights_BT.masked_fill_(self.one_BT & kept_BT, 1.0)
+        if self.counted_BT is not self.stays_BT:
+            weights_BT.masked_fill_(~self.counted_BT, 0.0)
+
+
+def difference(prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, out_BT: Tensor) -> Tensor:
+    return torch.sub(_wide(prox_logprobs_BT), _wide(sampler_logprobs_BT), out=out_BT)
+
+
+def log_ratio(
+    prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, policy: NonFinite, out_BT: Tensor
+) -> LogRatio:
+    """The log-ratio of some rows, written to `out_BT`."""
+    difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT).mul_(as_float(mask_BT))
+    flat = out_BT.reshape(-1)
+    # NaN, infinities and absurd values survive a dot product: one cheap pass tells whether to look closer
+    if float(torch.dot(flat, flat)) < LARGEST_DIFFERENCE**2:
+        return LogRatio(out_BT, mask_BT, mask_BT, None, 0, 0)
+    difference(prox_logprobs_BT, sampler_logprobs_BT, out_BT)
+    return _without_faults(prox_logprobs_BT, sampler_logprobs_BT, mask_BT, policy, out_BT)
+
+
+def _without_faults(
+    prox_logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, mask_BT: Tensor, policy: NonFinite, d_BT: Tensor
+) -> LogRatio:
+    sampler_BT = mask_BT & ~torch.isfinite(sampler_logprobs_BT)
+    # two finite logprobs too far apart for any sum of them form no ratio either
+    usable_BT = d_BT.abs() < LARGEST_DIFFERENCE
+    learner_BT = mask_BT & (~torch.isfinite(prox_logprobs_BT) | (~sampler_BT & ~usable_BT))
+    faults = int(sampler_BT.sum())
+    if faults and policy == NonFinite.raise_:
+        row, column = (int(place) for place in sampler_BT.nonzero()[0])
+        raise ValueError(
+            f"the sampler's logprob is {float(sampler_logprobs_BT[row, column])} at position {column} of a response, "
+            f"and {faults} are NaN or infinite among these {len(mask_BT)} rows; correction.non_finite: raise stops "
+            "here, drop, one, zero or reject go on"
+        )
+    stays_BT = mask_BT & ~learner_BT
+    one_BT = None
+    counted_BT = stays_BT
+    if policy == NonFinite.one:
+        one_BT = sampler_BT & stays_BT
+    elif policy == NonFinite.zero:
+        counted_BT = stays_BT & ~sampler_BT
+    elif policy == NonFinite.reject:
+        counted_BT = stays_BT = stays_BT & ~sampler_BT.any(dim=1, keepdim=True)
+    else:
+        counted_BT = stays_BT = stays_BT & ~sampler_BT
+    d_BT.masked_fill_(~stays_BT | sampler_BT, 0.0)
+    return LogRatio(d_BT, stays_BT, counted_BT, one_BT, faults, int(learner_BT.sum()))

@@ -1,0 +1,86 @@
+"""Reject rules: a statistic per token or per row, and its bounds.
+
+Shape legend: B sequences, T response positions. All rules see the same mask, so their order is
+irrelevant. d = p - mu, and rho = exp(d) is always learner over sampler.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
+from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
+
+
+def token_stat(stat: Stat, d_BT: Tensor) -> Tensor:
+    """k1, k2 and k3 estimate KL(mu || p); `abs` is the multiplicative error of the probability."""
+    if stat == Stat.ratio:
+        return bounded_exp(d_BT)
+    if stat == Stat.k1:
+        return -d_BT
+    if stat == Stat.k2:
+        return d_BT.square().mul_(0.5)
+    if stat == Stat.k3:
+        return d_BT.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).expm1_().sub_(d_BT)
+    if stat == Stat.m2:
+        return d_BT.square()
+    if stat == Stat.abs:
+        return bounded_exp(d_BT.abs())
+    raise ValueError(f"unknown stat {stat!r}: one of {', '.join(Stat)}")
+
+
+def row_stat(rule: RejectRule, ratio: LogRatio) -> Tensor:
+    """The statistic of each row as [B, 1]; meaningless where a row has no counted token."""
+    counted_BT, d_BT = ratio.counted_BT, ratio.d_BT
+    if rule.reduce in (Reduce.sum, Reduce.mean):
+        # for the ratio it is d that is summed or averaged: the product, or the geometric mean
+        if rule.stat == Stat.ratio:
+            return bounded_exp(ratio.sums_B1 if rule.reduce == Reduce.sum else ratio.means_B1)
+        row_B1 = (token_stat(rule.stat, d_BT) * ratio.counted_float_BT).sum(dim=1, keepdim=True)
+        return row_B1 if rule.reduce == Reduce.sum else row_B1 / ratio.counts_B1.clamp(min=1.0)
+    values_BT = token_stat(rule.stat, d_BT)
+    if rule.reduce == Reduce.max:
+        return values_BT.masked_fill(~counted_BT, -math.inf).amax(dim=1, keepdim=True)
+    if rule.reduce == Reduce.min:
+        return values_BT.masked_fill(~counted_BT, math.inf).amin(dim=1, keepdim=True)
+    raise ValueError(f"a sequence rule needs reduce, one of {', '.join(Reduce)}; it is {rule.reduce!r}")
+
+
+def stat_of(rule: RejectRule, ratio: LogRatio) -> Tensor:
+    """[B, T] for token rules, [B, 1] for sequence rules."""
+    return token_stat(rule.stat, ratio.d_BT) if rule.level == Level.token else row_stat(rule, ratio)
+
+
+def judged_BT(rule: RejectRule, ratio: LogRatio) -> Tensor:
+    """Where the statistic exists: [B, T] for token rules, [B, 1] for sequence rules."""
+    return ratio.counted_BT if rule.level == Level.token else ratio.counts_B1 > 0
+
+
+def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
+    """Where a rule with bounds rejects, in the shape of its statistic."""
+    if rule.level == Level.none:
+        raise ValueError("level of a reject rule: token or sequence, not none")
+    if rule.budget is not None:
+        raise ValueError("a reject rule with a budget looks at all tokens of the batch; leave out when")
+    stat = stat_of(rule, ratio)
+    # written as "not inside", so that a statistic that overflowed to NaN is rejected
+    inside = torch.ones_like(stat, dtype=torch.bool)
+    if rule.low is not None:
+        inside &= stat >= rule.low
+    if rule.high is not None:
+        inside &= stat <= rule.high
+    return ~inside & judged_BT(rule, ratio)
+
+
+def budget_cutoff(values: Tensor, budget: float) -> float:
+    """The smallest excluded value: those below it average at most `budget`; infinite when all do.
+
+    Equal values share their fate, so that the answer does not depend on the order of rows.
+    """
+    ascending = values.flatten().sort().values
+    running_mean = ascending.double().cumsum(0) / torch.arange(1, len(ascending) + 1, device=values.device)
+    survivors = int((running_mean <= budget).sum())
+    return math.inf if survivors == len(ascending) else float(ascending[survivors])

@@ -1,0 +1,90 @@
+"""Importance weights: their level, their bounds, and the cap that meets a target sample size.
+
+Shape legend: B sequences, T response positions. d = p - mu.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import Aggregate, Level, Outside, WeightConfig
+from megatron_rl.rollout_correction.ratio import LogRatio, bounded_exp
+
+SEARCH_STEPS = 40
+
+
+def raw_ratio(config: WeightConfig, ratio: LogRatio) -> Tensor:
+    """The ratio before any bound: [B, T] per token, [B, 1] per sequence."""
+    if config.level != Level.sequence:
+        return ratio.rho_BT
+    return bounded_exp(ratio.means_B1 if config.aggregate == Aggregate.geometric else ratio.sums_B1)
+
+
+def bound(config: WeightConfig, raw: Tensor, cap: float | None) -> Tensor:
+    if config.level == Level.none:
+        return torch.ones_like(raw)
+    if config.low is None and cap is None:
+        return raw
+    if config.outside == Outside.truncate:
+        return raw.clamp(min=config.low, max=cap)
+    inside = torch.ones_like(raw, dtype=torch.bool)
+    if config.low is not None:
+        inside &= raw >= config.low
+    if cap is not None:
+        inside &= raw <= cap
+    return raw * inside
+
+
+def fraction_bounds(config: WeightConfig, cap: float | None) -> tuple[float, float]:
+    """Bounds that the fraction metrics count against: where no low is set, the mirror of high."""
+    high = math.inf if cap is None else cap
+    low = config.low if config.low is not None else (0.0 if cap is None else 1.0 / cap)
+    return low, high
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """Raw ratios of some rows with the number of kept tokens that each stands for."""
+
+    raw: Tensor
+    tokens: Tensor
+    fixed_ones: int  # kept tokens whose weight is 1 whatever the cap
+
+
+def effective_sample_size(parts: Sequence[Weighted], config: WeightConfig, cap: float | None, kept: int) -> float:
+    """(sum w)^2 / (n sum w^2) over kept tokens."""
+    total = float(sum(part.fixed_ones for part in parts))
+    square = total
+    for part in parts:
+        weights = bound(config, part.raw, cap)
+        weighted = weights * part.tokens
+        total += float(weighted.sum())
+        square += float(torch.dot(weighted.flatten(), weights.flatten()))
+    return total * total / (kept * square) if square > 0 else 0.0
+
+
+def solve_cap(parts: Sequence[Weighted], config: WeightConfig, kept: int) -> float:
+    """The largest cap in [1, high] whose weights reach the target effective sample size.
+
+    With truncation the sample size only falls as the cap rises, so halving the interval finds it.
+    The ceiling is returned where it is good enough, the floor of 1 where nothing is.
+    """
+    target = config.target_ess
+    assert target is not None
+    highest = max((float(part.raw.max()) for part in parts if part.raw.numel()), default=1.0)
+    ceiling = max(1.0, highest if config.high is None else config.high)
+    if kept == 0 or effective_sample_size(parts, config, ceiling, kept) >= target:
+        return ceiling
+    low, high = 0.0, math.log(min(ceiling, max(highest, 1.0)))
+    for _ in range(SEARCH_STEPS):
+        middle = 0.5 * (low + high)
+        if effective_sample_size(parts, config, math.exp(middle), kept) >= target:
+            low = middle
+        else:
+            high = middle
+    return math.exp(low)

@@ -1,0 +1,175 @@
+"""report.html: one page about one run, or about several side by side. Self-contained: it opens without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+from plotly.offline import get_plotlyjs
+
+from megatron_rl.runs.console import duration
+from megatron_rl.runs.report_figures import PALETTE
+from megatron_rl.runs.report_sections import Panel, sections, supervised
+from megatron_rl.runs.run_data import RunData, config_differences, load_runs
+
+STYLE = Path(__file__).with_name("report.css")
+
+
+def write_report(run_dirs: Sequence[Path], output: Path) -> None:
+    runs = load_runs(run_dirs)
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    partial.write_text(page(runs), encoding="utf-8")
+    partial.replace(output)
+
+
+def page(runs: Sequence[RunData]) -> str:
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    parts = [_headline(runs, title), _summary(runs), _differences(runs)]
+    for heading, panels in sections(runs).items():
+        if panels:
+            parts.append(f"<h2>{heading}</h2>\n<div class=grid>{''.join(map(_draw, panels))}</div>")
+    parts.append(_appendix(runs))
+    body = "\n".join(filter(None, parts))
+    return (
+        f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{escape(title)}: report</title>\n"
+        f"<meta name=viewport content='width=device-width'><style>{STYLE.read_text(encoding='utf-8')}</style>\n"
+        f"<script>{get_plotlyjs()}</script></head>\n<body><main>\n{body}\n</main></body></html>\n"
+    )
+
+
+def headline_numbers(run: RunData) -> dict[str, str]:
+    accuracy = run.series("eval/accuracy").finite
+    step_time, sync_time = run.total("time/step", 1), run.total("time/sync", 1)
+    throughput, kl = run.median("perf/rollout_tokens_per_s"), run.median("rollout_corr/k3_kl")
+    ess = run.median("rollout_corr/rollout_is_eff_sample_size")
+    steps = int(run.lines[-1]["progress/step"]) if run.lines else 0
+    planned = run.status.get("steps") or run.setting("run.steps", "?")
+    numbers = {
+        "Held-out accuracy": f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}" if len(accuracy) > 1 else "",
+        "Steps": f"{steps} of {planned}",
+        "Wall time": duration(run.total("time/step")),
+        "Rollout tokens/s": f"{throughput:,.0f}" if throughput is not None else "",
+        "Mismatch KL (k3)": f"{kl:.2e}" if kl is not None else "",
+        "Effective sample size": f"{ess:.1%}" if ess is not None else "",
+        "Weight sync": f"{sync_time / step_time:.1%} of a step" if step_time and sync_time else "",
+    }
+    meaningless = {"Rollout tokens/s", "Mismatch KL (k3)", "Effective sample size"} if supervised(run) else set()
+    return {label: value for label, value in numbers.items() if value and label not in meaningless}
+
+
+def describe_setup(run: RunData) -> str:
+    """Formats, layout, correction and loss in one line."""
+    sizes = {"TP": "tensor_parallel", "PP": "pipeline_parallel", "DP": "data_parallel", "EP": "expert_parallel"}
+    layout = [f"{label}{run.setting(f'learner.{key}', 1)}" for label, key in sizes.items()]
+    layout = [part for part in layout if not part.endswith("P1")] or ["on 1 rank"]
+    formats = run.setting("sampler.fleet.formats", []) or [run.setting("quantization.format", "none")]
+    sampler = " + ".join(dict.fromkeys("BF16" if one == "none" else str(one).upper() for one in formats))
+    weight = run.setting("correction.weight", {})
+    correction = "no correction"
+    if weight.get("level", "none") != "none":
+        low, high = weight.get("low"), weight.get("high")
+        bounds = " to ".join(f"{bound:g}" for bound in (low, high) if bound is not None) or "unbounded"
+        correction = f"{weight['level']} weights, {weight.get('outside', 'truncate')} {bounds}"
+    model = "/".join(Path(str(run.setting("model.path", ""))).parts[-2:])
+    parts = [
+        model,
+        f"sampler {sampler}",
+        f"learner {str(run.setting('learner.precision', '')).upper()} {' '.join(layout)}",
+        f"{run.setting('loss.name', '')} loss",
+        correction,
+    ]
+    return " · ".join(part for part in parts if part.strip())
+
+
+def _headline(runs: Sequence[RunData], title: str) -> str:
+    if len(runs) == 1:
+        run = runs[0]
+        state = str(run.status.get("state", "unknown"))
+        reason = str(run.status.get("reason") or "")
+        about = escape(describe_setup(run))
+        pill = f"<span class='pill {escape(state)}'>{escape(state)}</span>"
+        why = f"<p>{escape(reason)}</p>" if reason else ""
+        return f"<header><h1>{escape(title)} {pill}</h1><p>{about}</p>{why}</header>"
+    chips = "".join(
+        f"<span class=chip><i style='background:{_colour(number)}'></i>{escape(run.name)}</span>"
+        for number, run in enumerate(runs)
+    )
+    return f"<header><h1>{escape(title)}</h1></header><nav>{chips}</nav>"
+
+
+def _summary(runs: Sequence[RunData]) -> str:
+    if len(runs) == 1:
+        cards = [
+            f"<div class=card><span>{escape(label)}</span><b>{escape(value)}</b></div>"
+            for label, value in headline_numbers(runs[0]).items()
+        ]
+        return f"<section class=cards>{''.join(cards)}</section>"
+    numbers = [headline_numbers(run) for run in runs]
+    labels = list(dict.fromkeys(label for one in numbers for label in one))
+    rows = [
+        [
+            _named(number, run),
+            escape(str(run.status.get("state", ""))),
+            *(escape(one.get(label, "")) for label in labels),
+        ]
+        for number, (run, one) in enumerate(zip(runs, numbers, strict=True))
+    ]
+    return "<h2>Summary</h2>" + _table(["run", "state", *labels], rows)
+
+
+def _differences(runs: Sequence[RunData]) -> str:
+    if len(runs) == 1:
+        return ""
+    rows = [
+        [f"<code>{escape(key)}</code>", *(f"<code>{escape(_show(value))}</code>" for value in values)]
+        for key, values in config_differences(runs).items()
+    ]
+    if not rows:
+        return "<h2>Configuration differences</h2><p>None: the runs have the same configuration.</p>"
+    names = [_named(number, run) for number, run in enumerate(runs)]
+    return "<h2>Configuration differences</h2>" + _table(["key", *names], rows)
+
+
+def _appendix(runs: Sequence[RunData]) -> str:
+    parts = ["<h2>Setup</h2>"]
+    for run in runs:
+        config = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True)
+        parts.append(
+            f"<details><summary>{escape(run.name)}: configuration</summary><pre>{escape(config)}</pre></details>"
+            f"<details><summary>{escape(run.name)}: environment</summary>"
+            f"<pre>{escape(json.dumps(run.env, indent=2))}</pre></details>"
+        )
+    return "".join(parts)
+
+
+def _draw(panel: Panel) -> str:
+    assert panel.figure is not None
+    options: Mapping[str, Any] = {"displayModeBar": False, "responsive": True}
+    plot = panel.figure.to_html(full_html=False, include_plotlyjs=False, config=options)
+    return (
+        f"<figure{' class=wide' if panel.wide else ''}><figcaption><b>{escape(panel.title)}</b>"
+        f"<span>{escape(panel.about)}</span></figcaption>{plot}</figure>"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    header = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class=table><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _named(number: int, run: RunData) -> str:
+    return f"<span class=chip><i style='background:{_colour(number)}'></i>{escape(run.name)}</span>"
+
+
+def _colour(number: int) -> str:
+    return PALETTE[number % len(PALETTE)]
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else json.dumps(value) if isinstance(value, (dict, list, bool)) else str(value)

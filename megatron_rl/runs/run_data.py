@@ -1,0 +1,172 @@
+"""Reading a run directory back: the curves, the configuration and the recorded tokens, for reports and comparisons."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatron_rl.rollout_correction.breakdown import Slice, pooled, recorded_breakdowns
+from megatron_rl.runs.record import decode_line
+from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
+from megatron_rl.runs.run_dir import RunDir, read_status
+
+RECORDED_STEPS = 8  # as many recorded steps, evenly spread, are read for histograms and cuts
+
+
+class NotARun(RuntimeError):
+    pass
+
+
+@dataclass(frozen=True)
+class Series:
+    steps: list[int]
+    values: list[float]
+
+    def __bool__(self) -> bool:
+        return any(map(math.isfinite, self.values))
+
+    @property
+    def finite(self) -> list[float]:
+        return [value for value in self.values if math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Trained-on response tokens of the recorded steps, one entry each."""
+
+    sampler_logprobs: np.ndarray
+    prox_logprobs: np.ndarray
+    weights: np.ndarray  # NaN where the correction dropped the token, or none were recorded
+
+    @property
+    def log_ratio(self) -> np.ndarray:
+        return np.clip(self.prox_logprobs - self.sampler_logprobs, -20.0, 20.0)
+
+
+@dataclass(frozen=True)
+class RunData:
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    env: Mapping[str, Any]
+    status: Mapping[str, Any]
+    lines: tuple[Mapping[str, float], ...]  # one per step, in order
+
+    def series(self, name: str, first_step: int = 0) -> Series:
+        found = [
+            (int(line["progress/step"]), float(line[name]))
+            for line in self.lines
+            if name in line and line["progress/step"] >= first_step
+        ]
+        return Series([step for step, _ in found], [value for _, value in found])
+
+    def first_of(self, *names: str) -> str | None:
+        """The first of these metrics that the run has."""
+        return next((name for name in names if self.series(name)), None)
+
+    def last(self, name: str) -> float | None:
+        values = self.series(name).finite
+        return values[-1] if values else None
+
+    def median(self, name: str) -> float | None:
+        values = self.series(name, first_step=1).finite
+        return statistics.median(values) if values else None
+
+    def total(self, name: str, first_step: int = 0) -> float:
+        return math.fsum(self.series(name, first_step).finite)
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        value: Any = self.config
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    @cached_property
+    def tokens(self) -> Tokens | None:
+        """None without recorded steps that hold both logprobs."""
+        parts = [part for _, path in self._recorded() for part in _tokens_of(path)]
+        if not parts:
+            return None
+        return Tokens(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    @cached_property
+    def mismatch(self) -> list[Slice]:
+        """The recorded steps along every cut; the policy that step N ought to sample from has version N - 1."""
+        return pooled(part for step, path in self._recorded() for part in recorded_breakdowns(path, step - 1))
+
+    def _recorded(self) -> list[tuple[int, Path]]:
+        steps = recorded_steps(RunDir(self.path).rollouts)
+        picks = sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), RECORDED_STEPS)).round().astype(int)))
+        return [steps[pick] for pick in picks]
+
+
+def load_run(path: Path) -> RunData:
+    run = RunDir(path)
+    if not run.metrics.is_file():
+        raise NotARun(f"{path} is not a run directory: it has no metrics.jsonl. Give the folder of a run, as runs/NAME")
+    config = yaml.safe_load(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
+    env = json.loads(run.env.read_text(encoding="utf-8")) if run.env.is_file() else {}
+    return RunData(path.resolve().name, path, config or {}, env, read_status(path), tuple(read_metrics(run.metrics)))
+
+
+def load_runs(paths: Sequence[Path]) -> list[RunData]:
+    """Runs with distinct names: folders of the same name are told apart by their paths."""
+    runs = [load_run(path) for path in paths]
+    names = [run.name for run in runs]
+    return [
+        run if names.count(run.name) == 1 else RunData(str(run.path), *list(vars(run).values())[1:6]) for run in runs
+    ]
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """One line per step: of a step that a resumed run did again, the latest counts. Torn lines are skipped."""
+    by_step: dict[int, dict[str, float]] = {}
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = decode_line(text)
+            except json.JSONDecodeError:
+                continue
+            by_step[int(line["progress/step"])] = line
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def config_differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
+    """Key -> value per run, only where they differ. A run's own name is no difference."""
+    flat = [dict(flatten(run.config)) for run in runs]
+    keys = list(dict.fromkeys(key for one in flat for key in one))
+    table = {key: [one.get(key) for one in flat] for key in keys if key not in ("run.name", "run.if_exists")}
+    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+
+
+def _tokens_of(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    table = read_rollouts(path)
+    columns = [table.column(name).to_pylist() for name in ("sampler_logprobs", "prox_logprobs", "weights", "kept")]
+    for sampler, prox, weights, kept, mask in zip(*columns, table.column("loss_mask").to_pylist(), strict=True):
+        if prox is None or not sampler:
+            continue
+        mu, p = np.asarray(sampler, np.float64), np.asarray(prox, np.float64)
+        w = np.full(len(mu), np.nan) if weights is None else np.asarray(weights, np.float64)
+        if kept is not None:
+            w = np.where(np.asarray(kept, bool), w, np.nan)
+        use = np.asarray(mask, bool) & np.isfinite(mu) & np.isfinite(p)
+        yield mu[use], p[use], w[use]

@@ -1,0 +1,1 @@
+"""A fleet of vLLM servers over HTTP, seen from the run."""

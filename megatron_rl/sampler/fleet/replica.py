@@ -1,0 +1,249 @@
+"""One server of the fleet as the fleet talks to it: HTTP requests under a key and a deadline, and what is known of it.
+
+Generation uses vLLM's /inference/v1/generate: token ids in, token ids and logprobs out, no text anywhere. Weights
+move through the worker methods that the embedded sampler calls too, by way of /collective_rpc.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from megatron_rl.config.schema import Format
+from megatron_rl.sampler.fleet.server_process import ServerProcess
+from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.types import SamplingParams
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
+
+HEALTH_TIMEOUT_S = 10.0
+MISSING_LOGPROB = -9999.0  # what the server writes for a logprob that is NaN, infinite or not there
+
+
+class ReplicaGone(SamplerError):
+    """The server is unreachable, hangs, or broke down; another one may do better."""
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_Choice]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled sequence as a server sent it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # NaN where there is none
+    finish_reason: str
+    version: int
+
+
+@dataclass
+class Replica:
+    """A server and the fleet's knowledge of it. Used from the fleet's event loop only."""
+
+    name: str
+    format: Format
+    address: str
+    key: str
+    timeout_s: float
+    process: ServerProcess | None = None  # None: it was given by address
+    version: int = NO_VERSION
+    ready: bool = False  # answers, and holds the weights of `version`
+    lost: str | None = None  # why it will not come back
+    reason: str = ""  # why it is not ready
+    starts: int = 0
+    load: int = 0  # sequences it works on
+    served: int = 0  # sequences it has answered
+    running: set[asyncio.Task[list[Answer]]] = field(default_factory=set)
+    _session: aiohttp.ClientSession | None = None
+
+    def gone(self, reason: str) -> None:
+        """Take it out; whatever it works on is cancelled, for others to take over."""
+        self.ready, self.reason, self.version = False, reason, NO_VERSION
+        for task in list(self.running):
+            task.cancel()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def generate(self, token_ids: Sequence[int], seed: int, params: SamplingParams) -> list[Answer]:
+        """`params.samples` answers to one prompt, in the order of samples."""
+        distinct = 1 if params.temperature == 0 else params.samples  # greedy samples are copies of one
+        body = {
+            "token_ids": token_ids,
+            "sampling_params": {
+                "n": distinct,
+                "seed": seed,
+                "max_tokens": params.max_tokens,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
+                "stop_token_ids": params.stop_token_ids,
+                "logprobs": 0,  # of the sampled token only
+                "flat_logprobs": True,
+                "detokenize": False,
+            },
+        }
+        content = await self.post("/inference/v1/generate", body)
+        try:
+            generated = msgspec.json.decode(content, type=_Generated)
+        except msgspec.DecodeError as error:
+            raise ReplicaGone(f"{self.name} answered with something else than tokens: {error}") from None
+        answers = [_answer(choice) for choice in sorted(generated.choices, key=lambda choice: choice.index)]
+        if len(answers) != distinct:
+            raise ReplicaGone(f"{self.name} sent {len(answers)} answers, {distinct} were asked for")
+        return [answer for answer in answers for _ in range(params.samples // distinct)]
+
+    async def call_workers(self, method: str, **arguments: Any) -> None:
+        """Call a method of every worker of the engine; the first failure is raised."""
+        answers = await self._collective("guarded_call", [method, arguments])
+        for kind, message in filter(None, answers):
+            text = f"{self.name}: {message}"
+            raise WeightSyncError(text) if kind == WeightSyncError.__name__ else SamplerError(f"{text} ({kind})")
+
+    async def start_update(self) -> None:
+        await self.call_workers("abort_weight_update")
+        await self.call_workers("start_weight_update")
+
+    async def stage_update(self, update_info: Mapping[str, Any]) -> None:
+        """Have the engine verify an update; nothing is loaded yet."""
+        try:
+            await self.call_workers("update_weights", update_info=dict(update_info))
+        except WeightSyncError:
+            await self.call_workers("abort_weight_update")
+            raise
+
+    async def abort_update(self) -> None:
+        await self.call_workers("abort_weight_update")
+
+    async def finish_update(self) -> dict[str, Any]:
+        """Load what was verified; afterwards the server stamps its answers with the new version."""
+        try:
+            await self.call_workers("finish_weight_update")
+        finally:
+            states: list[dict[str, Any]] = await self._collective("weight_sync_state", [])
+            versions = sorted({state["policy_version"] for state in states})
+            if len(versions) > 1 or any(state["torn"] for state in states):
+                self.gone("the last weight update stopped half-way: its weights are of no version")
+        await self._stamp(versions[0])
+        self.version = versions[0]
+        return max(states, key=lambda state: state["load_s"])
+
+    async def forget_version(self) -> None:
+        """A server that served another run, or missed updates, starts over: any version is newer than none."""
+        await self.call_workers("forget_version")
+        await self._stamp(NO_VERSION)
+        self.version = NO_VERSION
+
+    async def _stamp(self, version: int) -> None:
+        await self.post("/reset_prefix_cache")
+        await self.post("/update_weight_version", {"new_version": str(version)})
+
+    async def _collective(self, method: str, arguments: list[Any]) -> list[Any]:
+        body = await self.post("/collective_rpc", {"method": method, "args": arguments})
+        return msgspec.json.decode(body)["results"]
+
+    async def is_healthy(self) -> bool:
+        """Whether the server answers, and says that its engine lives."""
+        try:
+            await self.request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        except SamplerError:
+            return False
+        return True
+
+    async def get(self, path: str) -> Any:
+        return msgspec.json.decode(await self.request("GET", path, timeout_s=self.timeout_s))
+
+    async def post(self, path: str, body: Any = None) -> bytes:
+        return await self.request("POST", path, body, timeout_s=self.timeout_s)
+
+    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> bytes:
+        """The response's body. Whatever says that the server itself is in trouble raises ReplicaGone."""
+        try:
+            async with self._connection().request(
+                method,
+                self.address + path,
+                data=None if body is None else msgspec.json.encode(body),
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as response:
+                content = await response.read()
+        except TimeoutError:
+            raise ReplicaGone(f"{self.name} did not answer {path} within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ReplicaGone(f"{self.name}: {path}: {type(error).__name__}: {error}") from None
+        if response.status >= 500:
+            raise ReplicaGone(f"{self.name}: {path} failed ({response.status}): {_shortened(content)}")
+        if response.status >= 400:
+            raise SamplerError(f"{self.name} refused {path} ({response.status}): {_shortened(content)}")
+        return content
+
+    async def answers_strangers(self) -> bool:
+        """Whether a request without the key gets through to a route that moves weights."""
+        async with (
+            aiohttp.ClientSession() as stranger,
+            stranger.get(
+                f"{self.address}/weight_info", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+            ) as response,
+        ):
+            return response.status < 400
+
+    def _connection(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            headers = {"content-type": "application/json"}
+            if self.key:
+                headers["authorization"] = f"Bearer {self.key}"
+            # as many connections as there are prompts in flight; proxies of the environment are not asked
+            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+
+def _answer(choice: _Choice) -> Answer:
+    content = (choice.logprobs and choice.logprobs.content) or []
+    logprobs = tuple(one.logprob if one.logprob > MISSING_LOGPROB else math.nan for one in content)
+    if len(logprobs) != len(choice.token_ids):
+        logprobs = (math.nan,) * len(choice.token_ids)
+    versions = {span.version for span in choice.weight_versions or []}
+    return Answer(
+        tuple(choice.token_ids),
+        logprobs,
+        choice.finish_reason or "abort",
+        min((_number(version) for version in versions), default=NO_VERSION),
+    )
+
+
+def _number(version: str) -> int:
+    """A server that stamps something else than a number holds weights that this run never gave it."""
+    return int(version) if version.lstrip("-").isdecimal() else NO_VERSION
+
+
+def _shortened(content: bytes, limit: int = 300) -> str:
+    text = " ".join(content.decode(errors="replace").split())
+    return text[:limit] + ("..." if len(text) > limit else "")

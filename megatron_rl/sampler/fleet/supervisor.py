@@ -1,0 +1,172 @@
+"""Keeps the fleet's servers alive: starts them, looks at them, restarts and re-syncs the ones that died.
+
+One task per server, on the fleet's event loop. A server serves only after it has received the fleet's current
+policy version. A server that was given by address is not restarted, only looked for until it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.config.schema import Format
+from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone
+from megatron_rl.sampler.fleet.server_process import ServerPlan, ServerProcess
+from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.types import SamplingParams
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
+
+POLL_S = 0.2
+UNANSWERED = 3  # looks in a row without an answer until a server counts as gone
+WARM_UP = SamplingParams(samples=2, max_tokens=2)
+
+
+@dataclass
+class FleetState:
+    """What the supervisors and the sampler share; touched on the event loop only."""
+
+    start_timeout_s: float
+    probe_every_s: float
+    restarts: int
+    longest: int  # tokens of prompt and answer that every server must take
+    say: Callable[[str], None]
+    version: int = NO_VERSION  # the current policy's
+    held: Mapping[Format, Mapping[str, Any]] = field(default_factory=dict)  # its update, kept for re-syncs
+    restarted: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # a replica came back, or was given up
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # one update of the fleet, or one re-sync, at a time
+
+    def gone(self, replica: Replica, reason: str) -> None:
+        if replica.ready:
+            self.say(f"{replica.name} is out: {reason}")
+        replica.gone(reason)
+        self.changed.set()
+
+
+class Supervisor:
+    """The life of one server."""
+
+    def __init__(self, replica: Replica, plan: ServerPlan | None, state: FleetState, key: str) -> None:
+        self.replica = replica
+        self._plan, self._state, self._key = plan, state, key
+        self.first_start: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start_process(self) -> None:
+        if self._plan is not None:
+            self.replica.process = ServerProcess(self._plan, self._key)
+            self.replica.address = self.replica.process.address
+
+    async def run(self) -> None:
+        """Until cancelled, or until the server is given up."""
+        replica = self.replica
+        while True:
+            try:
+                await self._bring_up()
+            except WeightSyncError as error:
+                await self._failed(f"the re-sync was refused: {error}")
+            except Exception as error:  # every kind: a server without its supervisor would be lost in silence
+                await self._failed(
+                    str(error) if isinstance(error, SamplerError) else f"{type(error).__name__}: {error}"
+                )
+            else:
+                if not self.first_start.done():
+                    self.first_start.set_result(None)
+                await self._watch()
+            if replica.lost:
+                self._state.changed.set()
+                return
+
+    async def _bring_up(self) -> None:
+        """From a started process, or an address, to a replica that serves the current policy."""
+        replica, state = self.replica, self._state
+        await replica.close()
+        if replica.process is None and self._plan is not None:
+            state.restarted += 1
+            self.start_process()
+            state.say(f"{replica.name} starts again ({replica.starts} of {state.restarts} restarts): {replica.reason}")
+        await self._until_healthy()
+        if self._plan is None:
+            await self._check_stranger()
+        await replica.forget_version()
+        await replica.generate((0,), 0, WARM_UP)  # the first generation loads and compiles for seconds
+        async with state.updating:
+            if state.held:
+                await replica.call_workers("init_weight_transfer_engine", init_info={})
+                await replica.start_update()
+                await replica.stage_update(state.held[replica.format])
+                await replica.finish_update()
+            replica.ready, replica.reason = True, ""
+        if self.first_start.done():
+            state.say(f"{replica.name} is back with policy version {replica.version}")
+        state.changed.set()
+
+    async def _until_healthy(self) -> None:
+        replica, state = self.replica, self._state
+        deadline = time.monotonic() + state.start_timeout_s
+        while not await replica.is_healthy():
+            ended = replica.process.ended() if replica.process else None
+            if ended:
+                raise ReplicaGone(ended)
+            if time.monotonic() > deadline:
+                raise ReplicaGone(
+                    f"no answer from {replica.address} in sampler.start_timeout_s={state.start_timeout_s:g}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def _check_stranger(self) -> None:
+        """A server that somebody else started: is it guarded, and does it sample as ours do?"""
+        replica = self.replica
+        if replica.key and await replica.answers_strangers():
+            raise ReplicaGone(
+                f"{replica.address} moves weights for whoever asks, without the key; start it with "
+                "--middleware megatron_rl.engine.server_key.RequireKey"
+            )
+        info = (await replica.get("/server_info?config_format=json"))["vllm_config"]["model_config"]
+        if info["logprobs_mode"] != "processed_logprobs":
+            raise ReplicaGone(
+                f"{replica.address} reports {info['logprobs_mode']}: start it with --logprobs-mode processed_logprobs"
+            )
+        if info["max_model_len"] < self._state.longest:
+            raise ReplicaGone(
+                f"{replica.address} takes {info['max_model_len']} tokens, the recipe needs {self._state.longest}: "
+                f"start it with --max-model-len {self._state.longest}"
+            )
+
+    async def _watch(self) -> None:
+        """Returns once the server is gone."""
+        replica, state = self.replica, self._state
+        unanswered, next_look = 0, time.monotonic() + state.probe_every_s
+        while replica.ready:
+            await asyncio.sleep(min(POLL_S, state.probe_every_s))
+            ended = replica.process.ended() if replica.process else None
+            if ended:
+                state.gone(replica, ended)
+            elif time.monotonic() >= next_look:
+                unanswered = 0 if await replica.is_healthy() else unanswered + 1
+                next_look = time.monotonic() + state.probe_every_s
+                if unanswered >= UNANSWERED:
+                    state.gone(replica, f"did not answer {UNANSWERED} times in a row")
+        await self._failed(replica.reason)
+
+    async def _failed(self, reason: str) -> None:
+        """Clear away what is left; decide whether there is another try."""
+        replica, state = self.replica, self._state
+        replica.gone(reason)
+        told = reason
+        if replica.process is not None:
+            told = f"{reason}. The end of {replica.process.plan.log_path}:\n{replica.process.log_end()}"
+            await asyncio.to_thread(replica.process.end)
+            replica.process = None
+        if not self.first_start.done():
+            replica.lost = told
+            self.first_start.set_exception(SamplerError(f"{replica.name} did not start: {told}"))
+        elif self._plan is None:
+            await asyncio.sleep(state.probe_every_s)
+        elif replica.starts >= state.restarts:
+            replica.lost = f"given up after sampler.fleet.restarts={state.restarts}: {told}"
+            state.say(f"{replica.name} is given up after sampler.fleet.restarts={state.restarts}: {reason}")
+        else:
+            replica.starts += 1

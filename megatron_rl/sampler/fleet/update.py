@@ -1,0 +1,100 @@
+"""One update, or one question, to every server of a fleet at once.
+
+An update has three parts: every server begins it, every server verifies it, every server loads it. One that refuses
+it in the second part refuses it for all, and nothing has changed. A server that dies in any part is taken out; its
+supervisor brings it back with whatever version the fleet then serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_rl.config.schema import Format
+from megatron_rl.sampler.fleet.dispatch import nobody_left
+from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone
+from megatron_rl.sampler.fleet.supervisor import FleetState
+from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.weight_sync.manifest import WeightSyncError
+
+POLL_S = 0.1
+
+
+class FleetUpdates:
+    """Used from the fleet's event loop only."""
+
+    def __init__(self, replicas: Sequence[Replica], state: FleetState) -> None:
+        self._replicas, self._state = replicas, state
+        self._updating = False  # holds state.updating, which keeps re-syncs away
+        self._staged: dict[Format, dict[str, Any]] = {}
+
+    async def on_all(self, ask: Callable[[Replica], Any]) -> list[Any]:
+        """Ask every server that is ready, all at once. One that is gone is taken out; with none left, an error."""
+        state = self._state
+        ready = [replica for replica in self._replicas if replica.ready]
+        answers = await asyncio.gather(*(ask(replica) for replica in ready), return_exceptions=True)
+        for replica, answer in zip(ready, answers, strict=True):
+            if isinstance(answer, ReplicaGone):
+                state.gone(replica, str(answer))
+        refused = [answer for answer in answers if isinstance(answer, BaseException)]
+        serious = [answer for answer in refused if not isinstance(answer, ReplicaGone)]
+        if serious:
+            raise serious[0]
+        if not any(replica.ready for replica in ready):
+            raise SamplerError(nobody_left(self._replicas, state.version, state.start_timeout_s))
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def begin(self) -> None:
+        state = self._state
+        if not any(replica.ready for replica in self._replicas):
+            await self._until_one_is_ready()
+        self._end()  # one that was never finished
+        await asyncio.wait_for(state.updating.acquire(), state.start_timeout_s)
+        self._updating = True
+        try:
+            await self.on_all(lambda one: one.start_update())
+        except BaseException:
+            self._end()
+            raise
+
+    async def stage(self, updates: dict[Format, dict[str, Any]]) -> None:
+        self._staged = updates
+        try:
+            await self.on_all(lambda one: one.stage_update(updates[one.format]))
+        except BaseException:
+            self._end()
+            with contextlib.suppress(SamplerError):  # the reason why is on its way up already
+                await self.on_all(lambda one: one.abort_update())
+            raise
+
+    async def finish(self) -> dict[str, Any]:
+        state = self._state
+        try:
+            states = await self.on_all(lambda one: one.finish_update())
+            slowest = max(states, key=lambda answer: answer["load_s"])
+            state.version, state.held = slowest["policy_version"], self._staged
+            return slowest
+        except (WeightSyncError, SamplerError):
+            for replica in self._replicas:
+                if replica.ready and replica.version != state.version:
+                    state.gone(replica, "it loaded a version that another server could not load")
+            raise
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._staged = {}
+        if self._updating:
+            self._updating = False
+            self._state.updating.release()
+
+    async def _until_one_is_ready(self) -> None:
+        state = self._state
+        deadline = time.monotonic() + state.start_timeout_s
+        while not any(replica.ready for replica in self._replicas):
+            if time.monotonic() > deadline or all(replica.lost for replica in self._replicas):
+                raise SamplerError(nobody_left(self._replicas, state.version, state.start_timeout_s))
+            await asyncio.sleep(POLL_S)

@@ -1,0 +1,151 @@
+"""What is wrong with a fleet's keys is said before anything starts: key, value, way out."""
+
+import socket
+from dataclasses import replace
+
+import pytest
+from tiny_engine import make_config
+
+from megatron_rl.config import ConfigError, load
+from megatron_rl.config.fleet import (
+    address_problems,
+    distinct_formats,
+    is_fleet,
+    is_loopback,
+    local_formats,
+    problems,
+    replica_formats,
+)
+from megatron_rl.config.schema import Config, Device, FleetSection, Format, Transport
+
+KEY = "MEGATRON_RL_FLEET_KEY"
+DISTANT = "http://node7:8000"
+
+
+def config(sampler: dict | None = None, **fleet) -> Config:
+    return make_config(Format.int8, fleet=FleetSection(**fleet), **(sampler or {}))
+
+
+def found(config: Config, kind: Device = Device.cpu) -> str:
+    return "\n".join(problems(config, kind))
+
+
+def test_formats_of_embedded_engines_and_fleets():
+    assert not is_fleet(config())
+    assert replica_formats(config()) == distinct_formats(config()) == (Format.int8,)
+    assert replica_formats(config(replicas=2, addresses=[DISTANT])) == (Format.int8,) * 3
+    mixed = config(replicas=2, addresses=[DISTANT], formats=[Format.fp8, Format.none, Format.fp8])
+    assert distinct_formats(mixed) == (Format.none, Format.fp8)
+    assert local_formats(mixed) == (Format.fp8, Format.none)
+
+
+def test_a_sound_fleet_has_no_problems(monkeypatch):
+    monkeypatch.setenv(KEY, "k" * 32)
+    sound = config(replicas=1, addresses=["http://127.0.0.1:8000"], formats=[Format.none, Format.int8])
+    assert found(sound) == ""
+    assert address_problems(sound) == []
+    on_gpus = config({"tensor_parallel": 2}, replicas=2, devices=["0,1", "2,3"])
+    assert found(on_gpus, Device.cuda) == ""
+
+
+@pytest.mark.parametrize(
+    ("sampler", "fleet", "kind", "words"),
+    [
+        ({}, {"replicas": -1}, Device.cpu, ["sampler.fleet.replicas", "-1", "0"]),
+        ({}, {"replicas": 2, "formats": [Format.int8]}, Device.cpu, ["sampler.fleet.formats", "1 formats for 2"]),
+        ({}, {"formats": [Format.int8]}, Device.cpu, ["sampler.fleet.formats", "without servers"]),
+        ({}, {"replicas": 1, "restarts": -1}, Device.cpu, ["sampler.fleet.restarts", "-1"]),
+        ({}, {"replicas": 1, "probe_every_s": 0.0}, Device.cpu, ["sampler.fleet.probe_every_s", "above 0"]),
+        ({}, {"replicas": 3, "port": 65534}, Device.cpu, ["sampler.fleet.port", "65534 to 65536", "null"]),
+        ({}, {"replicas": 1, "port": 80}, Device.cpu, ["sampler.fleet.port", "80", "1024"]),
+        ({}, {"addresses": ["http://[::1]:1"], "port": 8000}, Device.cpu, ["sampler.fleet.port", "remove it"]),
+        ({}, {"replicas": 1, "devices": ["0"]}, Device.cpu, ["sampler.fleet.devices", "no GPU"]),
+        ({}, {"replicas": 2}, Device.cuda, ["sampler.fleet.devices", "share the same GPUs"]),
+        ({}, {"replicas": 2, "devices": ["0"]}, Device.cuda, ["sampler.fleet.devices", "1 entries"]),
+        ({}, {"replicas": 2, "devices": ["0", "0"]}, Device.cuda, ["sampler.fleet.devices", "each once"]),
+        ({}, {"replicas": 2, "devices": ["0", "one"]}, Device.cuda, ["sampler.fleet.devices", "one"]),
+        ({}, {"replicas": 1, "devices": ["0,1"]}, Device.cuda, ["sampler.fleet.devices", "tensor_parallel=1"]),
+        ({"devices": "0"}, {"replicas": 1}, Device.cuda, ["sampler.devices", "sampler.fleet.devices"]),
+        ({"memory_gib": 1e6}, {"replicas": 2}, Device.cpu, ["sampler.memory_gib", "2e+06 GiB"]),
+        ({}, {"addresses": [DISTANT]}, Device.cpu, ["sync.dir", "null", "node7"]),
+    ],
+)  # fmt: skip
+def test_nonsense_is_named(sampler, fleet, kind, words):
+    said = found(config(sampler, **fleet), kind)
+    assert len(said.splitlines()) == 1
+    assert all(word in said for word in words), said
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"sampler.fleet.port: {port} is in use" in found(config(replicas=1, port=port))
+
+
+def test_other_transports_do_not_reach_a_fleet_yet():
+    fleet = config(replicas=1)
+    assert "sync.transport: nccl" in found(replace(fleet, sync=replace(fleet.sync, transport=Transport.nccl)))
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("node7:8000", "scheme"),
+        ("http://node7", "port is missing"),
+        ("http://:8000", "host or port is missing"),
+        ("http://node7:80000", "range"),
+        ("http://node7:8000/v1", "behind the port"),
+        ("http://user:secret@node7:8000", "keys do not belong in an address"),
+    ],
+)
+def test_addresses_that_cannot_be_meant(address, words, monkeypatch):
+    monkeypatch.setenv(KEY, "k" * 32)
+    (said,) = address_problems(config(addresses=[address]))
+    assert said.startswith("sampler.fleet.addresses")
+    assert words in said
+    assert "secret" not in said
+
+
+def test_the_same_server_twice(monkeypatch):
+    monkeypatch.setenv(KEY, "k" * 32)
+    (said,) = address_problems(config(addresses=[DISTANT, DISTANT]))
+    assert "twice" in said
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:1", "http://127.9.9.9:1", "http://[::1]:1", "http://localhost:1"]
+)
+def test_loopback(address, monkeypatch):
+    monkeypatch.delenv(KEY, raising=False)
+    assert is_loopback(address)
+    assert address_problems(config(addresses=[address])) == []
+
+
+@pytest.mark.parametrize(
+    "address", ["http://0.0.0.0:1", "http://10.0.0.1:1", "http://node7:1", "http://127.0.0.1.example:1"]
+)
+def test_elsewhere_a_key_is_needed_when_the_recipe_is_loaded(address, monkeypatch, tmp_path):
+    assert not is_loopback(address)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"sampler: {{fleet: {{addresses: ['{address}']}}}}\n")
+    monkeypatch.delenv(KEY, raising=False)
+    with pytest.raises(ConfigError, match=rf"sampler\.fleet\.key_variable: {KEY} is not set"):
+        load(recipe)
+    monkeypatch.setenv(KEY, "k" * 32)
+    assert load(recipe).sampler.fleet.addresses == [address]
+
+
+@pytest.mark.parametrize("key", ["short", "with spaces in the middle of it", "k" * 20 + "\n", "ä" * 20])
+def test_weak_keys_are_refused_and_never_shown(key, monkeypatch):
+    monkeypatch.setenv(KEY, key)
+    (said,) = address_problems(config(addresses=[DISTANT]))
+    assert f"the key in {KEY} has {len(key)} characters" in said
+    assert key not in said
+
+
+def test_a_key_in_place_of_the_variable_is_not_repeated():
+    (said,) = address_problems(config(addresses=[DISTANT], key_variable="sk-very-secret"))
+    assert "sampler.fleet.key_variable" in said
+    assert "very-secret" not in said

@@ -1,0 +1,90 @@
+"""Prints, as JSON, how far our host kernels are from the vLLM kernels they replace.
+
+A process of its own: vLLM changes the threads and settings of whoever imports it.
+"""
+
+import json
+
+import torch
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS as FP8_KERNELS
+from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS as INT8_KERNELS
+from vllm.model_executor.kernels.linear import FP8ScaledMMLinearLayerConfig, choose_scaled_mm_linear_kernel
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
+
+from megatron_rl.config.schema import Format
+from megatron_rl.engine import host_kernels
+from megatron_rl.quantization.quantize import quantize
+
+NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
+FP8_NAMES = ["weight", "weight_scale", "input_scale", "input_scale_ub"]
+
+
+def layer_with(tensors: dict[str, torch.Tensor], transposed: bool) -> torch.nn.Module:
+    layer = torch.nn.Module()
+    weight = tensors["weight"].t() if transposed else tensors["weight"].clone()
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(tensors["weight_scale"].clone(), requires_grad=False)
+    layer.params_dtype = torch.bfloat16
+    layer.logical_widths = [tensors["weight"].shape[0]]
+    for name in ("input_scale", "input_scale_ub", "input_zero_point", "azp_adj", "bias"):
+        layer.register_parameter(name, None)
+    return layer
+
+
+def outputs_of(kernel, layer: torch.nn.Module, inputs: list[torch.Tensor], bias: torch.Tensor) -> list[torch.Tensor]:
+    kernel.process_weights_after_loading(layer)
+    return [kernel.apply_weights(layer, x, b) for x in inputs for b in (None, bias)]
+
+
+def relative(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    return max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(a, b, strict=True))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    weight_OI = torch.randn(320, 192) * torch.logspace(-3, 1, 320).unsqueeze(1)
+    inputs = [torch.randn(m, 192) * torch.logspace(-2, 2, m).unsqueeze(1) for m in (1, 3, 40)]
+    bias = torch.randn(320)
+    fp8 = quantize(weight_OI, Format.fp8)
+    int8 = quantize(weight_OI, Format.int8)
+    config = FP8ScaledMMLinearLayerConfig(
+        weight_quant_key=kFp8StaticChannelSym,
+        activation_quant_key=kFp8DynamicTokenSym,
+        weight_shape=(320, 192),
+        input_dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16,
+    )
+    int8_config = Int8ScaledMMLinearLayerConfig(is_static_input_scheme=False, is_channelwise=True, input_symmetric=True)
+    host_kernels.install()
+    host_kernels.install()
+    chosen = choose_scaled_mm_linear_kernel(config, FP8_KERNELS, quantization="fp8_w8a8")
+    chosen_int8 = choose_scaled_mm_linear_kernel(int8_config, INT8_KERNELS, quantization="int8_w8a8")
+    fast = outputs_of(chosen(config, FP8_NAMES), layer_with(fp8, True), inputs, bias)
+    slow_kernel = ChannelWiseTorchFP8ScaledMMLinearKernel(config, FP8_NAMES)
+    slow = outputs_of(slow_kernel, layer_with(fp8, True), inputs, bias)
+    unrounded = [x @ weight_OI.t() + b for x in inputs for b in (torch.zeros(320), bias)]
+    mine = outputs_of(chosen_int8(int8_config, NAMES), layer_with(int8, False), inputs, bias)
+    theirs_kernel = CPUInt8ScaledMMLinearKernel(int8_config, NAMES)
+    theirs = outputs_of(theirs_kernel, layer_with(int8, False), inputs, bias)
+    print(
+        json.dumps(
+            {
+                "fp8_kernel": chosen.__name__,
+                "fp8_fast_to_slow": relative(fast, slow),
+                "fp8_slow_to_bf16": relative(slow, unrounded),
+                "int8_kernel": chosen_int8.__name__,
+                "int8_equal": all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)),
+                "shapes_equal": [tuple(x.shape) for x in fast] == [tuple(x.shape) for x in slow],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))):
+        main()

@@ -1,0 +1,41 @@
+"""Live engines, several in one process: run as a script, leaves what it found as JSON.
+
+One process, because importing vLLM takes longer than everything that happens here.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checked_cases import run_checked, run_in_place
+from live_engine import Case
+from trainer_cases import run_trainer
+from update_cases import run_cache, run_case
+
+from megatron_rl.config.schema import Format, KvCache
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        "qwen3_moe": lambda: run_case(
+            Case("qwen3_moe", Format.int8, out / "qwen3_moe"), "model.layers.1.mlp.experts.2.down_proj.weight"
+        ),
+        "mixtral": lambda: run_case(
+            Case("mixtral", Format.none, out / "mixtral"), "model.layers.0.block_sparse_moe.experts.3.w1.weight"
+        ),
+        "checked": lambda: run_checked(Case("qwen3", Format.int8, out / "checked")),
+        "in_place": lambda: run_in_place(Case("qwen3", Format.none, out / "in_place")),
+        "trainer": run_trainer,
+        "cache": lambda: run_cache(Case("qwen3", Format.none, out / "cache", kv_cache=KvCache.fp8)),
+    }
+    found = {name: run() for name, run in runs.items() if name in (sys.argv[2:] or runs)}
+    (out / "found.json").write_text(json.dumps(found))
+    os._exit(0)  # no wait for the engines' threads
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""A worker extension for tests alone: the receiver, with mistakes that can be switched on for one update.
+
+An update directory that holds a file `fault` is loaded wrongly in the way the file names; without one this is
+the receiver as shipped. Found by the engine's workers through PYTHONPATH.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from megatron_rl.engine.receiver import BACKEND, FileUpdateInfo, FileWeightTransferEngine, WorkerExtension
+
+
+class FaultyEngine(FileWeightTransferEngine):
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        self.fault = Path(update_info.directory) / "fault"
+        super().receive_weights(update_info)
+
+    def prepare(self, tensors):
+        name = self.fault.read_text() if self.fault.exists() else ""
+        if name == "parameter_not_written":
+            tensors = {key: tensor for key, tensor in tensors.items() if key != "model.norm.weight"}
+        make_live = super().prepare(tensors)
+        if name == "killed_while_building" or (name == "second_worker_killed" and get_tensor_model_parallel_rank()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def make_live_wrongly() -> None:
+            if name == "kernels_not_rebuilt":
+                old = kernels_of(self.model)
+                # oneDNN reads the scales where they lay: without them the wrong answers would be NaN, which stays
+                # in the cache and spoils those of the next version as well
+                self.kept = [layer.weight_scale for layer, _ in old]
+                make_live()
+                for layer, handler in old:
+                    layer.scheme.kernel.dnnl_handler = handler
+            elif name == "tied_head_not_refreshed":
+                (head,) = [m for m in self.model.modules() if isinstance(m, ParallelLMHead)]
+                packed = head.cpu_linear
+                make_live()
+                head.cpu_linear = packed
+            elif name == "stopped_half_way":
+                raise RuntimeError("stopped half-way")
+            else:
+                make_live()
+
+        return make_live_wrongly
+
+
+def kernels_of(model: torch.nn.Module) -> list:
+    layers = [m for m in model.modules() if isinstance(m, LinearBase)]
+    return [(layer, layer.scheme.kernel.dnnl_handler) for layer in layers]
+
+
+class FaultyExtension(WorkerExtension):
+    pass
+
+
+WeightTransferEngineFactory._registry[BACKEND] = lambda: FaultyEngine

@@ -1,0 +1,130 @@
+"""A tiny engine in this process, its weights by seed, and the versions that reach it."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from simulated import hf_config, random_hf
+from tiny_engine import PROMPTS, make_config
+
+from megatron_rl.config.schema import Config, Format, KvCache
+from megatron_rl.engine import receiver, reload
+from megatron_rl.engine.child import Engine
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.quantization.cache_scales import CacheScales
+from megatron_rl.quantization.quantize import is_quantized, quantize
+from megatron_rl.sampler import model_folder
+from megatron_rl.weight_sync import file_transport as transport
+from megatron_rl.weight_sync.manifest import WeightSyncError
+
+EXPERTS = r"re:.*\.experts\..*"  # hosts have no kernel for quantized experts
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 64, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "rope_theta": 10000.0, "dtype": "bfloat16",
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": hf_config("qwen3_moe", architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True, **SIZES),
+    "mixtral": hf_config("mixtral", architectures=["MixtralForCausalLM"], sliding_window=None, **SIZES)
+    | {"num_local_experts": 4},
+    "qwen3": hf_config("qwen3", architectures=["Qwen3ForCausalLM"], **SIZES),
+}
+
+
+class Alone:
+    """A learner of one rank."""
+
+    def max_(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
+        pass
+
+
+class Case:
+    """One model and format: its weights by seed, its engine, and the versions that reach it."""
+
+    def __init__(self, family: str, format: Format, folder: Path, **quantization: Any) -> None:
+        self.hf, self.folder, self.version = MODELS[family], folder, -1
+        config = make_config(format)
+        changes = {"ignore": [*config.quantization.ignore, EXPERTS]} | quantization
+        self.config: Config = replace(config, quantization=replace(config.quantization, **changes))
+        (folder / "hf").mkdir(parents=True)
+        (folder / "hf" / "config.json").write_text(json.dumps(self.hf))
+
+    def tensors(self, seed: int) -> dict[str, torch.Tensor]:
+        quantization, tensors = self.config.quantization, {}
+        for name, drawn in random_hf(ModelShape.from_hf(self.hf), torch.float32, seed).items():
+            tensor = (1 + 0.02 * drawn if drawn.ndim == 1 else 0.1 * drawn).bfloat16()
+            if is_quantized(name, quantization.format, quantization.ignore):
+                for suffix, part in quantize(tensor, quantization.format).items():
+                    tensors[name.removesuffix("weight") + suffix] = part
+            else:
+                tensors[name] = tensor
+        return tensors | self.scales(seed)
+
+    def scales(self, seed: int) -> dict[str, torch.Tensor]:
+        """Of the quantized cache, where there is one."""
+        if self.config.quantization.kv_cache == KvCache.none:
+            return {}
+        made = CacheScales(self.hf["num_hidden_layers"], Alone(), lambda: torch.full((2, 2), 4.0 + seed))
+        made.begin_sync()
+        return dict(made.values())
+
+    def start(self, name: str, **arguments: Any) -> Engine:
+        folder = model_folder.write_engine_folder(self.folder / "hf", self.folder / name, self.config)
+        if "load_format" in arguments:
+            save_file(self.tensors(1), folder / "model.safetensors", {"format": "pt"})
+        return Engine(model_folder.engine_arguments(self.config, folder) | arguments)
+
+    def update(self, engine: Engine, tensors: dict[str, torch.Tensor]) -> str:
+        """The next version into the engine; what it said against it."""
+        self.version += 1
+        transport.write_version(self.folder, self.version, tensors.items(), format=self.config.quantization.format)
+        try:
+            engine.start_weight_update()
+            engine.update_weights(transport.update_info(self.folder, self.version, 1))
+            engine.finish_weight_update()
+        except WeightSyncError as error:
+            self.version -= 1
+            return str(error)
+        return ""
+
+    def update_wrongly(self, engine: Engine, fault: Callable[..., None]) -> str:
+        """The first weights again, loaded by a receiver with a mistake."""
+        prepare = receiver.FileWeightTransferEngine.prepare
+
+        def prepare_wrongly(worker: Any, tensors: dict[str, torch.Tensor]) -> Callable[[], None]:
+            load = partial(reload.load, worker.model, worker.model_config, worker.device)
+            return partial(fault, worker.model, tensors.items(), load)
+
+        receiver.FileWeightTransferEngine.prepare = prepare_wrongly
+        try:
+            return self.update(engine, self.tensors(1))
+        finally:
+            receiver.FileWeightTransferEngine.prepare = prepare
+
+
+def answers(engine: Engine) -> list[Any]:
+    packed = engine.generate(
+        [list(prompt.token_ids) for prompt in PROMPTS], list(range(len(PROMPTS))),
+        samples=2, max_tokens=6, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[],
+    )  # fmt: skip
+    return [packed["tokens"].hex(), packed["logprobs"].hex()]
+
+
+def attempt(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def model_of(engine: Engine) -> Any:
+    return engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model

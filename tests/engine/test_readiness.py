@@ -1,0 +1,117 @@
+"""What an engine may answer, and the order in which it falls asleep and wakes around a sync."""
+
+import pytest
+
+from megatron_rl.config.schema import Sleep
+from megatron_rl.engine.readiness import CACHE, TAGS, WEIGHTS, Readiness
+from megatron_rl.sampler.rest import Rest
+
+
+def served(version: int = 3) -> Readiness:
+    ready = Readiness()
+    ready.begin_update()
+    ready.complete_update(version)
+    return ready
+
+
+def test_the_way_through_sleep_and_sync():
+    ready = served()
+    assert ready.refusal(3) is None
+    ready.fall_asleep(level=2)
+    assert "asleep (kv_cache, weights)" in ready.refusal()
+    with pytest.raises(RuntimeError, match="wake them"):
+        ready.begin_update()
+    ready.wake([WEIGHTS])
+    assert "asleep (kv_cache)" in ready.refusal()
+    ready.begin_update()
+    with pytest.raises(RuntimeError, match="before the cache wakes"):
+        ready.wake([CACHE])
+    ready.complete_update(4)
+    assert "asleep (kv_cache)" in ready.refusal(4)
+    ready.wake([CACHE])
+    assert ready.refusal(4) is None
+
+
+def test_discarded_weights_need_a_sync_and_kept_ones_do_not():
+    ready = served()
+    ready.fall_asleep(level=1)
+    ready.wake(TAGS)
+    assert ready.refusal(3) is None
+    ready.fall_asleep(level=2)
+    ready.wake(TAGS)
+    assert "discarded" in ready.refusal(3)
+    ready.begin_update()
+    ready.abandon_update(torn=False)  # refused: nothing has come back
+    assert "discarded" in ready.refusal(3)
+    ready.begin_update()
+    ready.complete_update(4)
+    assert ready.refusal(4) is None
+
+
+def test_an_update_that_is_not_finished():
+    ready = served()
+    ready.begin_update()
+    assert "has begun and is not finished" in ready.refusal(3)
+    with pytest.raises(RuntimeError, match="finish it before the engine sleeps"):
+        ready.fall_asleep(1)
+    ready.abandon_update(torn=False)
+    assert ready.refusal(3) is None
+    ready.begin_update()
+    ready.abandon_update(torn=True)
+    assert "of no version" in ready.refusal(3)
+
+
+def test_another_version_than_the_announced_one_is_not_served():
+    assert served(3).refusal(4) == "the engine serves policy version 3, version 4 was announced last"
+    assert Readiness().refusal() is None, "dummy weights: nobody has named a version yet"
+
+
+def test_unknown_parts_are_named():
+    with pytest.raises(RuntimeError, match="'weight'"):
+        served().wake(["weight"])
+
+
+class Calls:
+    def __init__(self) -> None:
+        self.calls: list = []
+
+    def sleep(self, level: int = 1) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        self.calls.append(("wake", tags))
+
+
+@pytest.mark.parametrize(("mode", "level"), [(Sleep.offload, 1), (Sleep.discard, 2)])
+def test_wake_weights_then_sync_then_wake_cache(mode, level):
+    engine = Calls()
+    rest = Rest(engine, mode)
+    rest.wake()  # before the first request: it never slept
+    rest.sleep()
+    rest.sleep()
+    with rest.syncing():
+        engine.calls.append("sync")
+    rest.wake()
+    assert engine.calls == [("sleep", level), ("wake", [WEIGHTS]), "sync", ("wake", [CACHE])]
+    rest.sleep()
+    rest.wake()  # a step without a sync
+    assert engine.calls[4:] == [("sleep", level), ("wake", [WEIGHTS]), ("wake", [CACHE])]
+
+
+def test_a_failed_sync_leaves_the_cache_asleep():
+    engine = Calls()
+    rest = Rest(engine, Sleep.discard)
+    rest.sleep()
+    with pytest.raises(RuntimeError), rest.syncing():
+        raise RuntimeError
+    assert engine.calls == [("sleep", 2), ("wake", [WEIGHTS])]
+
+
+def test_without_sleep_nothing_is_called():
+    engine = Calls()
+    rest = Rest(engine, Sleep.none)
+    rest.sleep()
+    with rest.syncing():
+        pass
+    rest.wake()
+    assert engine.calls == []

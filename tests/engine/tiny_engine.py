@@ -1,0 +1,161 @@
+"""Tiny Qwen3 models, the updates that carry their weights, and the live engines they reach."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from megatron_rl.config.schema import (
+    Config,
+    Device,
+    Format,
+    QuantizationSection,
+    RolloutSection,
+    RunSection,
+    SamplerSection,
+)
+from megatron_rl.quantization.quantize import is_quantized, quantize
+from megatron_rl.sampler import model_folder
+from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.types import Prompt, Rollout, SamplingParams
+from megatron_rl.weight_sync import file_transport as transport
+
+PROMPTS = [Prompt(i, tuple(3 + (5 * i + 7 * j) % 80 for j in range(5 + i)), "", {}) for i in range(6)]
+SAMPLING = SamplingParams(samples=2, max_tokens=6)
+
+
+def make_config(format: Format = Format.none, **sampler) -> Config:
+    return Config(
+        run=RunSection(device=Device.cpu),
+        quantization=QuantizationSection(format=format),
+        rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
+        sampler=replace(SamplerSection(memory_gib=0.1, max_sequences=16, start_timeout_s=240), **sampler),
+    )
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    folder: Path  # config.json alone
+    hf: Qwen3Config
+
+    def weights(self, seed: int) -> dict[str, torch.Tensor]:
+        """BF16, large enough that logprobs are far from uniform and every change shows."""
+        generator = torch.Generator().manual_seed(seed)
+        weights = {}
+        for name, tensor in self.untrained.items():
+            if self.hf.tie_word_embeddings and name == "lm_head.weight":
+                continue
+            noise = torch.randn(tensor.shape, generator=generator) * (0.02 if tensor.ndim == 1 else 0.08)
+            weights[name] = (tensor + noise).bfloat16()
+        return weights
+
+    @cached_property
+    def untrained(self) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(self.hf).state_dict()
+
+    def quantized(self, seed: int, format: Format) -> dict[str, torch.Tensor]:
+        tensors = {}
+        for name, tensor in self.weights(seed).items():
+            if is_quantized(name, format, ["lm_head"]):
+                for suffix, part in quantize(tensor, format).items():
+                    tensors[name.removesuffix("weight") + suffix] = part
+            else:
+                tensors[name] = tensor
+        return tensors
+
+
+def make_model(folder: Path, tied: bool) -> TinyModel:
+    """About 0.4M parameters; a vocabulary that is no multiple of anything, so that padding takes part."""
+    hf = Qwen3Config(
+        vocab_size=101, hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=tied,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0, architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    hf.save_pretrained(folder)
+    return TinyModel(folder, hf)
+
+
+class Live:
+    """A running engine that is updated through the file transport."""
+
+    def __init__(self, sampler: EmbeddedSampler, model: TinyModel, format: Format, directory: Path) -> None:
+        self.sampler = sampler
+        self.model = model
+        self.format = format
+        self.directory = directory
+        self.seed_now = 0  # of the weights it should be serving
+
+    @property
+    def next_version(self) -> int:
+        return self.sampler.policy_version + 1
+
+    def write(self, seed: int) -> Path:
+        """The next version on disk, not yet loaded; returns its manifest."""
+        transport.remove_version(self.directory, self.next_version)
+        tensors = self.model.quantized(seed, self.format).items()
+        return transport.write_version(self.directory, self.next_version, tensors, format=self.format).manifest
+
+    def load(self) -> None:
+        version = self.next_version
+        self.sampler.start_weight_update()
+        self.sampler.update_weights(transport.update_info(self.directory, version, 1, background=True))
+        self.sampler.finish_weight_update(str(version))
+
+    def update(self, seed: int, fault: str | None = None) -> None:
+        self.write(seed)
+        marker = self.directory / "fault"
+        if fault is not None:
+            marker.write_text(fault)
+        try:
+            self.load()
+        finally:
+            marker.unlink(missing_ok=True)
+        self.seed_now = seed
+
+    def rollouts(self, seed: int = 1, params: SamplingParams = SAMPLING) -> list[Rollout]:
+        return self.sampler.generate(PROMPTS, params, seed=seed, first_group=0, step=0)
+
+    def restart(self) -> None:
+        """Start the engine, with the faults of faulty_receiver.py at hand."""
+        with pytest.MonkeyPatch.context() as patch:
+            here = str(Path(__file__).parent)
+            patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+            self.sampler.launch()
+        self.sampler.wait_ready()
+
+
+def make_live(folder: Path, format: Format, tied: bool, **sampler) -> Live:
+    """Not yet started."""
+    model = make_model(folder / "hf", tied)
+    config = make_config(format, **sampler)
+    engine = EmbeddedSampler(config, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension")
+    return Live(engine, model, format, folder)
+
+
+def start_live(tmp_path_factory, format: Format, tied: bool) -> Iterator[Live]:
+    live = make_live(tmp_path_factory.mktemp(format.value), format, tied)
+    try:
+        live.restart()
+        yield live
+    finally:
+        live.sampler.close()
+
+
+def fresh_rollouts(live: Live, seed: int, monkeypatch, tmp_path: Path) -> list[Rollout]:
+    """What an engine answers that starts from the exported quantized checkpoint of these weights."""
+    config = make_config(live.format)
+    folder = model_folder.write_engine_folder(live.model.folder, tmp_path / "exported", config)
+    save_file(live.model.quantized(seed, live.format), folder / "model.safetensors", {"format": "pt"})
+    arguments = model_folder.engine_arguments(config, folder) | {"load_format": "safetensors"}
+    monkeypatch.setattr(model_folder, "engine_arguments", lambda *_: arguments)
+    assert json.loads((folder / "config.json").read_text())["architectures"]
+    with EmbeddedSampler(config, live.model.folder, tmp_path) as sampler:
+        return sampler.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)

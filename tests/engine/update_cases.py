@@ -1,0 +1,95 @@
+"""Cases of engine_cases: updates of mixtures of experts, and of the scales of an FP8 cache."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from live_engine import Case, answers, attempt, model_of
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from megatron_rl.engine import reload
+from megatron_rl.engine.child import Engine
+from megatron_rl.engine.expectation import cache_scales
+
+
+def run_case(case: Case, victim: str) -> dict[str, Any]:
+    engine = case.start("live")
+    found: dict[str, Any] = {}
+    said = [case.update(engine, case.tensors(1))]
+    first = answers(engine)
+    said.append(case.update(engine, case.tensors(2)))
+    found["changes"] = answers(engine) != first
+    said.append(case.update(engine, case.tensors(1)))
+    found["back"] = answers(engine) == first
+    found["said"] = said
+    whole = case.tensors(2)
+    found["missing"] = case.update(engine, {name: tensor for name, tensor in whole.items() if name != victim})
+    found["misshapen"] = case.update(engine, whole | {victim: whole[victim].T.contiguous()})
+    found["intact"] = answers(engine) == first
+    if case.hf["model_type"] == "mixtral":  # experts whose width needs padding fail at once instead
+        found["kept_kernels_show"] = case.update_wrongly(engine, keep_kernels) == "" and answers(engine) != first
+    found["unwritten"] = case.update_wrongly(engine, drop(victim))
+    case.version += 1  # a torn engine wants a newer version
+    found["healed"] = case.update(engine, case.tensors(1)) == "" and answers(engine) == first
+    if case.hf["model_type"] == "mixtral":
+        found["layerwise"] = [run_layerwise(engine, case.tensors(1)), run_layerwise(engine, whole, victim)]
+    engine.shutdown()
+    fresh = case.start("fresh", load_format="safetensors")
+    found["fresh"] = answers(fresh) == first
+    fresh.shutdown()
+    return found
+
+
+def run_layerwise(engine: Engine, tensors: dict[str, torch.Tensor], without: str = "") -> str:
+    """The books of the way that GPUs take; a host's kernels are of no use afterwards."""
+    runner = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    left = [(name, tensor) for name, tensor in tensors.items() if name != without]
+    with torch.no_grad(), set_default_torch_dtype(torch.bfloat16):
+        return attempt(lambda: reload.load_layerwise(runner.model, runner.model_config, left))
+
+
+def keep_kernels(model: Any, tensors: Any, load: Callable[[Any], None]) -> None:
+    """What vLLM does by itself: experts that have a kernel are not packed again."""
+    experts = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    kernels = [layer.quant_method.moe_kernel for layer in experts]
+    restore = reload.restore_checkpoint_layout
+
+    def restore_and_keep(model: Any) -> None:
+        restore(model)
+        for layer, kernel in zip(experts, kernels, strict=True):
+            layer.quant_method.moe_kernel = kernel
+
+    reload.restore_checkpoint_layout = restore_and_keep
+    try:
+        load(tensors)
+    finally:
+        reload.restore_checkpoint_layout = restore
+
+
+def drop(victim: str) -> Callable[..., None]:
+    """A loader that swallows one expert's tensor after the update was accepted."""
+
+    def load_without(model: Any, tensors: Any, load: Callable[[Any], None]) -> None:
+        load([(name, tensor) for name, tensor in tensors if name != victim])
+
+    return load_without
+
+
+def run_cache(case: Case) -> dict[str, Any]:
+    """Scales of an FP8 cache reach the kernels, and change what they answer."""
+    engine = case.start("live")
+    found: dict[str, Any] = {"said": [case.update(engine, case.tensors(1))]}
+    found["scales"] = sorted(set(cache_scales(model_of(engine)).values()))
+    first = answers(engine)
+    coarse = case.tensors(1) | {name: 40 * scale for name, scale in case.scales(1).items()}
+    found["said"].append(case.update(engine, coarse))
+    found["coarser"] = answers(engine) != first
+    name = next(iter(case.scales(1)))
+    found["missing"] = case.update(engine, {key: tensor for key, tensor in case.tensors(1).items() if key != name})
+    found["unwritten"] = case.update_wrongly(engine, drop(name))
+    case.version += 1
+    found["said"].append(case.update(engine, case.tensors(1)))
+    found["back"] = answers(engine) == first
+    engine.shutdown()
+    return found

@@ -1,0 +1,475 @@
+"""policy_loss against hand-worked values and gradients, for every loss, reduction and extra term.
+
+Shape legend: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from loss_oracle import expected
+
+from megatron_rl.config.schema import LossName, Reduction
+from megatron_rl.loss import LossConfig, LossInputs, Totals, count_totals, policy_loss, reduction_of
+from megatron_rl.loss.covariance import select_by_covariance
+from megatron_rl.rollout_correction import (
+    CorrectionConfig,
+    RejectRule,
+    WeightConfig,
+    apply_conditional_rules,
+    rollout_correction,
+)
+from megatron_rl.runs.metrics import METRICS
+
+B, T = 8, 7
+CONFIGS = {
+    "ppo": LossConfig(name="ppo", clip_low=0.2, clip_high=0.28),
+    "ppo dual": LossConfig(name="ppo", clip_low=0.3, clip_high=0.1, dual_clip=1.5),
+    "gspo": LossConfig(name="gspo", clip_low=0.01, clip_high=0.1),
+    "gspo dual": LossConfig(name="gspo", clip_low=0.05, clip_high=0.1, dual_clip=1.1),
+    "cispo": LossConfig(name="cispo", clip_low=0.3, clip_high=0.2),
+    "cispo absolute": LossConfig(name="cispo", clip_low=0.3, clip_high=1.5, absolute=True),
+    "sapo": LossConfig(name="sapo", tau_positive=1.0, tau_negative=1.05),
+    "gmpo": LossConfig(name="gmpo", clip_low=0.2, clip_high=0.4),
+    "dppo tv": LossConfig(name="dppo", clip_low=0.03, clip_high=0.05),
+    "dppo kl": LossConfig(name="dppo", clip_low=0.01, clip_high=0.02, trust_region="binary_kl"),
+    "clip_cov": LossConfig(name="clip_cov"),
+    "kl_cov": LossConfig(name="kl_cov", cov_kl_coef=0.7),
+    "reinforce": LossConfig(name="reinforce"),
+    "rollout_is": LossConfig(name="rollout_is", clip_low=0.3, clip_high=0.5),
+    "cross_entropy": LossConfig(name="cross_entropy"),
+}
+
+
+def example(seed: int = 0, dtype: torch.dtype = torch.float64) -> LossInputs:
+    """Ragged rows in three prompts, some rejected tokens that stay in the denominators, an empty row."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    anchor_BT = -torch.rand(B, T, generator=generator, dtype=torch.float64) * 2 - 0.1
+    pi_BT = (anchor_BT + 0.4 * normal(B, T) + 0.2 * normal(B, 1)).clamp(max=-0.01).to(dtype).requires_grad_()
+    lengths_B = torch.tensor([T, 3, 1, 5, 0, T, 2, 4])
+    denominator_BT = torch.arange(T)[None] < lengths_B[:, None]
+    mask_BT = denominator_BT & (torch.rand(B, T, generator=generator) > 0.15)
+    mask_BT[6] = False
+    advantages_B = normal(B)
+    advantages_B[5] = 0.0
+    return LossInputs(
+        logprobs_BT=pi_BT,
+        anchor_logprobs_BT=anchor_BT,
+        sampler_logprobs_BT=anchor_BT + 0.1 * normal(B, T),
+        ref_logprobs_BT=anchor_BT + 0.3 * normal(B, T),
+        entropy_BT=torch.rand(B, T, generator=generator, dtype=torch.float64),
+        advantages_B=advantages_B,
+        weights_BT=(0.3 + torch.rand(B, T, generator=generator, dtype=torch.float64)) * mask_BT,
+        mask_BT=mask_BT,
+        denominator_mask_BT=denominator_BT,
+        prompt_ids_B=torch.tensor([7, 7, 3, 3, 3, 9, 9, 7]),
+        selected_BT=torch.rand(B, T, generator=generator) > 0.6,
+    )
+
+
+def rows(inputs: LossInputs, index: slice | torch.Tensor) -> LossInputs:
+    return LossInputs(**{name: None if value is None else value[index] for name, value in vars(inputs).items()})
+
+
+def loss_and_gradient(
+    inputs: LossInputs, config: LossConfig, totals: Totals | None = None
+) -> tuple[float, torch.Tensor]:
+    loss, _ = policy_loss(inputs, config, totals)
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs_BT)
+    return float(loss.detach()), gradient
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("reduction", list(Reduction))
+def test_values_and_gradients(name: str, reduction: Reduction) -> None:
+    config = replace(CONFIGS[name], reduction=reduction)
+    for seed in range(3):
+        inputs = example(seed)
+        loss, gradient = loss_and_gradient(inputs, config)
+        value, slope = expected(inputs, config, str(reduction), horizon=T)
+        assert loss == pytest.approx(value, abs=1e-9)
+        torch.testing.assert_close(gradient, slope, rtol=1e-7, atol=1e-9)
+        assert slope.any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32_is_within_a_millionth(name: str) -> None:
+    wide = example(1)
+    narrow = replace(
+        wide,
+        **{
+            key: value.detach().float()
+            for key, value in vars(wide).items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+        },
+    )
+    narrow = replace(narrow, logprobs_BT=narrow.logprobs_BT.requires_grad_())
+    loss, gradient = loss_and_gradient(narrow, CONFIGS[name])
+    exact = replace(wide, logprobs_BT=narrow.logprobs_BT.detach().double())
+    value, slope = expected(exact, CONFIGS[name], str(reduction_of(CONFIGS[name])), T)
+    assert loss == pytest.approx(value, abs=1e-6)
+    torch.testing.assert_close(gradient.double(), slope, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_only_the_policy_is_differentiated(name: str) -> None:
+    """An anchor that is the policy's own tensor (one update per batch) is still a constant."""
+    inputs = example()
+    config = replace(CONFIGS[name], kl_coef=0.1)
+    same = {"anchor_logprobs_BT": inputs.logprobs_BT, "ref_logprobs_BT": inputs.logprobs_BT}
+    loss, gradient = loss_and_gradient(replace(inputs, **same), config)
+    constants = {key: value.detach() for key, value in same.items()}
+    value, slope = loss_and_gradient(replace(inputs, **constants), config)
+    assert loss == value
+    assert torch.equal(gradient, slope)
+    loose = {key: getattr(inputs, key).clone().requires_grad_() for key in ("weights_BT", "advantages_B")}
+    loss, _ = policy_loss(replace(inputs, **loose), config)
+    assert torch.autograd.grad(loss, list(loose.values()), allow_unused=True) == (None, None)
+
+
+def test_every_loss_has_an_example() -> None:
+    assert {config.name for config in CONFIGS.values()} == set(LossName)
+
+
+@pytest.mark.parametrize("name", ["ppo dual", "gspo", "cispo", "gmpo", "dppo tv", "dppo kl", "rollout_is"])
+def test_the_examples_clip_on_both_sides(name: str) -> None:
+    """Otherwise the comparison above would say nothing about the bounds."""
+    seen = {"clip_fraction_high": 0.0, "clip_fraction_low": 0.0}
+    for seed in range(3):
+        _, metrics = policy_loss(example(seed), CONFIGS[name])
+        for key in seen:
+            seen[key] += float(metrics[f"loss/{key}"])
+    assert min(seen.values()) > 0
+    assert max(seen.values()) < 3
+
+
+def test_dual_clip_is_active_in_its_example() -> None:
+    assert sum(float(policy_loss(example(s), CONFIGS["ppo dual"])[1]["loss/dual_clip_fraction"]) for s in range(3)) > 0
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+def test_kl_and_entropy_terms(estimator: str) -> None:
+    config = LossConfig(kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.2)
+    inputs = example(2)
+    entropy_BT = inputs.entropy_BT.clone().requires_grad_()
+    inputs = replace(inputs, entropy_BT=entropy_BT)
+    loss, metrics = policy_loss(inputs, config)
+    gradient, entropy_gradient = torch.autograd.grad(loss, [inputs.logprobs_BT, entropy_BT])
+    value, slope = expected(inputs, config, "token_mean", T)
+    assert float(loss.detach()) == pytest.approx(value, abs=1e-9)
+    torch.testing.assert_close(gradient, slope, rtol=1e-7, atol=1e-9)
+    tokens = int(inputs.denominator_mask_BT.sum())
+    torch.testing.assert_close(entropy_gradient, -0.2 * inputs.mask_BT.double() / tokens)
+    parts = metrics["loss/policy"] + 0.3 * metrics["loss/kl"] - 0.2 * metrics["loss/entropy"]
+    assert float(parts) == pytest.approx(value, abs=1e-9)
+
+
+def test_a_zero_coefficient_does_no_work() -> None:
+    inputs = replace(example(), ref_logprobs_BT=None, entropy_BT=None)
+    _, metrics = policy_loss(inputs, LossConfig())
+    assert not {"loss/kl", "loss/entropy"} & set(metrics)
+    with pytest.raises(ValueError, match=r"loss\.kl_coef is 0\.1"):
+        policy_loss(inputs, LossConfig(kl_coef=0.1))
+    with pytest.raises(ValueError, match=r"loss\.entropy_coef is 0\.1"):
+        policy_loss(inputs, LossConfig(entropy_coef=0.1))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("reduction", list(Reduction))
+def test_micro_batches_add_up(name: str, reduction: Reduction) -> None:
+    """Any split of the rows, a prompt over several parts included, gives the loss of the whole."""
+    config = replace(CONFIGS[name], reduction=reduction, kl_coef=0.1, entropy_coef=0.1)
+    inputs = example(3)
+    totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, horizon=T)
+    whole, gradient = loss_and_gradient(inputs, config, totals)
+    whole_metrics = policy_loss(inputs, config, totals)[1]
+    for parts in ([[0, 3, 6], [1, 2], [4], [5, 7]], [[7, 6, 5, 4, 3, 2, 1, 0]], [[i] for i in range(B)]):
+        found = [policy_loss(rows(inputs, torch.tensor(part)), config, totals) for part in parts]
+        total = sum(loss for loss, _ in found)
+        assert float(total.detach()) == pytest.approx(whole, abs=1e-12)
+        (split_gradient,) = torch.autograd.grad(total, inputs.logprobs_BT)
+        torch.testing.assert_close(split_gradient, gradient)
+        for key, value in whole_metrics.items():
+            if key != "loss/empty_microbatches":
+                assert float(sum(m[key] for _, m in found)) == pytest.approx(float(value), abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("reduction", list(Reduction))
+def test_all_masked_is_zero_with_zero_gradients_and_a_counter(name: str, reduction: Reduction) -> None:
+    config = replace(CONFIGS[name], reduction=reduction, kl_coef=0.1, entropy_coef=0.1)
+    inputs = example()
+    nothing_BT = torch.zeros_like(inputs.mask_BT)
+    poison_BT = torch.full_like(inputs.anchor_logprobs_BT, math.nan)
+    logprobs_BT = poison_BT.clone().requires_grad_()
+    inputs = replace(
+        inputs,
+        mask_BT=nothing_BT,
+        logprobs_BT=logprobs_BT,
+        anchor_logprobs_BT=poison_BT,
+        ref_logprobs_BT=poison_BT,
+        entropy_BT=poison_BT,
+        weights_BT=poison_BT,
+    )
+    for denominators_BT in (nothing_BT, inputs.denominator_mask_BT):
+        loss, metrics = policy_loss(replace(inputs, denominator_mask_BT=denominators_BT), config)
+        (gradient,) = torch.autograd.grad(loss, logprobs_BT)
+        assert float(loss.detach()) == 0.0
+        assert not gradient.any()
+        assert float(metrics["loss/empty_microbatches"]) == 1.0
+        assert all(math.isfinite(float(value)) for value in metrics.values())
+
+
+def test_a_gradient_that_is_not_a_number_is_not_hidden() -> None:
+    """A kept token whose current logprob is NaN is the learner's to report, not ours to drop."""
+    inputs = example()
+    logprobs_BT = inputs.logprobs_BT.detach().clone()
+    logprobs_BT[tuple(inputs.mask_BT.nonzero()[0])] = math.nan
+    loss, _ = policy_loss(replace(inputs, logprobs_BT=logprobs_BT.requires_grad_()), LossConfig())
+    assert math.isnan(float(loss.detach()))
+
+
+def test_default_reductions() -> None:
+    assert reduction_of(LossConfig()) == "token_mean"
+    assert reduction_of(LossConfig(name="gspo")) == "seq_mean_token_mean"
+    assert reduction_of(LossConfig(name="gmpo")) == "seq_mean_token_mean"
+    assert reduction_of(LossConfig(name="gspo", reduction="prompt_mean")) == "prompt_mean"
+
+
+def test_totals() -> None:
+    inputs = example()
+    totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, horizon=100)
+    assert (totals.tokens, totals.sequences, totals.prompts, totals.horizon) == (29, 7, 3, 100)
+    assert totals.prompt_ids_P.tolist() == [3, 7, 9]
+    assert totals.prompt_tokens_P.tolist() == [6, 14, 9]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_masks_of_numbers_are_masks(dtype: torch.dtype) -> None:
+    inputs = example()
+    numbers = replace(
+        inputs, mask_BT=inputs.mask_BT.to(dtype), denominator_mask_BT=inputs.denominator_mask_BT.to(dtype)
+    )
+    for reduction in Reduction:
+        config = LossConfig(reduction=reduction)
+        expected, _ = policy_loss(inputs, config)
+        found, _ = policy_loss(numbers, config)
+        assert float(found.detach()) == float(expected.detach())
+
+
+def test_zero_weights_silence_every_loss() -> None:
+    """No loss ignores the correction."""
+    inputs = replace(example(), weights_BT=torch.zeros(B, T))
+    for config in CONFIGS.values():
+        loss, gradient = loss_and_gradient(inputs, config)
+        assert (loss, bool(gradient.any())) == (0.0, False), config.name
+
+
+def test_rejected_rows_stay_silent_in_every_loss() -> None:
+    inputs = example()
+    for config in CONFIGS.values():
+        _, gradient = loss_and_gradient(inputs, config)
+        assert not gradient[~inputs.mask_BT].any(), config.name
+
+
+class TestAnchorSampler:
+    """The correction is formed from the current policy, in the loss."""
+
+    BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False)
+
+    def inputs(self, correction: CorrectionConfig, faults: bool = False) -> LossInputs:
+        inputs = example(4)
+        mu_BT = inputs.sampler_logprobs_BT.float()
+        if faults:
+            mu_BT[0, 0] = math.nan
+        before = rollout_correction(None, mu_BT, inputs.denominator_mask_BT, correction)
+        return replace(
+            inputs,
+            sampler_logprobs_BT=mu_BT,
+            anchor_logprobs_BT=mu_BT,
+            mask_BT=before.mask_BT,
+            weights_BT=before.weights_BT,
+            denominator_mask_BT=before.denominator_mask_BT,
+        )
+
+    @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo tv", "rollout_is"])
+    def test_ratio_losses_use_the_sampler(self, name: str) -> None:
+        inputs = self.inputs(self.BYPASS)
+        loss, _ = policy_loss(inputs, CONFIGS[name], None, self.BYPASS)
+        value, _ = expected(inputs, CONFIGS[name], str(reduction_of(CONFIGS[name])), T)
+        assert float(loss.detach()) == pytest.approx(value, abs=1e-7)
+
+    @pytest.mark.parametrize("level", ["token", "sequence"])
+    def test_reinforce_is_weighted_by_the_current_policy(self, level: str) -> None:
+        correction = replace(self.BYPASS, weight=WeightConfig(level=level, high=1.4))
+        inputs = self.inputs(correction)
+        loss, _ = policy_loss(inputs, CONFIGS["reinforce"], None, correction)
+        formed = rollout_correction(inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction)
+        assert 1.4 in formed.weights_BT
+        value, slope = expected(replace(inputs, weights_BT=formed.weights_BT), CONFIGS["reinforce"], "token_mean", T)
+        assert float(loss.detach()) == pytest.approx(value, abs=1e-7)
+        torch.testing.assert_close(torch.autograd.grad(loss, inputs.logprobs_BT)[0], slope)  # the weight is detached
+
+    def test_micro_batches_add_up(self) -> None:
+        rule = RejectRule(stat="ratio", reduce="mean", low=0.8, high=1.3)
+        correction = replace(self.BYPASS, reject=[rule])
+        inputs = self.inputs(correction)
+        totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, horizon=T)
+        whole, whole_metrics = policy_loss(inputs, LossConfig(), totals, correction)
+        found = [
+            policy_loss(rows(inputs, torch.tensor(part)), LossConfig(), totals, correction)
+            for part in ([0, 4], [1, 2, 3], [7, 6, 5])
+        ]
+        torch.testing.assert_close(sum(loss for loss, _ in found), whole)
+        direct = rollout_correction(
+            inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction
+        ).metrics
+        for key, value in whole_metrics.items():
+            if key != "loss/empty_microbatches":
+                assert float(sum(metrics[key] for _, metrics in found)) == pytest.approx(float(value), abs=1e-6), key
+            if key.startswith("rollout_corr/"):
+                assert float(value) == pytest.approx(direct[key], abs=1e-6), key
+        assert float(whole_metrics["rollout_corr/rollout_rs_masked_fraction"]) > 0
+
+    def test_a_weight_on_top_of_the_ratio_is_refused(self) -> None:
+        correction = replace(self.BYPASS, weight=WeightConfig(level="token"))
+        with pytest.raises(ValueError, match=r"correction\.weight\.level is token .* loss\.name: reinforce"):
+            policy_loss(self.inputs(correction), LossConfig(), None, correction)
+
+    def test_rules_reject_but_leave_the_denominators(self) -> None:
+        rule = RejectRule(stat="ratio", reduce="mean", low=0.8, high=1.3)
+        conditional = RejectRule(stat="k1", reduce="mean", high=-0.05, when="negative_advantage")
+        correction = replace(self.BYPASS, reject=[rule, conditional])
+        inputs = self.inputs(correction)
+        formed = apply_conditional_rules(
+            rollout_correction(inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction),
+            inputs.advantages_B,
+            correction,
+        )
+        assert 0 < int(formed.mask_BT.sum()) < int(inputs.mask_BT.sum())
+        loss, metrics = policy_loss(inputs, LossConfig(), None, correction)
+        survivors = replace(inputs, mask_BT=formed.mask_BT, weights_BT=formed.mask_BT.double())
+        assert float(loss.detach()) == pytest.approx(expected(survivors, LossConfig(), "token_mean", T)[0], abs=1e-7)
+        assert float(metrics["loss/trained_fraction"]) < 1
+
+    @pytest.mark.parametrize("policy", ["drop", "one", "zero", "reject"])
+    def test_missing_sampler_logprobs(self, policy: str) -> None:
+        correction = replace(self.BYPASS, non_finite=policy)
+        inputs = self.inputs(correction, faults=True)
+        loss, _ = policy_loss(inputs, LossConfig(), None, correction)
+        (gradient,) = torch.autograd.grad(loss, inputs.logprobs_BT)
+        assert math.isfinite(float(loss.detach()))
+        assert bool(torch.isfinite(gradient).all())
+        expected_gradient = -inputs.advantages_B[0] / inputs.denominator_mask_BT.sum()  # ratio 1, weight 1
+        assert float(gradient[0, 0]) == pytest.approx(float(expected_gradient) if policy == "one" else 0.0)
+        tokens = int(example(4).denominator_mask_BT.sum())
+        gone = {"drop": 1, "one": 0, "zero": 0, "reject": T}[policy]
+        assert int(inputs.denominator_mask_BT.sum()) == tokens - gone
+
+
+class TestCovariance:
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        prox_BT = -torch.rand(12, 10, generator=generator) * 6
+        advantages_B = torch.randn(12, generator=generator)
+        mask_BT = torch.rand(12, 10, generator=generator) > 0.3
+        return prox_BT, advantages_B, mask_BT
+
+    def covariance(self) -> torch.Tensor:
+        prox_BT, advantages_B, mask_BT = self.batch()
+        advantages_BT = advantages_B[:, None].expand_as(prox_BT)
+        a, p = advantages_BT[mask_BT].mean(), prox_BT[mask_BT].mean()
+        return ((advantages_BT - a) * (prox_BT - p)).masked_fill(~mask_BT, -math.inf)
+
+    def test_kl_cov_takes_the_highest(self) -> None:
+        config = LossConfig(name="kl_cov", cov_fraction=0.1)
+        prox_BT, advantages_B, mask_BT = self.batch()
+        selected_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=0)
+        count = int(0.1 * mask_BT.sum())
+        assert int(selected_BT.sum()) == count
+        covariance_BT = self.covariance()
+        assert covariance_BT[selected_BT].min() >= covariance_BT[mask_BT & ~selected_BT].max()
+
+    def test_clip_cov_draws_inside_its_band_by_seed(self) -> None:
+        config = LossConfig(name="clip_cov", cov_fraction=0.08, cov_low=0.5, cov_high=2.0)
+        batch = self.batch()
+        draws = [select_by_covariance(*batch, config, seed=seed) for seed in (0, 0, 1)]
+        assert torch.equal(draws[0], draws[1])
+        assert not torch.equal(draws[0], draws[2])
+        covariance_BT = self.covariance()
+        assert bool(((covariance_BT[draws[0]] > 0.5) & (covariance_BT[draws[0]] < 2.0)).all())
+        assert int(draws[0].sum()) == int(0.08 * batch[2].sum())
+
+    def test_rows_and_padding_do_not_matter(self) -> None:
+        prox_BT, advantages_B, mask_BT = self.batch()
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+        padding = torch.full((12, 3), math.nan)
+        for name in ("clip_cov", "kl_cov"):
+            config = LossConfig(name=name, cov_fraction=0.1, cov_low=0.2)
+            plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
+            moved_BT = select_by_covariance(
+                torch.cat([prox_BT, padding], 1)[order],
+                advantages_B[order],
+                torch.cat([mask_BT, padding.isfinite()], 1)[order],
+                config,
+                seed=3,
+            )
+            assert torch.equal(moved_BT[:, :10], plain_BT[order])
+
+    def test_rounding_never_decides(self) -> None:
+        """Equal advantages leave every covariance at zero, up to a rounding error that padding would change."""
+        generator = torch.Generator().manual_seed(2)
+        config = LossConfig(name="kl_cov", cov_fraction=0.4)
+        draws = set()
+        for seed in range(20):
+            prox_BT = -torch.rand(1, 9, generator=generator) * 5
+            advantages_B, mask_BT = torch.randn(1, generator=generator), torch.ones(1, 9, dtype=torch.bool)
+            plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=seed)
+            padded = torch.zeros(1, 5)
+            padded_BT = select_by_covariance(
+                torch.cat([prox_BT, padded], 1), advantages_B, torch.cat([mask_BT, padded.bool()], 1), config, seed=seed
+            )
+            assert torch.equal(padded_BT[:, :9], plain_BT)
+            assert int(plain_BT.sum()) == 3
+            draws.add(tuple(plain_BT[0].tolist()))
+        assert len(draws) > 5  # drawn, not the first ones
+
+    def test_a_masked_row_may_have_no_advantage(self) -> None:
+        prox_BT, advantages_B, mask_BT = self.batch()
+        mask_BT[4] = False
+        for name in ("clip_cov", "kl_cov"):
+            config = LossConfig(name=name, cov_fraction=0.1, cov_low=0.2)
+            plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
+            spoiled_B = advantages_B.clone()
+            spoiled_B[4] = math.nan
+            assert torch.equal(select_by_covariance(prox_BT, spoiled_B, mask_BT, config, seed=3), plain_BT)
+
+    def test_other_losses_select_nothing(self) -> None:
+        assert select_by_covariance(*self.batch(), LossConfig(), seed=0) is None
+        with pytest.raises(ValueError, match="selected_BT"):
+            policy_loss(replace(example(), selected_BT=None), CONFIGS["kl_cov"])
+
+
+def test_every_metric_is_in_the_table() -> None:
+    for config in CONFIGS.values():
+        _, metrics = policy_loss(example(), replace(config, kl_coef=0.1, entropy_coef=0.1))
+        missing = set(metrics) - set(METRICS)
+        assert not missing, (config.name, missing)
+
+
+def test_extreme_shifts_overflow_nothing() -> None:
+    """e to the 80 is infinite in float32 and useless in float64."""
+    inputs = example()
+    for shift, config in itertools.product([80.0, -80.0], CONFIGS.values()):
+        pi_BT = (inputs.anchor_logprobs_BT + shift).requires_grad_()
+        loss, gradient = loss_and_gradient(replace(inputs, logprobs_BT=pi_BT), config)
+        assert math.isfinite(loss), (config.name, shift)
+        assert bool(torch.isfinite(gradient).all()), (config.name, shift)

@@ -1,0 +1,89 @@
+"""Hugging Face folders in and out: the same bytes as the safetensors library, and clear words for broken ones."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.models.hf_folder import INDEX, SINGLE, HfFolder, HfFolderWriter, TensorSpec, write_folder
+
+TENSORS = {
+    "b": torch.randn(3, 4).bfloat16(),
+    "a": torch.randn(5),
+    "c.x": torch.ones(2, 2, dtype=torch.int8),
+    "é": torch.randn(7).bfloat16(),
+    "g": torch.arange(3),
+    "h": torch.arange(3, dtype=torch.int32),
+    "d": torch.randn(2).half(),
+    "i": torch.ones(3, dtype=torch.bool),
+    "f": torch.randn(4).to(torch.float8_e4m3fn),
+}
+
+
+def test_the_librarys_own_bytes(tmp_path: Path) -> None:
+    write_folder(tmp_path / "hf", TENSORS, {"model_type": "x"})
+    save_file(TENSORS, tmp_path / "reference", {"format": "pt"})
+    assert (tmp_path / "hf" / SINGLE).read_bytes() == (tmp_path / "reference").read_bytes()
+
+
+@pytest.mark.parametrize("max_bytes", [8, 1000])
+def test_tensors_come_back_from_one_file_or_many(tmp_path: Path, max_bytes: int) -> None:
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+    with HfFolderWriter(tmp_path, specs, max_file_bytes=max_bytes) as writer:
+        for name in reversed(TENSORS):  # any order
+            writer.add(name, TENSORS[name])
+    assert (tmp_path / INDEX).exists() is (max_bytes == 8)
+    folder = HfFolder(tmp_path)
+    assert sorted(folder.names) == sorted(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert folder.spec(name) == TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+        assert torch.equal(folder.get(name).view(torch.uint8), tensor.view(torch.uint8))
+        assert name in folder
+    for file in folder.files:
+        load_file(tmp_path / file)
+
+
+def test_an_unfinished_folder_leaves_no_weights(tmp_path: Path) -> None:
+    specs = [TensorSpec("a", torch.float32, (2,)), TensorSpec("b", torch.float32, (2,))]
+    with pytest.raises(ValueError, match="would lack 1 tensors, first b"), HfFolderWriter(tmp_path, specs) as writer:
+        writer.add("a", torch.zeros(2))
+    with pytest.raises(RuntimeError), HfFolderWriter(tmp_path, specs):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_must_fit_its_place(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=r"a is torch.float32 \(3,\), its place is torch.float32 \(2,\)"),
+        HfFolderWriter(tmp_path, [TensorSpec("a", torch.float32, (2,))]) as writer,
+    ):
+        writer.add("a", torch.zeros(3))
+
+
+def test_broken_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        HfFolder(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="holds neither"):
+        HfFolder(tmp_path)
+    write_folder(tmp_path, {"a": torch.zeros(4)}, {})
+    with pytest.raises(KeyError, match="lacks the tensor z"):
+        HfFolder(tmp_path).get("z")
+    file = tmp_path / SINGLE
+    whole = file.read_bytes()
+    for broken, message in (
+        (whole[:-1], "cut off"),
+        (whole + b"x", "cut off or padded"),
+        (struct.pack("<Q", 4) + b"nope", "no readable safetensors header"),
+        (b"", "cut off|no readable"),
+    ):
+        file.write_bytes(broken)
+        with pytest.raises(ValueError, match=message):
+            HfFolder(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=r"names gone\.safetensors"):
+        HfFolder(tmp_path)

@@ -1,0 +1,141 @@
+"""The table and the layout agree with megatron-core, and unknown names are answered with the nearest known one."""
+
+from __future__ import annotations
+
+import pytest
+from simulated import hf_config, random_hf
+
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import find, global_name, params, stage_params
+from megatron_rl.models.shape import FAMILIES, ModelShape
+from megatron_rl.models.shards import export_shard, full_tensors, local_shard
+
+LAYER = "decoder.layers.1."
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_unique_and_found_again(family: str) -> None:
+    shape = ModelShape.from_hf(hf_config(family))
+    seen = [param.megatron for param in params(shape)]
+    assert len(seen) == len(set(seen))
+    assert all(find(param.megatron, shape) == param for param in params(shape))
+    names = [name for param in params(shape) for name in param.hf]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("spelling", "plain"),
+    [
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        ("mlp.experts.linear_fc1.weight3", "mlp.experts.local_experts.3.linear_fc1.weight"),
+    ],
+)
+def test_transformer_engine_spellings(spelling: str, plain: str) -> None:
+    shape = ModelShape.from_hf(hf_config("qwen3_moe"))
+    assert find(LAYER + spelling, shape) == find(f"module.module.{LAYER}{plain}", shape)
+
+
+def test_local_numbers_become_global() -> None:
+    assert global_name("module.decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight", 4, 6) == (
+        "decoder.layers.5.mlp.experts.local_experts.6.linear_fc2.weight"
+    )
+    assert global_name("decoder.layers.0.mlp.experts.linear_fc1.weight2", 4, 6) == (
+        "decoder.layers.4.mlp.experts.linear_fc1.weight8"
+    )
+    assert global_name("output_layer.weight", 4, 6) == "output_layer.weight"
+
+
+@pytest.mark.parametrize("name", ["mlp.linear_fc3.weight", "self_attention.linear_qkv.bias", "mlp.router.weight"])
+def test_unknown_names_are_answered_with_the_nearest(name: str) -> None:
+    with pytest.raises(KeyError, match=r"no row of the mapping table fits .*nearest known name is decoder\.layers"):
+        find(LAYER + name, ModelShape.from_hf(hf_config("qwen3")))
+
+
+def test_layers_beyond_the_model_are_unknown() -> None:
+    with pytest.raises(KeyError, match=r"decoder\.layers\.4\.input_layernorm"):
+        find("decoder.layers.4.input_layernorm.weight", ModelShape.from_hf(hf_config("qwen3")))
+
+
+def test_the_fused_rows_are_megatrons_order() -> None:
+    """[queries of a group, its key, its value], group after group: megatron-core's own reading of the stack."""
+    shape = ModelShape.from_hf(hf_config("llama"))
+    hf = random_hf(shape)
+    local = local_shard(LAYER + "self_attention.linear_qkv.weight", shape, Layout(), Place(), full_tensors(hf))
+    stack = local.view(shape.kv_heads, shape.heads // shape.kv_heads + 2, shape.head_dim, shape.hidden)
+    name = "model.layers.1.self_attn.{}_proj.weight"
+    for letter, part in (("q", stack[:, :-2]), ("k", stack[:, -2:-1]), ("v", stack[:, -1:])):
+        assert (part.reshape(-1, shape.hidden) == hf[name.format(letter)]).all()
+
+
+def test_padding_rows_of_the_vocabulary_are_zero_and_not_exported() -> None:
+    shape, layout, place = ModelShape.from_hf(hf_config("llama")), Layout(tp=4), Place(tp=3)
+    name = "output_layer.weight"
+    local = local_shard(name, shape, layout, place, full_tensors(random_hf(shape)))
+    assert local.shape == (26, 64)  # 101 rows padded to 104
+    assert not local[23:].any()
+    ((piece, part),) = export_shard(name, local, shape, layout, place)
+    assert part.shape == (23, 64)
+    assert piece.spans[0].full == 78
+
+
+def test_the_last_stage_of_a_tied_model_holds_a_copy_that_is_never_exported() -> None:
+    shape = ModelShape.from_hf(hf_config("qwen2", tie_word_embeddings=True))
+    hf = random_hf(shape)
+    layout, last = Layout(pp=2), Place(pp=1)
+    assert "output_layer.weight" in {param.megatron for param in stage_params(shape, layout, last)}
+    assert "output_layer.weight" not in {param.megatron for param in stage_params(shape, Layout(), Place())}
+    local = local_shard("output_layer.weight", shape, layout, last, full_tensors(hf))
+    assert (local == hf["model.embed_tokens.weight"]).all()
+    assert export_shard("output_layer.weight", local, shape, layout, last) == []
+
+
+def test_wrong_shapes_are_named() -> None:
+    shape = ModelShape.from_hf(hf_config("llama"))
+    hf = random_hf(shape)
+    hf["model.norm.weight"] = hf["model.norm.weight"][:-1]
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(63,\), config.json says \(64,\)"):
+        local_shard("decoder.final_layernorm.weight", shape, Layout(), Place(), full_tensors(hf))
+    local = hf["model.norm.weight"]
+    with pytest.raises(ValueError, match=r"local shape \(63,\), the layout says \(64,\)"):
+        export_shard("decoder.final_layernorm.weight", local, shape, Layout(), Place())
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(pp=2),
+    Layout(pp=4),
+    Layout(pp=2, vp=2),
+    Layout(pp=4, vp=3),
+    Layout(pp=2, first_layers=5),
+    Layout(pp=2, last_layers=1),
+    Layout(pp=4, first_layers=2, last_layers=4),
+    Layout(pp=4, vp=2, first_layers=2, last_layers=2),
+]
+
+
+def test_layers_are_where_megatron_puts_them() -> None:
+    from megatron_rl.learner import host  # before megatron
+
+    host.install()
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    for layout in LAYOUTS:
+        config = TransformerConfig(
+            num_layers=12,
+            hidden_size=8,
+            num_attention_heads=1,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vp,
+            num_layers_in_first_pipeline_stage=layout.first_layers,
+            num_layers_in_last_pipeline_stage=layout.last_layers,
+            pipeline_dtype="unused",  # type: ignore[arg-type]
+        )
+        for pp in range(layout.pp):
+            for chunk in range(layout.chunks):
+                stage = layout.vp and chunk
+                start = get_transformer_layer_offset(config, stage, pp)
+                count = get_num_layers_to_build(config, stage, pp)
+                assert layout.layers(12, pp, chunk) == range(start, start + count), (layout, pp, chunk)

@@ -1,0 +1,122 @@
+"""What is refused before an engine starts, each with the key, the value and a way out."""
+
+from dataclasses import replace
+
+import pytest
+from simulated import hf_config
+
+from megatron_rl.config.schema import (
+    Config,
+    Device,
+    Format,
+    KvCache,
+    LearnerSection,
+    QuantizationSection,
+    SamplerSection,
+    Sleep,
+    SyncSection,
+    Transport,
+)
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.preflight.engine import EXPERTS_PATTERN, engine_problems
+from megatron_rl.preflight.machine import Machine
+
+HOST = Machine(Device.cpu, "CPU")
+NODE = Machine(Device.cuda, "H100", 9.0, gpus=8)
+
+
+def problems(config: Config, machine: Machine = NODE, family: str = "qwen3", **changes) -> list[str]:
+    return list(engine_problems(config, machine, ModelShape.from_hf(hf_config(family, **changes))))
+
+
+def quantized(format: Format, *ignore: str) -> Config:
+    return Config(quantization=QuantizationSection(format=format, ignore=["lm_head", *ignore]))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("format", [Format.int8, Format.fp8])
+def test_quantized_experts_are_for_gpus(family, format):
+    (found,) = problems(quantized(format), HOST, family)
+    assert f"quantization.format: {format} experts have no kernel" in found
+    assert repr(EXPERTS_PATTERN) in found
+    assert problems(quantized(format, EXPERTS_PATTERN), HOST, family) == []
+    assert problems(quantized(format), NODE, family) == []
+    assert problems(quantized(format), HOST, "qwen3") == []
+
+
+@pytest.mark.parametrize(
+    "entry", [r"re:.*\.experts\.1\..*", r"re:.*\.experts\..*\.down_proj", "model.layers.2.mlp.experts.0.up_proj"]
+)
+def test_experts_of_a_layer_are_quantized_together(entry):
+    for machine in (HOST, NODE):
+        (found,) = problems(quantized(Format.int8, entry), machine, "qwen3_moe")
+        assert "quantization.ignore" in found
+        assert "one kernel" in found
+
+
+def transport(name: Transport, learner: LearnerSection, machine: Machine = NODE, **sampler) -> list[str]:
+    config = Config(learner=learner, sampler=SamplerSection(**sampler), sync=SyncSection(transport=name))
+    return problems(config, machine)
+
+
+def test_transports_of_vllm_need_a_gpu():
+    for name in (Transport.ipc, Transport.nccl, Transport.nccl_m2n):
+        (found,) = transport(name, LearnerSection(), HOST)
+        assert found == f"sync.transport: {name} needs GPUs; use file"
+
+
+def test_ipc_stays_on_the_learner_s_gpus_and_host():
+    learner = LearnerSection(tensor_parallel=2, data_parallel=2)
+    assert transport(Transport.ipc, learner, tensor_parallel=4) == []
+    assert transport(Transport.ipc, learner, tensor_parallel=2, devices="2,3") == []
+    (found,) = transport(Transport.ipc, learner, tensor_parallel=2, devices="3,4")
+    assert "engine runs on 3,4 and the learner on 0 to 3" in found
+    (found,) = transport(Transport.ipc, LearnerSection(tensor_parallel=8, data_parallel=2))
+    assert "16 ranks and this host 8 GPUs" in found
+
+
+def test_nccl_wants_gpus_of_its_own():
+    learner = LearnerSection(tensor_parallel=2, data_parallel=2)
+    (found,) = transport(Transport.nccl, learner, tensor_parallel=2)
+    assert "both take 0,1" in found
+    assert "sampler.devices='4,5'" in found
+    assert transport(Transport.nccl, learner, tensor_parallel=2, devices="4,5") == []
+
+
+def test_resharding_knows_one_mesh_and_equal_shares():
+    def refused(learner: LearnerSection, family: str = "qwen3", **changes) -> str:
+        config = Config(
+            learner=learner, sampler=SamplerSection(devices="7"), sync=SyncSection(transport=Transport.nccl_m2n)
+        )
+        found = problems(config, NODE, family, **changes)
+        return "\n".join(line for line in found if "nccl-extensions" not in line)
+
+    assert refused(LearnerSection(tensor_parallel=2, data_parallel=2), vocab_size=102) == ""
+    assert "does not divide the vocabulary (101)" in refused(LearnerSection(tensor_parallel=2))
+    assert "one mesh" in refused(LearnerSection(pipeline_parallel=2))
+    assert "one mesh" in refused(LearnerSection(data_parallel=2, expert_parallel=2), "qwen3_moe")
+    assert "key-value heads (2)" in refused(LearnerSection(tensor_parallel=4), num_key_value_heads=2, vocab_size=104)
+
+
+def test_sleep():
+    def asleep(sleep: Sleep, every: int = 1) -> Config:
+        return Config(sampler=SamplerSection(sleep=sleep), sync=SyncSection(every=every))
+
+    assert problems(asleep(Sleep.discard)) == problems(asleep(Sleep.offload, 2)) == []
+    (found,) = problems(asleep(Sleep.discard, 2))
+    assert "sampler.sleep: discard with sync.every=2" in found
+    (found,) = problems(asleep(Sleep.offload), HOST)
+    assert found.startswith("sampler.sleep: offload")
+    fleet = asleep(Sleep.offload)
+    fleet = replace(fleet, sampler=replace(fleet.sampler, fleet=replace(fleet.sampler.fleet, replicas=2)))
+    (found,) = problems(fleet)
+    assert "not for a fleet" in found
+
+
+def test_an_fp8_cache_is_for_gpus_that_know_fp8():
+    config = Config(quantization=QuantizationSection(kv_cache=KvCache.fp8))
+    assert problems(config) == []
+    (found,) = problems(config, HOST)
+    assert found == "quantization.kv_cache: fp8 is for GPUs; use none"
+    (found,) = problems(config, Machine(Device.cuda, "A100", 8.0, 8))
+    assert "needs compute capability 8.9, A100 has 8.0" in found

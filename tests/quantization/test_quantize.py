@@ -1,0 +1,119 @@
+"""Quantizers: the grid, determinism across shards, and which parameters they apply to."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config.schema import Format
+from megatron_rl.quantization.quantize import (
+    BLOCK,
+    dequantize,
+    is_quantized,
+    quantize,
+    relative_error,
+    row_amax,
+)
+
+CHANNEL_FORMATS = [Format.int8, Format.fp8]
+
+
+def random_weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(-4, 1, rows).unsqueeze(1)
+    return (torch.randn(rows, columns, generator=generator) * spread).bfloat16()
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", CHANNEL_FORMATS)
+@given(rows=st.integers(1, 40), columns=st.integers(2, 40), shards=st.integers(1, 4), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_shards_hold_the_bytes_of_the_whole(format, rows, columns, shards, seed):
+    weight_OI = random_weight(rows, columns, seed)
+    whole = quantize(weight_OI, format)
+    parts = weight_OI.tensor_split(min(shards, columns), dim=1)
+    amax_O = torch.stack([row_amax(part) for part in parts]).amax(0)
+    row_parallel = [quantize(part, format, amax_O) for part in parts]
+    assert same_bytes(torch.cat([part["weight"] for part in row_parallel], dim=1), whole["weight"])
+    assert all(torch.equal(part["weight_scale"], whole["weight_scale"]) for part in row_parallel)
+    column_parallel = [quantize(part, format) for part in weight_OI.tensor_split(min(shards, rows), dim=0)]
+    for suffix in ("weight", "weight_scale"):
+        assert same_bytes(torch.cat([part[suffix] for part in column_parallel]), whole[suffix])
+
+
+def test_blocks_of_a_shard_are_blocks_of_the_whole():
+    weight_OI = random_weight(3 * BLOCK, 4 * BLOCK)
+    whole = quantize(weight_OI, Format.fp8_block)
+    assert whole["weight_scale"].shape == (3, 4)
+    half = quantize(weight_OI[:, 2 * BLOCK :], Format.fp8_block)
+    assert same_bytes(half["weight"], whole["weight"][:, 2 * BLOCK :])
+    assert torch.equal(half["weight_scale"], whole["weight_scale"][:, 2:])
+
+
+def test_ragged_blocks_are_scaled_by_what_they_hold():
+    weight_OI = random_weight(BLOCK + 3, BLOCK + 5)
+    quantized = quantize(weight_OI, Format.fp8_block)
+    assert quantized["weight"].shape == weight_OI.shape
+    assert quantized["weight_scale"].shape == (2, 2)
+    corner = weight_OI[BLOCK:, BLOCK:].float().abs().max() / 448
+    assert torch.equal(quantized["weight_scale"][1, 1], corner)
+
+
+@pytest.mark.parametrize(
+    ("format", "largest", "half_steps"), [(Format.int8, 127, 0.5), (Format.fp8, 448, 16.0)], ids=["int8", "fp8"]
+)
+def test_error_is_within_half_a_step_and_the_amax_is_exact(format, largest, half_steps):
+    weight_OI = random_weight(16, 256)
+    quantized = quantize(weight_OI, format)
+    scale_O1 = quantized["weight_scale"]
+    torch.testing.assert_close(scale_O1[:, 0] * largest, row_amax(weight_OI))
+    assert quantized["weight"].float().abs().amax(1).eq(largest).all()
+    error_OI = (dequantize(quantized["weight"], scale_O1) - weight_OI.float()).abs()
+    assert (error_OI <= scale_O1 * (half_steps + 1e-3)).all()
+
+
+@pytest.mark.parametrize("format", [*CHANNEL_FORMATS, Format.fp8_block])
+def test_zero_rows_stay_zero_and_non_finite_weights_are_refused(format):
+    weight_OI = random_weight(4, 8)
+    weight_OI[1] = 0
+    quantized = quantize(weight_OI, format)
+    assert not dequantize(quantized["weight"], quantized["weight_scale"])[1].any()
+    weight_OI[2, 3] = float("nan")
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        quantize(weight_OI, format)
+
+
+def test_relative_error_is_that_of_the_format():
+    weight_OI = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    assert relative_error(weight_OI, quantize(weight_OI, Format.int8)) < 0.012
+    assert 0.015 < relative_error(weight_OI, quantize(weight_OI, Format.fp8)) < 0.04
+
+
+@pytest.mark.parametrize(
+    ("name", "quantized"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", True),
+        ("model.layers.10.mlp.down_proj.weight", True),
+        ("model.layers.3.mlp.experts.7.gate_proj.weight", True),
+        ("model.layers.3.block_sparse_moe.experts.7.w2.weight", True),
+        ("model.layers.3.mlp.gate.weight", False),
+        ("model.layers.0.self_attn.q_proj.bias", False),
+        ("model.layers.0.self_attn.q_norm.weight", False),
+        ("model.layers.0.input_layernorm.weight", False),
+        ("model.embed_tokens.weight", False),
+        ("lm_head.weight", False),
+    ],
+)
+def test_which_parameters_are_quantized(name, quantized):
+    assert is_quantized(name, Format.int8, ["lm_head"]) is quantized
+    assert not is_quantized(name, Format.none)
+
+
+def test_ignore_takes_names_and_patterns():
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert not is_quantized(name, Format.fp8, ["model.layers.1.mlp.down_proj"])
+    assert not is_quantized(name, Format.fp8, [r"re:.*down_proj$"])
+    assert is_quantized(name, Format.fp8, ["down_proj", r"re:layers.*", "model.layers.1.mlp"])

@@ -1,0 +1,249 @@
+"""Smoothing changes no function, gives the same bytes on every layout, and makes INT8 better where there are outliers.
+
+O output features, I input features, L layers, N norms of a layer, H hidden channels, T tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import learner_cases as cases
+import pytest
+import torch
+from safetensors.torch import save_file
+from simulated import (
+    ThreadGroup,
+    assert_same_bits,
+    hf_config,
+    local_parameters,
+    quantized_whole,
+    random_hf,
+    run_sources,
+)
+
+from megatron_rl.config.schema import Format
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import Norm, params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import export_shard
+from megatron_rl.quantization.quantize import dequantize, quantize
+from megatron_rl.quantization.smoothing import LARGEST_EXPONENT, Smoothing, column_amax, scales
+from megatron_rl.weight_sync.groups import Ranks, TorchGroup
+from megatron_rl.weight_sync.source import ShardSource
+
+ALPHA = 0.5
+# what reads the outputs of the two norms, by Hugging Face name
+READERS = {
+    "input_layernorm": r"self_attn\.[qkv]_proj",
+    "post_attention_layernorm": r"mlp\.(gate|up)_proj|experts\.\d+\.(gate_proj|up_proj|w1|w3)",
+}
+ROUTER = r"mlp\.gate|block_sparse_moe\.gate"
+
+
+def seen(shape: ModelShape, seed: int = 3) -> torch.Tensor:
+    """Activations with outliers of several orders of magnitude, and channels that were never seen to move."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (shape.layers, len(Norm), shape.hidden)
+    amax_LNH = torch.exp(3 * torch.randn(size, generator=generator))
+    amax_LNH[..., 5] = 0
+    return amax_LNH
+
+
+def smoothed_by_hand(hf: dict[str, torch.Tensor], amax_LNH: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The original tensors, smoothed whole, without the mapping table."""
+    out = dict(hf)
+    for layer in range(len(amax_LNH)):
+        for norm, (norm_name, readers) in enumerate(READERS.items()):
+            stem = rf"model\.layers\.{layer}\."
+            read = [name for name in hf if re.fullmatch(rf"{stem}(.*\.)?({readers})\.weight", name)]
+            weight_H = torch.cat([hf[name] for name in read]).abs().amax(0).float()
+            wanted_H = amax_LNH[layer, norm] ** ALPHA / weight_H ** (1 - ALPHA)
+            typical = wanted_H[wanted_H > 0].median()
+            scale_H = torch.where(wanted_H > 0, 2.0 ** (wanted_H / typical).log2().trunc(), 1.0)
+            routers = [name for name in hf if norm == 1 and re.fullmatch(rf"{stem}({ROUTER})\.weight", name)]
+            for name in read + routers:
+                out[name] = (hf[name] * scale_H).to(hf[name].dtype)
+            name = f"model.layers.{layer}.{norm_name}.weight"
+            out[name] = (hf[name] / scale_H).to(hf[name].dtype)
+    return out
+
+
+def partly(amax_LNH: torch.Tensor, shape: ModelShape, layout: Layout) -> Callable[[Place, ThreadGroup], Smoothing]:
+    """Every rank has seen its stage's layers, and only some channels at their largest."""
+    number = {place: index for index, place in enumerate(layout.places())}
+
+    def make(place: Place, world: ThreadGroup) -> Smoothing:
+        mine_LNH = torch.zeros_like(amax_LNH)
+        for chunk in range(layout.chunks):
+            layers = layout.layers(shape.layers, place.pp, chunk)
+            mine_LNH[layers.start : layers.stop] = amax_LNH[layers.start : layers.stop] / 2
+        own = torch.arange(shape.hidden) % (layout.world // layout.pp) == number[place] % (layout.world // layout.pp)
+        mine_LNH[..., own] *= 2
+        return Smoothing(shape, ALPHA, 1, world, mine_LNH.clone)
+
+    return make
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(tp=2),
+    Layout(tp=4, pp=2, first_layers=1),
+    Layout(tp=2, pp=2, vp=2),
+    Layout(dp=2),
+    Layout(ep=2, dp=2),
+    Layout(tp=2, ep=2, etp=1),
+    Layout(tp=2, ep=2, etp=2, dp=2),
+    Layout(tp=2, pp=2, ep=2, etp=1),
+]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+CASES = [(f, at) for f in FAMILIES for at in LAYOUTS if at.ep == 1 or f in ("qwen3_moe", "mixtral")]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_every_layout_sends_the_same_bytes(family: str, layout: Layout) -> None:
+    config = hf_config(family, tie_word_embeddings=layout.tp == 2)
+    config |= {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+    shape = ModelShape.from_hf(config)
+    hf, amax_LNH = random_hf(shape), seen(shape)
+    sources, yielded = run_sources(hf, shape, layout, Format.int8, smoothing=partly(amax_LNH, shape, layout))
+    assert [source.failure for source in sources] == [None] * layout.world
+    want = quantized_whole(smoothed_by_hand(hf, amax_LNH), Format.int8)
+    assert_same_bits([pair for of_rank in yielded for pair in of_rank], want)
+
+
+def smoothing_of(shape: ModelShape, amax_LNH: torch.Tensor, every: int = 1) -> Smoothing:
+    return Smoothing(shape, ALPHA, every, TorchGroup(), amax_LNH.clone)
+
+
+def sync(smoothing: Smoothing | None, shape: ModelShape, hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    source = ShardSource(shape, Layout(), Ranks(), Format.int8, smoothing=smoothing)
+    received = dict(source.tensors(local_parameters(hf, shape, Layout(), Place())))
+    assert source.failure is None
+    return received
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_function_stays_the_same(family: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Bit for bit: scales are powers of two, so no product and no sum rounds otherwise."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {f["model_type"]: f for f in (cases.LLAMA, cases.QWEN2, cases.QWEN3, cases.QWEN3_MOE, cases.MIXTRAL)}
+    config = {**settings[family], "tie_word_embeddings": tied}
+    shape = ModelShape.from_hf(config)
+    hf = {name: tensor * 0.2 for name, tensor in random_hf(shape, dtype).items()}
+    smoothing = smoothing_of(shape, seen(shape))
+    sync(smoothing, shape, hf)
+    assert (smoothing.scales_LNH > 1).any()
+    assert (smoothing.scales_LNH < 1).any()
+    local = local_parameters(hf, shape, Layout(), Place())
+    folded: dict[str, torch.Tensor] = {}
+    for param in params(shape):
+        if param.megatron in local:
+            whole = smoothing.fold(param, local[param.megatron])
+            pieces = export_shard(param.megatron, whole, shape, Layout(), Place())
+            folded |= {piece.name: part.contiguous() for piece, part in pieces}
+    changed = {name for name in hf if not torch.equal(hf[name], folded[name])}
+    assert len(changed) >= 5 * shape.layers
+    logits = []
+    for name, weights in (("plain", hf), ("smoothed", folded)):
+        AutoConfig.for_model(**config).save_pretrained(tmp_path / name)
+        save_file(weights, tmp_path / name / "model.safetensors", {"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype).eval()
+        with torch.no_grad():
+            logits.append(model(torch.arange(1, 30)[None]).logits)
+    assert logits[0].std() > 0.01
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_scales_are_powers_of_two_around_the_median() -> None:
+    unknown = {"activation": [0.0, 1.0, float("inf")], "weight": [1.0, 0.0, 1.0]}
+    exponents = torch.tensor([0.3, 0.0, 0.0, 1.9, -1.2, 3.1, 40.0])  # of the formula with alpha 1/2
+    activations = torch.cat([8 * 4.0**exponents, torch.tensor(unknown["activation"])])
+    weights = torch.cat([torch.full((7,), 2.0), torch.tensor(unknown["weight"])])
+    wanted = [1.0, 1.0, 1.0, 2.0, 0.5, 4.0, 2.0**LARGEST_EXPONENT, 1.0, 1.0, 1.0]
+    assert (exponents.median() - 0.3).abs() < 1e-6  # which 3.1 is only two whole steps away from
+    found_2H = scales(torch.stack([activations, activations * 0]), torch.stack([weights, weights]), 0.5)
+    assert found_2H[0].tolist() == wanted
+    assert found_2H[1].tolist() == [1.0] * 10
+    # a larger alpha gives the activations more of a say
+    assert scales(activations, weights, 0.75)[5] == 2.0 ** int(0.75 * 2 * 2.8)
+    # a function-preserving outlier is undone, whatever alpha
+    outlier = torch.tensor([1.0, 1.0, 64.0, 1.0])
+    for alpha in (0.3, 0.5, 0.8):
+        assert scales(3 * outlier, 5 / outlier, alpha).tolist() == outlier.tolist()
+
+
+def test_scales_stay_until_they_are_due() -> None:
+    shape = ModelShape.from_hf(hf_config("qwen3"))
+    hf = random_hf(shape)
+    before = {name: tensor.clone() for name, tensor in hf.items()}
+    plain = sync(None, shape, hf)
+    answers = [torch.zeros_like(seen(shape)), seen(shape, 1), seen(shape, 2)]  # of the syncs that ask
+    smoothing = Smoothing(shape, ALPHA, 2, TorchGroup(), lambda: answers.pop(0))
+    name = "model.layers.0.mlp.gate_proj.weight"
+    first, second, third, fourth = (sync(smoothing, shape, hf) for _ in range(4))
+    assert all(torch.equal(first[n], plain[n]) for n in plain)  # nothing was seen yet
+    assert_same_bits(list(second.items()), quantized_whole(smoothed_by_hand(hf, seen(shape, 1)), Format.int8))
+    assert torch.equal(second[name], third[name])
+    assert_same_bits(list(fourth.items()), quantized_whole(smoothed_by_hand(hf, seen(shape, 2)), Format.int8))
+    assert answers == []
+    assert all(torch.equal(hf[n], before[n]) for n in hf)  # the learner's own weights
+    smoothing = smoothing_of(shape, seen(shape))
+    local = local_parameters(hf, shape, Layout(), Place())
+    kept = {n: tensor.clone() for n, tensor in local.items()}
+    list(ShardSource(shape, Layout(), Ranks(), Format.int8, smoothing=smoothing).tensors(local))
+    assert all(torch.equal(local[n], kept[n]) for n in local)
+
+
+def test_layers_that_are_ignored_still_compute_the_same() -> None:
+    """A layer held in BF16 reads the smoothed norm too; its own size does not enter the scale."""
+    shape = ModelShape.from_hf(hf_config("llama", num_hidden_layers=1))
+    hf, amax_LNH = random_hf(shape), seen(shape)
+    names = [f"model.layers.0.self_attn.{letter}_proj" for letter in "qkv"]
+    hf[names[1] + ".weight"] *= 1000
+    smoothing = smoothing_of(shape, amax_LNH)
+    source = ShardSource(shape, Layout(), Ranks(), Format.int8, [names[1], "lm_head"], smoothing=smoothing)
+    received = dict(source.tensors(local_parameters(hf, shape, Layout(), Place())))
+    weight_H = torch.cat([hf[names[0] + ".weight"], hf[names[2] + ".weight"]]).abs().amax(0).float()
+    scale_H = scales(amax_LNH[0, 0], weight_H, ALPHA)
+    assert torch.equal(received[names[1] + ".weight"], hf[names[1] + ".weight"] * scale_H.bfloat16())
+    assert torch.equal(smoothing.scales_LNH[0, 0], scale_H)
+
+
+def test_a_diverged_reader_is_named_and_does_not_hang() -> None:
+    shape, layout = ModelShape.from_hf(hf_config("llama")), Layout(tp=2)
+    hf, name = random_hf(shape), "model.layers.1.mlp.up_proj.weight"
+    hf[name][-1, 3] = float("nan")  # on the last rank alone
+    sources, _ = run_sources(hf, shape, layout, Format.int8, smoothing=partly(seen(shape), shape, layout))
+    assert sources[0].failure is None
+    assert name in str(sources[1].failure)
+
+
+def int8_product(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """W8A8 as the engine does it: weights per output row, activations per token."""
+    scale_T1 = x_TI.abs().amax(1, keepdim=True) / 127
+    rounded_TI = (x_TI / scale_T1).round() * scale_T1
+    return rounded_TI @ dequantize(**quantized(weight_OI)).T
+
+
+def quantized(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+    made = quantize(weight_OI, Format.int8)
+    return {"weight_OI": made["weight"], "scale": made["weight_scale"]}
+
+
+@pytest.mark.parametrize(("outlier", "gain"), [(1.0, 0.999), (64.0, 8.0)])
+def test_outliers_cost_less(outlier: float, gain: float) -> None:
+    """Eight of 512 channels stand out, as in real models; without any, nothing may be lost."""
+    torch.manual_seed(0)
+    x_TI, weight_OI = torch.randn(64, 512), torch.randn(128, 512) / 512**0.5
+    x_TI[:, ::64] *= outlier
+    weight_OI[:, ::64] /= outlier
+    exact_TO = x_TI @ weight_OI.T
+    scale_I = scales(x_TI.abs().amax(0), column_amax(weight_OI), ALPHA)
+    plain = (int8_product(x_TI, weight_OI) - exact_TO).norm()
+    smooth = (int8_product(x_TI / scale_I, weight_OI * scale_I) - exact_TO).norm()
+    assert plain / smooth > gain

@@ -1,0 +1,130 @@
+"""The correction written once more, slowly: float64, one token at a time, straight from the formulas.
+
+Shape legend: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_rl.config.schema import CorrectionConfig, RejectRule
+
+
+def exp(x: float) -> float:
+    return math.exp(max(-20.0, min(20.0, x)))
+
+
+TOKEN_STATS = {
+    "ratio": exp,
+    "k1": lambda d: -d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: exp(d) - 1 - d,
+    "m2": lambda d: d * d,
+    "abs": lambda d: exp(abs(d)),
+}
+REDUCERS: dict[str, Any] = {
+    "sum": sum,
+    "mean": lambda xs: sum(xs) / len(xs),
+    "max": max,
+    "min": min,
+}
+
+
+def row_stat(rule: RejectRule, ds: list[float]) -> float:
+    if rule.stat == "ratio" and rule.reduce in ("sum", "mean"):
+        return exp(REDUCERS[str(rule.reduce)](ds))
+    return REDUCERS[str(rule.reduce)]([TOKEN_STATS[str(rule.stat)](d) for d in ds])
+
+
+def inside(rule: RejectRule, value: float, cutoff: float | None) -> bool:
+    if cutoff is not None:
+        return value < cutoff
+    return (rule.low is None or value >= rule.low) and (rule.high is None or value <= rule.high)
+
+
+def cutoff_of(values: list[float], budget: float) -> float:
+    ordered = sorted(values)
+    survivors = 0
+    for count in range(1, len(ordered) + 1):
+        if sum(ordered[:count]) / count <= budget:
+            survivors = count
+    return ordered[survivors] if survivors < len(ordered) else math.inf
+
+
+def correct(
+    prox: torch.Tensor,
+    mu: torch.Tensor,
+    mask: torch.Tensor,
+    config: CorrectionConfig,
+    advantages: torch.Tensor | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(weights, mask, denominator mask); with `advantages`, conditional rules included."""
+    p, m = prox.double().numpy(), mu.double().numpy()
+    rows, columns = p.shape
+    d: dict[tuple[int, int], float] = {}
+    ones, zeros = set(), set()
+    stays = np.zeros((rows, columns), dtype=bool)
+    for i in range(rows):
+        faulty = any(bool(mask[i, t]) and not math.isfinite(m[i, t]) for t in range(columns))
+        for t in range(columns):
+            if not mask[i, t] or not math.isfinite(p[i, t]):
+                continue
+            if math.isfinite(m[i, t]):
+                if faulty and config.non_finite == "reject":
+                    continue
+                d[i, t] = p[i, t] - m[i, t]
+            elif config.non_finite == "one":
+                d[i, t] = 0.0
+                ones.add((i, t))
+            elif config.non_finite == "zero":
+                zeros.add((i, t))
+            else:
+                continue
+            stays[i, t] = True
+
+    kept = stays.copy()
+    for rule in config.reject:
+        if rule.when is not None and advantages is None:
+            continue
+        per_row = {i: [d[i, t] for t in range(columns) if (i, t) in d] for i in range(rows)}
+        if rule.level == "token":
+            values: dict[Any, float] = {place: TOKEN_STATS[str(rule.stat)](x) for place, x in d.items()}
+        else:
+            values = {i: row_stat(rule, ds) for i, ds in per_row.items() if ds}
+        cutoff = None if rule.budget is None else cutoff_of(list(values.values()), rule.budget)
+        for place, value in values.items():
+            row = place[0] if rule.level == "token" else place
+            if rule.when is not None and not advantages[row] < 0:
+                continue
+            if not inside(rule, value, cutoff):
+                kept[place] = False
+
+    weights = np.zeros((rows, columns))
+    w = config.weight
+    for i in range(rows):
+        ds = [d[i, t] for t in range(columns) if (i, t) in d]
+        for t in range(columns):
+            if not kept[i, t]:
+                continue
+            if (i, t) in zeros:
+                continue
+            if w.level == "none" or (i, t) in ones:
+                weights[i, t] = 1.0
+                continue
+            exponent = d[i, t]
+            if w.level == "sequence":
+                exponent = sum(ds) / (len(ds) if w.aggregate == "geometric" else 1)
+            raw = exp(exponent)
+            outside = (w.low is not None and raw < w.low) or (w.high is not None and raw > w.high)
+            if outside and w.outside == "zero":
+                continue
+            weights[i, t] = min(max(raw, w.low or 0.0), math.inf if w.high is None else w.high)
+    if w.normalize:
+        per_unit = weights[kept] if w.level == "token" else [weights[i].max() for i in range(rows) if kept[i].any()]
+        mean = float(np.mean(per_unit)) if len(per_unit) else 0.0
+        weights = weights / mean if mean else weights
+    return weights, kept, kept if config.renormalize else stays

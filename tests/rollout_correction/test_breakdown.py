@@ -1,0 +1,155 @@
+"""The breakdowns add up to the whole, and each line of cutting shows the fault that it is there for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.collect import collate
+from megatron_rl.rollout_correction import CorrectionConfig, rollout_correction
+from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, mismatch_by_format, pooled, recorded_breakdowns
+from megatron_rl.runs.metrics import unknown
+from megatron_rl.runs.rollout_file import write_rollouts
+from megatron_rl.types import Prompt, Rollout, Scored
+
+ROWS, COLUMNS = 6, 20
+REASONS = ["stop", "length", "stop", "stop", "abort", "length"]
+VERSIONS = torch.tensor([7, 7, 6, 4, 7, 6])
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mu_BT = -4 * torch.rand(ROWS, COLUMNS, generator=generator).square()
+    prox_BT = mu_BT + 0.01 * torch.randn(ROWS, COLUMNS, generator=generator)
+    lengths_B = torch.tensor([20, 20, 10, 3, 1, 0])
+    return prox_BT, mu_BT, torch.arange(COLUMNS)[None] < lengths_B[:, None]
+
+
+def cut(prox_BT: torch.Tensor, mu_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, list[Slice]]:
+    slices = breakdowns(prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_B=VERSIONS)
+    return {by: [one for one in slices if one.by == by] for by in dict.fromkeys(one.by for one in slices)}
+
+
+def test_every_cut_adds_up_to_the_batch() -> None:
+    prox_BT, mu_BT, mask_BT = batch()
+    metrics = rollout_correction(prox_BT, mu_BT, mask_BT, CorrectionConfig()).metrics
+    found = cut(prox_BT, mu_BT, mask_BT)
+    assert list(found) == ["position", "probability", "length", "staleness", "finish"]
+    for slices in found.values():
+        assert sum(one.tokens for one in slices) == int(mask_BT.sum())
+        for name in ("kl", "k3_kl", "mult_prob_error"):
+            mean = sum(one.tokens * getattr(one, name) for one in slices) / int(mask_BT.sum())
+            assert mean == pytest.approx(metrics[f"rollout_corr/{name}"], abs=1e-7)
+
+
+def test_labels() -> None:
+    found = cut(*batch())
+    assert [one.label for one in found["length"]] == ["1 to 1", "2 to 3", "8 to 15", "16 to 31"]
+    assert [(one.label, one.tokens, one.sequences) for one in found["staleness"]] == [
+        ("0", 41, 3),
+        ("1", 10, 1),
+        ("3", 3, 1),
+    ]
+    assert Counter({one.label: one.tokens for one in found["finish"]}) == Counter(stop=33, length=20, abort=1)
+    assert [one.label for one in found["position"]] == [f"{10 * i}-{10 * i + 10} %" for i in range(10)]
+    assert found["probability"][0].label == "0.01 to 0.1"
+
+
+def test_each_cut_finds_its_fault() -> None:
+    prox_BT, mu_BT, mask_BT = batch()
+    row_B1, column_T = torch.arange(ROWS)[:, None], torch.arange(COLUMNS)
+    for by, label, where_BT in [
+        ("position", "90-100 %", (column_T >= 18) & (row_B1 < 2)),
+        ("probability", "0.01 to 0.1", (mu_BT.exp() > 0.01) & (mu_BT.exp() <= 0.1)),
+        ("length", "8 to 15", row_B1 == 2),
+        ("staleness", "3", row_B1 == 3),
+        ("finish", "abort", row_B1 == 4),
+    ]:
+        slices = cut(torch.where(where_BT, prox_BT - 1.0, prox_BT), mu_BT, mask_BT)[by]
+        assert max(slices, key=lambda one: one.kl).label == label
+
+
+def test_tokens_without_a_ratio_are_left_out_and_padding_is_ignored() -> None:
+    prox_BT, mu_BT, mask_BT = batch()
+    mu_BT = mu_BT.masked_fill(~mask_BT, math.nan)
+    mu_BT[0, 5] = math.nan
+    for slices in cut(prox_BT, mu_BT, mask_BT).values():
+        assert sum(one.tokens for one in slices) == int(mask_BT.sum()) - 1
+        assert all(math.isfinite(one.kl) for one in slices)
+    assert breakdowns(prox_BT, mu_BT, mask_BT & False) == []
+
+
+def test_a_recorded_step(tmp_path: Path) -> None:
+    prox_BT, mu_BT, mask_BT = batch()
+    lengths = mask_BT.sum(1).tolist()
+    scored = [
+        Scored(
+            Rollout(
+                prompt=Prompt(i, (1, 2), "", {}),
+                group=i,
+                sample=0,
+                token_ids=(5,) * n,
+                logprobs=tuple(mu_BT[i, :n].tolist()),
+                loss_mask=(True,) * n,
+                finish_reason=REASONS[i],
+                policy_version=int(VERSIONS[i]),
+            ),
+            reward=1.0,
+        )
+        for i, n in enumerate(lengths)
+    ]
+    path = tmp_path / "step_8.parquet"
+    write_rollouts(path, scored, prox_logprobs_BT=prox_BT)
+    direct = breakdowns(prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_B=VERSIONS, policy_version=8)
+    assert recorded_breakdowns(path, policy_version=8) == direct
+    assert [one.label for one in direct if one.by == "staleness"] == ["1", "2", "4"]
+    write_rollouts(path, scored)
+    assert recorded_breakdowns(path) == []
+
+    names = ["int8" if i % 2 else "none" for i in range(len(scored))]
+    mixed = [replace(one, rollout=replace(one.rollout, format=name)) for one, name in zip(scored, names, strict=True)]
+    write_rollouts(path, mixed, prox_logprobs_BT=prox_BT)
+    parts = [one for one in recorded_breakdowns(path) if one.by == "format"]
+    assert [one.label for one in parts] == ["int8", "none"]
+    assert sum(one.tokens for one in parts) == int(mask_BT.sum())
+
+    collated = collate(mixed)
+    width = collated.mask_BT.shape[1]
+    metrics = mismatch_by_format(prox_BT[:, :width], collated)
+    for part in parts:
+        assert metrics[f"rollout_corr/{part.label}/k3_kl"] == pytest.approx(part.k3_kl)
+        assert metrics[f"rollout_corr/{part.label}/logp_abs_diff_mean"] == pytest.approx(part.abs_diff)
+    assert unknown(metrics) == []
+    assert mismatch_by_format(prox_BT[:, :width], collate(scored)) == {}, "one format: nothing to split"
+    assert mismatch_by_format(None, collated) == {}
+
+
+def test_several_batches_are_pooled_as_one() -> None:
+    """Rows of 1 to 40 tokens, in two unequal halves that do not hold the same labels."""
+    generator = torch.Generator().manual_seed(0)
+    lengths_B = torch.tensor([1, 2, 3, 9, 12, 20, 33, 40])
+    mask_BT = torch.arange(40)[None, :] < lengths_B[:, None]
+    sampler_BT = -torch.rand(8, 40, generator=generator)
+    prox_BT = sampler_BT + 0.1 * torch.randn(8, 40, generator=generator)
+    versions_B = torch.tensor([0, 1, 2, 12, 3, 1, 2, 12])
+    reasons = ["stop", "length"] * 4
+
+    def cuts(rows: slice) -> list[Slice]:
+        return breakdowns(
+            prox_BT[rows],
+            sampler_BT[rows],
+            mask_BT[rows],
+            finish_reasons=reasons[rows],
+            versions_B=versions_B[rows],
+            policy_version=12,
+        )
+
+    whole, halves = cuts(slice(0, 8)), pooled([*cuts(slice(3, 8)), *cuts(slice(0, 3))])
+    assert [(part.by, part.label) for part in halves] == [(part.by, part.label) for part in whole]
+    for one, other in zip(halves, whole, strict=True):
+        assert asdict(one) == pytest.approx(asdict(other))

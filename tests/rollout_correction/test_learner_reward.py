@@ -1,0 +1,53 @@
+"""The learner's reward, estimated from the sampler's answers: by hand, in expectation, and its error bar."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.rollout_correction.learner_reward import learner_reward
+
+ONES = torch.ones(3, 2, dtype=torch.bool)
+
+
+def test_by_hand() -> None:
+    d_NT = torch.tensor([[math.log(2.0), 0.0], [math.log(0.5), 0.0], [0.0, 9.0]])
+    mask_NT = torch.tensor([[1, 1], [1, 1], [1, 0]])
+    rewards_N = torch.tensor([1.0, 0.0, 3.0])
+    found = learner_reward(rewards_N, d_NT - 1, torch.full((3, 2), -1.0), mask_NT)
+    estimate = (2 * 1 + 0.5 * 0 + 1 * 3) / 3.5
+    errors = [2 * (1 - estimate), 0.5 * (0 - estimate), 1 * (3 - estimate)]
+    assert found["reward/sampler_mean"] == pytest.approx(4 / 3)
+    assert found["reward/learner_estimate"] == pytest.approx(estimate)
+    assert found["reward/learner_estimate_stderr"] == pytest.approx(math.sqrt(sum(e * e for e in errors)) / 3.5)
+
+
+def test_the_learner_s_reward_is_recovered_within_its_error() -> None:
+    """A sampler that avoids what the learner likes: its mean misleads, the estimate does not."""
+    generator = torch.Generator().manual_seed(0)
+    learner = torch.tensor([0.1, 0.2, 0.7])
+    sampler = torch.tensor([0.3, 0.3, 0.4])
+    value = torch.tensor([0.0, 0.5, 1.0])
+    misses = 0
+    for _ in range(60):
+        drawn = torch.multinomial(sampler, 800, replacement=True, generator=generator).view(400, 2)
+        rewards_N = value[drawn].mean(1)
+        found = learner_reward(rewards_N, learner.log()[drawn], sampler.log()[drawn], torch.ones(400, 2))
+        error = found["reward/learner_estimate_stderr"]
+        misses += abs(found["reward/learner_estimate"] - float(learner @ value)) > 1.96 * error
+        assert abs(found["reward/sampler_mean"] - float(learner @ value)) > 4 * error
+    assert 0 <= misses <= 9  # 3 are expected
+
+
+def test_faults_and_extremes() -> None:
+    prox_NT = torch.tensor([[math.nan, -1.0], [-1.0, -1.0], [-500.0, -1.0]])
+    mu_NT = torch.tensor([[-1.0, -1.0], [math.inf, -1.0], [-1.0, -1.0]])
+    found = learner_reward(torch.tensor([1.0, 2.0, 3.0]), prox_NT, mu_NT, ONES)
+    assert found["reward/learner_estimate"] == pytest.approx(1.5)  # ratio 1 where there is none, 0 for the last
+    huge = learner_reward(torch.tensor([1.0, 2.0, 3.0]), prox_NT.nan_to_num() * 0 + 400.0, mu_NT * 0, ONES)
+    assert math.isfinite(huge["reward/learner_estimate"])
+    some = learner_reward(torch.tensor([math.nan, 2.0, 2.0]), mu_NT, mu_NT, ONES)
+    assert some["reward/sampler_mean"] == 2.0
+    assert learner_reward(torch.tensor([math.nan] * 3), mu_NT, mu_NT, ONES) == {}

@@ -1,0 +1,278 @@
+"""The metrics of rollout_correction against plain definitions, and against the benchmark's plain version."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_rl.rollout_correction import (
+    CorrectionConfig,
+    RejectRule,
+    WeightConfig,
+    apply_conditional_rules,
+    keep_rows,
+    rollout_correction,
+)
+from megatron_rl.runs.metrics import METRICS
+
+BENCH = Path(__file__).parents[2] / "tools" / "bench" / "corrections.py"
+
+
+def example() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two rows and one empty row, worked by hand below."""
+    mu_BT = torch.tensor([[-1.0, -2.0, -0.5], [-0.25, -1.5, 0.0], [0.0, 0.0, 0.0]])
+    d_BT = torch.tensor([[math.log(3.0), math.log(0.5), 0.0], [math.log(0.25), math.log(2.0), 9.0], [5.0, 5.0, 5.0]])
+    mask_BT = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]]).bool()
+    return mu_BT + d_BT, mu_BT, mask_BT
+
+
+def found(config: CorrectionConfig) -> dict[str, float]:
+    metrics = rollout_correction(*example(), config).metrics
+    return {name.removeprefix("rollout_corr/"): value for name, value in metrics.items()}
+
+
+def test_worked_by_hand() -> None:
+    metrics = found(CorrectionConfig(weight=WeightConfig(high=2.0)))
+    rho = [3.0, 0.5, 1.0, 0.25, 2.0]
+    d = [math.log(x) for x in rho]
+    assert metrics["kl"] == pytest.approx(-sum(d) / 5, abs=1e-6)
+    assert metrics["k3_kl"] == pytest.approx(sum(x - 1 - y for x, y in zip(rho, d, strict=True)) / 5, abs=1e-6)
+    assert metrics["chi2_token"] == pytest.approx(sum(x * x for x in rho) / 5 - 1, abs=1e-6)
+    assert metrics["chi2_seq"] == pytest.approx((1.5**2 + 0.5**2) / 2 - 1, abs=1e-6)
+    assert metrics["rho_mean"] == pytest.approx(1.35, abs=1e-6)
+    assert metrics["rho_min"] == pytest.approx(0.25, abs=1e-6)
+    assert metrics["rho_max"] == pytest.approx(3.0, abs=1e-6)
+    assert metrics["mult_prob_error"] == pytest.approx((3 + 2 + 1 + 4 + 2) / 5, abs=1e-6)
+    assert metrics["logp_abs_diff_max"] == pytest.approx(math.log(4.0), abs=1e-6)
+    row_mu, row_p = [-3.5 / 3, -1.75 / 2], [(-3.5 + math.log(1.5)) / 3, (-1.75 + math.log(0.5)) / 2]
+    assert metrics["training_ppl"] == pytest.approx(sum(math.exp(-x) for x in row_p) / 2, abs=1e-6)
+    assert metrics["rollout_ppl"] == pytest.approx(sum(math.exp(-x) for x in row_mu) / 2, abs=1e-6)
+    gaps = [m - p for m, p in zip(row_mu, row_p, strict=True)]
+    assert metrics["log_ppl_diff"] == pytest.approx(sum(gaps) / 2, abs=1e-6)
+    assert metrics["log_ppl_abs_diff"] == pytest.approx(sum(map(abs, gaps)) / 2, abs=1e-6)
+    assert metrics["ppl_ratio"] == pytest.approx(sum(map(math.exp, gaps)) / 2, abs=1e-6)
+    weights = [2.0, 0.5, 1.0, 0.25, 2.0]
+    mean = sum(weights) / 5
+    square = sum(w * w for w in weights) / 5
+    assert metrics["rollout_is_mean"] == pytest.approx(mean, abs=1e-6)
+    assert metrics["rollout_is_std"] == pytest.approx(math.sqrt(square - mean * mean), abs=1e-6)
+    assert metrics["rollout_is_min"] == pytest.approx(0.25, abs=1e-6)
+    assert metrics["rollout_is_max"] == 2.0
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(mean * mean / square, abs=1e-6)
+    assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(0.2)
+    assert metrics["rollout_is_ratio_fraction_low"] == pytest.approx(0.2)
+
+
+def test_level_none_describes_the_raw_ratio() -> None:
+    metrics = found(CorrectionConfig(weight=WeightConfig(level="none")))
+    assert metrics["rollout_is_mean"] == pytest.approx(1.35, abs=1e-6)
+    assert metrics["rollout_is_max"] == pytest.approx(3.0, abs=1e-6)
+    assert metrics["rollout_is_eff_sample_size"] < 0.8
+
+
+def test_sequence_fractions_count_rows() -> None:
+    metrics = found(CorrectionConfig(weight=WeightConfig(level="sequence", high=1.2)))
+    assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(0.5)  # 1.5 of (1.5, 0.5)
+    assert metrics["rollout_is_ratio_fraction_low"] == pytest.approx(0.5)
+    assert metrics["rollout_is_max"] == pytest.approx(1.2)
+
+
+def test_masked_fractions() -> None:
+    config = CorrectionConfig(reject=[RejectRule(level="token", stat="ratio", high=2.5)])
+    metrics = found(config)
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(0.2)
+    assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(0.5)
+    assert metrics["rollout_is_max"] == pytest.approx(2.0)
+
+
+def test_normalized_weights_are_described_after_the_division() -> None:
+    metrics = found(CorrectionConfig(weight=WeightConfig(high=2.0, normalize=True)))
+    plain = found(CorrectionConfig(weight=WeightConfig(high=2.0)))
+    assert metrics["rollout_is_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["rollout_is_std"] == pytest.approx(plain["rollout_is_std"] / plain["rollout_is_mean"], abs=1e-6)
+    assert metrics["rollout_is_max"] == pytest.approx(2.0 / plain["rollout_is_mean"], abs=1e-6)
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(plain["rollout_is_eff_sample_size"])
+
+
+def test_bias_and_variance_of_the_weights() -> None:
+    config = CorrectionConfig(weight=WeightConfig(high=2.0))
+    advantages_B = torch.tensor([1.0, -2.0, 7.0])
+    corrected = apply_conditional_rules(rollout_correction(*example(), config), advantages_B, config)
+    wa = [2.0, 0.5, 1.0, -0.5, -4.0]
+    rho_a = [3.0, 0.5, 1.0, -0.5, -4.0]
+    mean = sum(wa) / 5
+    assert corrected.metrics["rollout_corr/weight_bias"] == pytest.approx(mean - sum(rho_a) / 5, abs=1e-6)
+    variance = sum(x * x for x in wa) / 5 - mean * mean
+    assert corrected.metrics["rollout_corr/weight_variance"] == pytest.approx(variance / 5, abs=1e-6)
+
+
+def test_narrowing_brings_the_metrics_up_to_date() -> None:
+    config = CorrectionConfig(weight=WeightConfig(high=2.0))
+    narrowed = keep_rows(rollout_correction(*example(), config), torch.tensor([True, False, True]), config)
+    prox_BT, mu_BT, mask_BT = example()
+    mask_BT[1] = False
+    again = rollout_correction(prox_BT, mu_BT, mask_BT, config)
+    for name in ("mean", "std", "min", "max", "eff_sample_size", "ratio_fraction_high"):
+        key = f"rollout_corr/rollout_is_{name}"
+        assert narrowed.metrics[key] == pytest.approx(again.metrics[key], abs=1e-6)
+    assert narrowed.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(0.4)
+
+
+def test_nothing_left_is_all_zeros_and_finite() -> None:
+    prox_BT, mu_BT, mask_BT = example()
+    for mask, rules in [
+        (mask_BT & False, []),
+        (mask_BT, [RejectRule(level="token", stat="abs", low=50.0)]),
+    ]:
+        config = CorrectionConfig(reject=rules)
+        empty = rollout_correction(prox_BT, mu_BT, mask, config)
+        assert not empty.mask_BT.any()
+        assert not empty.weights_BT.any()
+        assert all(math.isfinite(value) for value in empty.metrics.values())
+        assert empty.metrics["rollout_corr/rollout_is_mean"] == 0.0
+
+
+def test_small_deviations_survive_float32() -> None:
+    """d of 1e-4: a variance from plain sums of squares, or k3 from exp(d) - 1 - d, would be rounding noise."""
+    generator = torch.Generator().manual_seed(0)
+    mu_BT = -torch.rand(64, 512, generator=generator)
+    d_BT = 1e-4 * torch.randn(64, 512, generator=generator)
+    prox_BT = mu_BT.double() + d_BT
+    mask_BT = torch.ones(64, 512, dtype=torch.bool)
+    metrics = rollout_correction(prox_BT, mu_BT.double(), mask_BT, CorrectionConfig()).metrics
+    exact = d_BT.double()
+    assert metrics["rollout_corr/rho_std"] == pytest.approx(float(exact.exp().std(correction=0)), rel=1e-3)
+    assert metrics["rollout_corr/rollout_is_std"] == pytest.approx(float(exact.exp().std(correction=0)), rel=1e-2)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(float((exact.expm1() - exact).mean()), rel=1e-2)
+
+
+@pytest.mark.parametrize("d", [0.3, -11.3, 0.0])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (80, 1000)])  # the last takes two slices
+def test_equal_values_have_no_deviation(d: float, shape: tuple[int, int]) -> None:
+    """A variance from plain sums of squares would be the rounding of the mean, and its root large."""
+    mu_BT = torch.full(shape, -1.7)
+    for config in (
+        CorrectionConfig(weight=WeightConfig(high=None)),
+        CorrectionConfig(weight=WeightConfig(level="sequence", aggregate="geometric", high=None)),
+    ):
+        metrics = rollout_correction(mu_BT + d, mu_BT, torch.ones(shape, dtype=torch.bool), config).metrics
+        size = max(1.0, abs(d), metrics["rollout_corr/rho_max"])
+        for name in ("rho", "logp_abs_diff", "probs_diff", "rollout_is"):
+            key = f"rollout_corr/{name}_std"
+            assert metrics[key] == pytest.approx(0.0, abs=1e-6 * size), name
+        assert metrics["rollout_corr/probs_pearson_corr"] == 0.0  # two constants have none
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_far_token_in_a_slice_of_its_own_spoils_no_deviation(first: int) -> None:
+    """Slices are merged about their own means: no slice sets the scale of another."""
+    generator = torch.Generator().manual_seed(0)
+    d_BT = 0.02 * torch.randn(2, 70_000, generator=generator)  # a row is a slice
+    d_BT[first, 0] = 9.0
+    mask_BT = torch.ones(2, 70_000, dtype=torch.bool)
+    mask_BT[first, 1:] = False
+    config = CorrectionConfig(weight=WeightConfig(high=None))
+    metrics = rollout_correction(d_BT, torch.zeros_like(d_BT), mask_BT, config).metrics
+    exact = float(d_BT[mask_BT].double().exp().std(correction=0))
+    for name in ("rho_std", "rollout_is_std"):
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(exact, rel=1e-5), name
+
+
+def test_two_signs_of_one_distance_have_no_deviation() -> None:
+    mu_BT = torch.full((1, 4), -2.0)
+    prox_BT = mu_BT + torch.tensor([[0.7, -0.7, -0.7, 0.7]])
+    metrics = rollout_correction(prox_BT, mu_BT, torch.ones(1, 4, dtype=torch.bool), CorrectionConfig()).metrics
+    assert metrics["rollout_corr/logp_abs_diff_std"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_correlation_of_nearly_equal_probabilities() -> None:
+    """All tokens nearly certain: their spread is a thousandth of their mean."""
+    generator = torch.Generator().manual_seed(0)
+    mu_BT = -1e-3 * torch.rand(8, 50, generator=generator)
+    prox_BT = mu_BT - 5e-4 * torch.rand(8, 50, generator=generator)
+    metrics = rollout_correction(prox_BT, mu_BT, torch.ones(8, 50, dtype=torch.bool), CorrectionConfig()).metrics
+    pairs = torch.stack([prox_BT.double().exp().flatten(), mu_BT.double().exp().flatten()])
+    assert metrics["rollout_corr/probs_pearson_corr"] == pytest.approx(float(torch.corrcoef(pairs)[0, 1]), abs=1e-3)
+
+
+def test_ratios_are_clamped_before_they_are_squared() -> None:
+    """A row's product of 12 is inside the clamp, its square of 24 is no exponent of its own; as for tokens."""
+    mu_BT = torch.full((1, 1), -15.0)
+    for d, ratio in [(12.0, math.exp(12.0)), (25.0, math.exp(20.0))]:
+        metrics = rollout_correction(mu_BT + d, mu_BT, torch.ones(1, 1, dtype=torch.bool), CorrectionConfig()).metrics
+        for name in ("chi2_token", "chi2_seq"):
+            assert metrics[f"rollout_corr/{name}"] == pytest.approx(ratio**2 - 1, rel=1e-5), name
+
+
+def test_probabilities_where_the_ratio_is_clamped() -> None:
+    mu_BT, prox_BT = torch.tensor([[-0.5, -30.0]]), torch.tensor([[-40.0, -0.25]])
+    metrics = rollout_correction(prox_BT, mu_BT, torch.ones(1, 2, dtype=torch.bool), CorrectionConfig()).metrics
+    gaps = math.exp(-0.5), math.exp(-0.25)
+    assert metrics["rollout_corr/probs_diff_mean"] == pytest.approx(sum(gaps) / 2, abs=1e-6)
+    assert metrics["rollout_corr/probs_diff_max"] == pytest.approx(max(gaps), abs=1e-6)
+
+
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_corrections", BENCH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_agrees_with_the_plain_version() -> None:
+    bench = benchmark()
+    prox_BT, mu_BT, mask_BT = bench.example(96, 200)
+    # a milder mismatch on half of the rows, so that the geometric rule keeps some and rejects some
+    prox_BT = torch.where(torch.arange(96)[:, None] % 2 == 0, prox_BT, prox_BT + 0.02)
+    fast = rollout_correction(prox_BT, mu_BT, mask_BT, bench.CONFIG)
+    weights_BT, kept_BT, metrics = bench.plain(prox_BT, mu_BT, mask_BT)
+    assert 0.2 < fast.metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.8
+    assert torch.equal(fast.mask_BT, kept_BT)
+    torch.testing.assert_close(fast.weights_BT, weights_BT, rtol=1e-6, atol=1e-6)
+    assert set(metrics) == set(fast.metrics)
+    for name, value in metrics.items():
+        assert fast.metrics[name] == pytest.approx(value, rel=2e-5, abs=2e-6), name
+
+
+def test_memory() -> None:
+    """Beside its inputs: the weights, two masks, and slices that do not grow with the batch."""
+    bench = benchmark()
+    prox_BT, mu_BT, mask_BT = bench.example(512, 2048)
+    peak = bench.peak_bytes(lambda: rollout_correction(prox_BT, mu_BT, mask_BT, bench.CONFIG))
+    assert 1.5 * prox_BT.nbytes < peak < 4 * prox_BT.nbytes
+
+
+def test_every_metric_is_in_the_table() -> None:
+    config = CorrectionConfig(weight=WeightConfig(target_ess=0.9))
+    corrected = apply_conditional_rules(rollout_correction(*example(), config), torch.ones(3), config)
+    assert set(corrected.metrics) <= set(METRICS)
+
+
+@pytest.mark.parametrize("shift", [-25.0, 25.0])
+def test_probabilities_stay_true_where_the_ratio_is_bounded(shift: float) -> None:
+    """A learner that is e^25 off: the exponent of rho is bounded, the two probabilities are not its business."""
+    certain, doubtful = math.log(0.5), math.log(0.5) - 25.0
+    prox, sampler = (doubtful, certain) if shift < 0 else (certain, doubtful)
+    found = rollout_correction(torch.tensor([[prox]]), torch.tensor([[sampler]]), torch.ones(1, 1), CorrectionConfig())
+    assert found.metrics["rollout_corr/probs_diff_max"] == pytest.approx(0.5, abs=1e-6)
+    assert found.metrics["rollout_corr/logp_abs_diff_max"] == pytest.approx(25.0, abs=1e-5)
+    assert found.metrics["rollout_corr/rho_max"] == pytest.approx(math.exp(math.copysign(20.0, shift)), rel=1e-5)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_extremes_of_one_sign_are_not_the_zeros_of_the_padding(sign: float) -> None:
+    d_BT = sign * torch.tensor([[0.1, 0.3, 5.0], [0.2, 5.0, 5.0]])
+    mask_BT = torch.tensor([[True, True, False], [True, False, False]])
+    metrics = rollout_correction(d_BT, torch.zeros(2, 3), mask_BT, CorrectionConfig()).metrics
+    low, high = sorted([sign * 0.1, sign * 0.3])
+    assert metrics["rollout_corr/rho_min"] == pytest.approx(math.exp(low))
+    assert metrics["rollout_corr/rho_max"] == pytest.approx(math.exp(high))
+    assert metrics["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(low))
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(high))

@@ -1,0 +1,101 @@
+"""Synthetic run directories, written by the real Recorder: what the record and report tests read."""
+
+import math
+import random
+from io import StringIO
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config.schema import (
+    Config,
+    CorrectionConfig,
+    Format,
+    Level,
+    LogSection,
+    QuantizationSection,
+    WeightConfig,
+)
+from megatron_rl.runs.console import Display, PlainDisplay
+from megatron_rl.runs.record import Recorder
+from megatron_rl.types import Prompt, Rollout, Scored
+
+
+def make_config(level: Level = Level.token, fmt: Format = Format.int8) -> Config:
+    return Config(
+        correction=CorrectionConfig(weight=WeightConfig(level=level)),
+        quantization=QuantizationSection(format=fmt),
+        log=LogSection(),
+    )
+
+
+def make_yaml(config: Config, name: str) -> str:
+    from omegaconf import OmegaConf
+
+    text = OmegaConf.to_yaml(OmegaConf.structured(config))
+    return text.replace("name: null", f"name: {name}", 1)
+
+
+def quiet(n_steps: int) -> Display:
+    return PlainDisplay(n_steps, StringIO())
+
+
+def make_scored(n: int, length: int = 12, noise: float = 0.05, seed: int = 0) -> tuple[list[Scored], torch.Tensor]:
+    """Rollouts with sampler logprobs, and the learner's at [B, T]: a little off. Lengths vary."""
+    draw = random.Random(seed)
+    scored, prox_BT = [], torch.zeros(n, length)
+    for index in range(n):
+        size = draw.randint(1, length)
+        logprobs = tuple(-draw.expovariate(2.0) for _ in range(size))
+        prox_BT[index, :size] = torch.tensor([lp + draw.gauss(0, noise) for lp in logprobs])
+        prompt = Prompt(index // 4, (1, 2, 3), "1+1=", {"answer": "2"})
+        tokens = tuple(draw.randint(3, 20) for _ in range(size))
+        rollout = Rollout(prompt, index // 4, index % 4, tokens, logprobs, (True,) * size, "stop", 3)
+        scored.append(Scored(rollout, float(draw.random() < 0.5), text="2"))
+    return scored, prox_BT
+
+
+def make_run(
+    folder: Path, name: str, steps: int = 60, level: Level = Level.token, fmt: Format = Format.int8, seed: int = 0
+) -> Path:
+    config, draw = make_config(level, fmt), random.Random(seed)
+    recorder = Recorder(config, make_yaml(config, name), folder / name, steps, quiet(steps))
+    recorder.log(0, {"eval/accuracy": 0.31, "eval/n": 256})
+    kl = {Format.none: 1e-4, Format.int8: 3e-3, Format.fp8: 4e-3}[fmt]
+    for step in range(1, steps + 1):
+        skill = 1 / (1 + math.exp(-(step - steps / 2.4) / (steps / 9)))
+        metrics = {
+            "reward/sampler_mean": 0.3 + 0.6 * skill + draw.gauss(0, 0.03),
+            "reward/mean": 0.5 + draw.gauss(0, 0.02),
+            "rollout_corr/kl": kl * draw.uniform(0.5, 1.4),
+            "rollout_corr/k3_kl": kl * draw.uniform(0.9, 1.2),
+            "rollout_corr/rollout_is_eff_sample_size": 0.985 + draw.gauss(0, 0.003),
+            "rollout_corr/rollout_rs_masked_fraction": 0.0,
+            "rollout/response_tokens_mean": 7 + 2 * skill + draw.gauss(0, 0.2),
+            "rollout/groups_kept_fraction": 0.8 - 0.5 * skill,
+            "rollout/tokens": 4000.0,
+            "loss/total": draw.gauss(0, 0.01),
+            "loss/entropy": 0.8 - 0.5 * skill,
+            "loss/clip_fraction_high": abs(draw.gauss(0.004, 0.001)),
+            "optim/grad_norm": 0.4 + abs(draw.gauss(0, 0.1)) if step != 7 else math.nan,
+            "sync/bytes": 1_450_000,
+            "sync/quant_error_max": 0.011 + draw.gauss(0, 0.0003),
+            "time/rollout": 0.25,
+            "time/update": 0.18,
+        }
+        metrics |= {f"sync/{part}_s": 0.004 for part in ("plan", "quantize", "gather", "transfer", "load")}
+        for phase in ("rollout", "prox", "correction", "update", "sync"):
+            with recorder.phase(phase):
+                pass
+        if step % 10 == 0:
+            metrics |= {"eval/accuracy": 0.31 + 0.6 * skill, "eval/n": 256}
+            metrics |= {"sync/probe_abs_diff": 0.03 + draw.gauss(0, 0.004), "sync/probe_budget": 0.08}
+            scored, prox_BT = make_scored(32, noise=0.02 if fmt is Format.none else 0.5, seed=step)
+            sampler_BT = torch.zeros_like(prox_BT)
+            for row, one in enumerate(scored):
+                sampler_BT[row, : len(one.rollout.logprobs)] = torch.tensor(one.rollout.logprobs)
+            weights_BT = (prox_BT - sampler_BT).exp().clamp(max=2.0)
+            recorder.rollouts(step, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT)
+        recorder.log(step, metrics)
+    recorder.close()
+    return folder / name

@@ -1,0 +1,262 @@
+"""What a run leaves behind: strict JSON, refusal and archives, how it ended, rollouts, W&B offline."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from run_factory import make_config, make_scored, make_yaml, quiet
+
+from megatron_rl.config.schema import Config, IfExists, LogSection, RunSection, Wandb
+from megatron_rl.runs.metrics import UnknownMetricWarning
+from megatron_rl.runs.record import PhaseClock, Recorder, SilentRecorder, decode_line, encode_line
+from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
+from megatron_rl.runs.run_data import read_metrics
+from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, check_run_dir, open_run, read_status, redact
+from megatron_rl.runs.wandb_log import resolve_mode
+
+
+def start(path, config=None, steps=3):
+    config = config or make_config()
+    return Recorder(config, make_yaml(config, path.name), path, steps, quiet(steps))
+
+
+def strict(text):
+    def refuse(constant):
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_nan_and_infinities_are_strict_json_and_come_back():
+    metrics = {"loss/total": math.nan, "optim/grad_norm": math.inf, "loss/policy": -math.inf, "optim/lr": 0.5}
+    line = strict(encode_line(metrics))
+    assert line["loss/total"] is None
+    assert line["non_finite"] == {
+        "loss/total": "nan",
+        "optim/grad_norm": "inf",
+        "loss/policy": "-inf",
+    }
+    back = decode_line(encode_line(metrics))
+    assert math.isnan(back.pop("loss/total"))
+    assert back == {"optim/grad_norm": math.inf, "loss/policy": -math.inf, "optim/lr": 0.5}
+
+
+def test_each_step_is_one_flushed_line_with_sorted_keys(tmp_path):
+    recorder = start(tmp_path / "run")
+    recorder.log(1, {"optim/lr": torch.tensor(0.5), "loss/total": math.nan})
+    text = (tmp_path / "run/metrics.jsonl").read_text()  # before close: a kill loses nothing
+    assert text.count("\n") == 1
+    line = strict(text)
+    assert line["optim/lr"] == 0.5
+    assert line["progress/step"] == 1
+    assert isinstance(line["progress/step"], int)
+    assert list(line) == sorted(line)
+
+
+def test_the_time_of_a_step_is_split_without_counting_twice(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("megatron_rl.runs.record.time.perf_counter", lambda: now[0])
+
+    def passes(seconds):
+        now[0] += seconds
+
+    clock = PhaseClock()
+    passes(1)
+    clock.enter("rollout")
+    passes(4)
+    clock.enter("reward")
+    passes(2)
+    assert clock.leave() == "rollout"
+    passes(1)
+    assert clock.leave() is None
+    passes(3)
+    split = clock.finish_step()
+    assert split == {"time/rollout": 5, "time/reward": 2, "time/step": 11, "time/other": 4}
+    passes(2)
+    assert clock.finish_step() == {"time/step": 2, "time/other": 2}
+
+
+def test_a_used_directory_is_refused_with_the_ways_out(tmp_path):
+    start(tmp_path / "run").close()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunDirectoryUsed, match=r"run\.name=.*run\.if_exists=archive"):
+        start(tmp_path / "run")
+    with pytest.raises(RunDirectoryUsed):
+        check_run_dir(tmp_path / "run", IfExists.refuse)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_empty_directory_is_not_used(tmp_path):
+    (tmp_path / "run").mkdir()
+    start(tmp_path / "run").close()
+
+
+def test_archives_are_numbered(tmp_path):
+    config = Config(run=RunSection(if_exists=IfExists.archive))
+    for number in (1, 2, 3):
+        recorder = start(tmp_path / "run", config)
+        recorder.log(number, {})
+        recorder.close()
+    steps = {p.name: read_metrics(p / "metrics.jsonl")[0]["progress/step"] for p in tmp_path.iterdir()}
+    assert steps == {"run.1": 1, "run.2": 2, "run": 3}
+
+
+def test_a_claimed_directory_is_taken_over_once(tmp_path):
+    config = make_config()
+    run, _ = open_run(tmp_path / "run", IfExists.refuse, make_yaml(config, "run"))
+    (run.logs / "rank_0.log").write_text("started by the launcher\n")
+    recorder = start(tmp_path / "run")
+    assert recorder.run == run
+    assert read_status(run.path)["state"] == "running"
+    with pytest.raises(RunDirectoryUsed):
+        start(tmp_path / "run")
+    assert (run.logs / "rank_0.log").exists()
+    assert (run.logs / "driver.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "reason"),
+    [
+        (ValueError("bad batch"), "failed", "ValueError: bad batch"),
+        (KeyboardInterrupt(), "stopped", "interrupted"),
+    ],
+)
+def test_the_status_says_how_a_run_ended(tmp_path, error, state, reason):
+    recorder = start(tmp_path / "run")
+    recorder.log(1, {"loss/total": 1.0})
+    with pytest.raises(type(error)), recorder:
+        raise error
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["reason"], status["step"]) == (state, reason, 1)
+    assert (tmp_path / "run/report.html").exists()
+
+
+def test_the_first_close_counts(tmp_path):
+    with start(tmp_path / "run") as recorder:
+        recorder.close("stopped", "SIGTERM")
+    assert read_status(tmp_path / "run")["reason"] == "SIGTERM"
+    with pytest.raises(ValueError, match="finished, stopped, failed"):
+        start(tmp_path / "other").close("done")
+
+
+def test_a_failing_report_does_not_hide_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_rl.runs.report.page", lambda runs: 1 / 0)
+    with start(tmp_path / "run") as recorder:
+        recorder.log(1, {})
+    assert read_status(tmp_path / "run")["state"] == "finished"
+    assert "report.html was not written: ZeroDivisionError" in (tmp_path / "run/logs/attempt_1/driver.log").read_text()
+
+
+def test_an_unknown_metric_warns_once_is_written_and_is_told(tmp_path):
+    recorder = start(tmp_path / "run")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recorder.log(1, {"loss/lss": 1.0})
+        recorder.log(2, {"loss/lss": 2.0})
+    assert [w.category for w in caught] == [UnknownMetricWarning]
+    recorder.close()
+    assert read_status(tmp_path / "run")["unknown_metrics"] == ["loss/lss"]
+    assert [line["loss/lss"] for line in read_metrics(tmp_path / "run/metrics.jsonl")] == [1.0, 2.0]
+
+
+def test_a_torn_last_line_costs_only_itself(tmp_path):
+    recorder = start(tmp_path / "run")
+    recorder.log(1, {"loss/total": 1.0})
+    metrics = RunDir(tmp_path / "run").metrics
+    metrics.write_text(metrics.read_text() + '{"loss/total": 2.0, "progr')
+    (tmp_path / "run/status.json").write_text('{"state": "starting"}')  # as a resumed run finds it
+    again = start(tmp_path / "run")
+    again.log(2, {"loss/total": 3.0})
+    assert [line["loss/total"] for line in read_metrics(metrics)] == [1.0, 3.0]
+
+
+def test_rollouts_round_trip(tmp_path):
+    recorder = start(tmp_path / "run")
+    scored, prox_BT = make_scored(9)
+    weights_BT, mask_BT = torch.rand_like(prox_BT), torch.rand_like(prox_BT) > 0.2
+    recorder.rollouts(20, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT, mask_BT=mask_BT)
+    recorder.rollouts(1, scored)
+    files = recorded_steps(RunDir(tmp_path / "run").rollouts)
+    assert [(step, path.name) for step, path in files] == [(1, "step_1.parquet"), (20, "step_20.parquet")]
+    assert len(list(files[0][1].parent.iterdir())) == 2  # nothing partial is left
+    table = read_rollouts(files[1][1]).to_pylist()
+    for row, one, prox_T, weights_T, mask_T in zip(table, scored, prox_BT, weights_BT, mask_BT, strict=True):
+        n = len(one.rollout.token_ids)
+        assert row["token_ids"] == list(one.rollout.token_ids)
+        assert row["group"] == one.rollout.group
+        assert row["sampler_logprobs"] == torch.tensor(one.rollout.logprobs).tolist()
+        assert row["prox_logprobs"] == prox_T[:n].tolist()
+        assert row["weights"] == weights_T[:n].tolist()
+        assert row["kept"] == mask_T[:n].tolist()
+        assert row["loss_mask"] == [True] * n
+        assert (row["reward"], row["policy_version"], row["finish_reason"]) == (one.reward, 3, "stop")
+    assert pq.read_table(files[0][1]).column("prox_logprobs").null_count == 9
+
+
+def test_rollouts_of_the_wrong_shape_are_refused(tmp_path):
+    scored, prox_BT = make_scored(4)
+    with pytest.raises(ValueError, match="prox_logprobs_BT"):
+        start(tmp_path / "run").rollouts(1, scored, prox_logprobs_BT=prox_BT[:3])
+
+
+def test_the_silent_recorder_takes_every_call(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with SilentRecorder() as recorder:
+        with recorder.phase("rollout"):
+            recorder.note("nothing")
+        assert recorder.log(1, {"loss/total": 1.0}) == {"loss/total": 1.0}
+        recorder.rollouts(1, [], prox_logprobs_BT=None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_secret_and_no_environment_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("SOME_SETTING", "value-of-the-environment")
+    config = make_config()
+    text = make_yaml(config, "run") + "extra:\n  api_key: sesame\n  hf_token: sesame\n"
+    Recorder(config, text, tmp_path / "run", 1, quiet(1)).close()
+    written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert "value-of-the-environment" not in written
+    assert "sesame" not in written
+    assert "prompt_key: prompt" in written
+
+
+def test_token_counts_and_column_names_are_not_secrets():
+    plain = {"max_prompt_tokens": 5, "prompt_key": "q", "tokens_per_microbatch": 1, "stop_token_id": 3}
+    assert redact(plain) == plain
+    assert redact({"sampler": {"vllm": {"api_key": "x"}}, "password": None})["sampler"]["vllm"]["api_key"] == "(hidden)"
+
+
+def test_wandb_modes(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    assert resolve_mode(Wandb.auto) is Wandb.offline
+    assert resolve_mode(Wandb.none) is Wandb.none
+    with pytest.raises(ValueError, match=r"log\.wandb=online"):
+        resolve_mode(Wandb.online)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert resolve_mode(Wandb.auto) is Wandb.online
+
+
+def test_wandb_offline_needs_no_network_and_no_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
+    config = Config(log=LogSection(wandb=Wandb.offline, group="a_group"))
+    with start(tmp_path / "run", config) as recorder:
+        recorder.log(1, {"loss/total": 1.0, "optim/grad_norm": math.nan})
+    (file,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
+    stored = file.read_bytes()
+    assert b"loss/total" in stored
+    assert b"a_group" in stored
+
+
+def test_importing_the_recorder_loads_neither_torch_nor_wandb_nor_plotly():
+    heavy = "('torch', 'wandb', 'plotly', 'vllm')"
+    code = f"import sys, megatron_rl.runs.record; print([name for name in {heavy} if name in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,256 @@
+"""A live fleet, updated, misled, killed, and looked at by strangers.
+
+Server 0 samples in INT8 and is started by the fleet; server 1 samples in BF16, was started by `megatron-rl serve` and
+is given by address.
+"""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from tiny_engine import PROMPTS, TinyModel, make_config, make_model
+
+from megatron_rl.config import to_yaml
+from megatron_rl.config.schema import Config, FleetSection, Format, ModelSection
+from megatron_rl.quantization.formats import BY_FORMAT
+from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.fleet.fleet import FleetSampler
+from megatron_rl.sampler.fleet.server_process import free_port
+from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.types import Prompt, Rollout, SamplingParams
+from megatron_rl.weight_sync import file_transport as transport
+from megatron_rl.weight_sync.manifest import WeightSyncError
+
+pytestmark = pytest.mark.engine
+
+FORMATS = [Format.int8, Format.none]
+KEY_VARIABLE, KEY = "MEGATRON_RL_FLEET_KEY", "0123456789abcdef" * 2
+SAMPLING = SamplingParams(samples=2, max_tokens=8)
+PATIENCE_S = 150.0
+
+
+@dataclass
+class LiveFleet:
+    sampler: FleetSampler
+    given: subprocess.Popen[bytes]
+    model: TinyModel
+    directory: Path
+    said: list[str] = field(default_factory=list)
+
+    def update(self, seed: int, fault=None) -> None:
+        """The next version for both formats; `fault` is done to the INT8 one."""
+        version = self.sampler.policy_version + 1
+        infos = {}
+        for format in FORMATS:
+            folder = self.directory / format.value
+            transport.remove_version(folder, version)
+            tensors = self.model.quantized(seed, format).items()
+            manifest = transport.write_version(folder, version, tensors, format=format).manifest
+            if fault is not None and format == Format.int8:
+                fault(manifest)
+            infos[format.value] = transport.update_info(folder, version, 1)
+        self.sampler.start_weight_update()
+        self.sampler.update_weights({BY_FORMAT: infos})
+        self.sampler.finish_weight_update(str(version))
+
+    def rollouts(self, prompts: list[Prompt] = PROMPTS, params: SamplingParams = SAMPLING, seed: int = 1):
+        return self.sampler.generate(prompts, params, seed=seed, first_group=0, step=0)
+
+
+def fleet_config(**keys) -> Config:
+    return make_config(fleet=FleetSection(probe_every_s=0.5, **keys))
+
+
+@pytest.fixture(scope="module")
+def quick_starts(tmp_path_factory) -> Iterator[None]:
+    """Engines import for most of their start, and half of that is compiling: the fleet's processes share a cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        patch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path_factory.mktemp("bytecode")))
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        patch.setenv(KEY_VARIABLE, KEY)
+        yield
+
+
+def serve(model: TinyModel, folder: Path, port: int) -> subprocess.Popen[bytes]:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(to_yaml(replace(make_config(), model=ModelSection(path=str(model.folder)))))
+    command = [sys.executable, "-m", "megatron_rl.cli", "serve", str(recipe), "--port", str(port), "--format", "none"]
+    with (folder / "serve.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory, quick_starts) -> Iterator[LiveFleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    model = make_model(folder / "hf", True)
+    said: list[str] = []
+    port = free_port()
+    config = fleet_config(replicas=1, addresses=[f"http://127.0.0.1:{port}"], formats=FORMATS)
+    sampler = FleetSampler(config, model.folder, folder, say=said.append)
+    given = serve(model, folder, port)
+    try:
+        sampler.launch()
+        sampler.wait_ready()
+        fleet = LiveFleet(sampler, given, model, folder, said)
+        fleet.update(1)
+        yield fleet
+    finally:
+        sampler.close()
+        given.terminate()
+        given.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def embedded(live, tmp_path_factory) -> Iterator[EmbeddedSampler]:
+    """Launched and not waited for: it starts on one core while the killed server starts again on the other."""
+    sampler = EmbeddedSampler(make_config(), live.model.folder, tmp_path_factory.mktemp("embedded"))
+    sampler.launch()
+    yield sampler
+    sampler.close()
+
+
+def essence(rollouts: list[Rollout]) -> list[tuple]:
+    return [(r.group, r.sample, r.token_ids, r.finish_reason) for r in rollouts]
+
+
+def test_both_formats_answer_in_order_and_show_every_update(live):
+    first = live.rollouts()
+    assert [(r.group, r.sample) for r in first] == [(g, s) for g in range(len(PROMPTS)) for s in range(2)]
+    assert {r.format for r in first} == {"none", "int8"}
+    assert {r.policy_version for r in first} == {live.sampler.policy_version}
+    assert all(len(r.token_ids) == len(r.logprobs) == 8 and max(r.logprobs) <= 0 for r in first)
+    live.update(2)
+    second = live.rollouts()
+    assert {r.policy_version for r in second} == {first[0].policy_version + 1}
+    for format in ("none", "int8"):
+        before = {r.group: r.token_ids for r in first if r.format == format and r.sample == 0}
+        after = {r.group: r.token_ids for r in second if r.format == format and r.sample == 0}
+        assert any(before[group] != after[group] for group in before.keys() & after.keys()), format
+    assert live.sampler.stats.missing_logprobs == 0
+
+
+@pytest.mark.parametrize("path", ["/collective_rpc", "/update_weight_version", "/pause", "/health", "/v1/models"])
+@pytest.mark.parametrize("key", [None, "Bearer wrong", "Basic"])
+def test_no_route_answers_without_the_key(live, path, key):
+    headers = {} if key is None else {"Authorization": key}
+    for replica in live.sampler.replicas:
+        request = urllib.request.Request(replica.address + path, data=b"{}", headers=headers)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=10)
+        assert refused.value.code == 401
+
+
+def test_the_key_is_in_no_command_line_and_no_log(live):
+    replica = live.sampler.replicas[0]
+    assert len(replica.key) > 30
+    assert replica.key != KEY == live.sampler.replicas[1].key
+    assert replica.key not in Path(f"/proc/{replica.process.pid}/cmdline").read_text()
+    for log in (live.directory / "sampler_0.log", live.directory / "serve.log"):
+        assert not any(one.key in log.read_text(errors="replace") for one in live.sampler.replicas)
+    assert KEY not in Path(f"/proc/{replica.process.pid}/environ").read_text()
+    assert replica.address.startswith("http://127.0.0.1:")
+
+
+def flip_a_byte(manifest: Path) -> None:
+    (path,) = manifest.parent.glob("*.bin")
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+
+
+def test_an_update_that_one_server_refuses_reaches_none(live):
+    version, before = live.sampler.policy_version, live.rollouts()
+    with pytest.raises(WeightSyncError, match=r"server 0 \(int8\): corrupt tensor"):
+        live.update(7, flip_a_byte)
+    assert live.sampler.policy_version == version
+    assert [one["policy_version"] for one in live.sampler.health()["replicas"]] == [version] * 2
+    after = live.rollouts()
+    assert {r.policy_version for r in after} == {version}
+    assert essence(after) == essence(before) or {r.format for r in after} != {r.format for r in before}
+    live.update(7)
+    assert live.sampler.policy_version == version + 1
+
+
+def test_a_paused_fleet_refuses_until_resumed(live):
+    live.sampler.pause()
+    with pytest.raises(SamplerError, match="paused"):
+        live.rollouts()
+    live.sampler.resume()
+    assert live.rollouts()
+
+
+def until_ready(live: LiveFleet) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(replica.ready for replica in live.sampler.replicas):
+        assert time.monotonic() < deadline, live.sampler.health()
+        time.sleep(0.1)
+
+
+def test_a_server_killed_in_mid_generation_loses_no_prompt_and_comes_back_in_sync(live, request):
+    live.update(8)
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(150)]
+    victim = live.sampler.replicas[0]
+    pid = victim.process.pid
+
+    def kill() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (victim.running and victim.served) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+
+    victim.served = 0
+    killer = threading.Thread(target=kill)
+    killer.start()
+    rollouts = live.rollouts(prompts, replace(SAMPLING, max_tokens=24))
+    killer.join()
+    assert [(r.group, r.sample) for r in rollouts] == [(g, s) for g in range(150) for s in range(2)]
+    assert all(len(r.token_ids) == 24 and r.prompt is prompts[r.group] for r in rollouts)
+    assert {r.policy_version for r in rollouts} == {live.sampler.policy_version}
+    assert live.sampler.stats.retried > 0
+    assert any("server 0 (int8) is out" in line for line in live.said)
+
+    request.getfixturevalue("embedded")
+    until_ready(live)
+    again = live.rollouts()
+    assert victim.process.pid != pid
+    assert {r.format for r in again} == {"none", "int8"}
+    assert {r.policy_version for r in again} == {live.sampler.policy_version}
+    assert live.sampler.stats.restarts == 1
+    live.update(9)
+    assert {r.policy_version for r in live.rollouts()} == {live.sampler.policy_version}
+
+
+def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets(live, embedded, tmp_path):
+    """Last: it takes the server away from the other fleet, and ends it."""
+    config = fleet_config(addresses=[live.sampler.replicas[1].address])
+    folder = tmp_path / "sync"
+    transport.write_version(folder, 0, live.model.quantized(5, Format.none).items(), format="none")
+    answers = []
+    with FleetSampler(config, live.model.folder, tmp_path) as fleet:
+        for sampler in (fleet, embedded):
+            sampler.init_weight_transfer_engine({})
+            sampler.start_weight_update()
+            sampler.update_weights(transport.update_info(folder, 0, 1))
+            sampler.finish_weight_update("0")
+            several = sampler.generate(PROMPTS, SAMPLING, seed=3, first_group=4, step=0)
+            greedy = sampler.generate(PROMPTS[:1], replace(SAMPLING, temperature=0.0), seed=3, first_group=0, step=0)
+            answers.append(several + greedy)
+    given, own = answers
+    assert essence(given) == essence(own)
+    assert [(r.policy_version, r.format) for r in given] == [(r.policy_version, r.format) for r in own]
+    for one, other in zip(given, own, strict=True):
+        assert all(math.isclose(a, b, abs_tol=0.02) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+    assert live.given.poll() is None
+    live.given.terminate()
+    assert live.given.wait(PATIENCE_S) == 0

@@ -1,0 +1,289 @@
+"""Bias and variance of the corrections where both can be computed exactly, and the plot of the documentation.
+
+The policy is a table: token t depends on token t - 1 only, few enough tokens and steps that every sequence
+can be listed. The sampler is the same table with noise on its logits. For each correction this gives
+- the expected gradient over all sequences, to compare with the true policy gradient,
+- the variance of a gradient from one sequence,
+- and what training with that expected gradient leads to.
+
+    python tools/figures/correction_statistics.py docs/correction_statistics.svg
+
+Shape legend: B all sequences, T positions, V tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from summary_figure import nice_ticks
+from torch import Tensor
+
+from megatron_rl.loss import LossConfig, LossInputs, policy_loss
+from megatron_rl.rollout_correction import CorrectionConfig, WeightConfig, rollout_correction
+
+VOCABULARY, LENGTH = 4, 4
+REINFORCE = LossConfig(name="reinforce", reduction="seq_mean_token_sum")
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Logits of the learner, fixed noise that the sampler adds to them, a reward for every sequence."""
+
+    logits_TVV: Tensor
+    noise_TVV: Tensor
+    sequences_BT: Tensor
+    rewards_B: Tensor
+
+    def logprobs(self, logits_TVV: Tensor) -> Tensor:
+        """log-probability of each token of each sequence."""
+        previous_BT = torch.cat([torch.zeros_like(self.sequences_BT[:, :1]), self.sequences_BT[:, :-1]], dim=1)
+        steps_T = torch.arange(self.sequences_BT.shape[1])
+        return logits_TVV.log_softmax(-1)[steps_T, previous_BT, self.sequences_BT]
+
+    @property
+    def sampler_BT(self) -> Tensor:
+        return self.logprobs(self.logits_TVV + self.noise_TVV)
+
+    @property
+    def sampler_prob_B(self) -> Tensor:
+        return self.sampler_BT.sum(1).exp()
+
+    def value(self) -> float:
+        """The learner's expected reward."""
+        return float((self.logprobs(self.logits_TVV).sum(1).exp() * self.rewards_B).sum())
+
+    def true_gradient(self) -> Tensor:
+        logits_TVV = self.logits_TVV.clone().requires_grad_()
+        value = (self.logprobs(logits_TVV).sum(1).exp() * self.rewards_B).sum()
+        return torch.autograd.grad(value, logits_TVV)[0]
+
+    def moved(self, step_TVV: Tensor) -> Toy:
+        return Toy(self.logits_TVV + step_TVV, self.noise_TVV, self.sequences_BT, self.rewards_B)
+
+
+def make_toy(noise: float, seed: int = 0, length: int = LENGTH) -> Toy:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (length, VOCABULARY, VOCABULARY)
+    logits_TVV = 0.7 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    noise_TVV = noise * torch.randn(shape, generator=generator, dtype=torch.float64)
+    sequences_BT = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=length)))
+    rewards_B = torch.rand(len(sequences_BT), generator=generator, dtype=torch.float64)
+    return Toy(logits_TVV, noise_TVV, sequences_BT, rewards_B.square())
+
+
+def correct(toy: Toy, weight: WeightConfig, rows_B: Tensor | None = None) -> Tensor:
+    """The weights of all sequences, or of some."""
+    rows = slice(None) if rows_B is None else rows_B
+    prox_BT, sampler_BT = toy.logprobs(toy.logits_TVV)[rows], toy.sampler_BT[rows]
+    mask_BT = torch.ones_like(prox_BT, dtype=torch.bool)
+    return rollout_correction(prox_BT, sampler_BT, mask_BT, CorrectionConfig(weight=weight)).weights_BT
+
+
+def loss_gradient(toy: Toy, weights_BT: Tensor, advantages_B: Tensor, rows_B: Tensor | None = None) -> Tensor:
+    """The ascent direction of `policy_loss` for these sequences."""
+    rows = slice(None) if rows_B is None else rows_B
+    logits_TVV = toy.logits_TVV.clone().requires_grad_()
+    logprobs_BT = toy.logprobs(logits_TVV)[rows]
+    mask_BT = torch.ones_like(logprobs_BT, dtype=torch.bool)
+    inputs = LossInputs(
+        logprobs_BT=logprobs_BT,
+        anchor_logprobs_BT=logprobs_BT.detach(),
+        sampler_logprobs_BT=toy.sampler_BT[rows],
+        ref_logprobs_BT=None,
+        entropy_BT=None,
+        advantages_B=advantages_B,
+        weights_BT=weights_BT,
+        mask_BT=mask_BT,
+        denominator_mask_BT=mask_BT,
+        prompt_ids_B=torch.zeros(len(logprobs_BT), dtype=torch.int64),
+    )
+    loss, _ = policy_loss(inputs, REINFORCE)
+    return -torch.autograd.grad(loss, logits_TVV)[0]
+
+
+def mult_prob_error(toy: Toy) -> float:
+    """The expected `rollout_corr/mult_prob_error` of a batch from the sampler."""
+    d_BT = toy.logprobs(toy.logits_TVV) - toy.sampler_BT
+    return float((toy.sampler_prob_B * d_BT.abs().exp().mean(dim=1)).sum())
+
+
+def mean_reward(toy: Toy) -> float:
+    """Of what the sampler draws: the baseline of the tables and of training."""
+    return float((toy.sampler_prob_B * toy.rewards_B).sum())
+
+
+def expected_gradient(toy: Toy, weight: WeightConfig, baseline: float = 0.0) -> Tensor:
+    """The mean gradient over what the sampler would draw: every sequence, counted by its probability."""
+    count = len(toy.sequences_BT)
+    return loss_gradient(toy, correct(toy, weight), (toy.rewards_B - baseline) * toy.sampler_prob_B * count)
+
+
+def gradient_moments(toy: Toy, weight: WeightConfig, baseline: float = 0.0) -> tuple[float, float]:
+    """(squared bias, variance) of the gradient from one sampled sequence, summed over parameters."""
+    weights_BT = correct(toy, weight).double()
+    logits_TVV = toy.logits_TVV
+    probs_TVV = logits_TVV.softmax(-1)
+    previous_BT = torch.cat([torch.zeros_like(toy.sequences_BT[:, :1]), toy.sequences_BT[:, :-1]], dim=1)
+    length = toy.sequences_BT.shape[1]
+    rows_B = torch.arange(len(toy.sequences_BT))
+    scores = torch.zeros(len(rows_B), length, VOCABULARY, VOCABULARY, dtype=torch.float64)
+    for t in range(length):
+        score_BV = -probs_TVV[t, previous_BT[:, t]]
+        score_BV[rows_B, toy.sequences_BT[:, t]] += 1.0
+        scores[rows_B, t, previous_BT[:, t]] = score_BV * weights_BT[:, t, None]
+    scores *= (toy.rewards_B - baseline)[:, None, None, None]
+    chances = toy.sampler_prob_B[:, None, None, None]
+    mean = (scores * chances).sum(0)
+    variance = ((scores - mean).square() * chances).sum()
+    return float((mean - toy.true_gradient()).square().sum()), float(variance)
+
+
+def relative_bias(toy: Toy, weight: WeightConfig, baseline: float = 0.0) -> float:
+    """|E[gradient] - true| / |true|."""
+    true = toy.true_gradient()
+    return float((expected_gradient(toy, weight, baseline) - true).norm() / true.norm())
+
+
+def train(toy: Toy, weight: WeightConfig, steps: int, rate: float) -> list[float]:
+    """The learner's value while it follows the expected gradient of a correction, with the mean as baseline."""
+    values = [toy.value()]
+    for _ in range(steps):
+        toy = toy.moved(rate * expected_gradient(toy, weight, mean_reward(toy)))
+        values.append(toy.value())
+    return values
+
+
+NONE = WeightConfig(level="none")
+TOKEN = WeightConfig(level="token", high=None)
+TOKEN_TIS = WeightConfig(level="token", high=2.0)
+GEOMETRIC = WeightConfig(level="sequence", aggregate="geometric", high=None)
+SEQUENCE = WeightConfig(level="sequence", high=None)
+SEQUENCE_TIS = WeightConfig(level="sequence", high=5.0)
+KINDS = {
+    "no correction": NONE,
+    "token": TOKEN,
+    "token, cap 2": TOKEN_TIS,
+    "sequence, geometric": GEOMETRIC,
+    "sequence, product": SEQUENCE,
+    "sequence, product, cap 5": SEQUENCE_TIS,
+}
+COLORS = {"no correction": "#b4443c", "token, cap 2": "#3b6fb6", "sequence, product": "#3d8c57"}
+LENGTHS = (2, 3, 4, 5, 6)
+CAPS = [1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0, 16.0, 32.0, 64.0]
+
+
+def table() -> str:
+    """Relative bias, in percent, by size of the noise: what docs/corrections.md shows."""
+    noises = (0.02, 0.1, 0.3, 1.0)
+    lines = ["| weight | " + " | ".join(f"noise {noise}" for noise in noises) + " |", "|---" * 5 + "|"]
+    errors = (f"{mult_prob_error(make_toy(noise)):.2f}" for noise in noises)
+    lines.append("| *`mult_prob_error` at this noise* | " + " | ".join(errors) + " |")
+    for name, weight in KINDS.items():
+        cells = []
+        for noise in noises:
+            toy = make_toy(noise)
+            cells.append(f"{100 * relative_bias(toy, weight, mean_reward(toy)):.1f} %")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def by_length() -> str:
+    """The bias of token weights and of none as answers get longer, mean of a few toys."""
+    lines = ["| steps | " + " | ".join(map(str, LENGTHS)) + " |", "|---" * (len(LENGTHS) + 1) + "|"]
+    for name in ("no correction", "token"):
+        cells = []
+        for length in LENGTHS:
+            toys = [make_toy(0.1, seed, length) for seed in range(4)]
+            cells.append(f"{25 * sum(relative_bias(toy, KINDS[name], mean_reward(toy)) for toy in toys):.0f} %")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def best_caps() -> str:
+    """The cap on the product with the smallest squared bias plus variance, for several batch sizes."""
+    toy = make_toy(1.0)
+    moments = [gradient_moments(toy, WeightConfig(level="sequence", high=cap), mean_reward(toy)) for cap in CAPS]
+
+    def best(batch: int) -> float:
+        return min((bias + variance / batch, cap) for cap, (bias, variance) in zip(CAPS, moments, strict=True))[1]
+
+    return "best cap: " + ", ".join(f"{best(batch):g} at batch {batch}" for batch in (256, 1024, 4096, 16384))
+
+
+def figure() -> str:
+    """Two panels: bias against deviation as the cap rises, and the value reached in training."""
+    toy = make_toy(1.0)
+    scale = float(toy.true_gradient().norm())
+    moments = [gradient_moments(toy, WeightConfig(level="sequence", high=cap), mean_reward(toy)) for cap in CAPS]
+    xs = [math.log(cap) for cap in CAPS]
+    bias = [math.sqrt(square) / scale for square, _ in moments]
+    deviation = [math.sqrt(variance / BATCH) / scale for _, variance in moments]
+    left = panel(
+        "Sequence weights: error of the gradient, relative",
+        "cap on the product (log scale)",
+        [("bias", "#b4443c", xs, bias), (f"deviation at batch {BATCH}", "#3b6fb6", xs, deviation)],
+        [(math.log(cap), f"{cap:g}") for cap in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)],
+    )
+    steps = 100
+    start = make_toy(1.0, seed=1)
+    curves = [
+        (name, COLORS[name], [float(x) for x in range(steps + 1)], train(start, KINDS[name], steps, rate=4.0))
+        for name in COLORS
+    ]
+    ticks = [(float(x), str(x)) for x in range(0, steps + 1, 25)]
+    right = panel("Expected reward of the learner while it trains", "update", curves, ticks)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'font-size="12">\n<rect width="{2 * WIDTH}" height="{HEIGHT}" fill="#ffffff"/>\n{left}\n'
+        f'<g transform="translate({WIDTH},0)">\n{right}\n</g>\n</svg>\n'
+    )
+
+
+WIDTH, HEIGHT, MARGIN = 480, 320, 50
+BATCH = 256
+Curve = tuple[str, str, list[float], list[float]]
+
+
+def panel(title: str, x_title: str, curves: list[Curve], ticks: list[tuple[float, str]]) -> str:
+    first, last = min(curves[0][2]), max(curves[0][2])
+    levels = nice_ticks(0.0, max(max(ys) for _, _, _, ys in curves))
+    bottom = HEIGHT - MARGIN
+
+    def x(value: float) -> float:
+        return MARGIN + (value - first) / (last - first) * (WIDTH - MARGIN - 20)
+
+    def y(value: float) -> float:
+        return bottom - value / levels[-1] * (bottom - 70)
+
+    parts = [f'<text x="{MARGIN}" y="22" font-size="14" font-weight="600">{title}</text>']
+    for value, label in ticks:
+        parts.append(f'<text x="{x(value):.1f}" y="{bottom + 16}" text-anchor="middle" fill="#666">{label}</text>')
+    for value in levels:
+        parts.append(
+            f'<line x1="{MARGIN}" x2="{WIDTH - 20}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#e4e4e4"/>'
+        )
+        parts.append(f'<text x="{MARGIN - 6}" y="{y(value) + 4:.1f}" text-anchor="end" fill="#666">{value:g}</text>')
+    parts.append(
+        f'<text x="{(MARGIN + WIDTH) / 2}" y="{HEIGHT - 12}" text-anchor="middle" fill="#666">{x_title}</text>'
+    )
+    for place, (name, color, xs, ys) in enumerate(curves):
+        points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(xs, ys, strict=True))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts.append(f'<text x="{MARGIN + place * 140}" y="46" fill="{color}" font-weight="600">{name}</text>')
+    return "\n".join(parts)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(table(), by_length(), best_caps(), sep="\n\n")
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(figure(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
