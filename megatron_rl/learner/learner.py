@@ -42,7 +42,7 @@ from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.packing import Pack, pack, plan
 from megatron_rl.learner.schedule import learning_rate
-from megatron_rl.loss import Totals, count_totals, policy_loss
+from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.shape import ModelShape
