@@ -71,7 +71,6 @@ class Engine:
         return {
             "policy_version": ready.policy_version,
             "torn": ready.torn,
-            "paused": ready.paused,
             "asleep": sorted(ready.asleep),
             "refusal": ready.refusal(),
             "building": any(self.llm.collective_rpc("weight_update_building")),  # new weights, beside the present ones
@@ -172,12 +171,6 @@ class Engine:
         for kind, message in filter(None, answers):
             raise WeightSyncError(message) if kind == WeightSyncError.__name__ else RuntimeError(f"{kind}: {message}")
 
-    def pause(self) -> None:
-        self.ready.paused = True
-
-    def resume(self) -> None:
-        self.ready.paused = False
-
     def sleep(self, level: int) -> None:
         self.ready.fall_asleep(level)
         self.llm.sleep(level=level)
@@ -235,7 +228,7 @@ REQUESTS: dict[str, Callable[..., Any]] = {
     name: getattr(Engine, name)
     for name in (
         "health", "generate", "init_weight_transfer_engine", "start_weight_update", "update_weights",
-        "finish_weight_update", "pause", "resume", "sleep", "wake",
+        "finish_weight_update", "sleep", "wake",
     )
 }  # fmt: skip
 

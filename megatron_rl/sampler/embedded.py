@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -68,21 +69,17 @@ class EmbeddedSampler:
     ) -> None:
         self.policy_version = NO_VERSION
         self.last_sync: dict[str, Any] = {}  # verify_s, load_s and bytes of the engine's last accepted update
+        self.stats = SamplerStats()
         self.log_path = log_dir / "sampler.log"
         self._config = config
         self._hf_folder = hf_folder
         self._worker_extension = worker_extension
-        self._stats = SamplerStats()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._requests = 0
         self._starting = False  # launched, and nobody has waited for it yet
         self._segments: set[str] = set()  # shared memory of the engine's processes
-
-    @property
-    def stats(self) -> SamplerStats:
-        return self._stats
 
     def start(self) -> None:
         """Start the child and wait until its engine answers."""
@@ -141,7 +138,11 @@ class EmbeddedSampler:
             policy_version=self.policy_version,
         )
         rollouts = self._unpack(answer, prompts, params.samples, first_group)
-        self._count(rollouts, answer, time.perf_counter() - start)
+        self.stats = replace(
+            self.stats,
+            tokens=self.stats.tokens + sum(answer["lengths"]),
+            seconds=self.stats.seconds + time.perf_counter() - start,
+        )
         return rollouts
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -158,12 +159,6 @@ class EmbeddedSampler:
         self.policy_version = self.last_sync["policy_version"]
         if weight_version is not None and weight_version != str(self.policy_version):
             raise WeightSyncError(f"the engine loaded policy version {self.policy_version}, not {weight_version}")
-
-    def pause(self) -> None:
-        self._call("pause")
-
-    def resume(self) -> None:
-        self._call("resume")
 
     def sleep(self, level: int = 1) -> None:
         self._call("sleep", level=level)
@@ -292,17 +287,6 @@ class EmbeddedSampler:
             )
             start = stop
         return rollouts
-
-    def _count(self, rollouts: list[Rollout], answer: dict[str, Any], seconds: float) -> None:
-        before = self._stats
-        missing = int(np.isnan(np.frombuffer(answer["logprobs"], dtype=np.float32)).sum())
-        self._stats = SamplerStats(
-            requests=before.requests + len(rollouts),
-            tokens=before.tokens + sum(answer["lengths"]),
-            seconds=before.seconds + seconds,
-            missing_logprobs=before.missing_logprobs + missing,
-            truncated=before.truncated + answer["finish"].count("length"),
-        )
 
 
 def request_seed(seed: int, group: int) -> int:

@@ -21,25 +21,16 @@ class SamplerError(RuntimeError):
 class SamplerStats:
     """Totals since `start`."""
 
-    requests: int = 0  # sampled sequences
     tokens: int = 0
     seconds: float = 0.0  # inside `generate`
-    missing_logprobs: int = 0  # tokens whose logprob was absent or NaN
-    truncated: int = 0  # sequences that ended by length
     retried: int = 0  # prompts that another server had to answer
     restarts: int = 0  # of servers
 
 
 class Sampler(Protocol):
     policy_version: int  # -1: dummy weights, nothing synced yet
-
-    @property
-    def stats(self) -> SamplerStats: ...
-
-    @property
-    def last_sync(self) -> dict[str, Any]:
-        """verify_s, load_s and bytes of the last accepted update."""
-        ...
+    stats: SamplerStats
+    last_sync: dict[str, Any]  # verify_s, load_s and bytes of the last accepted update; of the slowest server
 
     def start(self) -> None: ...
 
@@ -64,10 +55,6 @@ class Sampler(Protocol):
         ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
 
     def sleep(self, level: int = 1) -> None:
         """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until the next sync)."""

@@ -55,7 +55,7 @@ def test_fifty_updates_equal_a_fresh_engine(fixture, request, monkeypatch, tmp_p
     live.update(11)
     assert essence(live.rollouts()) == answers[11], "a change and a change back"
     assert live.rollouts()[0].policy_version == live.sampler.policy_version == 50
-    assert live.sampler.stats.missing_logprobs == 0
+    assert not any(math.isnan(lp) for answer in answers.values() for _, logprobs, _ in answer for lp in logprobs)
     if memory:
         # thirty updates of half a megabyte or more would show
         assert memory[49] - memory[19] < 6, memory
@@ -250,13 +250,3 @@ def test_seeds_samples_and_greedy(live_bf16):
     assert stopped[0].finish_reason == "stop"
     assert stopped[0].token_ids[-1] == stop
     assert first[0].finish_reason == "length"
-
-
-def test_a_paused_sampler_refuses_until_resumed(live_bf16):
-    live: Live = live_bf16
-    live.update(61)
-    live.sampler.pause()
-    with pytest.raises(SamplerError, match="paused"):
-        live.rollouts()
-    live.sampler.resume()
-    assert live.rollouts()

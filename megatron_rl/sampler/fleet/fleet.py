@@ -8,7 +8,6 @@ restarts and re-syncs live on an event loop in a thread of its own (dispatch.py,
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import queue
 import secrets
@@ -56,19 +55,14 @@ class FleetSampler:
         self._config, self._hf_folder, self._log_dir = config, hf_folder, log_dir
         self._say, self._news = say, queue.SimpleQueue[str]()
         self._worker_extension = worker_extension
-        self._stats = SamplerStats()
+        self.stats = SamplerStats()
         self._loop: EventLoopThread | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._state: FleetState | None = None
         self._supervisors: list[Supervisor] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = False
-        self._paused = False
         self._fleet_updates: FleetUpdates | None = None
-
-    @property
-    def stats(self) -> SamplerStats:
-        return self._stats
 
     @property
     def replicas(self) -> list[Replica]:
@@ -108,8 +102,6 @@ class FleetSampler:
         if not prompts:
             return []
         self.wait_ready()
-        if self._paused:
-            raise SamplerError("the sampler is paused: resume it before generating")
         start = time.perf_counter()
         jobs = [Job(prompt.token_ids, request_seed(seed, first_group + i)) for i, prompt in enumerate(prompts)]
         dispatched: Dispatched = self._call(self._dispatch(jobs, params))
@@ -138,14 +130,6 @@ class FleetSampler:
         self.policy_version = self.last_sync["policy_version"]
         if weight_version is not None and weight_version != str(self.policy_version):
             raise WeightSyncError(f"the fleet loaded policy version {self.policy_version}, not {weight_version}")
-
-    def pause(self) -> None:
-        self._everywhere(lambda one: one.post("/pause?mode=wait"))
-        self._paused = True
-
-    def resume(self) -> None:
-        self._everywhere(lambda one: one.post("/resume"))
-        self._paused = False
 
     def sleep(self, level: int = 1) -> None:
         self._everywhere(lambda one: one.post(f"/sleep?level={level}"))
@@ -255,7 +239,6 @@ class FleetSampler:
         return {
             "policy_version": self._opened().version,
             "torn": False,
-            "paused": self._paused,
             "replicas": [
                 {
                     "name": one.name,
@@ -279,14 +262,11 @@ class FleetSampler:
         return self._fleet_updates
 
     def _count(self, rollouts: list[Rollout], dispatched: Dispatched, seconds: float) -> None:
-        before, state = self._stats, self._opened()
-        self._stats = replace(
+        before, state = self.stats, self._opened()
+        self.stats = replace(
             before,
-            requests=before.requests + len(rollouts),
             tokens=before.tokens + sum(len(one.token_ids) for one in rollouts),
             seconds=before.seconds + seconds,
-            missing_logprobs=before.missing_logprobs + sum(math.isnan(lp) for one in rollouts for lp in one.logprobs),
-            truncated=before.truncated + sum(one.finish_reason == "length" for one in rollouts),
             retried=before.retried + dispatched.retried,
             restarts=state.restarted,
         )

@@ -26,7 +26,6 @@ from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.fleet.fleet import FleetSampler
 from megatron_rl.sampler.fleet.server_process import free_port
-from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -137,7 +136,7 @@ def test_both_formats_answer_in_order_and_show_every_update(live):
         before = {r.group: r.token_ids for r in first if r.format == format and r.sample == 0}
         after = {r.group: r.token_ids for r in second if r.format == format and r.sample == 0}
         assert any(before[group] != after[group] for group in before.keys() & after.keys()), format
-    assert live.sampler.stats.missing_logprobs == 0
+    assert not any(math.isnan(logprob) for r in first + second for logprob in r.logprobs)
 
 
 @pytest.mark.parametrize("path", ["/collective_rpc", "/update_weight_version", "/pause", "/health", "/v1/models"])
@@ -180,14 +179,6 @@ def test_an_update_that_one_server_refuses_reaches_none(live):
     assert essence(after) == essence(before) or {r.format for r in after} != {r.format for r in before}
     live.update(7)
     assert live.sampler.policy_version == version + 1
-
-
-def test_a_paused_fleet_refuses_until_resumed(live):
-    live.sampler.pause()
-    with pytest.raises(SamplerError, match="paused"):
-        live.rollouts()
-    live.sampler.resume()
-    assert live.rollouts()
 
 
 def until_ready(live: LiveFleet) -> None:
