@@ -24,14 +24,9 @@ import numpy as np
 
 from megatron_rl.engine.channel import Channel, ChannelClosed
 from megatron_rl.engine.readiness import TAGS, Readiness
-from megatron_rl.process import die_with_parent, rare_collections
+from megatron_rl.process import die_with_parent, end_own_group, rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
-
-
-def kill_own_group() -> None:
-    """End this process and the engine's workers, which share its session."""
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def read_requests(channel: Channel, requests: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -40,7 +35,7 @@ def read_requests(channel: Channel, requests: queue.SimpleQueue[dict[str, Any]])
         while True:
             requests.put(channel.receive())
     except ChannelClosed:
-        kill_own_group()
+        end_own_group()
 
 
 class Engine:
@@ -276,7 +271,7 @@ def main() -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        kill_own_group()  # workers included; nothing here is worth an orderly shutdown's seconds
+        end_own_group()  # workers included; nothing here is worth an orderly shutdown's seconds
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from megatron_rl.types import Prompt, Rollout, SamplingParams
@@ -67,3 +68,9 @@ class Sampler(Protocol):
     def health(self) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
+
+
+def request_seed(seed: int, group: int) -> int:
+    """A seed per group, the same for the same run seed; vLLM derives one per sample from it."""
+    digest = blake2b(f"{seed}/{group}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2  # leaves room to count samples upwards in 63 bits
