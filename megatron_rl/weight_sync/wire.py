@@ -58,7 +58,7 @@ class Announcement:
 @dataclass(frozen=True)
 class Seal:
     policy_version: int
-    checksums: dict[str, tuple[int, int]] | None  # None: the transport gives neither side the whole tensors
+    checksums: dict[str, tuple[int, int]]
 
     def message(self) -> dict[str, Any]:
         return {SEAL: msgspec.to_builtins(self)}
@@ -110,8 +110,6 @@ def verify(sealed: Seal, announced: Announcement, arrived: Mapping[str, tuple[in
         raise WeightSyncError(
             f"the seal is of policy version {sealed.policy_version}, version {announced.policy_version} was announced"
         )
-    if sealed.checksums is None:
-        return
     names = {tensor.name for tensor in announced.tensors}
     problems = [f"missing tensor {name}: announced, never arrived" for name in sorted(names - set(arrived))]
     problems += [f"unexpected tensor {name}" for name in sorted(set(arrived) - names)]

@@ -128,7 +128,7 @@ def make_config(transport: Transport = Transport.file, format: Format = Format.f
         rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
         sampler=SamplerSection(
             max_sequences=16,
-            devices="1" if transport in (Transport.nccl, Transport.nccl_m2n) else "0",
+            devices="1" if transport == Transport.nccl else "0",
             vllm={"gpu_memory_utilization": 0.2, "enforce_eager": True},
         ),
         sync=SyncSection(transport=transport, bucket_mib=1),
@@ -149,14 +149,9 @@ def runs(tmp_path: Path) -> Iterator[Any]:
         run.close()
 
 
-@pytest.mark.parametrize(
-    "transport",
-    [Transport.ipc, pytest.param(Transport.nccl, marks=two_gpus), pytest.param(Transport.nccl_m2n, marks=two_gpus)],
-)
+@pytest.mark.parametrize("transport", [Transport.ipc, pytest.param(Transport.nccl, marks=two_gpus)])
 @pytest.mark.parametrize("staged", [True, False])
 def test_every_transport_brings_what_files_bring(transport: Transport, staged: bool, runs: Any) -> None:
-    if transport == Transport.nccl_m2n:
-        pytest.importorskip("nccl.m2n")
     files = runs(make_config())
     wanted = [files.push(seed) for seed in (1, 2)]
     files.close()
