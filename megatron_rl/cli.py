@@ -99,10 +99,10 @@ def _train(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
-    from megatron_rl.preflight.checks import read_hf_config
+    from megatron_rl.models.model import read_hf_config
     from megatron_rl.sampler.fleet.serve import serve
 
-    read_hf_config(config)
+    read_hf_config(config.model.path)
     return serve(config, Format(options.format or config.quantization.format), options.host, options.port)
 
 

@@ -21,9 +21,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed import Group
 from megatron_rl.models.mapping import Norm, Param
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.weight_sync.groups import Group
 
 LARGEST_EXPONENT = 20  # far inside BF16's range, far beyond any real outlier
 FLOAT32_BIAS = 127

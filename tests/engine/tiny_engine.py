@@ -21,7 +21,8 @@ from megatron_rl.config.schema import (
     RunSection,
     SamplerSection,
 )
-from megatron_rl.quantization.quantize import is_quantized, quantize
+from megatron_rl.quantization.formats import is_quantized
+from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler import model_folder
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams

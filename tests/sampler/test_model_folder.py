@@ -7,8 +7,9 @@ import pytest
 from tiny_engine import make_config, make_model
 
 from megatron_rl.config.schema import EvalSection, Format
+from megatron_rl.quantization.engine_layout import quantization_config
 from megatron_rl.sampler.embedded import visible_devices
-from megatron_rl.sampler.model_folder import engine_arguments, quantization_config, write_engine_folder
+from megatron_rl.sampler.model_folder import engine_arguments, write_engine_folder
 from megatron_rl.sampler.protocol import SamplerError
 
 
