@@ -19,8 +19,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megatron_rl.learner.packing import Pack
-from megatron_rl.models.mapping import Norm
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.table import Norm
 
 
 class ActivationStats:

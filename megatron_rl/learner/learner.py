@@ -9,7 +9,6 @@ B rows of the batch, T response positions, N response tokens of a pack, V column
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.learner.parallel import LearnerRank, leave  # patches the host before megatron is imported
@@ -29,8 +27,7 @@ from megatron.core.distributed import (  # isort: skip
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
@@ -50,14 +47,16 @@ from megatron_rl.learner import weights
 from megatron_rl.learner.activation_stats import ActivationStats
 from megatron_rl.learner.cache_stats import CacheStats
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
+from megatron_rl.learner.minibatch import dump, loss_inputs
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
+from megatron_rl.learner.optimizer import clip, optimizer_config
 from megatron_rl.learner.packing import Pack, assign_rows, pack
 from megatron_rl.learner.schedule import learning_rate
 from megatron_rl.loss import Totals, count_totals, policy_loss
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
-from megatron_rl.types import Batch, LossInputs, Targets
+from megatron_rl.types import Batch, Targets
 
 
 class NonFiniteError(ArithmeticError):
@@ -102,8 +101,9 @@ class Learner:
             for chunk, module in enumerate(self.modules):
                 self._cache.watch(module, self.layout.layers(self.shape.layers, self.place.pp, chunk).start)
         self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
+        settings = optimizer_config(optim, learner.precision, self.megatron_config.params_dtype)
         self.optimizer = get_megatron_optimizer(
-            self._optimizer_config(), self.chunks, use_gloo_process_groups=self.device.type != "cpu"
+            settings, self.chunks, use_gloo_process_groups=self.device.type != "cpu"
         )
         no_sync = [chunk.no_sync for chunk in self.chunks]
         self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -138,22 +138,6 @@ class Learner:
         if self.learner.precision is Precision.bf16:
             inner = Float16Module(self.megatron_config, inner)
         return DistributedDataParallel(self.megatron_config, ddp_config, inner, disable_bucketing=chunk > 0)
-
-    def _optimizer_config(self) -> OptimizerConfig:
-        optim = self.optim
-        return OptimizerConfig(
-            optimizer="adam",
-            lr=optim.lr,
-            min_lr=optim.min_lr,
-            weight_decay=optim.weight_decay,
-            adam_beta1=optim.beta1,
-            adam_beta2=optim.beta2,
-            adam_eps=optim.eps,
-            clip_grad=optim.clip_grad,
-            bf16=self.learner.precision is Precision.bf16,
-            params_dtype=self.megatron_config.params_dtype,
-            use_distributed_optimizer=True,
-        )
 
     # weights
 
@@ -311,7 +295,7 @@ class Learner:
         norm = float(self.optimizer.get_grad_norm())
         finite = math.isfinite(norm) and math.isfinite(metrics.get("loss/total", 0.0))
         if finite:
-            self._clip(norm)
+            clip(self.optimizer, norm, self.optim.clip_grad)
             self.optimizer.step_with_ready_grads()
             self.steps += 1
         else:
@@ -324,13 +308,6 @@ class Learner:
             "optim/skipped": float(not finite),
             "optim/clipped": float(finite and 0 < self.optim.clip_grad < norm),
         }
-
-    def _clip(self, norm: float) -> None:
-        limit = self.optim.clip_grad
-        for optimizer in self.optimizer.chained_optimizers:
-            parameters = optimizer.get_parameters()
-            if limit > 0 and parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm)
 
     def _non_finite(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:
         policy = self.learner.on_nonfinite
@@ -366,39 +343,6 @@ class Learner:
 def _overwrite(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
-
-
-def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch.device) -> LossInputs:
-    """The micro-batch's rows and columns of everything that the loss looks at."""
-    rows = torch.tensor(mine.rows)
-
-    def cut(matrix_BT: Tensor) -> Tensor:
-        return matrix_BT[rows, : mine.horizon].to(device)
-
-    def maybe(matrix_BT: Tensor | None) -> Tensor | None:
-        return None if matrix_BT is None else cut(matrix_BT)
-
-    return LossInputs(
-        logprobs_BT=logprobs_bT,
-        anchor_logprobs_BT=cut(targets.anchor_logprobs_BT),
-        sampler_logprobs_BT=cut(targets.batch.sampler_logprobs_BT),
-        ref_logprobs_BT=maybe(targets.ref_logprobs_BT),
-        entropy_BT=None,
-        advantages_B=targets.advantages_B[rows].to(device),
-        weights_BT=cut(targets.weights_BT),
-        mask_BT=cut(targets.mask_BT),
-        denominator_mask_BT=cut(targets.denominator_mask_BT),
-        prompt_ids_B=targets.batch.groups_B[rows].to(device),
-        selected_BT=maybe(targets.selected_BT),
-    )
-
-
-def dump(targets: Targets, metrics: Mapping[str, float], path: Path) -> None:
-    """A minibatch as safetensors, its metrics as the file's metadata."""
-    parts = {f"batch.{name}": value for name, value in vars(targets.batch).items()} | vars(targets)
-    # clones: the file refuses tensors that share memory
-    tensors = {name: value.detach().cpu().clone() for name, value in parts.items() if isinstance(value, Tensor)}
-    save_file(tensors, path, metadata={"metrics": json.dumps(dict(metrics))})
 
 
 def _finalize(model: Sequence[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:

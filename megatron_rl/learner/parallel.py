@@ -1,4 +1,4 @@
-"""The learner's processes: how they find each other, who holds which part, and what they tell each other.
+"""The learner's processes: how they find each other, who holds which part, and what they exchange.
 
 What ranks exchange here is tensors and JSON; nothing is ever unpickled.
 """

@@ -1,6 +1,7 @@
 """How a learner's ranks share a model: which layers, experts and rows are whose. Torch-free, pure integers.
 
-The rules are those of megatron-core, restated so that a plan needs no process group.
+The rules are those of megatron-core, restated so that nobody needs a process group; `learner/parallel.py` compares the
+two at the start of every run.
 """
 
 from __future__ import annotations

@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Param, Split, params
+from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import assemble, cut
+from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import TensorSpec, dtype_name
 
 BACKEND_FILE = "metadata.json"

@@ -13,9 +13,10 @@ from functools import partial
 from megatron_rl.config.fleet import distinct_formats
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Param, Row, Split, params
+from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.table import Row, Split
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.formats import BLOCK, is_quantized, outputs, scale_name
 

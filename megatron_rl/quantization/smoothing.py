@@ -11,7 +11,7 @@ BF16, for what stays unquantized (norms, routers, ignored layers) too. Channels 
 are left as they are, so a layer without outliers loses nothing, and the rounding differences between layouts of the
 learner all but vanish.
 
-L layers, N norms of a layer (`mapping.Norm`), H hidden channels.
+L layers, N norms of a layer (`table.Norm`), H hidden channels.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed import Group
-from megatron_rl.models.mapping import Norm, Param
+from megatron_rl.models.mapping import Param
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.table import Norm
 
 LARGEST_EXPONENT = 20  # far inside BF16's range, far beyond any real outlier
 FLOAT32_BIAS = 127

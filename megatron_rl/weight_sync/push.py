@@ -1,8 +1,8 @@
 """One weight sync, from the learner's shards to a sampler that serves the new version.
 
 Every rank of the learner calls `push`; rank 0 also drives the sampler. Whatever goes wrong on any rank, or in the
-sampler, is raised on all of them, and the sampler keeps serving the version before (`transports` says which of them
-promise that).
+sampler, is raised on all of them, and the sampler keeps serving the version before; with `sync.staged: false` it may be
+left without one, and then refuses to generate.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class WeightSync:
         self.transport.close()
 
     def _load(self, version: int) -> float:
-        """Seconds that rank 0 waited for the sampler; what the sampler says against the version, on every rank."""
+        """Seconds that rank 0 waited for the sampler. The sampler's refusal is raised on every rank."""
         started, waited, outcome = time.perf_counter(), 0.0, None
         if self._rank == 0:
             try:

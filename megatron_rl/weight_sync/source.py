@@ -20,9 +20,10 @@ import torch
 from megatron_rl.config.schema import Format
 from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Place
-from megatron_rl.models.mapping import Norm, find
+from megatron_rl.models.mapping import find
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import cut
+from megatron_rl.models.table import Norm
 from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.error import ErrorSample, sample_error

@@ -104,7 +104,7 @@ class VllmPush:
             self._engine = None
 
     def _prepare(self, version: int) -> None:
-        """Rank 0: tell the sampler what comes, and hear whether it is what the engine expects."""
+        """Rank 0: announce what comes; raises where it is not what the engine expects."""
         if self._rank == 0:
             format = self._source.shards.format.value
             self._relay.announce(Announcement(version, format, self._sync.staged, self._source.tensors))
@@ -179,7 +179,7 @@ class Relay:
 
     def __init__(self, sampler: SamplerClient | None) -> None:
         self._sampler = sampler
-        self.failure: str | None = None  # what the sampler said while vLLM was sending
+        self.failure: str | None = None  # why the sampler refused while vLLM was sending
 
     def announce(self, announced: Announcement) -> None:
         self.failure = None

@@ -65,7 +65,7 @@ def test_the_bound_knows_who_holds_what() -> None:
     shape = ModelShape.from_hf(hf_config("qwen3_moe"))
     layout = Layout(tp=2, pp=2, ep=2, etp=1, dp=2, first_layers=1)
     plan = plan_sync(Model(shape, layout, {}), Format.none)
-    last = sum(t.nbytes for t in plan.transfers if t.stage == 1)
+    last = sum(one.tensor.nbytes for one in plan.transfers if one.stage == 1)
     assert last > plan.nbytes / 2
     assert lower_bound(plan, Model(shape, layout, {}), SamplerLayout()).out == last // 4
     at_4 = lower_bound(plan, Model(shape, layout, {}), SamplerLayout(4)).into
