@@ -40,7 +40,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
             model, run=base.run, learner=base.learner, optim=base.optim, loss=base.loss, correction=base.correction,
             rollout=base.rollout, quantization=base.quantization,
         )  # fmt: skip
-        load_policy(learner, base)
+        load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
         sync = WeightSync(
             learner, driver.sampler, distinct_formats(base),
             quantization=base.quantization, sync=base.sync, engines=base.sampler, fleet=False,

@@ -121,7 +121,7 @@ def check_formats(
     A format whose servers are all away has no rows, and is checked when they are back.
     """
     results: dict[Format, ProbeResult] = {}
-    for format in formats:
+    for format in map(Format, formats):  # names, where they came from another rank
         rows_B = torch.ones(len(batch), dtype=torch.bool)
         if len(formats) > 1 and batch.formats_B is not None:
             rows_B = batch.formats_B == format_number(format)

@@ -51,6 +51,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.types import Prompt, SamplingParams
 from megatron_rl.weight_sync.file_transport import remove_version, update_info, write_version
 from megatron_rl.weight_sync.push import WeightSync
@@ -209,7 +210,10 @@ def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str)
         )
         sampler = (
             EmbeddedSampler(
-                config, Path(folder), Path(folder) / f"log_{name}", worker_extension="ordinary_receiver.Extension"
+                EngineSettings.from_config(config),
+                Path(folder),
+                Path(folder) / f"log_{name}",
+                worker_extension="ordinary_receiver.Extension",
             )
             if rank == 0
             else None
