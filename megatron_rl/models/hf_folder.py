@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.tensors import DTYPES, TensorSpec, torch_dtype
 
 SINGLE = "model.safetensors"
@@ -28,7 +27,7 @@ _DTYPE_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}  # by thei
 
 
 class HfFolder:
-    """Read side: `config`, `names` without touching data, `get(name)`."""
+    """Read side: `names` without touching data, `get(name)`."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -42,10 +41,6 @@ class HfFolder:
                 if name != "__metadata__":
                     self._file_of[name] = file
         self._open: dict[str, Any] = {}
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return read_hf_config(self.path)
 
     @property
     def names(self) -> list[str]:

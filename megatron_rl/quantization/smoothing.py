@@ -48,12 +48,8 @@ class Smoothing:
         self._size = (shape.layers, len(Norm), shape.hidden)
         self._alpha, self._every, self._world = alpha, every, world
         self._take_activation_amax = take_activation_amax
-        self._scales_LNH = torch.ones(self._size)
+        self.scales_LNH = torch.ones(self._size)
         self._age: int | None = None  # syncs since the scales were made; None: there are none yet
-
-    @property
-    def scales_LNH(self) -> Tensor:
-        return self._scales_LNH
 
     def begin_sync(self, weight_amax: Callable[[], Tensor]) -> None:
         """Every rank calls this at the start of a sync; new scales are made where they are due.
@@ -67,7 +63,7 @@ class Smoothing:
         both = torch.stack((activations_LNH, weight_amax().to(activations_LNH)))
         self._world.max_(both)
         if both[0].any():
-            self._scales_LNH = scales(both[0], both[1], self._alpha)
+            self.scales_LNH = scales(both[0], both[1], self._alpha)
             self._age = 0
 
     def fold(self, param: Param, local: Tensor) -> Tensor:
@@ -75,7 +71,7 @@ class Smoothing:
         if param.row.norm is None or self._age is None:
             return local
         assert param.layer is not None
-        scale_H = self._scales_LNH[param.layer, param.row.norm].to(local)
+        scale_H = self.scales_LNH[param.layer, param.row.norm].to(local)
         return local / scale_H if local.ndim == 1 else local * scale_H
 
 

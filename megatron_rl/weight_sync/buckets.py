@@ -135,13 +135,13 @@ def full_tensors(
                 yield own.tensor.name, _without_padding(tensor, own.tensor)
                 continue
             full = torch.empty(own.tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            _place(full, own, tensor)
+            _fill(full, own, tensor)
             for rank in range(1, bucket.size):
                 out = outs[rank][index]
                 part = out.part
                 raw = received[rank - 1][at[rank] : at[rank] + part.nbytes]
                 at[rank] += part.nbytes
-                _place(full, out, _typed(raw, tensor.dtype).view(part.shape))
+                _fill(full, out, _typed(raw, tensor.dtype).view(part.shape))
             yield own.tensor.name, full
 
 
@@ -156,7 +156,7 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)
 
 
-def _place(full: torch.Tensor, out: Output, part: torch.Tensor) -> None:
+def _fill(full: torch.Tensor, out: Output, part: torch.Tensor) -> None:
     assert out.dim is not None
     at = 0
     for start, length in out.runs:
