@@ -84,7 +84,8 @@ class Driver:
         self._scored: list[Scored] = []
         self._drawn: list[Scored] = []
         self._seen = SamplerStats()
-        self.recorder = self._stack.enter_context(Recorder(config, resolved_yaml, run_dir, config.run.steps))
+        recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, if_exists=config.run.if_exists)
+        self.recorder = self._stack.enter_context(recorder)
         try:
             self._open(run_dir)
         except BaseException as error:

@@ -52,7 +52,7 @@ from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.optimizer import clip, optimizer_config
 from megatron_rl.learner.packing import Pack, assign_rows, pack
 from megatron_rl.learner.schedule import learning_rate
-from megatron_rl.loss import Totals, count_totals, policy_loss
+from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config import fleet as fleet_config
+from megatron_rl.config.correction_rules import SUPERVISED
 from megatron_rl.config.schema import (
     Config,
     Device,
     Estimator,
     Format,
     Fp8,
-    LossName,
     ModelInit,
     RolloutSection,
     RolloutSource,
@@ -196,8 +196,9 @@ def _data(config: Config, machine: Machine) -> Iterator[str]:
 
 def _algorithm(config: Config, machine: Machine) -> Iterator[str]:
     supervised = config.rollout.source == RolloutSource.dataset
-    if supervised and config.loss.name != LossName.cross_entropy:
-        yield f"loss.name: {config.loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"
+    if supervised and config.loss.name not in SUPERVISED:
+        goes = ", ".join(SUPERVISED)
+        yield f"loss.name: {config.loss.name} needs sampled answers; rollout.source=dataset goes with {goes}"
     if supervised and config.advantage.estimator != Estimator.none:
         yield f"advantage.estimator: {config.advantage.estimator} on the data set's own answers is 0; use none"
     if supervised and config.rollout.samples_per_prompt != 1:
