@@ -100,10 +100,12 @@ def _train(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
     from megatron_rl.preflight.checks import read_hf_config
+    from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
 
     read_hf_config(config)
-    return serve(config, Format(options.format or config.quantization.format), options.host, options.port)
+    settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
+    return serve(settings, Path(config.model.path), options.host, options.port)
 
 
 def run(config: Config, ranks: str = "local", dry: bool = False) -> int:

@@ -22,8 +22,9 @@ from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs.record import Recorder, RecorderLike, SilentRecorder
 from megatron_rl.sampler.choose import make_sampler
+from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import Sampler, SamplerStats
-from megatron_rl.sampler.rest import Rest
+from megatron_rl.sampler.sleep_schedule import SleepSchedule
 from megatron_rl.types import Batch, Rollout, SamplingParams, Scored
 
 PROBE_PROMPTS = 8
@@ -97,10 +98,10 @@ class Driver:
         self._stack.callback(self.rewards.close)
         self.rewards.start()
         log_dir = run_dir / "logs" / f"attempt_{self.recorder.run.attempt}"
-        self.sampler = make_sampler(config, folder, log_dir, self.recorder.note)
+        self.sampler = make_sampler(EngineSettings.from_config(config), folder, log_dir, self.recorder.note)
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
-        self._rest = Rest(self.sampler, config.sampler.sleep)
+        self._rest = SleepSchedule(self.sampler, config.sampler.sleep)
         supervised = config.rollout.source == RolloutSource.dataset
         answers = DatasetAnswers(tokenizer, config.data.answer_key) if supervised else self.sampler
         self._collector = Collector(config, train, tokenizer, answers, self.rewards)

@@ -34,13 +34,11 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from megatron_rl.engine import expectation, reload
 from megatron_rl.engine.receiver import SyncState
 from megatron_rl.engine.receiver import WorkerExtension as WorkerExtension  # what vLLM looks for here
-from megatron_rl.sampler.model_folder import VLLM_BACKENDS
 from megatron_rl.weight_sync import ipc_handles, manifest, wire
 from megatron_rl.weight_sync.manifest import NO_VERSION, Expected, WeightSyncError
-from megatron_rl.weight_sync.wire import Announcement
+from megatron_rl.weight_sync.wire import BACKEND_PREFIX, Announcement
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
-BACKEND_PREFIX = VLLM_BACKENDS  # + sync.transport: the names of these engines in vLLM's registry
 
 
 class Inbox:

@@ -18,6 +18,7 @@ import torch
 
 from megatron_rl.weight_sync.manifest import DTYPE_NAMES, DTYPES, TensorEntry, WeightSyncError
 
+BACKEND_PREFIX = "checked_"  # + sync.transport: the names of these transports in vLLM's registry of engines
 ANNOUNCE, SEAL, ABANDON = "announce", "seal", "abandon"
 WORD = torch.int32
 CHUNK = 1 << 22  # words hashed at once: what bounds the memory of the temporaries

@@ -24,8 +24,9 @@ from megatron_rl.config.schema import Config, DataSection, RolloutSection, Sampl
 from megatron_rl.data.prompts import Dataset, FolderTokenizer, load_dataset
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.sampler import embedded, model_folder
 from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.weight_sync.file_transport import update_info, write_version
 
 ROLLOUT = RolloutSection(
@@ -82,9 +83,10 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
     ours: list[float] = []
     bare: list[float] = []
     alone: list[float] = []  # generation without drawing, scoring and collating
-    with tempfile.TemporaryDirectory() as name, EmbeddedSampler(config, model, Path(name)) as sampler:
+    settings = EngineSettings.from_config(config)
+    with tempfile.TemporaryDirectory() as name, EmbeddedSampler(settings, model, Path(name)) as sampler:
         give_weights(sampler, model, Path(name))
-        arguments = model_folder.engine_arguments(config, model) | {"load_format": "auto"}
+        arguments = engine_arguments(settings, model) | {"load_format": "auto"}
         arguments["stop"] = list(tokenizer.stop_token_ids)
         process = subprocess.Popen(
             [sys.executable, __file__, "--bare", json.dumps(arguments)],
@@ -92,7 +94,7 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=embedded.engine_environment(),
+            env=engine_environment(),
         )
         try:
             collector = Collector(config, dataset, tokenizer, sampler, rewards)
