@@ -34,19 +34,31 @@ from unittest import mock
 import megatron_rl.process
 from megatron_rl import launch
 from megatron_rl.process import SHORT_SPIN, collect_rarely, die_with_parent
-from megatron_rl.sampler import embedded
+from megatron_rl.sampler import child_engine
+from megatron_rl.sampler.engine_process import engine_environment
 
 VARIABLE = "MEGATRON_RL_TESTS_PRELOADED"  # the folder of the parents' sockets
+QUANTIZATIONS = ("compressed_tensors.compressed_tensors", "quark.quark", "inc", "online.base", "auto_gptq", "modelopt")
 MODULES = {
     "torch": ("torch.distributed", "megatron_rl.weight_sync.push"),
     "megatron": ("megatron_rl.learner.host", "megatron_rl.train", "megatron_rl.learner.learner"),
     "vllm": (
-        "vllm.v1.engine.llm_engine",
+        "vllm.entrypoints.llm",
+        "vllm.entrypoints.openai.models.protocol",
+        "vllm.distributed.elastic_ep.elastic_execute",
         "vllm.v1.worker.cpu_worker",
         "vllm.v1.core.sched.scheduler",
-        "vllm.v1.attention.backends.cpu_attn",
         "vllm.model_executor.models.qwen3",
-        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+        "vllm.model_executor.models.qwen3_moe",
+        "vllm.model_executor.models.mixtral",
+        # these it asks for, or compiles with, when it makes an engine
+        *(f"vllm.model_executor.layers.quantization.{name}" for name in QUANTIZATIONS),
+        "torch._inductor.compile_fx",
+        "torch._inductor.codegen.cpp_wrapper_gpu",
+        "torch._inductor.codegen.cuda_combined_scheduling",
+        "torch._higher_order_ops.passes.inline_invoke_subgraph",
+        "torch.distributed.tensor.experimental._attention",
+        "sympy.tensor.tensor",
         "megatron_rl.engine.child",
         "megatron_rl.engine.receiver",
     ),
@@ -81,12 +93,16 @@ class Process:
         }
         null = os.open(os.devnull, os.O_RDWR)
         out = _descriptor(stdout, 1, null)
-        streams = [_descriptor(stdin, 0, null), out, out if stderr == subprocess.STDOUT else _descriptor(stderr, 2, null)]
+        streams = [
+            _descriptor(stdin, 0, null),
+            out,
+            out if stderr == subprocess.STDOUT else _descriptor(stderr, 2, null),
+        ]
         self._line = socket.socket(socket.AF_UNIX)
         self._line.connect(str(Path(os.environ[VARIABLE]) / kind))
         content = json.dumps(request).encode()
         self._line.sendall(len(content).to_bytes(4, "big") + content)
-        socket.send_fds(self._line, [b"f"], [*streams, *pass_fds])
+        socket.send_fds(self._line, [b"f"], [_descriptor(stdin, 0, null), out, err, *pass_fds])
         os.close(null)
         self._answers = self._line.makefile("r")
         self.pid = int(self._answers.readline() or _refuse(kind))
@@ -128,15 +144,25 @@ def _descriptor(stream: int | IO[Any] | None, inherited: int, null: int) -> int:
     return stream.fileno()
 
 
-def run(kind: str, args: Sequence[str | Path], log: Path, timeout: float, **options: Any) -> int:
-    """To its end, which comes in time or by force; both streams go to the log. The exit status."""
-    with log.open("ab") as stream:
-        process = Process(kind, args, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, **options)
-    try:
-        return process.wait(timeout)
-    finally:
-        process.kill()
-        process.wait()
+def run(kind: str, args: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """subprocess.run, of a fork: until its end, or its time is over; what it has said is text."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = Process(kind, args, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **options)
+        try:
+            late = None
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            late = error
+        finally:
+            process.kill()
+            process.wait()
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read())
+    if late:
+        raise AssertionError(f"{late}: {texts[0][-3000:]}{texts[1][-3000:]}")
+    return subprocess.CompletedProcess(list(map(str, args)), code, *texts)
 
 
 def start(args: Sequence[str], **options: Any) -> Process | subprocess.Popen[Any]:
@@ -149,7 +175,7 @@ def start(args: Sequence[str], **options: Any) -> Process | subprocess.Popen[Any
 def forking() -> Iterator[None]:
     """The package starts its engines and ranks as forks, and so do those."""
     forks = SimpleNamespace(**vars(subprocess) | {"Popen": start})
-    with mock.patch.object(embedded, "subprocess", forks), mock.patch.object(launch, "subprocess", forks):
+    with mock.patch.object(child_engine, "subprocess", forks), mock.patch.object(launch, "subprocess", forks):
         yield
 
 
@@ -160,7 +186,7 @@ def parents() -> Iterator[None]:
     helpers = [str(folder) for folder in (Path(__file__).parent, *Path(__file__).parent.iterdir()) if folder.is_dir()]
     with tempfile.TemporaryDirectory(prefix="megatron-rl-tests-") as folder:
         for kind in MODULES:
-            environment = dict(embedded.engine_environment() if kind == "vllm" else os.environ) | SHORT_SPIN
+            environment = dict(engine_environment() if kind == "vllm" else os.environ) | SHORT_SPIN
             environment["PYTHONPATH"] = os.pathsep.join([*helpers, os.environ.get("PYTHONPATH", "")])
             with socket.socket(socket.AF_UNIX) as door, Path(folder, f"{kind}.log").open("wb") as log:
                 door.bind(f"{folder}/{kind}")

@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from preloaded import run
 
 pytestmark = pytest.mark.engine
 
@@ -16,9 +16,7 @@ BF16_ROUNDING = 2.0**-9
 def test_the_host_kernels_agree_with_vllm_s_own():
     script = Path(__file__).with_name("compare_host_kernels.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = run("vllm", [sys.executable, script], timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
     if result["fp8_kernel"] == "RoundedFp8Kernel":  # a host with FP8 matrix units keeps vLLM's
