@@ -93,11 +93,7 @@ class Process:
         }
         null = os.open(os.devnull, os.O_RDWR)
         out = _descriptor(stdout, 1, null)
-        streams = [
-            _descriptor(stdin, 0, null),
-            out,
-            out if stderr == subprocess.STDOUT else _descriptor(stderr, 2, null),
-        ]
+        err = out if stderr == subprocess.STDOUT else _descriptor(stderr, 2, null)
         self._line = socket.socket(socket.AF_UNIX)
         self._line.connect(str(Path(os.environ[VARIABLE]) / kind))
         content = json.dumps(request).encode()
