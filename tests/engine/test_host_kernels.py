@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import run
 
 pytestmark = pytest.mark.engine
 
@@ -18,9 +18,7 @@ BF16_ROUNDING = 2.0**-9
 def result() -> dict[str, Any]:
     script = Path(__file__).with_name("compare_host_kernels.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = run("vllm", [sys.executable, script], timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

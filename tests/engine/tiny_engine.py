@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from preloaded import forking
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -131,7 +132,7 @@ class Live:
 
     def restart(self) -> None:
         """Start the engine, with the faults of faulty_receiver.py at hand."""
-        with pytest.MonkeyPatch.context() as patch:
+        with forking(), pytest.MonkeyPatch.context() as patch:
             here = str(Path(__file__).parent)
             patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
             self.sampler.launch()
@@ -162,5 +163,5 @@ def fresh_rollouts(live: Live, seed: int, tmp_path: Path) -> list[Rollout]:
     write_engine_folder(live.model.folder, folder, settings.quantization)
     save_file(live.model.quantized(seed, live.format), folder / "model.safetensors", {"format": "pt"})
     assert json.loads((folder / "config.json").read_text())["architectures"]
-    with EmbeddedSampler(settings, live.model.folder, tmp_path) as sampler:
+    with forking(), EmbeddedSampler(settings, live.model.folder, tmp_path) as sampler:
         return sampler.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)
