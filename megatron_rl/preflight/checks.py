@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config import fleet as fleet_config
@@ -24,10 +22,12 @@ from megatron_rl.config.schema import (
     RolloutSource,
     Transport,
 )
+from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.engine import engine_problems
-from megatron_rl.preflight.machine import Machine, detect, format_problem
+from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.preflight.sync_plan import config_problems
+from megatron_rl.quantization.formats import format_problem
 from megatron_rl.rewards.functions import resolve
 from megatron_rl.runs.wandb_log import resolve_mode
 
@@ -53,19 +53,6 @@ def check(config: Config) -> Machine:
     if found:
         raise ConfigError("\n".join(dict.fromkeys(found)))
     return machine
-
-
-def read_hf_config(config: Config) -> dict[str, Any]:
-    path = Path(config.model.path) / "config.json"
-    if not config.model.path or not path.is_file():
-        raise ConfigError(
-            f"model.path: no config.json in {config.model.path!r}; name a Hugging Face model folder "
-            "(`megatron-rl toy` makes a small one)"
-        )
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"model.path: {path} is not valid JSON ({error})") from None
 
 
 def _numbers(config: Config, machine: Machine) -> Iterator[str]:
@@ -118,7 +105,7 @@ def _numbers(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _model(config: Config, machine: Machine) -> Iterator[str]:
-    hf = read_hf_config(config)
+    hf = read_hf_config(config.model.path)
     unfit = config_problems(config, hf)
     yield from unfit or engine_problems(config, machine, ModelShape.from_hf(hf))
     if "quantization_config" in hf:
@@ -146,7 +133,7 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
 def _formats(config: Config, machine: Machine) -> Iterator[str]:
     key = "sampler.fleet.formats" if config.sampler.fleet.formats else "quantization.format"
     for format in dict.fromkeys(fleet_config.local_formats(config)):
-        problem = format_problem(format, machine)
+        problem = format_problem(format, machine.kind, machine.name, machine.capability)
         if problem:
             yield f"{key}: {format}: {problem}"
     smoothing = config.quantization.smoothing or 0.0
