@@ -14,7 +14,7 @@ import pytest
 from preloaded import run
 
 from megatron_rl.data.toy import write_toy
-from megatron_rl.runs.record import decode_line
+from megatron_rl.runs.metrics_file import decode_line
 from megatron_rl.runs.rollout_file import read_rollouts
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,8 @@ from megatron_rl.config.schema import (
     RunSection,
     SamplerSection,
 )
-from megatron_rl.quantization.quantize import is_quantized, quantize
+from megatron_rl.quantization.formats import is_quantized
+from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.model_folder import write_engine_folder

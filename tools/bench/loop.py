@@ -19,14 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_rl.collect import Collector, collate
+from megatron_rl.collect import Collector, Scorer
 from megatron_rl.config.schema import Config, DataSection, RolloutSection, SamplerSection
-from megatron_rl.data.prompts import Dataset, FolderTokenizer, load_dataset
+from megatron_rl.data.prompts import Dataset, FolderTokenizer, PromptOrder, load_dataset
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
+from megatron_rl.types import collate
 from megatron_rl.weight_sync.file_transport import update_info, write_version
 
 ROLLOUT = RolloutSection(
@@ -97,7 +98,9 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
             env=engine_environment(),
         )
         try:
-            collector = Collector(config, dataset, tokenizer, sampler, rewards)
+            order = PromptOrder(dataset, config.run.seed, config.data.shuffle)
+            scorer = Scorer(config.reward, rewards, tokenizer)
+            collector = Collector(config.rollout, order, sampler, scorer, rebaseline=True, seed=config.run.seed)
             for repeat in range(repeats + 1):
                 before = sampler.stats
                 start = time.perf_counter()
