@@ -9,7 +9,6 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from urllib.parse import urlsplit
 
 from megatron_rl.config.schema import Config, Device, Format, Transport
@@ -41,11 +40,6 @@ def distinct_formats(config: Config) -> tuple[Format, ...]:
     """What every sync has to produce, in a fixed order."""
     wanted = set(replica_formats(config))
     return tuple(format for format in Format if format in wanted)
-
-
-def with_format(config: Config, format: Format) -> Config:
-    """The configuration as one server of the fleet sees it."""
-    return replace(config, quantization=replace(config.quantization, format=format))
 
 
 def is_loopback(address: str) -> bool:

@@ -1,8 +1,8 @@
-"""Whether an engine may answer: what it has been told, and what it has completed since. Pure.
+"""Whether an engine may answer, given the updates and the sleep that it has been through. Pure.
 
-An engine that shares a GPU with the learner sleeps while the learner works. Between the first word of an update and
-its end, between falling asleep and being wholly awake, and from the moment its weights were discarded until a sync
-has brought new ones, a request gets an error that says which of these it is.
+A request is refused, with the reason, while an update is unfinished, while weights or cache are asleep (an engine that
+shares a GPU with the learner sleeps while the learner works), and once its weights were discarded until a sync has
+brought new ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ DISCARDS_WEIGHTS = 2  # vLLM's level of sleep that keeps no copy
 @dataclass
 class Readiness:
     policy_version: int = NO_VERSION
-    paused: bool = False
     torn: bool = False  # an update stopped half-way: the weights are of no version
     updating: bool = False
     beside: bool = False  # the update is being built beside the present weights, which still serve
@@ -37,8 +36,6 @@ class Readiness:
             return "the weights were discarded in sleep and no sync has completed since. Sync before generating"
         if self.updating and not self.beside:
             return "a weight update has begun and is not finished: the weights may be of two versions"
-        if self.paused:
-            return "the sampler is paused: resume it before generating"
         if wanted is not None and wanted != self.policy_version:
             return f"the engine serves policy version {self.policy_version}, version {wanted} was announced last"
         return None

@@ -5,7 +5,6 @@ Torch-free.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from megatron_rl.config.fleet import is_fleet, replica_formats
@@ -13,8 +12,8 @@ from megatron_rl.config.schema import Config, Device, Format, KvCache, Sleep, Tr
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight.machine import FP8_CAPABILITY, Machine
-from megatron_rl.quantization.formats import is_quantized
+from megatron_rl.preflight.machine import Machine
+from megatron_rl.quantization.formats import FP8_CAPABILITY, is_quantized
 
 EXPERTS_PATTERN = r"re:.*\.experts\..*"  # every expert, for quantization.ignore
 
@@ -26,7 +25,7 @@ def engine_problems(config: Config, machine: Machine, shape: ModelShape) -> Iter
     yield from _cache(config, machine)
     yield from _sleep(config, machine)
     if config.sync.transport != Transport.file and not is_fleet(config):  # a fleet has its own word on that
-        yield from _transport(config, machine, shape)
+        yield from _transport(config, machine)
 
 
 def _experts(config: Config, machine: Machine, shape: ModelShape, format: Format) -> Iterator[str]:
@@ -78,7 +77,7 @@ def _sleep(config: Config, machine: Machine) -> Iterator[str]:
         )
 
 
-def _transport(config: Config, machine: Machine, shape: ModelShape) -> Iterator[str]:
+def _transport(config: Config, machine: Machine) -> Iterator[str]:
     transport, learner = config.sync.transport, Layout.from_config(config.learner)
     if machine.kind == Device.cpu:
         yield f"sync.transport: {transport} needs GPUs; use file"
@@ -105,25 +104,6 @@ def _transport(config: Config, machine: Machine, shape: ModelShape) -> Iterator[
             f"sync.transport: {transport} needs a GPU for each of its ranks, but engine and learner both take "
             f"{','.join(map(str, shared))}; give the engine GPUs of its own (sampler.devices='{free}'), or use ipc"
         )
-    if transport == Transport.nccl_m2n:
-        yield from _resharding(config, learner, shape)
-
-
-def _resharding(config: Config, learner: Layout, shape: ModelShape) -> Iterator[str]:
-    """vLLM's m2n describes all weights by one mesh, and their shares as equal and contiguous."""
-    told = "sync.transport: nccl_m2n"
-    if learner.pp > 1 or learner.ep > 1:
-        yield (
-            f"{told} with learner.pipeline_parallel={learner.pp} and learner.expert_parallel={learner.ep}: it knows "
-            "one mesh for all weights; use nccl"
-        )
-    if learner.expert_tp != learner.tp and shape.experts:
-        yield f"{told} wants experts split as the rest, over {learner.tp} ranks, not {learner.expert_tp}; use nccl"
-    for size, name in ((shape.vocab, "the vocabulary"), (shape.kv_heads, "the key-value heads")):
-        if size % learner.tp:
-            yield f"{told}: learner.tensor_parallel={learner.tp} does not divide {name} ({size}); use nccl"
-    if importlib.util.find_spec("nccl") is None:
-        yield f"{told} needs the package nccl-extensions, which is not installed; install it, or use nccl"
 
 
 def _devices(config: Config) -> set[int]:

@@ -6,8 +6,7 @@ arithmetic on names and shapes: no process group, no weights, no torch.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from megatron_rl.config import ConfigError, load
 from megatron_rl.config.load import CONF
 from megatron_rl.config.schema import Config
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight.checks import read_hf_config
+from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.preflight.links import LowerBound, SamplerLayout, links, lower_bound
 from megatron_rl.preflight.sync_plan import SyncPlan, config_problems, plan_sync
+from megatron_rl.runs.console import table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -45,12 +44,12 @@ def describe_plan(request: Request) -> str:
         found.append(f"--link-gbs {request.link_gbs:g}: expected GB/s above 0")
     if found:
         raise ConfigError("\n".join(found))
-    shape, layout = ModelShape.from_hf(hf_config), Layout.from_config(config.learner)
+    model = Model.of(hf_config, Layout.from_config(config.learner))
     sampler = SamplerLayout(config.sampler.tensor_parallel, request.replicas)
-    plan = plan_sync(shape, layout, config.quantization.format, config.quantization.ignore)
-    bound = lower_bound(plan, shape, layout, sampler)
+    plan = plan_sync(model, config.quantization.format, config.quantization.ignore)
+    bound = lower_bound(plan, model, sampler)
     sections = [
-        _who(config, shape, layout, sampler, plan),
+        _who(config, model, sampler, plan),
         _what(plan),
         _links(plan, sampler, request.link_gbs),
         _bound(plan, bound, request.link_gbs),
@@ -64,19 +63,12 @@ def _read(request: Request) -> tuple[Config, dict[str, Any]]:
     target = request.target / "config.json" if (request.target / "config.json").is_file() else request.target
     if target.suffix != ".json":
         config = load(target, request.overrides)
-        return config, read_hf_config(config)
-    if not target.is_file():
-        raise ConfigError(f"{target}: no such file; name a recipe, a model's config.json or its folder")
-    try:
-        hf_config = json.loads(target.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{target}: not valid JSON ({error})") from None
-    if not isinstance(hf_config, dict):
-        raise ConfigError(f"{target}: holds {type(hf_config).__name__}, expected the keys of a model's config.json")
-    return load(CONF / "base.yaml", [f"model.path={target}", *request.overrides]), hf_config
+        return config, read_hf_config(config.model.path)
+    return load(CONF / "base.yaml", [f"model.path={target}", *request.overrides]), read_hf_config(target)
 
 
-def _who(config: Config, shape: ModelShape, layout: Layout, sampler: SamplerLayout, plan: SyncPlan) -> list[str]:
+def _who(config: Config, model: Model, sampler: SamplerLayout, plan: SyncPlan) -> list[str]:
+    shape, layout = model.shape, model.layout
     axes = [("TP", layout.tp), ("PP", layout.pp), ("VP", layout.chunks), ("CP", layout.cp), ("EP", layout.ep)]
     axes += [("expert TP", layout.expert_tp if shape.experts else 1), ("DP", layout.dp)]
     sizes = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one rank"
@@ -92,14 +84,14 @@ def _who(config: Config, shape: ModelShape, layout: Layout, sampler: SamplerLayo
 def _what(plan: SyncPlan) -> list[str]:
     kinds: dict[str, tuple[int, int]] = {}
     for transfer in plan.transfers:
-        scale = transfer.name.endswith(".weight_scale")
-        kind = f"{transfer.dtype} scales" if scale else transfer.dtype
+        scale = transfer.tensor.name.endswith(".weight_scale")
+        kind = f"{transfer.tensor.dtype} scales" if scale else transfer.tensor.dtype
         count, nbytes = kinds.get(kind, (0, 0))
-        kinds[kind] = (count + 1, nbytes + transfer.nbytes)
+        kinds[kind] = (count + 1, nbytes + transfer.tensor.nbytes)
     rows = [(kind, f"{count:,}", _size(nbytes)) for kind, (count, nbytes) in sorted(kinds.items())]
     rows.append(("together", f"{len(plan.transfers):,}", _size(plan.nbytes)))
     rows.append(("(as BF16)", "", _size(plan.plain_bytes)))
-    return _table(("what moves", "tensors", "bytes"), rows)
+    return table(("what moves", "tensors", "bytes"), rows)
 
 
 def _links(plan: SyncPlan, sampler: SamplerLayout, link_gbs: float | None) -> list[str]:
@@ -112,7 +104,7 @@ def _links(plan: SyncPlan, sampler: SamplerLayout, link_gbs: float | None) -> li
             row.append(_seconds(each.end, link_gbs))
     notes = [f"  {each.kind}: {each.meaning}" for each in found]
     return [
-        *_table(head, rows),
+        *table(head, rows),
         *notes,
         "  busiest end: everything that goes through the most loaded rank, which its network card has to carry;"
         " replicas on one host read the `file` transport's bytes from one shared copy",
@@ -129,7 +121,7 @@ def _bound(plan: SyncPlan, bound: LowerBound, link_gbs: float | None) -> list[st
     tail = f"  as built, the busiest end carries {ratio:.1f}x of the least that it could"
     if link_gbs is not None:
         tail += f": {_seconds(plan.nbytes, link_gbs)} against {_seconds(bound.busiest, link_gbs)} at {link_gbs:g} GB/s"
-    return [*_table(("lower bound", "bytes", ""), rows), tail]
+    return [*table(("lower bound", "bytes", ""), rows), tail]
 
 
 def _writers(plan: SyncPlan, shown: int) -> list[str]:
@@ -140,29 +132,14 @@ def _writers(plan: SyncPlan, shown: int) -> list[str]:
         rows.append((f"{len(rest):,} more, down to", _size(rest[-1][1])))
     if shown < 1:
         return []
-    return _table(("writer", "bytes to each sampler rank"), rows)
+    return table(("writer", "bytes to each sampler rank"), rows)
 
 
 def _largest(plan: SyncPlan, count: int) -> list[str]:
-    ranked = sorted(plan.transfers, key=lambda transfer: (-transfer.nbytes, transfer.name))[:count] if count > 0 else []
-    rows = [(t.name, "x".join(map(str, t.shape)), t.dtype, f"{t.shards}", _size(t.nbytes)) for t in ranked]
-    return _table(("largest tensors", "shape", "dtype", "shards", "bytes"), rows) if rows else []
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [list(head), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    words = [
-        [cell.ljust(width) if _is_text(lines, column) else cell.rjust(width)
-         for column, (cell, width) in enumerate(zip(line, widths, strict=True))]
-        for line in lines
-    ]  # fmt: skip
-    return ["  ".join(line).rstrip() for line in words]
-
-
-def _is_text(lines: Sequence[Sequence[str]], column: int) -> bool:
-    """Columns of numbers stand to the right."""
-    return column == 0 or not lines[1][column][:1].isdigit()
+    ranked = sorted(plan.transfers, key=lambda one: (-one.tensor.nbytes, one.tensor.name))[:count] if count > 0 else []
+    pairs = [(one.tensor, one.shards) for one in ranked]
+    rows = [(t.name, "x".join(map(str, t.shape)), t.dtype, f"{shards}", _size(t.nbytes)) for t, shards in pairs]
+    return table(("largest tensors", "shape", "dtype", "shards", "bytes"), rows) if rows else []
 
 
 def _size(nbytes: float) -> str:

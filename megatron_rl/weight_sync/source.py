@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from megatron_rl.config.schema import Format
-from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Norm, find
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.groups import ShardGroups
+from megatron_rl.models.layout import Place
+from megatron_rl.models.mapping import find
+from megatron_rl.models.model import Model
 from megatron_rl.models.shards import cut
+from megatron_rl.models.table import Norm
+from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.error import ErrorSample, sample_error
-from megatron_rl.quantization.formats import Output
 from megatron_rl.quantization.quantize import quantize, row_amax
 from megatron_rl.quantization.smoothing import Smoothing, column_amax
-from megatron_rl.weight_sync.buckets import Bucket, Job, Workspace, full_tensors, gather, plan_buckets
-from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.manifest import DTYPE_NAMES, DTYPES, WeightSyncError
-from megatron_rl.weight_sync.wire import TensorMeta
+from megatron_rl.weight_sync.buckets import Bucket, Job, Workspace, full_tensors, gather, make_buckets
 
 FIRST = Place()  # the rank that sends what belongs to no rank's weights
 SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
@@ -45,9 +44,8 @@ class Seconds:
 class ShardSource:
     def __init__(
         self,
-        shape: ModelShape,
-        layout: Layout,
-        ranks: Ranks,
+        model: Model,
+        groups: ShardGroups,
         format: Format = Format.none,
         ignore: Sequence[str] = (),
         dtype: torch.dtype = torch.bfloat16,
@@ -59,16 +57,12 @@ class ShardSource:
         self.failure: str | None = None
         self.seconds = Seconds()
         self.errors: list[ErrorSample] = []
-        self._shape, self._layout = shape, layout
-        self._format, self._dtype, self._smoothing = format, dtype, smoothing
-        self._place = ranks.place
+        self.format = format
+        self._model, self._place = model, groups.place
+        self._dtype, self._smoothing = dtype, smoothing
         self._cache_scales = cache_scales
-        self._elsewhere = lambda other: ShardSource(
-            shape, layout, other, format, ignore, dtype, bucket_bytes, smoothing, cache_scales
-        )
-        self._ranks = ranks
         self._workspace = Workspace()
-        self._buckets = plan_buckets(shape, layout, ranks, format, ignore, DTYPE_NAMES[dtype], bucket_bytes)
+        self._buckets = make_buckets(model, groups, format, ignore, dtype_name(dtype), bucket_bytes)
 
     @property
     def writes(self) -> bool:
@@ -116,7 +110,7 @@ class ShardSource:
         if self._cache_scales is not None:
             try:
                 self._cache_scales.begin_sync()
-            except WeightSyncError as error:
+            except ValueError as error:
                 self._fail(str(error))
         return shards
 
@@ -131,15 +125,10 @@ class ShardSource:
         return [*keys, SCALES_KEY] if self._writes_scales else keys
 
     @property
-    def bucket_tensors(self) -> list[tuple[TensorMeta, ...] | None]:
+    def bucket_tensors(self) -> list[tuple[TensorSpec, ...] | None]:
         """Of each bucket: what this rank yields, None where another rank of the group does."""
         weights = [
-            tuple(
-                TensorMeta(out.name, out.dtype, out.shape)
-                for job in bucket.jobs
-                for of_slice in job.outputs[0]
-                for out in of_slice
-            )
+            tuple(out.tensor for job in bucket.jobs for of_slice in job.outputs[0] for out in of_slice)
             if bucket.rank == 0
             else None
             for bucket in self._buckets
@@ -151,54 +140,18 @@ class ShardSource:
         return self._cache_scales is not None and self._place == FIRST
 
     @property
-    def _scale_tensors(self) -> tuple[TensorMeta, ...]:
+    def _scale_tensors(self) -> tuple[TensorSpec, ...]:
         return () if self._cache_scales is None else self._cache_scales.tensors
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    def as_first_replica(self) -> ShardSource:
-        """The same on a rank of any replica: it then holds shards as the first one does, and yields them."""
-        return self._elsewhere(replace(self._ranks, place=replace(self._place, dp=0, edp=0)))
-
-    @property
-    def own_outputs(self) -> list[Output]:
-        """What `own_shards` yields: the full tensors, and this rank's part of each."""
-        weights = [
-            out
-            for bucket in self._buckets
-            for job in bucket.jobs
-            for of_slice in job.outputs[bucket.rank]
-            for out in of_slice
-        ]
-        return weights + [
-            Output(scale.name, scale.dtype, scale.shape, None, ((0, 1),)) for scale in self._scale_tensors
-        ]
-
-    def own_shards(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's part of every tensor, quantized with the scales of the whole and not gathered."""
-        shards = self._begin(parameters)
-        for bucket in self._buckets:
-            started = time.perf_counter()
-            made = self._made(bucket, shards)
-            self.seconds.quantize += time.perf_counter() - started
-            for job, content in zip(bucket.jobs, made, strict=True):
-                outs = [out for of_slice in job.outputs[bucket.rank] for out in of_slice]
-                for index, out in enumerate(outs):
-                    failed = torch.zeros(out.part_shape, dtype=DTYPES[out.dtype], device=_device(shards))
-                    yield out.name, failed if content is None else content[index].view(out.part_shape)
-        yield from self._scale_values(_device(shards))
 
     def _by_table_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shards: dict[str, torch.Tensor] = {}
         for name, tensor in parameters.items():
             try:
-                param = find(name, self._shape)
+                param = find(name, self._model.shape)
             except KeyError as error:
                 self._fail(str(error.args[0]))
                 continue
-            wanted = param.local_shape(self._layout)
+            wanted = param.local_shape(self._model.layout)
             if tuple(tensor.shape) != wanted:
                 self._fail(f"{name} has the local shape {tuple(tensor.shape)}, the layout says {wanted}")
                 continue
@@ -239,8 +192,8 @@ class ShardSource:
     @torch.no_grad()
     def _column_amax(self, shards: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """[layer, norm, channel]: the largest weight of each column over the quantized readers of a norm held here."""
-        device = next(iter(shards.values())).device if shards else None
-        amax_LNH = torch.zeros(self._shape.layers, len(Norm), self._shape.hidden, device=device)
+        shape, device = self._model.shape, next(iter(shards.values())).device if shards else None
+        amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=device)
         for bucket in self._buckets:
             for job in bucket.jobs:
                 local, norm, layer = shards.get(job.param.megatron), job.param.row.norm, job.param.layer
@@ -284,7 +237,7 @@ class ShardSource:
     def _convert(
         self, job: Job, parts: Sequence[torch.Tensor] | None, rank: int, amax: Mapping[str, torch.Tensor]
     ) -> list[torch.Tensor] | None:
-        """This rank's outputs of one parameter in the order of its plan; None where they cannot be made."""
+        """This rank's outputs of one parameter in the order of its job; None where they cannot be made."""
         if parts is None or self.failure is not None:
             return None
         made: list[torch.Tensor] = []
@@ -293,12 +246,12 @@ class ShardSource:
                 made.append(part.to(self._dtype).contiguous())
                 continue
             try:
-                result = quantize(part, self._format, amax.get(job.param.megatron))
+                result = quantize(part, self.format, amax.get(job.param.megatron))
             except ValueError as error:
                 self._fail(f"{piece.name}: {error}")
                 return None
             if part.numel():
-                self.errors.append(sample_error(piece.name, part, result, self._format))
+                self.errors.append(sample_error(piece.name, part, result, self.format))
             made += [result["weight"].contiguous(), result["weight_scale"].contiguous()]
         return made
 

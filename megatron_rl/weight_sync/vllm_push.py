@@ -1,6 +1,6 @@
-"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, `nccl_m2n`, through its trainer API.
+"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, through its trainer API.
 
-With `vllm_sources` the only module that imports vLLM on a rank that learns, and only when such a transport is chosen.
+The only module that imports vLLM on a rank that learns, and only when such a transport is chosen.
 vLLM's trainer engine moves the tensors; `Relay` stands between it and the sampler, so that the announcement goes first
 and the seal last (see `wire`), and so that a refusal on rank 0 is raised after the collectives that others are in.
 
@@ -16,28 +16,31 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSource,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from megatron_rl.config.schema import Config, Transport
+from megatron_rl.config.schema import SamplerSection, SyncSection, Transport
 from megatron_rl.distributed import exchange
+from megatron_rl.models.tensors import torch_dtype
 from megatron_rl.quantization.error import summarize
-from megatron_rl.weight_sync import ipc_handles, wire
+from megatron_rl.weight_sync import wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.report import Contribution, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.vllm_sources import open_stream
+from megatron_rl.weight_sync.transports import SamplerClient
+from megatron_rl.weight_sync.whole_source import WholeSource
 from megatron_rl.weight_sync.wire import Announcement, Seal
-
-if TYPE_CHECKING:
-    from megatron_rl.weight_sync.transports import SamplerClient
 
 LOOPBACK = "127.0.0.1"  # the embedded engine lives on the host of rank 0
 
@@ -45,13 +48,16 @@ LOOPBACK = "127.0.0.1"  # the embedded engine lives on the host of rank 0
 class VllmPush:
     """See transports.Push. Rank 0 is vLLM's sender; every rank takes part."""
 
-    def __init__(self, source: ShardSource, sampler: SamplerClient | None, config: Config) -> None:
+    def __init__(
+        self, source: ShardSource, sampler: SamplerClient | None, sync: SyncSection, engine: SamplerSection
+    ) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         missing = self._rank == 0 and sampler is None
         if any(exchange(missing)):
-            raise WeightSyncError(f"sync.transport={config.sync.transport} needs a sampler to send to; take file")
-        self._config, self._relay = config, Relay(sampler)
-        self._stream = open_stream(source, config.sync.transport)
+            raise WeightSyncError(f"sync.transport={sync.transport} needs a sampler to send to; take file")
+        self._sync, self._workers, self._patience_s = sync, engine.tensor_parallel, engine.request_timeout_s
+        self._relay = Relay(sampler)
+        self._source = WholeSource(source, everywhere=sync.transport == Transport.ipc)
         self._engine: TrainerWeightTransferEngine | None = None
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
@@ -59,18 +65,18 @@ class VllmPush:
         failure = self._agreed(lambda: self._prepare(version))
         if failure:  # on every rank: none of them has begun
             return Contribution(failure if self._rank == 0 else None)
-        self._stream.begin(parameters)
+        self._source.begin(parameters)
         try:
-            with bounded(self._config.sampler.request_timeout_s, f"sending policy version {version}"):
+            with bounded(self._patience_s, f"sending policy version {version}"):
                 self._engine_or_raise().send_weights()
             failure = self._relay.failure
         except Exception as error:  # of vLLM's, of NCCL's: the other ranks wait for this one's outcome
             failure = f"{type(error).__name__}: {error}"
-        self._stream.drain()
-        source = self._stream.source
+        self._source.drain()
+        source = self._source.shards
         quantize, gather = source.seconds.quantize, source.seconds.gather
         rest = max(0.0, time.perf_counter() - started - quantize - gather)
-        sent = self._stream.tensors if self._rank == 0 else ()
+        sent = self._source.tensors if self._rank == 0 else ()
         return Contribution(
             source.failure or failure,
             sum(tensor.nbytes for tensor in sent),
@@ -80,7 +86,7 @@ class VllmPush:
         )
 
     def load(self, version: int) -> None:
-        self._relay.seal(Seal(version, self._stream.checksums()))
+        self._relay.seal(Seal(version, wire.read_checksums(self._source.sums)))
         self._relay.finish(version)
 
     def forget(self, version: int) -> None:
@@ -98,11 +104,10 @@ class VllmPush:
             self._engine = None
 
     def _prepare(self, version: int) -> None:
-        """Rank 0: tell the sampler what comes, and hear whether it is what the engine expects."""
+        """Rank 0: announce what comes; raises where it is not what the engine expects."""
         if self._rank == 0:
-            staged = self._config.sync.staged
-            format = self._config.quantization.format.value
-            self._relay.announce(Announcement(version, format, staged, self._stream.tensors))
+            format = self._source.shards.format.value
+            self._relay.announce(Announcement(version, format, self._sync.staged, self._source.tensors))
 
     def _engine_or_raise(self) -> TrainerWeightTransferEngine:
         assert self._engine is not None
@@ -124,12 +129,12 @@ class VllmPush:
         port = exchange(free_port() if self._rank == 0 else 0)[0]
         failure = None
         try:
-            info = init_info(self._config, self._rank, port)
+            info = init_info(self._sync, self._workers, self._rank, port)
             self._engine = WeightTransferTrainerFactory.trainer_init(
-                info, client=self._relay, source=self._stream.for_vllm()
+                info, client=self._relay, source=WholeTensors(self._source)
             )
         except Exception as error:  # every kind, as above
-            failure = f"sync.transport={self._config.sync.transport}: {type(error).__name__}: {error}"
+            failure = f"sync.transport={self._sync.transport}: {type(error).__name__}: {error}"
         failure = next((each for each in exchange(failure) if each), None)
         if failure:
             self.close()
@@ -156,12 +161,25 @@ def bounded(seconds: float, what: str) -> Iterator[None]:
         timer.cancel()
 
 
+class WholeTensors(WeightSource):
+    """`WholeSource` in the shape that vLLM's trainer engines ask for."""
+
+    def __init__(self, source: WholeSource) -> None:
+        self._source = source
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(each.name, torch_dtype(each.dtype), each.shape) for each in self._source.tensors]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._source)
+
+
 class Relay:
     """What vLLM's trainer engine takes for its client: rank 0's way to the sampler."""
 
     def __init__(self, sampler: SamplerClient | None) -> None:
         self._sampler = sampler
-        self.failure: str | None = None  # what the sampler said while vLLM was sending
+        self.failure: str | None = None  # why the sampler refused while vLLM was sending
 
     def announce(self, announced: Announcement) -> None:
         self.failure = None
@@ -179,7 +197,7 @@ class Relay:
         if self.failure is not None:
             return
         if update_info.get("ipc_handles") is not None:
-            update_info = update_info | {"ipc_handles": ipc_handles.encode(update_info["ipc_handles"])}
+            update_info = update_info | {"ipc_handles": wire.encode_handles(update_info["ipc_handles"])}
         try:
             self._client.update_weights({name: value for name, value in update_info.items() if value is not None})
         except Exception as error:  # every kind, see above
@@ -209,22 +227,12 @@ class Relay:
         return self._sampler
 
 
-def init_info(config: Config, rank: int, port: int) -> TrainerInitInfo:
+def init_info(sync: SyncSection, workers: int, rank: int, port: int) -> TrainerInitInfo:
     """vLLM's own settings of a transport; the workers get theirs from rank 0."""
-    workers, trainers = config.sampler.tensor_parallel, dist.get_world_size() if dist.is_initialized() else 1
-    buffer = config.sync.bucket_mib << 20
-    if config.sync.transport == Transport.ipc:
+    buffer = sync.bucket_mib << 20
+    if sync.transport == Transport.ipc:
         return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer)
-    if config.sync.transport == Transport.nccl:
-        return NCCLTrainerInitInfo(LOOPBACK, port, 1 + workers, rank=rank, packed_buffer_size_bytes=buffer)
-    return M2NTrainerInitInfo(
-        rank=rank,
-        master_address=LOOPBACK,
-        master_port=port,
-        world_size=trainers + workers,
-        num_trainer_ranks=trainers,
-        dst_mesh_dims=(1, workers),
-    )
+    return NCCLTrainerInitInfo(LOOPBACK, port, 1 + workers, rank=rank, packed_buffer_size_bytes=buffer)
 
 
 def free_port() -> int:

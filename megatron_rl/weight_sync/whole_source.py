@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed import exchange
-from megatron_rl.weight_sync.manifest import DTYPES, WeightSyncError
+from megatron_rl.models.tensors import TensorSpec, torch_dtype
+from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.wire import TensorMeta, checksum
+from megatron_rl.weight_sync.wire import checksum
 
 Key = tuple[int, ...]
 
@@ -31,7 +32,7 @@ class Step:
 
     key: Key
     writer: int
-    tensors: tuple[TensorMeta, ...]
+    tensors: tuple[TensorSpec, ...]
 
 
 class WholeSource:
@@ -42,7 +43,7 @@ class WholeSource:
 
     def __init__(self, source: ShardSource, everywhere: bool) -> None:
         self.sums: dict[str, torch.Tensor] = {}  # checksums of what this rank has yielded
-        self.source, self._everywhere = source, everywhere
+        self.shards, self._everywhere = source, everywhere
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._mine = source.bucket_keys
         self._steps = self._agree()
@@ -50,7 +51,7 @@ class WholeSource:
         self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
 
     @property
-    def tensors(self) -> tuple[TensorMeta, ...]:
+    def tensors(self) -> tuple[TensorSpec, ...]:
         """The whole model, in the order of iteration, on every rank."""
         return tuple(tensor for step in self._steps for tensor in step.tensors)
 
@@ -70,11 +71,11 @@ class WholeSource:
     def _agree(self) -> tuple[Step, ...]:
         mine = [
             [list(key), [[t.name, t.dtype, list(t.shape)] for t in tensors]]
-            for key, tensors in zip(self._mine, self.source.bucket_tensors, strict=True)
+            for key, tensors in zip(self._mine, self.shards.bucket_tensors, strict=True)
             if tensors is not None
         ]
         steps = [
-            Step(tuple(key), writer, tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors))
+            Step(tuple(key), writer, tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors))
             for writer, written in enumerate(exchange(mine))
             for key, tensors in written
         ]
@@ -84,7 +85,7 @@ class WholeSource:
         return tuple(sorted(steps, key=lambda step: step.key))
 
     def _walk(self) -> Iterator[tuple[str, torch.Tensor]]:
-        buckets = self.source.buckets(self._parameters)
+        buckets = self.shards.buckets(self._parameters)
         mine = set(self._mine)
         device = next((tensor.device for tensor in self._parameters.values()), torch.device("cpu"))
         for step in self._steps:
@@ -96,29 +97,29 @@ class WholeSource:
                     yield tensor.name, here
 
     def _deliver(
-        self, writer: int, meta: TensorMeta, tensor: torch.Tensor | None, device: torch.device
+        self, writer: int, spec: TensorSpec, tensor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
         """The tensor where it is wanted. A writer that has failed delivers zeros: its failure stops the version."""
         if writer == self._rank and tensor is None:
-            tensor = torch.zeros(meta.shape, dtype=DTYPES[meta.dtype], device=device)
+            tensor = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
         if self._everywhere and dist.is_initialized() and dist.get_world_size() > 1:
-            data = _bytes(tensor) if tensor is not None else torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
+            data = _bytes(tensor) if tensor is not None else torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
             dist.broadcast(data, src=writer)
-            return _typed(data, meta)
+            return _typed(data, spec)
         if writer == 0 or self._rank not in (0, writer):
             return tensor if self._rank == 0 else None
         if self._rank == writer:
             assert tensor is not None
             dist.send(_bytes(tensor), dst=0)
             return None
-        data = torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
+        data = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
         dist.recv(data, src=writer)
-        return _typed(data, meta)
+        return _typed(data, spec)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _typed(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    return data.view(DTYPES[meta.dtype]).view(meta.shape)
+def _typed(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return data.view(torch_dtype(spec.dtype)).view(spec.shape)
