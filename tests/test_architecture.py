@@ -1,7 +1,7 @@
 """docs/architecture.md: every "how to add" is carried out, in a copy of the tree, as it is written there.
 
-A section is an example: blocks that are edits (```python new=PATH```, ```python append=PATH```, ```python after="LINE" in=PATH```,
-```python replace="LINE" in=PATH```) and one that tries the result (```python try```), which fails before the edits and passes after.
+A section is an example. Its blocks are edits, by what follows the word python (or yaml) on their first line: new=PATH,
+append=PATH, after="LINE" in=PATH, replace="LINE" in=PATH. The one called `try` fails before the edits and passes after.
 """
 
 from __future__ import annotations
