@@ -58,8 +58,6 @@ class Collector:
             samples=config.rollout.samples_per_prompt,
             max_tokens=config.rollout.max_response_tokens,
             temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k,
             stop_token_ids=tokenizer.stop_token_ids,
         )
         self.order = PromptOrder(dataset, config.run.seed, config.data.shuffle)

@@ -110,7 +110,8 @@ class Driver:
             self.recorder.note(f"eval     {config.data.eval}: {held_out.describe()}")
             self._evaluator = Evaluator(config, held_out, tokenizer, self.sampler, self.rewards)
         # idle servers are given a prompt each, so that the probe meets every one
-        self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, len(replica_formats(config)))]
+        engines = len(replica_formats(config.sampler, config.quantization))
+        self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, engines)]
         self._calibration_prompts = train.prompts[:CALIBRATION_PROMPTS]
         self._stop_tokens = tokenizer.stop_token_ids
 
@@ -131,7 +132,7 @@ class Driver:
     def _fleet_news(self) -> dict[str, float]:
         """What became of a fleet's servers since the last step; nothing for an embedded engine."""
         before, self._seen = self._seen, self.sampler.stats
-        if not is_fleet(self._config):
+        if not is_fleet(self._config.sampler):
             return {}
         return {
             "rollout/retried": self._seen.retried - before.retried,
@@ -156,8 +157,6 @@ class Driver:
             samples=PROBE_SAMPLES,
             max_tokens=min(rollout.max_response_tokens, 128),
             temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
             stop_token_ids=self._stop_tokens,
         )
         self._rest.wake()

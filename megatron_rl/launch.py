@@ -21,17 +21,13 @@ from types import FrameType
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
+from megatron_rl.models.layout import Layout
 from megatron_rl.runs.run_dir import ENDED, RunDir, mark_status, open_run, read_status
 
 STOP_GRACE_S = 6.0  # for the driver to close its engines and write down what happened
 PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
 LOG_LINES_SHOWN = 25
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe", re.I)
-
-
-def world_size(config: Config) -> int:
-    layout = config.learner
-    return layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel * layout.data_parallel
 
 
 def launch(config: Config) -> int:
@@ -62,7 +58,7 @@ class Ranks:
 
     def __init__(self, run: RunDir, config: Config, store: Path) -> None:
         self._run = run
-        self._count = world_size(config)
+        self._count = Layout.from_config(config.learner).world
         self.stopping: str | None = None
         self._stop_deadline = float("inf")
         self._failed: list[int] = []  # ranks that ended by themselves

@@ -22,7 +22,7 @@ from megatron_rl.config.schema import Anchor, Config, KvCache, ModelInit, Rollou
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner.learner import Learner
 from megatron_rl.loss.covariance import select_by_covariance
-from megatron_rl.preflight.checks import read_hf_config
+from megatron_rl.preflight.files import read_hf_config
 from megatron_rl.rollout_correction import Correction, apply_conditional_rules, keep_rows, rollout_correction
 from megatron_rl.rollout_correction.breakdown import mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
@@ -37,7 +37,7 @@ def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
     """One run, from loaded weights to the last report."""
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
     with ExitStack() as last, driving as driver:
-        learner = Learner(config, read_hf_config(config), dump_dir=run_dir / "dumps")
+        learner = Learner(config, read_hf_config(config.model.path), dump_dir=run_dir / "dumps")
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
         last.callback(learner.close)
         with closing(WeightSync(learner, driver.sampler, config)) as sync:
@@ -170,7 +170,7 @@ def publish(
             metrics |= probe.check_formats(
                 batch,
                 learner.logprobs(batch),
-                distinct_formats(config),
+                distinct_formats(config.sampler, config.quantization),
                 version=step,
                 budget=config.sync.probe_budget,
                 vocab=learner.shape.vocab,

@@ -27,14 +27,14 @@ class Kept(SilentRecorder):
 def main(folder: Path, cases: dict[str, list[str]]) -> None:
     from megatron_rl.driver import Driver
     from megatron_rl.learner.learner import Learner
-    from megatron_rl.preflight.checks import read_hf_config
+    from megatron_rl.preflight.files import read_hf_config
     from megatron_rl.train import load_policy, loop
     from megatron_rl.weight_sync.push import WeightSync
 
     recipe = folder / "loop.yaml"
     base = load(recipe)
     with Driver(base, to_yaml(base), folder / "run") as driver:
-        learner = Learner(base, read_hf_config(base))
+        learner = Learner(base, read_hf_config(base.model.path))
         load_policy(learner, base)
         sync = WeightSync(learner, driver.sampler, base)
         try:

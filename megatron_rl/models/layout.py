@@ -45,7 +45,6 @@ class Layout:
             vp=learner.virtual_pipeline,
             ep=learner.expert_parallel,
             etp=given.get("expert_tensor_parallel_size"),
-            cp=learner.context_parallel,
             dp=learner.data_parallel,
             first_layers=given.get("num_layers_in_first_pipeline_stage"),
             last_layers=given.get("num_layers_in_last_pipeline_stage"),

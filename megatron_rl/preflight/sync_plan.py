@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_rl.config.fleet import distinct_formats
-from megatron_rl.config.schema import Config, Format
+from megatron_rl.config.schema import Format, LearnerSection, QuantizationSection, SamplerSection
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, Row, Split, params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.formats import BLOCK, Output, is_quantized, outputs
 
-AXES = ("tensor", "pipeline", "context", "expert", "data")
 LARGEST = 4096  # where the search for a valid parallel size ends
 
 
@@ -175,22 +174,14 @@ def problems(
     return found + _pipeline(shape, layout)
 
 
-def config_problems(config: Config, hf_config: dict[str, object]) -> list[str]:
-    """`problems` of a run's config."""
-    try:
-        shape = ModelShape.from_hf(hf_config)
-    except ValueError as error:
-        return [f"model.path={config.model.path}: {error}"]
-    learner, quantization = config.learner, config.quantization
-    sizes = {f"learner.{axis}_parallel": getattr(learner, f"{axis}_parallel") for axis in AXES}
-    sizes["sampler.tensor_parallel"] = config.sampler.tensor_parallel
-    below = [f"{key}: {value}, expected 1 or more" for key, value in sizes.items() if value < 1]
-    if below:
-        return below
-    layout = Layout.from_config(learner)
+def size_problems(
+    shape: ModelShape, learner: LearnerSection, sampler: SamplerSection, quantization: QuantizationSection
+) -> list[str]:
+    """`problems` of a run's sections."""
     found: dict[str, None] = {}  # formats share most of their problems
-    for format in distinct_formats(config):
-        found |= dict.fromkeys(problems(shape, layout, config.sampler.tensor_parallel, format, quantization.ignore))
+    for format in distinct_formats(sampler, quantization):
+        layout = Layout.from_config(learner)
+        found |= dict.fromkeys(problems(shape, layout, sampler.tensor_parallel, format, quantization.ignore))
     return list(found)
 
 

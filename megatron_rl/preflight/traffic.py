@@ -17,9 +17,9 @@ from megatron_rl.config.load import CONF
 from megatron_rl.config.schema import Config
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight.checks import read_hf_config
+from megatron_rl.preflight.files import read_hf_config
 from megatron_rl.preflight.links import LowerBound, SamplerLayout, links, lower_bound
-from megatron_rl.preflight.sync_plan import SyncPlan, config_problems, plan_sync
+from megatron_rl.preflight.sync_plan import SyncPlan, plan_sync, size_problems
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -38,14 +38,17 @@ class Request:
 def describe_plan(request: Request) -> str:
     """The report; every reason at once where the sizes do not go together."""
     config, hf_config = _read(request)
-    found = config_problems(config, hf_config)
+    try:
+        shape, layout = ModelShape.from_hf(hf_config), Layout.from_config(config.learner)
+    except ValueError as error:
+        raise ConfigError(f"model.path={config.model.path}: {error}") from None
+    found = size_problems(shape, config.learner, config.sampler, config.quantization)
     if request.replicas < 1:
         found.append(f"--replicas {request.replicas}: expected 1 or more")
     if request.link_gbs is not None and request.link_gbs <= 0:
         found.append(f"--link-gbs {request.link_gbs:g}: expected GB/s above 0")
     if found:
         raise ConfigError("\n".join(found))
-    shape, layout = ModelShape.from_hf(hf_config), Layout.from_config(config.learner)
     sampler = SamplerLayout(config.sampler.tensor_parallel, request.replicas)
     plan = plan_sync(shape, layout, config.quantization.format, config.quantization.ignore)
     bound = lower_bound(plan, shape, layout, sampler)
@@ -64,7 +67,7 @@ def _read(request: Request) -> tuple[Config, dict[str, Any]]:
     target = request.target / "config.json" if (request.target / "config.json").is_file() else request.target
     if target.suffix != ".json":
         config = load(target, request.overrides)
-        return config, read_hf_config(config)
+        return config, read_hf_config(config.model.path)
     if not target.is_file():
         raise ConfigError(f"{target}: no such file; name a recipe, a model's config.json or its folder")
     try:

@@ -15,6 +15,6 @@ def make_sampler(
     config: Config, hf_folder: Path, log_dir: Path, say: Callable[[str], None]
 ) -> EmbeddedSampler | FleetSampler:
     """Not started yet. `say` receives what becomes of a fleet's servers."""
-    if is_fleet(config):
+    if is_fleet(config.sampler):
         return FleetSampler(config, hf_folder, log_dir, say=say)
     return EmbeddedSampler(config, hf_folder, log_dir)

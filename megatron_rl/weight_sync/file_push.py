@@ -85,11 +85,11 @@ class FilePush:
             return
         self._kept.append(version)
         needed = set(self._lineage.versions) if self._config.sync.delta else set()
-        if is_fleet(self._config):
+        if is_fleet(self._config.sampler):
             needed.add(version)
         # on a shared file system another host may have pages of the old content at hand, and a server that is just
         # starting may still be reading it
-        recycle = self._config.sync.dir is None and not is_fleet(self._config)
+        recycle = self._config.sync.dir is None and not is_fleet(self._config.sampler)
         for old in [old for old in self._kept if old not in needed]:
             self._kept.remove(old)
             for format in self._sources:
@@ -133,7 +133,7 @@ class FilePush:
     def _update_info(self, version: int) -> dict[str, Any]:
         """What the sampler needs to find the version; by format where its engines differ."""
         # a fleet's servers finish on their own, as soon as they have accepted
-        background = not is_fleet(self._config)
+        background = not is_fleet(self._config.sampler)
         infos = {one.value: update_info(self._folder(one), version, self._writers, background) for one in self._sources}
         return {BY_FORMAT: infos} if len(infos) > 1 else next(iter(infos.values()))
 

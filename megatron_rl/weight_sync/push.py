@@ -67,7 +67,7 @@ class WeightSync:
                 smoothing=smoothing if format == Format.int8 else None,
                 cache_scales=cache_scales,
             )
-            for format in distinct_formats(config)
+            for format in distinct_formats(config.sampler, quantization)
         }
         self._learner = learner
         self._rank = dist.get_rank() if dist.is_initialized() else 0

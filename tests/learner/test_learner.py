@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("learner.megatron.num_layer", "learner.megatron.num_layers"),
     ),
     "world": (cases.QWEN3, {"tensor_parallel": 2}, ("needs 2 processes", "WORLD_SIZE is 1")),
-    "chunks": (cases.QWEN3, {"virtual_pipeline": 2}, ("learner.virtual_pipeline=2",)),
+    "chunks": (cases.QWEN3, {"virtual_pipeline": 2}, ("learner.virtual_pipeline: 2",)),
     "rope": ({**cases.QWEN3, "rope_scaling": {"rope_type": "yarn"}}, {}, ("rope_type 'yarn'", "llama3")),
     "fp8": (cases.QWEN3, {"fp8": "hybrid"}, ("learner.fp8=hybrid",)),
     "activation": ({**cases.QWEN3, "hidden_act": "gelu"}, {}, ("hidden_act='gelu'",)),

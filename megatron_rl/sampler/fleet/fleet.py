@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_rl.config.fleet import replica_formats
+from megatron_rl.config.fleet import KEY_VARIABLE, replica_formats
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler import model_folder
@@ -130,7 +130,11 @@ class FleetSampler:
 
     def update_weights(self, update_info: Any) -> None:
         """Have every server verify the update; one that refuses it refuses it for all."""
-        self._call(self._updates().stage(_by_format(update_info, replica_formats(self._config))))
+        self._call(
+            self._updates().stage(
+                _by_format(update_info, replica_formats(self._config.sampler, self._config.quantization))
+            )
+        )
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Every server loads what it verified. Until the next update it is what restarted servers receive."""
@@ -210,10 +214,10 @@ class FleetSampler:
             longest=model_folder.max_sequence_tokens(self._config),
             say=self._news.put,
         )
-        own_key, given_key = secrets.token_urlsafe(KEY_BYTES), os.environ.get(fleet.key_variable, "")
+        own_key, given_key = secrets.token_urlsafe(KEY_BYTES), os.environ.get(KEY_VARIABLE, "")
         addresses = [""] * fleet.replicas + [address.rstrip("/") for address in fleet.addresses]
         for index, (plan, format, address) in enumerate(
-            zip(plans, replica_formats(self._config), addresses, strict=True)
+            zip(plans, replica_formats(self._config.sampler, self._config.quantization), addresses, strict=True)
         ):
             key = given_key if plan is None else own_key
             name = f"server {index} ({format.value}{f', {address}' if address else ''})"

@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_rl.config.fleet import LOOPBACK, replica_formats, with_format
+from megatron_rl.config.fleet import KEY_VARIABLE, LOOPBACK, replica_formats
 from megatron_rl.config.schema import Config
 from megatron_rl.engine import server_key
 from megatron_rl.engine.server import ALL_CORES
@@ -54,8 +54,8 @@ def server_plans(
     """One per server of the fleet, in the order of formats; None for servers that are given by address."""
     fleet = config.sampler.fleet
     plans: list[ServerPlan | None] = []
-    for index, format in enumerate(replica_formats(config)[: fleet.replicas]):
-        own = with_format(config, format)
+    for index, format in enumerate(replica_formats(config.sampler, config.quantization)[: fleet.replicas]):
+        own = replace(config, quantization=replace(config.quantization, format=format))
         engine_folder = model_folder.write_engine_folder(hf_folder, folder / format.value, own)
         plans.append(
             ServerPlan(
@@ -63,10 +63,10 @@ def server_plans(
                 log_path=log_dir / f"sampler_{index}.log",
                 socket_dir=folder,
                 cores=share_of_cores(index, fleet.replicas),
-                port=None if fleet.port is None else fleet.port + index,
+                port=None,
                 devices=fleet.devices[index] if fleet.devices else None,
                 workers=config.sampler.tensor_parallel,
-                hidden=fleet.key_variable,
+                hidden=KEY_VARIABLE,
             )
         )
     return plans + [None] * len(fleet.addresses)
