@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | plan | serve | toy | quickstart | report | translate`."""
+"""The command line: `megatron-rl train | plan | serve | toy | quickstart | report | replay | translate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from megatron_rl.config.schema import Config, Format
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    return execute(_parser(), arguments)
+
+
+def execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     stray = [word for word in rest if word.startswith("-") or "overrides" not in options]
     if stray:
@@ -78,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("-o", "--output", type=Path, help="default: report.html in the (first) run directory")
     report.set_defaults(run=_report)
 
+    replay_arguments(commands.add_parser("replay", help="other corrections on the batches that a run recorded"))
+
     translate = commands.add_parser("translate", help="another project's correction settings as ours")
     translate.add_argument("framework", help="such as verl, skyrl or trl; an unknown one lists them all")
     translate.add_argument(
@@ -85,6 +90,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     translate.set_defaults(run=_translate)
     return parser
+
+
+def replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s RUN --corrections NAME [NAME ...] [key=value ...]"
+    parser.description = "Applies other corrections to the batches that a run recorded. Nothing is trained."
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--corrections", nargs="+", default=[], metavar="NAME", help="presets of conf/correction")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as correction.weight.high=4")
+    parser.set_defaults(run=_replay)
 
 
 def _recipe(parser: argparse.ArgumentParser) -> None:
@@ -105,10 +119,12 @@ def _train(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
     from megatron_rl.preflight.files import read_hf_config
+    from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
 
     read_hf_config(config.model.path)
-    return serve(config, Format(options.format or config.quantization.format), options.host, options.port)
+    settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
+    return serve(settings, Path(config.model.path), options.host, options.port)
 
 
 def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
@@ -211,6 +227,15 @@ def _report(options: argparse.Namespace) -> int:
             raise ConfigError(f"{path}: no metrics.jsonl; name a run directory such as runs/quickstart")
     write_report(options.runs, output)
     print(output)
+    return 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from megatron_rl.runs.replay import replay_run
+
+    overrides = [word for word in options.corrections if "=" in word]  # those that follow the names
+    names = [word for word in options.corrections if word not in overrides]
+    print(replay_run(options.folder, names, [*overrides, *options.overrides]))
     return 0
 
 

@@ -13,13 +13,11 @@ from itertools import groupby
 from statistics import fmean, pstdev
 from typing import Protocol
 
-import torch
-
 from megatron_rl.advantage import SPREAD, has_spread, overlong_penalty
-from megatron_rl.config.schema import Config, format_number
-from megatron_rl.data.prompts import Dataset, PromptOrder, Tokenizer
+from megatron_rl.config.schema import RewardSection, RolloutSection
+from megatron_rl.data.prompts import PromptOrder, Tokenizer
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.types import Batch, Prompt, Rollout, SamplingParams, Scored
+from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored
 
 RIGHT = 1.0  # the reward of a right answer
 Group = list[Scored]
@@ -48,28 +46,31 @@ class Collector:
     """Draws prompts, has them answered and scored, and refills groups that cannot be learned from."""
 
     def __init__(
-        self, config: Config, dataset: Dataset, tokenizer: Tokenizer, answers: Generates, rewards: RewardPool
+        self,
+        config: RolloutSection,
+        order: PromptOrder,
+        answers: Generates,
+        scorer: Scorer,
+        *,
+        rebaseline: bool,
+        seed: int,
     ) -> None:
         self._config = config
-        self._tokenizer = tokenizer
         self._answers = answers
-        self._rewards = rewards
-        self._params = SamplingParams(
-            samples=config.rollout.samples_per_prompt,
-            max_tokens=config.rollout.max_response_tokens,
-            temperature=config.rollout.temperature,
-            stop_token_ids=tokenizer.stop_token_ids,
-        )
-        self.order = PromptOrder(dataset, config.run.seed, config.data.shuffle)
+        self._scorer = scorer
+        self._rebaseline = rebaseline
+        self._seed = seed
+        self._params = sampling_params(config, scorer.tokenizer.stop_token_ids)
+        self.order = order
         self.next_group = 0
 
     def collect(self, step: int) -> Collected:
         """A step's rollouts: whole groups, neighbours, in the order they were drawn."""
         drawn: list[Group] = []
         kept: list[Group] = []
-        wanted = self._config.rollout.prompts_per_step
+        wanted = self._config.prompts_per_step
         rounds = 0
-        while len(kept) < wanted and rounds < self._config.rollout.max_gen_batches:
+        while len(kept) < wanted and rounds < self._config.max_gen_batches:
             groups = self._draw(_refill(wanted - len(kept), len(kept), len(drawn)), step)
             drawn += groups
             kept += [group for group in groups if self._learnable(group)]
@@ -82,23 +83,18 @@ class Collector:
     def _draw(self, count: int, step: int) -> list[Group]:
         prompts = self.order.take(count)
         first, self.next_group = self.next_group, self.next_group + count
-        rollouts = self._answers.generate(
-            prompts, self._params, seed=self._config.run.seed, first_group=first, step=step
-        )
-        scored = self._score(rollouts)
+        rollouts = self._answers.generate(prompts, self._params, seed=self._seed, first_group=first, step=step)
+        scored = self._scorer.score(rollouts, self._params.max_tokens)
         return [list(group) for _, group in groupby(scored, key=lambda one: one.rollout.group)]
 
-    def _score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
-        return score(rollouts, self._rewards, self._tokenizer, self._config, self._config.rollout.max_response_tokens)
-
     def _learnable(self, group: Group) -> bool:
-        if not self._config.rollout.dynamic_sampling:
+        if not self._config.dynamic_sampling:
             return True
         return has_spread([one.reward for one in group if self._counts(one)])
 
     def _counts(self, one: Scored) -> bool:
         """Whether the group's baseline will count it: the spread must be there without the others."""
-        return one.error is None and (any(one.rollout.loss_mask) or not self._config.correction.rebaseline)
+        return one.error is None and (any(one.rollout.loss_mask) or not self._rebaseline)
 
     def _metrics(self, drawn: list[Group], kept: list[Group], chosen: list[Group], rounds: int) -> dict[str, float]:
         everything = _flat(drawn)
@@ -146,44 +142,36 @@ def _refill(missing: int, kept: int, drawn: int) -> int:
     return math.ceil(missing / survival)
 
 
-def score(
-    rollouts: Sequence[Rollout], rewards: RewardPool, tokenizer: Tokenizer, config: Config, max_tokens: int
-) -> list[Scored]:
-    """Rewards with DAPO's length penalty. Answers without a score leave the loss, truncated ones where filtered."""
-    texts = tokenizer.decode([rollout.token_ids for rollout in rollouts])
-    scores = rewards.score([(rollout.prompt.row, text) for rollout, text in zip(rollouts, texts, strict=True)])
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
-    reward = config.reward
-    penalties = overlong_penalty(lengths, max_tokens, reward.overlong_buffer, reward.overlong_penalty).tolist()
-    scored = []
-    for rollout, text, result, penalty in zip(rollouts, texts, scores, penalties, strict=True):
-        filtered = config.reward.overlong_filter and rollout.finish_reason == "length"
-        if filtered or result.error is not None:
-            rollout = replace(rollout, loss_mask=(False,) * len(rollout.token_ids))
-        scored.append(Scored(rollout, result.reward + penalty if result.error is None else 0.0, result.error, text))
-    return scored
-
-
-def collate(scored: Sequence[Scored]) -> Batch:
-    """Rows of one batch, padded on the right."""
-    rollouts = [one.rollout for one in scored]
-    sequences = [(*rollout.prompt.token_ids, *rollout.token_ids) for rollout in rollouts]
-    return Batch(
-        tokens_BS=_pad(sequences, 0, torch.int64),
-        prompt_lengths_B=torch.tensor([len(rollout.prompt.token_ids) for rollout in rollouts]),
-        response_lengths_B=torch.tensor([len(rollout.token_ids) for rollout in rollouts]),
-        mask_BT=_pad([rollout.loss_mask for rollout in rollouts], False, torch.bool),
-        sampler_logprobs_BT=_pad([rollout.logprobs for rollout in rollouts], 0.0, torch.float32),
-        rewards_B=torch.tensor([one.reward if one.error is None else math.nan for one in scored], dtype=torch.float32),
-        groups_B=torch.tensor([rollout.group for rollout in rollouts]),
-        versions_B=torch.tensor([rollout.policy_version for rollout in rollouts]),
-        formats_B=torch.tensor([format_number(rollout.format) for rollout in rollouts]),
+def sampling_params(config: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    return SamplingParams(
+        samples=config.samples_per_prompt,
+        max_tokens=config.max_response_tokens,
+        temperature=config.temperature,
+        stop_token_ids=stop_token_ids,
     )
 
 
-def _pad(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> torch.Tensor:
-    width = max(1, max(map(len, rows)))
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype)
+@dataclass(frozen=True)
+class Scorer:
+    """Rewards with DAPO's length penalty. Answers without a score leave the loss, truncated ones where filtered."""
+
+    config: RewardSection
+    pool: RewardPool
+    tokenizer: Tokenizer
+
+    def score(self, rollouts: Sequence[Rollout], max_tokens: int) -> list[Scored]:
+        texts = self.tokenizer.decode([rollout.token_ids for rollout in rollouts])
+        scores = self.pool.score([(rollout.prompt.row, text) for rollout, text in zip(rollouts, texts, strict=True)])
+        lengths = [len(rollout.token_ids) for rollout in rollouts]
+        reward = self.config
+        penalties = overlong_penalty(lengths, max_tokens, reward.overlong_buffer, reward.overlong_penalty).tolist()
+        scored = []
+        for rollout, text, result, penalty in zip(rollouts, texts, scores, penalties, strict=True):
+            filtered = reward.overlong_filter and rollout.finish_reason == "length"
+            if filtered or result.error is not None:
+                rollout = replace(rollout, loss_mask=(False,) * len(rollout.token_ids))
+            scored.append(Scored(rollout, result.reward + penalty if result.error is None else 0.0, result.error, text))
+        return scored
 
 
 class DatasetAnswers:
@@ -216,28 +204,18 @@ class DatasetAnswers:
 
 
 class Evaluator:
-    """Greedy answers to the held-out prompts."""
+    """Greedy answers to the held-out prompts, without a penalty for their length."""
 
-    def __init__(
-        self, config: Config, dataset: Dataset, tokenizer: Tokenizer, sampler: Generates, rewards: RewardPool
-    ) -> None:
-        self._config = config
-        self._prompts = dataset.prompts[: config.eval.max_prompts]
-        self._tokenizer = tokenizer
+    def __init__(self, prompts: Sequence[Prompt], sampler: Generates, scorer: Scorer, max_tokens: int) -> None:
+        self._prompts = prompts
         self._sampler = sampler
-        self._rewards = rewards
-        self._max_tokens = config.eval.max_response_tokens or config.rollout.max_response_tokens
+        self._scorer = replace(scorer, config=replace(scorer.config, overlong_buffer=0))
+        stop_token_ids = scorer.tokenizer.stop_token_ids
+        self._params = SamplingParams(samples=1, max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop_token_ids)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        params = SamplingParams(
-            samples=1,
-            max_tokens=self._max_tokens,
-            temperature=0.0,
-            stop_token_ids=self._tokenizer.stop_token_ids,
-        )
-        rollouts = self._sampler.generate(self._prompts, params, seed=0, first_group=0, step=step)
-        plain = replace(self._config, reward=replace(self._config.reward, overlong_buffer=0))
-        scored = score(rollouts, self._rewards, self._tokenizer, plain, self._max_tokens)
+        rollouts = self._sampler.generate(self._prompts, self._params, seed=0, first_group=0, step=step)
+        scored = self._scorer.score(rollouts, self._params.max_tokens)
         return {
             "eval/accuracy": fmean(one.reward >= RIGHT for one in scored),
             "eval/reward_mean": fmean(one.reward for one in scored),

@@ -7,27 +7,31 @@ follower returns as None arrives from the driver through `learner.broadcast`.
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 import torch
 
-from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, collate
-from megatron_rl.config.fleet import is_fleet, replica_formats
-from megatron_rl.config.schema import Config, RolloutSource
-from megatron_rl.data.prompts import FolderTokenizer, load_dataset
+from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sampling_params
+from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
+from megatron_rl.config.schema import Config, Format, RolloutSource
+from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs.record import Recorder, RecorderLike, SilentRecorder
 from megatron_rl.sampler.choose import make_sampler
+from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import Sampler, SamplerStats
-from megatron_rl.sampler.rest import Rest
-from megatron_rl.types import Batch, Rollout, SamplingParams, Scored
+from megatron_rl.sampler.sleep_schedule import SleepSchedule
+from megatron_rl.types import Batch, Rollout, Scored, collate
 
 PROBE_PROMPTS = 8
 PROBE_SAMPLES = 8
+PROBE_TOKENS = 128  # of a response, at most
 CALIBRATION_PROMPTS = 64
 
 
@@ -45,13 +49,13 @@ class Follower:
     def collect(self, step: int) -> tuple[Batch, dict[str, float]] | None:
         return None
 
-    def everything_drawn(self) -> Batch | None:
+    def drawn_batch(self) -> Batch | None:
         return None
 
     def prompt_batch(self) -> Batch | None:
         return None
 
-    def probe_batch(self, step: int) -> Batch | None:
+    def probe(self, step: int) -> tuple[Batch, Sequence[Format]] | None:
         return None
 
     def evaluate(self, step: int) -> dict[str, float] | None:
@@ -93,27 +97,36 @@ class Driver:
         tokenizer = FolderTokenizer(folder)
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens)
         self.recorder.note(f"train    {config.data.train}: {train.describe()}")
-        self.rewards = RewardPool(config.reward, config.data.answer_key)
-        self._stack.callback(self.rewards.close)
-        self.rewards.start()
+        rewards = RewardPool(config.reward, config.data.answer_key)
+        self._stack.callback(rewards.close)
+        rewards.start()
+        scorer = Scorer(config.reward, rewards, tokenizer)
         log_dir = run_dir / "logs" / f"attempt_{self.recorder.run.attempt}"
-        self.sampler = make_sampler(config, folder, log_dir, self.recorder.note)
+        self.sampler = make_sampler(EngineSettings.from_config(config), folder, log_dir, self.recorder.note)
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
-        self._rest = Rest(self.sampler, config.sampler.sleep)
+        self._rest = SleepSchedule(self.sampler, config.sampler.sleep)
         supervised = config.rollout.source == RolloutSource.dataset
         answers = DatasetAnswers(tokenizer, config.data.answer_key) if supervised else self.sampler
-        self._collector = Collector(config, train, tokenizer, answers, self.rewards)
+        order = PromptOrder(train, config.run.seed, config.data.shuffle)
+        rebaseline = config.correction.rebaseline
+        self._collector = Collector(config.rollout, order, answers, scorer, rebaseline=rebaseline, seed=config.run.seed)
         self._evaluator: Evaluator | None = None
         if config.data.eval:
             held_out = load_dataset("eval", config.data, tokenizer, config.rollout.max_prompt_tokens)
             self.recorder.note(f"eval     {config.data.eval}: {held_out.describe()}")
-            self._evaluator = Evaluator(config, held_out, tokenizer, self.sampler, self.rewards)
+            max_tokens = config.eval.max_response_tokens or config.rollout.max_response_tokens
+            self._evaluator = Evaluator(held_out.prompts[: config.eval.max_prompts], self.sampler, scorer, max_tokens)
         # idle servers are given a prompt each, so that the probe meets every one
         engines = len(replica_formats(config.sampler, config.quantization))
         self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, engines)]
         self._calibration_prompts = train.prompts[:CALIBRATION_PROMPTS]
-        self._stop_tokens = tokenizer.stop_token_ids
+        short = replace(
+            config.rollout,
+            samples_per_prompt=PROBE_SAMPLES,
+            max_response_tokens=min(config.rollout.max_response_tokens, PROBE_TOKENS),
+        )
+        self._probe_params = sampling_params(short, tokenizer.stop_token_ids)
 
     def _finish_step(self, number: int, frame: FrameType | None) -> None:
         self._stop_reason = f"asked to by {signal.Signals(number).name}"
@@ -139,7 +152,7 @@ class Driver:
             "rollout/restarts": self._seen.restarts - before.restarts,
         }
 
-    def everything_drawn(self) -> Batch:
+    def drawn_batch(self) -> Batch:
         """All of the step's rollouts, those of dropped groups included."""
         return collate(self._drawn)
 
@@ -150,18 +163,13 @@ class Driver:
         ]
         return collate([Scored(one, reward=0.0) for one in rows])
 
-    def probe_batch(self, step: int) -> Batch:
-        """Fresh answers of the sampler as it is now, unscored."""
-        rollout = self._config.rollout
-        params = SamplingParams(
-            samples=PROBE_SAMPLES,
-            max_tokens=min(rollout.max_response_tokens, 128),
-            temperature=rollout.temperature,
-            stop_token_ids=self._stop_tokens,
-        )
+    def probe(self, step: int) -> tuple[Batch, Sequence[Format]]:
+        """Fresh answers of the sampler as it is now, unscored, and the formats that it runs."""
         self._rest.wake()
-        fresh = self.sampler.generate(self._probe_prompts, params, seed=step, first_group=0, step=step)
-        return collate([Scored(one, reward=0.0) for one in fresh])
+        fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
+        return collate([Scored(one, reward=0.0) for one in fresh]), distinct_formats(
+            self._config.sampler, self._config.quantization
+        )
 
     def evaluate(self, step: int) -> dict[str, float]:
         self._rest.wake()

@@ -42,3 +42,8 @@ def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
     if parent is not None and os.getppid() != parent:  # it died before the line above
         os._exit(1)
+
+
+def end_own_group() -> None:
+    """End this process and those that it has started, such as an engine's workers."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)

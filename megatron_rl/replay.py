@@ -1,8 +1,11 @@
-"""`python -m megatron_rl.replay`: see `runs/replay.py`."""
+"""`python -m megatron_rl.replay RUN ...` is `megatron-rl replay RUN ...`."""
 
 import sys
+from argparse import ArgumentParser
 
-from megatron_rl.runs.replay import main
+from megatron_rl.cli import execute, replay_arguments
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = ArgumentParser(prog="python -m megatron_rl.replay")
+    replay_arguments(parser)
+    sys.exit(execute(parser))

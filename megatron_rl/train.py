@@ -16,14 +16,25 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.advantage import group_advantages
-from megatron_rl.config.fleet import distinct_formats
-from megatron_rl.config.schema import Anchor, Config, KvCache, ModelInit, RolloutSource
+from megatron_rl.config.schema import (
+    Anchor,
+    Config,
+    EvalSection,
+    KvCache,
+    LossConfig,
+    ModelInit,
+    ModelSection,
+    QuantizationSection,
+    RewardSection,
+    RolloutSource,
+    RunSection,
+    SyncSection,
+)
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner.learner import Learner
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.preflight.files import read_hf_config
-from megatron_rl.rollout_correction import Correction, apply_conditional_rules, keep_rows, rollout_correction
+from megatron_rl.rollout_correction import Correction, correct
 from megatron_rl.rollout_correction.breakdown import mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs.metrics import combine
@@ -41,147 +52,141 @@ def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
         last.callback(learner.close)
         with closing(WeightSync(learner, driver.sampler, config)) as sync:
-            load_policy(learner, config)
-            calibrate(learner, driver, config)
+            load_policy(learner, config.model, config.run.seed, config.loss.kl_coef)
+            calibrate(learner, driver, config.quantization)
             loop(config, driver, learner, sync)
             if config.log.export:
                 export_hf(learner, config, run_dir / "model")
 
 
-def load_policy(learner: Learner, config: Config) -> None:
-    if config.model.init == ModelInit.pretrained:
-        learner.load_hf(Path(config.model.path))
+def load_policy(learner: Learner, model: ModelSection, seed: int, kl_coef: float) -> None:
+    if model.init == ModelInit.pretrained:
+        learner.load_hf(Path(model.path))
     else:
-        learner.init_random(config.run.seed)
-    if config.loss.kl_coef:
+        learner.init_random(seed)
+    if kl_coef:
         learner.keep_reference()
 
 
-def calibrate(learner: Learner, driver: Driver | Follower, config: Config) -> None:
+def calibrate(learner: Learner, driver: Driver | Follower, quantization: QuantizationSection) -> None:
     """Smoothing and an FP8 cache have to have seen a forward pass before the first sync: that of the first prompts."""
-    if config.quantization.smoothing or config.quantization.kv_cache != KvCache.none:
+    if quantization.smoothing or quantization.kv_cache != KvCache.none:
         learner.logprobs(learner.broadcast(driver.prompt_batch()))
 
 
 def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync, done: int = 0) -> None:
     """Steps after `done` up to run.steps; what `done` steps have made is what the sampler starts with."""
-    recorder = driver.recorder
-    recorder.log(done, publish(done, config, driver, learner, sync) | evaluate(done, config, driver, learner))
-    seen = Seen()
-    for step in range(done + 1, config.run.steps + 1):
+    recorder, end, seed, seen = driver.recorder, config.run.steps, config.run.seed, Seen()
+    synced = publish(done, end, config.sync, driver, learner, sync)
+    recorder.log(done, synced | evaluate(done, end, config.eval, driver, learner))
+    for step in range(done + 1, end + 1):
         with recorder.phase("rollout"):
             batch, drawn = learner.broadcast(driver.collect(step))
         with recorder.phase("prox"):
-            anchor_BT = anchor_logprobs(learner, batch, config)
-            reference_BT = reference_logprobs(learner, batch, config)
-            drawn |= learner_estimate(learner, driver, config)
+            anchor_BT = anchor_logprobs(learner, batch, config.correction.anchor, config.rollout.source)
+            reference_BT = reference_logprobs(learner, batch, config.loss.kl_coef)
+            drawn |= learner_estimate(learner, driver, config.reward)
         with recorder.phase("correction"):
-            correction, advantages_B = correct(anchor_BT, batch, config)
+            correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
+            drawn |= mismatch_by_format(correction.source.prox_logprobs_BT, batch)
         with recorder.phase("record"):
             driver.record(step, correction, advantages_B)
         with recorder.phase("update"):
-            parts = minibatches(batch, anchor_BT, reference_BT, correction, advantages_B, config, step)
+            targets = join(
+                batch, anchor_BT, reference_BT, correction, advantages_B, config.loss, config.run.seed + step
+            )
+            parts = minibatches(targets, config.learner.n_minibatches, f"{seed}/{step}")
             updates = combine([learner.update(part) for part in parts])
-        synced = publish(step, config, driver, learner, sync)
-        evaluated = evaluate(step, config, driver, learner)
+        synced = publish(step, end, config.sync, driver, learner, sync)
+        evaluated = evaluate(step, end, config.eval, driver, learner)
         seen = seen.after(batch)
         recorder.log(step, drawn | correction.metrics | updates | synced | evaluated | seen.metrics(batch, step))
-        stop = learner.broadcast(driver.asked_to_stop() or reached(config, evaluated))
+        stop = learner.broadcast(driver.asked_to_stop() or reached(config.run, evaluated))
         if stop:
             recorder.note(f"stopped after step {step}: {stop}")
             break
 
 
-def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> torch.Tensor:
+def anchor_logprobs(learner: Learner, batch: Batch, anchor: Anchor, source: RolloutSource) -> torch.Tensor:
     """p: the policy's own logprobs before the update. Not computed where nothing looks at them."""
-    if config.correction.anchor == Anchor.sampler or config.rollout.source == RolloutSource.dataset:
+    if anchor == Anchor.sampler or source == RolloutSource.dataset:
         return batch.sampler_logprobs_BT
     return learner.logprobs(batch)
 
 
-def reference_logprobs(learner: Learner, batch: Batch, config: Config) -> torch.Tensor | None:
-    return learner.reference_logprobs(batch) if config.loss.kl_coef else None
+def reference_logprobs(learner: Learner, batch: Batch, kl_coef: float) -> torch.Tensor | None:
+    return learner.reference_logprobs(batch) if kl_coef else None
 
 
-def learner_estimate(learner: Learner, driver: Driver | Follower, config: Config) -> dict[str, float]:
+def learner_estimate(learner: Learner, driver: Driver | Follower, reward: RewardSection) -> dict[str, float]:
     """The mean reward under the learner, over everything that was drawn: a forward pass for dropped groups too."""
-    if not config.reward.learner_estimate:
+    if not reward.learner_estimate:
         return {}
-    everything = learner.broadcast(driver.everything_drawn())
+    everything = learner.broadcast(driver.drawn_batch())
     prox_BT = learner.logprobs(everything)
     return learner_reward(everything.rewards_B, prox_BT, everything.sampler_logprobs_BT, everything.mask_BT)
 
 
-def correct(anchor_BT: torch.Tensor, batch: Batch, config: Config) -> tuple[Correction, torch.Tensor]:
-    """Correction first, so that rejected answers can leave their group's baseline; then the advantages.
-
-    An answer without a score is in neither the mask nor the baseline, whatever the correction says.
-    """
-    prox_BT = None if config.correction.anchor == Anchor.sampler else anchor_BT
-    correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config.correction)
-    counted_B = correction.baseline_keep_B(config.correction) & torch.isfinite(batch.rewards_B)
-    advantages_B, keep_B = group_advantages(batch.rewards_B, batch.groups_B, counted_B, config.advantage)
-    correction = keep_rows(correction, keep_B, config.correction)
-    correction = replace(correction, metrics=correction.metrics | mismatch_by_format(prox_BT, batch))
-    return apply_conditional_rules(correction, advantages_B, config.correction), advantages_B
-
-
-def minibatches(
+def join(
     batch: Batch,
     anchor_BT: torch.Tensor,
     reference_BT: torch.Tensor | None,
     correction: Correction,
     advantages_B: torch.Tensor,
-    config: Config,
-    step: int,
-) -> Iterator[Targets]:
-    """The step's optimizer updates: whole groups, shuffled, in `learner.n_minibatches` nearly equal parts."""
-    selected_BT = select_by_covariance(anchor_BT, advantages_B, correction.mask_BT, config.loss, config.run.seed + step)
-    groups = batch.groups_B.unique().tolist()
-    count = min(config.learner.n_minibatches, len(groups))
+    loss: LossConfig,
+    seed: int,
+) -> Targets:
+    """All that the step's updates need. A covariance loss selects among the tokens that are trained on."""
+    return Targets(
+        batch=batch,
+        anchor_logprobs_BT=anchor_BT,
+        ref_logprobs_BT=reference_BT,
+        advantages_B=advantages_B,
+        weights_BT=correction.weights_BT,
+        mask_BT=correction.mask_BT,
+        denominator_mask_BT=correction.denominator_mask_BT,
+        selected_BT=select_by_covariance(anchor_BT, advantages_B, correction.mask_BT, loss, seed),
+    )
+
+
+def minibatches(targets: Targets, count: int, seed: str) -> Iterator[Targets]:
+    """The step's optimizer updates: whole groups, shuffled, in `count` nearly equal parts."""
+    groups = targets.batch.groups_B.unique().tolist()
+    count = min(count, len(groups))
     if count > 1:
-        random.Random(f"{config.run.seed}/{step}").shuffle(groups)
+        random.Random(seed).shuffle(groups)
     for part in range(count):
-        rows = torch.isin(batch.groups_B, torch.tensor(groups[part::count])).nonzero().flatten()
-        yield Targets(
-            batch=batch.rows(rows),
-            anchor_logprobs_BT=anchor_BT[rows],
-            ref_logprobs_BT=None if reference_BT is None else reference_BT[rows],
-            advantages_B=advantages_B[rows],
-            weights_BT=correction.weights_BT[rows],
-            mask_BT=correction.mask_BT[rows],
-            denominator_mask_BT=correction.denominator_mask_BT[rows],
-            selected_BT=None if selected_BT is None else selected_BT[rows],
-        )
+        yield targets.rows(torch.isin(targets.batch.groups_B, torch.tensor(groups[part::count])).nonzero().flatten())
 
 
 def publish(
-    step: int, config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync
+    step: int, end: int, section: SyncSection, driver: Driver | Follower, learner: Learner, sync: WeightSync
 ) -> dict[str, float]:
     """The policy into the sampler, where it is due; then, where that is due, the proof that it arrived."""
-    if step % config.sync.every and step != config.run.steps:  # the last evaluation is of the last policy
+    if step % section.every and step != end:  # the last evaluation is of the last policy
         return {}
     with driver.recorder.phase("sync"):
         learner.make_room()
         with driver.syncing():
             metrics = sync.push(step).metrics()
-        if due(step // config.sync.every, config.sync.verify_every):
-            batch = learner.broadcast(driver.probe_batch(step))
+        if due(step // section.every, section.verify_every):
+            batch, formats = learner.broadcast(driver.probe(step))
             metrics |= probe.check_formats(
                 batch,
                 learner.logprobs(batch),
-                distinct_formats(config.sampler, config.quantization),
+                formats,
                 version=step,
-                budget=config.sync.probe_budget,
+                budget=section.probe_budget,
                 vocab=learner.shape.vocab,
                 tied=learner.shape.tied,
             )
     return metrics
 
 
-def evaluate(step: int, config: Config, driver: Driver | Follower, learner: Learner) -> dict[str, float]:
-    every = config.eval.every
-    if every == 0 or not (due(step, every) or step == config.run.steps):
+def evaluate(
+    step: int, end: int, section: EvalSection, driver: Driver | Follower, learner: Learner
+) -> dict[str, float]:
+    if section.every == 0 or not (due(step, section.every) or step == end):
         return {}
     with driver.recorder.phase("eval"):
         return learner.broadcast(driver.evaluate(step))
@@ -192,11 +197,11 @@ def due(step: int, every: int) -> bool:
     return step == 0 or (every > 0 and step % every == 0)
 
 
-def reached(config: Config, evaluated: dict[str, float]) -> str | None:
-    metric = config.run.stop_metric
-    if metric is None or metric not in evaluated or evaluated[metric] < config.run.stop_at:
+def reached(run: RunSection, evaluated: dict[str, float]) -> str | None:
+    metric = run.stop_metric
+    if metric is None or metric not in evaluated or evaluated[metric] < run.stop_at:
         return None
-    return f"{metric} reached {evaluated[metric]:.3f}, run.stop_at is {config.run.stop_at:g}"
+    return f"{metric} reached {evaluated[metric]:.3f}, run.stop_at is {run.stop_at:g}"
 
 
 @dataclass(frozen=True)

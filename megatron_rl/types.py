@@ -7,9 +7,12 @@ response token, whatever the prompt's length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from megatron_rl.config.schema import format_number
 
 if TYPE_CHECKING:
     import torch
@@ -76,8 +79,38 @@ class Batch:
         return int(self.tokens_BS.shape[0])
 
     def rows(self, index: torch.Tensor) -> Batch:
-        cut: dict[str, Any] = {name: None if value is None else value[index] for name, value in vars(self).items()}
-        return Batch(**cut)
+        return Batch(**_rows(self, index))
+
+
+def _rows(tensors: object, index: torch.Tensor, without: str = "") -> dict[str, Any]:
+    named = {name: value for name, value in vars(tensors).items() if name != without}
+    return {name: None if value is None else value[index] for name, value in named.items()}
+
+
+def collate(scored: Sequence[Scored]) -> Batch:
+    """Rows of one batch."""
+    import torch
+
+    rollouts = [one.rollout for one in scored]
+    return Batch(
+        tokens_BS=padded([(*one.prompt.token_ids, *one.token_ids) for one in rollouts], torch.int64),
+        prompt_lengths_B=torch.tensor([len(one.prompt.token_ids) for one in rollouts]),
+        response_lengths_B=torch.tensor([len(one.token_ids) for one in rollouts]),
+        mask_BT=padded([one.loss_mask for one in rollouts], torch.bool),
+        sampler_logprobs_BT=padded([one.logprobs for one in rollouts], torch.float32),
+        rewards_B=torch.tensor([one.reward if one.error is None else math.nan for one in scored], dtype=torch.float32),
+        groups_B=torch.tensor([one.group for one in rollouts]),
+        versions_B=torch.tensor([one.policy_version for one in rollouts]),
+        formats_B=torch.tensor([format_number(one.format) for one in rollouts]),
+    )
+
+
+def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    """One row each, with zeros on the right; at least one column."""
+    import torch
+
+    width = max((1, *map(len, rows)))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -113,3 +146,6 @@ class Targets:
     mask_BT: torch.Tensor
     denominator_mask_BT: torch.Tensor
     selected_BT: torch.Tensor | None = None
+
+    def rows(self, index: torch.Tensor) -> Targets:
+        return Targets(self.batch.rows(index), **_rows(self, index, without="batch"))

@@ -35,7 +35,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
     base = load(recipe)
     with Driver(base, to_yaml(base), folder / "run") as driver:
         learner = Learner(base, read_hf_config(base.model.path))
-        load_policy(learner, base)
+        load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
         sync = WeightSync(learner, driver.sampler, base)
         try:
             for number, (name, overrides) in enumerate(cases.items()):

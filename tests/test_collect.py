@@ -7,21 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.collect import Collector, Evaluator, RewardError, collate
+from megatron_rl.collect import Collector, Evaluator, RewardError, Scorer
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Config,
     CorrectionConfig,
-    DataSection,
     Estimator,
     RewardSection,
     RolloutSection,
 )
-from megatron_rl.data.prompts import Dataset
+from megatron_rl.data.prompts import Dataset, PromptOrder
 from megatron_rl.rewards.pool import Score
-from megatron_rl.rollout_correction import rollout_correction
-from megatron_rl.train import correct
-from megatron_rl.types import Prompt, Rollout, SamplingParams
+from megatron_rl.rollout_correction import correct, rollout_correction
+from megatron_rl.types import Prompt, Rollout, SamplingParams, collate
 
 CORRECTION = CorrectionConfig()
 
@@ -67,7 +65,6 @@ class Script:
 def config(**keys: Any) -> Config:
     sizes = {"prompts_per_step": 1, "samples_per_prompt": 4, "max_gen_batches": 2}
     return Config(
-        data=DataSection(shuffle=False),
         rollout=RolloutSection(**{**sizes, **keys.pop("rollout", {})}),
         advantage=AdvantageConfig(Estimator.dr_grpo),
         **keys,
@@ -76,7 +73,10 @@ def config(**keys: Any) -> Config:
 
 def collector(setting: Config, script: Script) -> Collector:
     prompts = tuple(Prompt(index, (1,), "1", {}) for index in range(4))
-    return Collector(setting, Dataset(prompts, 4, 0, 0), Words(), script, script)  # type: ignore[arg-type]
+    order = PromptOrder(Dataset(prompts, 4, 0, 0), seed=1, shuffle=False)
+    scorer = Scorer(setting.reward, script, Words())  # type: ignore[arg-type]
+    rebaseline = setting.correction.rebaseline
+    return Collector(setting.rollout, order, script, scorer, rebaseline=rebaseline, seed=1)
 
 
 @pytest.mark.parametrize("rebaseline", [True, False])
@@ -86,7 +86,7 @@ def test_an_answer_without_a_score_is_in_neither_the_mask_nor_the_baseline(rebas
     batch = collate(found.scored)
     assert batch.mask_BT[:, 0].tolist() == [True, True, False, True]
     assert [math.isnan(reward) for reward in batch.rewards_B.tolist()] == [False, False, True, False]
-    correction, advantages_B = correct(batch.sampler_logprobs_BT, batch, setting)
+    correction, advantages_B = correct(batch.sampler_logprobs_BT, batch, setting.correction, setting.advantage)
     assert torch.allclose(advantages_B, torch.tensor([1 / 3, -2 / 3, 0.0, 1 / 3]))
     assert not correction.mask_BT[2].any()
     assert not correction.denominator_mask_BT[2].any()
@@ -122,5 +122,6 @@ def test_a_reward_that_never_works_stops_the_run() -> None:
 def test_evaluation_counts_a_missing_score_as_wrong() -> None:
     script = Script("y", "n", "?", "y")
     prompts = tuple(Prompt(index, (1,), "1", {}) for index in range(4))
-    found = Evaluator(config(), Dataset(prompts, 4, 0, 0), Words(), script, script).evaluate(0)  # type: ignore[arg-type]
+    scorer = Scorer(config().reward, script, Words())  # type: ignore[arg-type]
+    found = Evaluator(prompts, script, scorer, max_tokens=4).evaluate(0)
     assert found["eval/accuracy"] == found["eval/reward_mean"] == 0.5

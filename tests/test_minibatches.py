@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl import train
-from megatron_rl.config.schema import Config, LossConfig
+from megatron_rl.config.schema import LossConfig
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, rollout_correction
 from megatron_rl.types import Batch
 
@@ -25,10 +25,10 @@ def test_covariance_tokens_are_selected_among_those_that_are_trained_on() -> Non
         versions_B=torch.zeros(4, dtype=torch.int64),
     )
     rule = RejectRule(stat="ratio", reduce="max", high=2.0)
-    config = Config(loss=LossConfig(name="kl_cov"), correction=CorrectionConfig(reject=[rule]))
-    correction = rollout_correction(anchor_BT, mu_BT, batch.mask_BT, config.correction)
+    correction = rollout_correction(anchor_BT, mu_BT, batch.mask_BT, CorrectionConfig(reject=[rule]))
     assert correction.mask_BT[:, 0].tolist() == [True, True, True, False]
     advantages_B = torch.tensor([2.0, -1.0, -1.0, -50.0])
-    (update,) = train.minibatches(batch, anchor_BT, None, correction, advantages_B, config, step=1)
+    targets = train.join(batch, anchor_BT, None, correction, advantages_B, LossConfig(name="kl_cov"), seed=2)
+    (update,) = train.minibatches(targets, 4, "1/1")
     assert update.selected_BT is not None
     assert update.selected_BT[:, 0].tolist() == [True, False, False, False]

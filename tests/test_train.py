@@ -10,8 +10,9 @@ import torch
 
 from megatron_rl import train
 from megatron_rl.config import load
-from megatron_rl.config.schema import Config, EvalSection, RunSection, SyncSection
+from megatron_rl.config.schema import Config, EvalSection, SyncSection
 from megatron_rl.driver import Driver
+from megatron_rl.rollout_correction import correct
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,13 +63,12 @@ def test_when_to_evaluate_and_to_publish() -> None:
     sync: Any = SimpleNamespace(push=push)
 
     def evaluated(every: int) -> list[int]:
-        config = Config(run=RunSection(steps=7), eval=EvalSection(every=every))
-        return [step for step in range(8) if train.evaluate(step, config, driver, learner)]
+        return [step for step in range(8) if train.evaluate(step, 7, EvalSection(every=every), driver, learner)]
 
     assert evaluated(3) == [0, 3, 6, 7]
     assert evaluated(0) == []
-    config = Config(run=RunSection(steps=7), sync=SyncSection(every=3, verify_every=0))
-    assert [step for step in range(1, 8) if train.publish(step, config, driver, learner, sync)] == [3, 6, 7]
+    section = SyncSection(every=3, verify_every=0)
+    assert [step for step in range(1, 8) if train.publish(step, 7, section, driver, learner, sync)] == [3, 6, 7]
     assert log[:3] == ["room made", "push 3", "awake ended: None"]
 
 
@@ -85,9 +85,8 @@ def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
         mask_BT=torch.ones(2, 3, dtype=torch.bool),
         rewards_B=torch.tensor([0.0, 1.0]),
         groups_B=torch.zeros(2, dtype=torch.int64),
-        formats_B=None,
     )
-    correction, advantages_B = train.correct(torch.full((2, 3), -0.1), batch, config)
+    correction, advantages_B = correct(torch.full((2, 3), -0.1), batch, config.correction, config.advantage)
     driver: Any = SimpleNamespace(_config=config, _scored=[], recorder=recorder)
     Driver.record(driver, 10, correction, advantages_B)
     assert (written["prox_logprobs_BT"] is None) == (preset == "bypass")

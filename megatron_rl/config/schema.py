@@ -59,7 +59,6 @@ class Transport(StrEnum):
     file = "file"
     ipc = "ipc"
     nccl = "nccl"
-    nccl_m2n = "nccl_m2n"
 
 
 class Sleep(StrEnum):

@@ -24,14 +24,9 @@ import numpy as np
 
 from megatron_rl.engine.channel import Channel, ChannelClosed
 from megatron_rl.engine.readiness import TAGS, Readiness
-from megatron_rl.process import die_with_parent, rare_collections
+from megatron_rl.process import die_with_parent, end_own_group, rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
-
-
-def kill_own_group() -> None:
-    """End this process and the engine's workers, which share its session."""
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def read_requests(channel: Channel, requests: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -40,7 +35,7 @@ def read_requests(channel: Channel, requests: queue.SimpleQueue[dict[str, Any]])
         while True:
             requests.put(channel.receive())
     except ChannelClosed:
-        kill_own_group()
+        end_own_group()
 
 
 class Engine:
@@ -71,7 +66,6 @@ class Engine:
         return {
             "policy_version": ready.policy_version,
             "torn": ready.torn,
-            "paused": ready.paused,
             "asleep": sorted(ready.asleep),
             "refusal": ready.refusal(),
             "building": any(self.llm.collective_rpc("weight_update_building")),  # new weights, beside the present ones
@@ -172,12 +166,6 @@ class Engine:
         for kind, message in filter(None, answers):
             raise WeightSyncError(message) if kind == WeightSyncError.__name__ else RuntimeError(f"{kind}: {message}")
 
-    def pause(self) -> None:
-        self.ready.paused = True
-
-    def resume(self) -> None:
-        self.ready.paused = False
-
     def sleep(self, level: int) -> None:
         self.ready.fall_asleep(level)
         self.llm.sleep(level=level)
@@ -235,7 +223,7 @@ REQUESTS: dict[str, Callable[..., Any]] = {
     name: getattr(Engine, name)
     for name in (
         "health", "generate", "init_weight_transfer_engine", "start_weight_update", "update_weights",
-        "finish_weight_update", "pause", "resume", "sleep", "wake",
+        "finish_weight_update", "sleep", "wake",
     )
 }  # fmt: skip
 
@@ -283,7 +271,7 @@ def main() -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        kill_own_group()  # workers included; nothing here is worth an orderly shutdown's seconds
+        end_own_group()  # workers included; nothing here is worth an orderly shutdown's seconds
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The next weights of a live model on a host, built beside those that serve and swapped in all at once.
 
-`Second` is a twin of the live module tree: the same classes and settings, but parameters, kernels and packed
+`Twin` is a copy of the live module tree: the same classes and settings, but parameters, kernels and packed
 weights of its own. vLLM's loaders fill the twin and vLLM's layers pack it, while the live model stays as it is;
 `swap` then exchanges the two, which takes a moment. Whatever goes wrong before the swap leaves the live model whole.
 
@@ -37,7 +37,7 @@ def can_double(model: torch.nn.Module) -> bool:
     return kinds and not caches and not callable(getattr(model, "process_weights_after_loading", None))
 
 
-class Second:
+class Twin:
     """The weights that will serve next."""
 
     @torch.no_grad()

@@ -1,7 +1,8 @@
 """Kernels for vLLM on hosts without a GPU, put in front of vLLM's own.
 
 INT8: vLLM's oneDNN kernel sums every weight column to correct for activation zero points, also where activations
-are symmetric and have none. `SymmetricInt8Kernel` leaves the sum out: nothing else differs.
+are symmetric and have none. `SymmetricInt8Kernel` leaves the sum out: nothing else differs. It takes oneDNN on every
+host, where vLLM has a second kernel for AMX tiles: one arithmetic, whatever the processor.
 
 FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8 value is
 exact in BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds activations to FP8 as vLLM
@@ -43,6 +44,10 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
         if c.is_static_input_scheme or not c.input_symmetric or not c.is_channelwise:
             return False, "takes channel-wise weights and symmetric dynamic activations only"
         return True, None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.linear_method = self._apply_weights_onednn
+        self.process_weights_for_onednn(layer)
 
     def process_weights_for_onednn(self, layer: Any) -> None:
         layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data, requires_grad=False)

@@ -20,7 +20,6 @@ DISCARDS_WEIGHTS = 2  # vLLM's level of sleep that keeps no copy
 @dataclass
 class Readiness:
     policy_version: int = NO_VERSION
-    paused: bool = False
     torn: bool = False  # an update stopped half-way: the weights are of no version
     updating: bool = False
     beside: bool = False  # the update is being built beside the present weights, which still serve
@@ -37,8 +36,6 @@ class Readiness:
             return "the weights were discarded in sleep and no sync has completed since. Sync before generating"
         if self.updating and not self.beside:
             return "a weight update has begun and is not finished: the weights may be of two versions"
-        if self.paused:
-            return "the sampler is paused: resume it before generating"
         if wanted is not None and wanted != self.policy_version:
             return f"the engine serves policy version {self.policy_version}, version {wanted} was announced last"
         return None

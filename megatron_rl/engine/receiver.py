@@ -145,7 +145,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Everything that can be done while the present weights serve; returns what is left to do."""
         if self._doubles:
-            return double_buffer.Second(self.model, tensors).swap
+            return double_buffer.Twin(self.model, tensors).swap
         return partial(reload.load, self.model, self.model_config, self.device, tensors.items())
 
     def abort(self) -> None:

@@ -14,9 +14,8 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType
 
-from megatron_rl.process import collect_rarely, die_with_parent
+from megatron_rl.process import collect_rarely, die_with_parent, end_own_group
 
 ALL_CORES = "all"
 
@@ -24,20 +23,16 @@ if __name__ in ("__main__", "__mp_main__"):  # the server, or vLLM's engine proc
     collect_rarely()
 
 
-def end_group(number: int = 0, frame: FrameType | None = None) -> None:
-    """End this process and the engine's processes, which share its session."""
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
 def end_with_input() -> None:
     while os.read(0, 1024):
         pass
-    end_group()
+    end_own_group()
 
 
 def main() -> None:
     parent, cores = int(sys.argv.pop(1)), sys.argv.pop(1)
-    signal.signal(signal.SIGTERM, end_group)  # until vLLM has handlers of its own, which end the engine in good order
+    # until vLLM has handlers of its own, which end the engine in good order
+    signal.signal(signal.SIGTERM, lambda *_: end_own_group())
     die_with_parent(parent, by=signal.SIGTERM)
     threading.Thread(target=end_with_input, daemon=True).start()
     if cores != ALL_CORES:

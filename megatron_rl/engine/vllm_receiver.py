@@ -4,13 +4,11 @@ Each engine here is vLLM's, with `Checked` in front. An update is announced (ver
 with what the engine expects before anything moves), received, sealed (checksums of every tensor) and loaded.
 
 What is promised differs by where the tensors wait:
-- staged (`sync.staged: true`; ipc, nccl): beside the live weights, on the device. Nothing touches the live model
+- staged (`sync.staged: true`): beside the live weights, on the device. Nothing touches the live model
   before the seal has been verified, as with files. Costs the memory of one whole update per worker; an engine whose
   KV cache sleeps during the sync has it.
-- in place (`sync.staged: false`; always for nccl_m2n, whose engine writes shards straight into the live weights):
-  verified before the next request. The version before is gone once tensors move; an update that fails leaves the
-  engine without a version, and it refuses to generate until one succeeds. nccl_m2n gives neither side the whole
-  tensors, so there are no checksums: version, names, shapes and dtypes are checked.
+- in place (`sync.staged: false`): verified before the next request. The version before is gone once tensors move; an
+  update that fails leaves the engine without a version, and it refuses to generate until one succeeds.
 
 vLLM imports this module in every worker through `worker_extension_cls`. Not yet run on a GPU; the checks run on any
 device and are tested with a real engine on hosts.
@@ -28,19 +26,16 @@ from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-from vllm.distributed.weight_transfer.m2n_engine import M2NWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from megatron_rl.engine import expectation, reload
 from megatron_rl.engine.receiver import SyncState
 from megatron_rl.engine.receiver import WorkerExtension as WorkerExtension  # what vLLM looks for here
-from megatron_rl.sampler.model_folder import VLLM_BACKENDS
 from megatron_rl.weight_sync import ipc_handles, manifest, wire
 from megatron_rl.weight_sync.manifest import NO_VERSION, Expected, WeightSyncError
-from megatron_rl.weight_sync.wire import Announcement
+from megatron_rl.weight_sync.wire import BACKEND_PREFIX, Announcement
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
-BACKEND_PREFIX = VLLM_BACKENDS  # + sync.transport: the names of these engines in vLLM's registry
 
 
 class Inbox:
@@ -95,7 +90,6 @@ class Checked:
     """Put in front of one of vLLM's engines: `class X(Checked, VllmEngine)`."""
 
     building = False  # nothing is built beside the live weights
-    whole_tensors = True  # false: the engine writes into the model by itself, past the inbox
 
     model: torch.nn.Module
     model_config: Any
@@ -133,18 +127,16 @@ class Checked:
 
     def _accept(self, announced: Announcement) -> None:
         check_announcement(announced, self.expected, self.state.policy_version)
-        staged = announced.staged and self.whole_tensors
-        if not staged:
+        if not announced.staged:
             super().start_weight_update()  # type: ignore[misc]
             self.state = replace(self.state, torn=True)  # from here on the version before is gone
-        self._inbox = Inbox(announced, None if staged else self.model.load_weights)  # type: ignore[arg-type]
+        self._inbox = Inbox(announced, None if announced.staged else self.model.load_weights)  # type: ignore[arg-type]
 
     def _receive(self, update_info: dict[str, Any], inbox: Inbox) -> None:
         if "ipc_handles" in update_info:
             update_info = update_info | {"ipc_handles": ipc_handles.decode(update_info["ipc_handles"])}
         info = self.parse_update_info(update_info)  # type: ignore[attr-defined]
-        target = inbox if self.whole_tensors else self.model
-        self.set_weight_update_target(target, self.model_config)  # type: ignore[attr-defined]
+        self.set_weight_update_target(inbox, self.model_config)  # type: ignore[attr-defined]
         try:
             self.receive_weights(info)  # type: ignore[attr-defined]
         finally:
@@ -187,10 +179,6 @@ class CheckedNCCL(Checked, NCCLWeightTransferEngine):
     pass
 
 
-class CheckedM2N(Checked, M2NWeightTransferEngine):
-    whole_tensors = False
-
-
-for _transport, _engine in (("ipc", CheckedIPC), ("nccl", CheckedNCCL), ("nccl_m2n", CheckedM2N)):
+for _transport, _engine in (("ipc", CheckedIPC), ("nccl", CheckedNCCL)):
     if BACKEND_PREFIX + _transport not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND_PREFIX + _transport, _engine)

@@ -5,7 +5,6 @@ Torch-free.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from megatron_rl.config.fleet import is_fleet, replica_formats
@@ -118,25 +117,6 @@ def transport(
             f"sync.transport: {name} needs a GPU for each of its ranks, but engine and learner both take "
             f"{','.join(map(str, shared))}; give the engine GPUs of its own (sampler.devices='{free}'), or use ipc"
         )
-    if name == Transport.nccl_m2n:
-        yield from _resharding(layout, shape)
-
-
-def _resharding(learner: Layout, shape: ModelShape) -> Iterator[str]:
-    """vLLM's m2n describes all weights by one mesh, and their shares as equal and contiguous."""
-    told = "sync.transport: nccl_m2n"
-    if learner.pp > 1 or learner.ep > 1:
-        yield (
-            f"{told} with learner.pipeline_parallel={learner.pp} and learner.expert_parallel={learner.ep}: it knows "
-            "one mesh for all weights; use nccl"
-        )
-    if learner.expert_tp != learner.tp and shape.experts:
-        yield f"{told} wants experts split as the rest, over {learner.tp} ranks, not {learner.expert_tp}; use nccl"
-    for size, name in ((shape.vocab, "the vocabulary"), (shape.kv_heads, "the key-value heads")):
-        if size % learner.tp:
-            yield f"{told}: learner.tensor_parallel={learner.tp} does not divide {name} ({size}); use nccl"
-    if importlib.util.find_spec("nccl") is None:
-        yield f"{told} needs the package nccl-extensions, which is not installed; install it, or use nccl"
 
 
 RULES = (experts, cache, sleep, transport)

@@ -7,7 +7,7 @@ arithmetic on names and shapes: no process group, no weights, no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.files import read_hf_config
 from megatron_rl.preflight.links import LowerBound, SamplerLayout, links, lower_bound
 from megatron_rl.preflight.sync_plan import SyncPlan, plan_sync, size_problems
+from megatron_rl.runs.console import table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -102,7 +103,7 @@ def _what(plan: SyncPlan) -> list[str]:
     rows = [(kind, f"{count:,}", _size(nbytes)) for kind, (count, nbytes) in sorted(kinds.items())]
     rows.append(("together", f"{len(plan.transfers):,}", _size(plan.nbytes)))
     rows.append(("(as BF16)", "", _size(plan.plain_bytes)))
-    return _table(("what moves", "tensors", "bytes"), rows)
+    return table(("what moves", "tensors", "bytes"), rows)
 
 
 def _links(plan: SyncPlan, sampler: SamplerLayout, link_gbs: float | None) -> list[str]:
@@ -115,7 +116,7 @@ def _links(plan: SyncPlan, sampler: SamplerLayout, link_gbs: float | None) -> li
             row.append(_seconds(each.end, link_gbs))
     notes = [f"  {each.kind}: {each.meaning}" for each in found]
     return [
-        *_table(head, rows),
+        *table(head, rows),
         *notes,
         "  busiest end: everything that goes through the most loaded rank, which its network card has to carry;"
         " replicas on one host read the `file` transport's bytes from one shared copy",
@@ -132,7 +133,7 @@ def _bound(plan: SyncPlan, bound: LowerBound, link_gbs: float | None) -> list[st
     tail = f"  as built, the busiest end carries {ratio:.1f}x of the least that it could"
     if link_gbs is not None:
         tail += f": {_seconds(plan.nbytes, link_gbs)} against {_seconds(bound.busiest, link_gbs)} at {link_gbs:g} GB/s"
-    return [*_table(("lower bound", "bytes", ""), rows), tail]
+    return [*table(("lower bound", "bytes", ""), rows), tail]
 
 
 def _writers(plan: SyncPlan, shown: int) -> list[str]:
@@ -143,29 +144,13 @@ def _writers(plan: SyncPlan, shown: int) -> list[str]:
         rows.append((f"{len(rest):,} more, down to", _size(rest[-1][1])))
     if shown < 1:
         return []
-    return _table(("writer", "bytes to each sampler rank"), rows)
+    return table(("writer", "bytes to each sampler rank"), rows)
 
 
 def _largest(plan: SyncPlan, count: int) -> list[str]:
     ranked = sorted(plan.transfers, key=lambda transfer: (-transfer.nbytes, transfer.name))[:count] if count > 0 else []
     rows = [(t.name, "x".join(map(str, t.shape)), t.dtype, f"{t.shards}", _size(t.nbytes)) for t in ranked]
-    return _table(("largest tensors", "shape", "dtype", "shards", "bytes"), rows) if rows else []
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [list(head), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    words = [
-        [cell.ljust(width) if _is_text(lines, column) else cell.rjust(width)
-         for column, (cell, width) in enumerate(zip(line, widths, strict=True))]
-        for line in lines
-    ]  # fmt: skip
-    return ["  ".join(line).rstrip() for line in words]
-
-
-def _is_text(lines: Sequence[Sequence[str]], column: int) -> bool:
-    """Columns of numbers stand to the right."""
-    return column == 0 or not lines[1][column][:1].isdigit()
+    return table(("largest tensors", "shape", "dtype", "shards", "bytes"), rows) if rows else []
 
 
 def _size(nbytes: float) -> str:

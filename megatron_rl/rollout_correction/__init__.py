@@ -6,6 +6,7 @@ from megatron_rl.rollout_correction.correction import (
     RejectRule,
     WeightConfig,
     apply_conditional_rules,
+    correct,
     keep_rows,
     rollout_correction,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "RejectRule",
     "WeightConfig",
     "apply_conditional_rules",
+    "correct",
     "keep_rows",
     "rollout_correction",
 ]

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -133,32 +132,6 @@ class _Tokens:
                 abs_diff=float(d.abs().mean()),
                 mult_prob_error=float(bounded_exp(d.abs()).mean()),
             )
-
-
-def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[Slice]:
-    """The breakdowns of one recorded step; none where it holds no learner logprobs."""
-    import pyarrow.parquet as pq
-
-    columns = ["sampler_logprobs", "prox_logprobs", "loss_mask", "policy_version", "finish_reason"]
-    recorded = pq.read_schema(path).names
-    table = pq.read_table(path, columns=columns + [name for name in ("format",) if name in recorded])
-    rows = [row for row in table.to_pylist() if row["prox_logprobs"] is not None]
-    width = max((len(row["loss_mask"]) for row in rows), default=0)
-    if width == 0:
-        return []
-
-    def padded(name: str, filler: float) -> Tensor:
-        return torch.tensor([row[name] + [filler] * (width - len(row[name])) for row in rows], dtype=torch.float32)
-
-    return breakdowns(
-        padded("prox_logprobs", 0.0),
-        padded("sampler_logprobs", 0.0),
-        padded("loss_mask", 0.0).bool(),
-        finish_reasons=[row["finish_reason"] for row in rows],
-        versions_B=torch.tensor([row["policy_version"] for row in rows]),
-        policy_version=policy_version,
-        formats=[row.get("format") or "" for row in rows],
-    )
 
 
 def pooled(parts: Iterable[Slice]) -> list[Slice]:

@@ -7,9 +7,10 @@ token's probability. With d = p - mu and rho = exp(d) this module
 3. weighs what is left (`weight`),
 4. measures the disagreement (`metrics`, all under `rollout_corr/`).
 
+`correct` puts that and the advantages in order: what the loop does with a batch, and replay with a recorded one.
 It is pure: no distributed state, the caller hands over the global batch. Rows are worked on in slices
 that fit a core's cache; only `budget`, `target_ess` and `normalize` look at all of them together.
-The passes are in `correction/batch.py`, what they compute in `rules.py`, `weights.py` and `metrics.py`
+The passes are in `batch.py`, what they compute in `rules.py`, `weights.py` and `metrics.py`
 beside it; `docs/corrections.md` explains how to choose.
 
 Shape legend: B sequences, T response positions (right-padded).
@@ -22,11 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import Anchor, CorrectionConfig, RejectRule, WeightConfig
+from megatron_rl.advantage import group_advantages
+from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, RejectRule, WeightConfig
 from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
 from megatron_rl.rollout_correction.metrics import PREFIX
 from megatron_rl.rollout_correction.ratio import filled, log_ratio, row_chunks
 from megatron_rl.rollout_correction.rules import violations
+from megatron_rl.types import Batch
 
 __all__ = [
     "Correction",
@@ -34,6 +37,7 @@ __all__ = [
     "RejectRule",
     "WeightConfig",
     "apply_conditional_rules",
+    "correct",
     "keep_rows",
     "rollout_correction",
 ]
@@ -60,6 +64,21 @@ class Correction:
         return filled(self.mask_BT) if config.rebaseline else torch.ones_like(self.rejected_B)
 
 
+def correct(
+    anchor_logprobs_BT: Tensor, batch: Batch, config: CorrectionConfig, advantage: AdvantageConfig
+) -> tuple[Correction, Tensor]:
+    """A batch's correction and its advantages, float32 [B].
+
+    Correction first, so that rejected answers can leave their group's baseline; then the advantages; then the rules
+    that look at them. An answer without a score is in neither the mask nor the baseline, whatever the correction says.
+    """
+    prox_BT = None if config.anchor == Anchor.sampler else anchor_logprobs_BT
+    correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config)
+    counted_B = correction.baseline_keep_B(config) & torch.isfinite(batch.rewards_B)
+    advantages_B, keep_B = group_advantages(batch.rewards_B, batch.groups_B, counted_B, advantage)
+    return apply_conditional_rules(keep_rows(correction, keep_B, config), advantages_B, config), advantages_B
+
+
 @torch.no_grad()
 def rollout_correction(
     prox_logprobs_BT: Tensor | None, sampler_logprobs_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
@@ -83,7 +102,7 @@ def rollout_correction(
         for rows in row_chunks(source.mask_BT):
             work.weigh(rows)
     metrics = work.finish()
-    # never the memory of the mask: whoever changes one means that one
+    # a copy, in memory that is free by now: the mask and the denominators are narrowed one without the other
     denominator_BT = work.stays_BT.copy_(work.kept_BT) if config.renormalize else work.stays_BT
     rejected_B = filled(source.mask_BT) & ~filled(work.kept_BT)
     return Correction(work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, work.cap)

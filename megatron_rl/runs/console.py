@@ -1,11 +1,12 @@
-"""What a person sees while a run goes on: one plain line per step, or a live table on a terminal."""
+"""What a person sees: one plain line per step or a live table while a run goes on, and tables of text."""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TextIO
 
 from rich.console import Console, Group
@@ -50,6 +51,17 @@ def choose_display(title: str, n_steps: int, stream: TextIO | None = None) -> Di
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(title, n_steps, console)
     return PlainDisplay(n_steps, stream)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Columns two spaces apart, as lines. From the second on, those whose first row is a number stand to the right."""
+    lines = [list(head), *map(list, rows)]
+    for column in range(len(head)):
+        width = max(len(line[column]) for line in lines)
+        place = str.rjust if column and re.match(r"[+-]?\d", lines[1][column]) else str.ljust
+        for line in lines:
+            line[column] = place(line[column], width)
+    return ["  ".join(line).rstrip() for line in lines]
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""rollouts/step_N.parquet: the answers a step was trained on, one row each, with both engines' logprobs.
+"""rollouts/step_N.parquet: the rollouts that a step was trained on, one row each, with both engines' logprobs.
 
 Lists have the length of the response. Columns that a step does not have (no prox forward, no weights)
 are null. Shape suffixes: B sequences, T response positions (right-padded).
@@ -7,14 +7,15 @@ are null. Shape suffixes: B sequences, T response positions (right-padded).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.types import Scored
+from megatron_rl.types import Batch, Prompt, Rollout, Scored, collate, padded
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,36 @@ def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Colum
 
 def read_rollouts(path: Path) -> pa.Table:
     return pq.read_table(path)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One step's batch, as it was before any correction."""
+
+    scored: list[Scored]
+    batch: Batch
+    prox_logprobs_BT: torch.Tensor | None  # None where the step made none
+
+
+def load_recorded(path: Path) -> Recorded:
+    import torch
+
+    rows = read_rollouts(path).to_pylist()
+    scored, prox = [_scored(row) for row in rows], [row["prox_logprobs"] for row in rows]
+    return Recorded(scored, collate(scored), None if None in prox else padded(prox, torch.float32))
+
+
+def _scored(row: Mapping[str, Any]) -> Scored:
+    """What `write_rollouts` was given; of the prompt, the file holds the tokens alone."""
+    rollout = Rollout(
+        prompt=Prompt(row["prompt_id"], tuple(row["prompt_token_ids"]), text="", row={}),
+        token_ids=tuple(row["token_ids"]),
+        logprobs=tuple(row["sampler_logprobs"]),
+        loss_mask=tuple(row["loss_mask"]),
+        format=row.get("format") or "",  # not in the files of old runs
+        **{name: row[name] for name in ("group", "sample", "finish_reason", "policy_version")},
+    )
+    return Scored(rollout, row["reward"], row["error"], row["text"])
 
 
 def recorded_steps(folder: Path) -> list[tuple[int, Path]]:

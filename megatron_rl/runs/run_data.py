@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron_rl.rollout_correction.breakdown import Slice, pooled, recorded_breakdowns
+from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, pooled
 from megatron_rl.runs.record import decode_line
-from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
+from megatron_rl.runs.rollout_file import load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir, read_status
 
 RECORDED_STEPS = 8  # as many recorded steps, evenly spread, are read for histograms and cuts
@@ -156,6 +156,22 @@ def config_differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
     keys = list(dict.fromkeys(key for one in flat for key in one))
     table = {key: [one.get(key) for one in flat] for key in keys if key not in ("run.name", "run.if_exists")}
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+
+
+def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[Slice]:
+    """The breakdowns of one recorded step; none where it holds no learner logprobs."""
+    recorded = load_recorded(path)
+    if recorded.prox_logprobs_BT is None:
+        return []
+    return breakdowns(
+        recorded.prox_logprobs_BT,
+        recorded.batch.sampler_logprobs_BT,
+        recorded.batch.mask_BT,
+        finish_reasons=[one.rollout.finish_reason for one in recorded.scored],
+        versions_B=recorded.batch.versions_B,
+        policy_version=policy_version,
+        formats=[one.rollout.format for one in recorded.scored],
+    )
 
 
 def _tokens_of(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.config.fleet import is_fleet
-from megatron_rl.config.schema import Config
 from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.fleet.fleet import FleetSampler
+from megatron_rl.sampler.engine_settings import EngineSettings
+from megatron_rl.sampler.fleet.sampler import FleetSampler
 
 
 def make_sampler(
-    config: Config, hf_folder: Path, log_dir: Path, say: Callable[[str], None]
+    settings: EngineSettings, hf_folder: Path, log_dir: Path, note: Callable[[str], None]
 ) -> EmbeddedSampler | FleetSampler:
-    """Not started yet. `say` receives what becomes of a fleet's servers."""
-    if is_fleet(config.sampler):
-        return FleetSampler(config, hf_folder, log_dir, say=say)
-    return EmbeddedSampler(config, hf_folder, log_dir)
+    """Not started yet. `note` receives a line whenever a server of the fleet goes or comes back."""
+    if settings.is_fleet:
+        return FleetSampler(settings, hf_folder, log_dir, note=note)
+    return EmbeddedSampler(settings, hf_folder, log_dir)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from megatron_rl.types import Prompt, Rollout, SamplingParams
@@ -21,25 +22,16 @@ class SamplerError(RuntimeError):
 class SamplerStats:
     """Totals since `start`."""
 
-    requests: int = 0  # sampled sequences
     tokens: int = 0
     seconds: float = 0.0  # inside `generate`
-    missing_logprobs: int = 0  # tokens whose logprob was absent or NaN
-    truncated: int = 0  # sequences that ended by length
     retried: int = 0  # prompts that another server had to answer
     restarts: int = 0  # of servers
 
 
 class Sampler(Protocol):
     policy_version: int  # -1: dummy weights, nothing synced yet
-
-    @property
-    def stats(self) -> SamplerStats: ...
-
-    @property
-    def last_sync(self) -> dict[str, Any]:
-        """verify_s, load_s and bytes of the last accepted update."""
-        ...
+    stats: SamplerStats
+    last_sync: dict[str, Any]  # verify_s, load_s and bytes of the last accepted update; of the slowest server
 
     def start(self) -> None: ...
 
@@ -65,10 +57,6 @@ class Sampler(Protocol):
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
     def sleep(self, level: int = 1) -> None:
         """Give device memory back: the cache, and the weights (1: kept on the host, 2: gone until the next sync)."""
         ...
@@ -80,3 +68,9 @@ class Sampler(Protocol):
     def health(self) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
+
+
+def request_seed(seed: int, group: int) -> int:
+    """A seed per group, the same for the same run seed; vLLM derives one per sample from it."""
+    digest = blake2b(f"{seed}/{group}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2  # leaves room to count samples upwards in 63 bits

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -24,12 +24,11 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import cut
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.error import ErrorSample, sample_error
-from megatron_rl.quantization.formats import Output
 from megatron_rl.quantization.quantize import quantize, row_amax
 from megatron_rl.quantization.smoothing import Smoothing, column_amax
 from megatron_rl.weight_sync.buckets import Bucket, Job, Workspace, full_tensors, gather, plan_buckets
 from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.manifest import DTYPE_NAMES, DTYPES, WeightSyncError
+from megatron_rl.weight_sync.manifest import DTYPE_NAMES, WeightSyncError
 from megatron_rl.weight_sync.wire import TensorMeta
 
 FIRST = Place()  # the rank that sends what belongs to no rank's weights
@@ -63,10 +62,6 @@ class ShardSource:
         self._format, self._dtype, self._smoothing = format, dtype, smoothing
         self._place = ranks.place
         self._cache_scales = cache_scales
-        self._elsewhere = lambda other: ShardSource(
-            shape, layout, other, format, ignore, dtype, bucket_bytes, smoothing, cache_scales
-        )
-        self._ranks = ranks
         self._workspace = Workspace()
         self._buckets = plan_buckets(shape, layout, ranks, format, ignore, DTYPE_NAMES[dtype], bucket_bytes)
 
@@ -153,42 +148,6 @@ class ShardSource:
     @property
     def _scale_tensors(self) -> tuple[TensorMeta, ...]:
         return () if self._cache_scales is None else self._cache_scales.tensors
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    def as_first_replica(self) -> ShardSource:
-        """The same on a rank of any replica: it then holds shards as the first one does, and yields them."""
-        return self._elsewhere(replace(self._ranks, place=replace(self._place, dp=0, edp=0)))
-
-    @property
-    def own_outputs(self) -> list[Output]:
-        """What `own_shards` yields: the full tensors, and this rank's part of each."""
-        weights = [
-            out
-            for bucket in self._buckets
-            for job in bucket.jobs
-            for of_slice in job.outputs[bucket.rank]
-            for out in of_slice
-        ]
-        return weights + [
-            Output(scale.name, scale.dtype, scale.shape, None, ((0, 1),)) for scale in self._scale_tensors
-        ]
-
-    def own_shards(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's part of every tensor, quantized with the scales of the whole and not gathered."""
-        shards = self._begin(parameters)
-        for bucket in self._buckets:
-            started = time.perf_counter()
-            made = self._made(bucket, shards)
-            self.seconds.quantize += time.perf_counter() - started
-            for job, content in zip(bucket.jobs, made, strict=True):
-                outs = [out for of_slice in job.outputs[bucket.rank] for out in of_slice]
-                for index, out in enumerate(outs):
-                    failed = torch.zeros(out.part_shape, dtype=DTYPES[out.dtype], device=_device(shards))
-                    yield out.name, failed if content is None else content[index].view(out.part_shape)
-        yield from self._scale_values(_device(shards))
 
     def _by_table_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shards: dict[str, torch.Tensor] = {}

@@ -1,6 +1,6 @@
-"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, `nccl_m2n`, through its trainer API.
+"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, through its trainer API.
 
-With `vllm_sources` the only module that imports vLLM on a rank that learns, and only when such a transport is chosen.
+The only module that imports vLLM on a rank that learns, and only when such a transport is chosen.
 vLLM's trainer engine moves the tensors; `Relay` stands between it and the sampler, so that the announcement goes first
 and the seal last (see `wire`), and so that a refusal on rank 0 is raised after the collectives that others are in.
 
@@ -20,20 +20,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSource,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from megatron_rl.config.schema import Config, Transport
 from megatron_rl.distributed import exchange
 from megatron_rl.quantization.error import summarize
 from megatron_rl.weight_sync import ipc_handles, wire
-from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.manifest import DTYPES, WeightSyncError
 from megatron_rl.weight_sync.report import Contribution, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.vllm_sources import open_stream
+from megatron_rl.weight_sync.whole_source import WholeSource
 from megatron_rl.weight_sync.wire import Announcement, Seal
 
 if TYPE_CHECKING:
@@ -51,7 +55,7 @@ class VllmPush:
         if any(exchange(missing)):
             raise WeightSyncError(f"sync.transport={config.sync.transport} needs a sampler to send to; take file")
         self._config, self._relay = config, Relay(sampler)
-        self._stream = open_stream(source, config.sync.transport)
+        self._source = WholeSource(source, everywhere=config.sync.transport == Transport.ipc)
         self._engine: TrainerWeightTransferEngine | None = None
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
@@ -59,18 +63,18 @@ class VllmPush:
         failure = self._agreed(lambda: self._prepare(version))
         if failure:  # on every rank: none of them has begun
             return Contribution(failure if self._rank == 0 else None)
-        self._stream.begin(parameters)
+        self._source.begin(parameters)
         try:
             with bounded(self._config.sampler.request_timeout_s, f"sending policy version {version}"):
                 self._engine_or_raise().send_weights()
             failure = self._relay.failure
         except Exception as error:  # of vLLM's, of NCCL's: the other ranks wait for this one's outcome
             failure = f"{type(error).__name__}: {error}"
-        self._stream.drain()
-        source = self._stream.source
+        self._source.drain()
+        source = self._source.shards
         quantize, gather = source.seconds.quantize, source.seconds.gather
         rest = max(0.0, time.perf_counter() - started - quantize - gather)
-        sent = self._stream.tensors if self._rank == 0 else ()
+        sent = self._source.tensors if self._rank == 0 else ()
         return Contribution(
             source.failure or failure,
             sum(tensor.nbytes for tensor in sent),
@@ -80,7 +84,7 @@ class VllmPush:
         )
 
     def load(self, version: int) -> None:
-        self._relay.seal(Seal(version, self._stream.checksums()))
+        self._relay.seal(Seal(version, wire.read_checksums(self._source.sums)))
         self._relay.finish(version)
 
     def forget(self, version: int) -> None:
@@ -102,7 +106,7 @@ class VllmPush:
         if self._rank == 0:
             staged = self._config.sync.staged
             format = self._config.quantization.format.value
-            self._relay.announce(Announcement(version, format, staged, self._stream.tensors))
+            self._relay.announce(Announcement(version, format, staged, self._source.tensors))
 
     def _engine_or_raise(self) -> TrainerWeightTransferEngine:
         assert self._engine is not None
@@ -126,7 +130,7 @@ class VllmPush:
         try:
             info = init_info(self._config, self._rank, port)
             self._engine = WeightTransferTrainerFactory.trainer_init(
-                info, client=self._relay, source=self._stream.for_vllm()
+                info, client=self._relay, source=WholeTensors(self._source)
             )
         except Exception as error:  # every kind, as above
             failure = f"sync.transport={self._config.sync.transport}: {type(error).__name__}: {error}"
@@ -154,6 +158,19 @@ def bounded(seconds: float, what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+class WholeTensors(WeightSource):
+    """`WholeSource` in the shape that vLLM's trainer engines ask for."""
+
+    def __init__(self, source: WholeSource) -> None:
+        self._source = source
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(each.name, DTYPES[each.dtype], each.shape) for each in self._source.tensors]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._source)
 
 
 class Relay:
@@ -211,20 +228,11 @@ class Relay:
 
 def init_info(config: Config, rank: int, port: int) -> TrainerInitInfo:
     """vLLM's own settings of a transport; the workers get theirs from rank 0."""
-    workers, trainers = config.sampler.tensor_parallel, dist.get_world_size() if dist.is_initialized() else 1
     buffer = config.sync.bucket_mib << 20
     if config.sync.transport == Transport.ipc:
         return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer)
-    if config.sync.transport == Transport.nccl:
-        return NCCLTrainerInitInfo(LOOPBACK, port, 1 + workers, rank=rank, packed_buffer_size_bytes=buffer)
-    return M2NTrainerInitInfo(
-        rank=rank,
-        master_address=LOOPBACK,
-        master_port=port,
-        world_size=trainers + workers,
-        num_trainer_ranks=trainers,
-        dst_mesh_dims=(1, workers),
-    )
+    workers = config.sampler.tensor_parallel
+    return NCCLTrainerInitInfo(LOOPBACK, port, 1 + workers, rank=rank, packed_buffer_size_bytes=buffer)
 
 
 def free_port() -> int:

@@ -42,7 +42,7 @@ class WholeSource:
 
     def __init__(self, source: ShardSource, everywhere: bool) -> None:
         self.sums: dict[str, torch.Tensor] = {}  # checksums of what this rank has yielded
-        self.source, self._everywhere = source, everywhere
+        self.shards, self._everywhere = source, everywhere
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._mine = source.bucket_keys
         self._steps = self._agree()
@@ -70,7 +70,7 @@ class WholeSource:
     def _agree(self) -> tuple[Step, ...]:
         mine = [
             [list(key), [[t.name, t.dtype, list(t.shape)] for t in tensors]]
-            for key, tensors in zip(self._mine, self.source.bucket_tensors, strict=True)
+            for key, tensors in zip(self._mine, self.shards.bucket_tensors, strict=True)
             if tensors is not None
         ]
         steps = [
@@ -84,7 +84,7 @@ class WholeSource:
         return tuple(sorted(steps, key=lambda step: step.key))
 
     def _walk(self) -> Iterator[tuple[str, torch.Tensor]]:
-        buckets = self.source.buckets(self._parameters)
+        buckets = self.shards.buckets(self._parameters)
         mine = set(self._mine)
         device = next((tensor.device for tensor in self._parameters.values()), torch.device("cpu"))
         for step in self._steps:

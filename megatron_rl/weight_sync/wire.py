@@ -18,6 +18,7 @@ import torch
 
 from megatron_rl.weight_sync.manifest import DTYPE_NAMES, DTYPES, TensorEntry, WeightSyncError
 
+BACKEND_PREFIX = "checked_"  # + sync.transport: the names of these transports in vLLM's registry of engines
 ANNOUNCE, SEAL, ABANDON = "announce", "seal", "abandon"
 WORD = torch.int32
 CHUNK = 1 << 22  # words hashed at once: what bounds the memory of the temporaries
@@ -57,7 +58,7 @@ class Announcement:
 @dataclass(frozen=True)
 class Seal:
     policy_version: int
-    checksums: dict[str, tuple[int, int]] | None  # None: the transport gives neither side the whole tensors
+    checksums: dict[str, tuple[int, int]]
 
     def message(self) -> dict[str, Any]:
         return {SEAL: msgspec.to_builtins(self)}
@@ -109,8 +110,6 @@ def verify(sealed: Seal, announced: Announcement, arrived: Mapping[str, tuple[in
         raise WeightSyncError(
             f"the seal is of policy version {sealed.policy_version}, version {announced.policy_version} was announced"
         )
-    if sealed.checksums is None:
-        return
     names = {tensor.name for tensor in announced.tensors}
     problems = [f"missing tensor {name}: announced, never arrived" for name in sorted(names - set(arrived))]
     problems += [f"unexpected tensor {name}" for name in sorted(set(arrived) - names)]

@@ -35,6 +35,14 @@ def layer_with(tensors: dict[str, torch.Tensor], transposed: bool) -> torch.nn.M
     return layer
 
 
+class OneDnnInt8Kernel(CPUInt8ScaledMMLinearKernel):
+    """vLLM's own, also where the processor has AMX tiles and vLLM would take another."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.linear_method = self._apply_weights_onednn
+        self.process_weights_for_onednn(layer)
+
+
 def outputs_of(kernel, layer: torch.nn.Module, inputs: list[torch.Tensor], bias: torch.Tensor) -> list[torch.Tensor]:
     kernel.process_weights_after_loading(layer)
     return [kernel.apply_weights(layer, x, b) for x in inputs for b in (None, bias)]
@@ -69,8 +77,7 @@ def main() -> None:
     slow = outputs_of(slow_kernel, layer_with(fp8, True), inputs, bias)
     unrounded = [x @ weight_OI.t() + b for x in inputs for b in (torch.zeros(320), bias)]
     mine = outputs_of(chosen_int8(int8_config, NAMES), layer_with(int8, False), inputs, bias)
-    theirs_kernel = CPUInt8ScaledMMLinearKernel(int8_config, NAMES)
-    theirs = outputs_of(theirs_kernel, layer_with(int8, False), inputs, bias)
+    theirs = outputs_of(OneDnnInt8Kernel(int8_config, NAMES), layer_with(int8, False), inputs, bias)
     print(
         json.dumps(
             {

@@ -18,7 +18,8 @@ from megatron_rl.engine.child import Engine
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.quantize import is_quantized, quantize
-from megatron_rl.sampler import model_folder
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
+from megatron_rl.sampler.model_folder import write_engine_folder
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -77,10 +78,10 @@ class Case:
         return dict(made.values())
 
     def start(self, name: str, **arguments: Any) -> Engine:
-        folder = model_folder.write_engine_folder(self.folder / "hf", self.folder / name, self.config)
+        folder = write_engine_folder(self.folder / "hf", self.folder / name, self.config.quantization)
         if "load_format" in arguments:
             save_file(self.tensors(1), folder / "model.safetensors", {"format": "pt"})
-        return Engine(model_folder.engine_arguments(self.config, folder) | arguments)
+        return Engine(engine_arguments(EngineSettings.from_config(self.config), folder) | arguments)
 
     def update(self, engine: Engine, tensors: dict[str, torch.Tensor]) -> str:
         """The next version into the engine; what it said against it."""

@@ -117,10 +117,7 @@ def test_vllm_s_trainer_side_takes_our_sources(found: dict) -> None:
     case = found["trainer"]
     assert case["sent"]
     assert "disagrees with iteration at index 0" in case["out of step"]
-    assert case["mesh"] == [[2, 2], 4]
-    assert case["placements"] == ["(-1, 0)", "(-1, 1)", "None"]
-    assert case["m2n payload"]
-    for name, receiver in (("ipc", "CheckedIPC"), ("nccl", "CheckedNCCL"), ("nccl_m2n", "CheckedM2N")):
+    for name, receiver in (("ipc", "CheckedIPC"), ("nccl", "CheckedNCCL")):
         assert case[f"{name} settings"][:2] == [name, True]
         assert case[f"{name} receiver"] == [receiver, True]
         assert f"sync.transport={name}: " in case[f"{name} without a GPU"]

@@ -39,7 +39,7 @@ def resident_mib(pid: int) -> float:
 
 
 @pytest.mark.parametrize("fixture", ["live_bf16", "live_int8", "live_fp8"])
-def test_fifty_updates_equal_a_fresh_engine(fixture, request, monkeypatch, tmp_path):
+def test_fifty_updates_equal_a_fresh_engine(fixture, request, tmp_path):
     live: Live = request.getfixturevalue(fixture)
     pid = live.sampler.health()["pid"]
     answers, memory = {}, {}
@@ -51,11 +51,11 @@ def test_fifty_updates_equal_a_fresh_engine(fixture, request, monkeypatch, tmp_p
         if update in (19, 49) and Path("/proc/self/status").exists():
             memory[update] = resident_mib(pid)
     assert len({str(answer) for answer in answers.values()}) == 4, "every update must show"
-    assert answers[60] == essence(fresh_rollouts(live, 60, monkeypatch, tmp_path))
+    assert answers[60] == essence(fresh_rollouts(live, 60, tmp_path))
     live.update(11)
     assert essence(live.rollouts()) == answers[11], "a change and a change back"
     assert live.rollouts()[0].policy_version == live.sampler.policy_version == 50
-    assert live.sampler.stats.missing_logprobs == 0
+    assert not any(math.isnan(lp) for answer in answers.values() for _, logprobs, _ in answer for lp in logprobs)
     if memory:
         # thirty updates of half a megabyte or more would show
         assert memory[49] - memory[19] < 6, memory
@@ -250,13 +250,3 @@ def test_seeds_samples_and_greedy(live_bf16):
     assert stopped[0].finish_reason == "stop"
     assert stopped[0].token_ids[-1] == stop
     assert first[0].finish_reason == "length"
-
-
-def test_a_paused_sampler_refuses_until_resumed(live_bf16):
-    live: Live = live_bf16
-    live.update(61)
-    live.sampler.pause()
-    with pytest.raises(SamplerError, match="paused"):
-        live.rollouts()
-    live.sampler.resume()
-    assert live.rollouts()

@@ -1,10 +1,8 @@
-"""What an engine may answer, and the order in which it falls asleep and wakes around a sync."""
+"""What an engine may answer: asleep, in the middle of an update, awake again."""
 
 import pytest
 
-from megatron_rl.config.schema import Sleep
 from megatron_rl.engine.readiness import CACHE, TAGS, WEIGHTS, Readiness
-from megatron_rl.sampler.rest import Rest
 
 
 def served(version: int = 3) -> Readiness:
@@ -69,49 +67,3 @@ def test_another_version_than_the_announced_one_is_not_served():
 def test_unknown_parts_are_named():
     with pytest.raises(RuntimeError, match="'weight'"):
         served().wake(["weight"])
-
-
-class Calls:
-    def __init__(self) -> None:
-        self.calls: list = []
-
-    def sleep(self, level: int = 1) -> None:
-        self.calls.append(("sleep", level))
-
-    def wake(self, tags: list[str] | None = None) -> None:
-        self.calls.append(("wake", tags))
-
-
-@pytest.mark.parametrize(("mode", "level"), [(Sleep.offload, 1), (Sleep.discard, 2)])
-def test_wake_weights_then_sync_then_wake_cache(mode, level):
-    engine = Calls()
-    rest = Rest(engine, mode)
-    rest.wake()  # before the first request: it never slept
-    rest.sleep()
-    rest.sleep()
-    with rest.syncing():
-        engine.calls.append("sync")
-    rest.wake()
-    assert engine.calls == [("sleep", level), ("wake", [WEIGHTS]), "sync", ("wake", [CACHE])]
-    rest.sleep()
-    rest.wake()  # a step without a sync
-    assert engine.calls[4:] == [("sleep", level), ("wake", [WEIGHTS]), ("wake", [CACHE])]
-
-
-def test_a_failed_sync_leaves_the_cache_asleep():
-    engine = Calls()
-    rest = Rest(engine, Sleep.discard)
-    rest.sleep()
-    with pytest.raises(RuntimeError), rest.syncing():
-        raise RuntimeError
-    assert engine.calls == [("sleep", 2), ("wake", [WEIGHTS])]
-
-
-def test_without_sleep_nothing_is_called():
-    engine = Calls()
-    rest = Rest(engine, Sleep.none)
-    rest.sleep()
-    with rest.syncing():
-        pass
-    rest.wake()
-    assert engine.calls == []

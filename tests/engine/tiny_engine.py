@@ -22,8 +22,9 @@ from megatron_rl.config.schema import (
     SamplerSection,
 )
 from megatron_rl.quantization.quantize import is_quantized, quantize
-from megatron_rl.sampler import model_folder
 from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.engine_settings import EngineSettings
+from megatron_rl.sampler.model_folder import write_engine_folder
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
@@ -38,6 +39,10 @@ def make_config(format: Format = Format.none, **sampler) -> Config:
         rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
         sampler=replace(SamplerSection(memory_gib=0.1, max_sequences=16, start_timeout_s=240), **sampler),
     )
+
+
+def make_settings(format: Format = Format.none, **sampler) -> EngineSettings:
+    return EngineSettings.from_config(make_config(format, **sampler))
 
 
 @dataclass(frozen=True)
@@ -135,8 +140,8 @@ class Live:
 def make_live(folder: Path, format: Format, tied: bool, **sampler) -> Live:
     """Not yet started."""
     model = make_model(folder / "hf", tied)
-    config = make_config(format, **sampler)
-    engine = EmbeddedSampler(config, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension")
+    settings = make_settings(format, **sampler)
+    engine = EmbeddedSampler(settings, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension")
     return Live(engine, model, format, folder)
 
 
@@ -149,13 +154,12 @@ def start_live(tmp_path_factory, format: Format, tied: bool) -> Iterator[Live]:
         live.sampler.close()
 
 
-def fresh_rollouts(live: Live, seed: int, monkeypatch, tmp_path: Path) -> list[Rollout]:
+def fresh_rollouts(live: Live, seed: int, tmp_path: Path) -> list[Rollout]:
     """What an engine answers that starts from the exported quantized checkpoint of these weights."""
-    config = make_config(live.format)
-    folder = model_folder.write_engine_folder(live.model.folder, tmp_path / "exported", config)
+    folder = tmp_path / "exported"
+    settings = make_settings(live.format, vllm={"model": str(folder), "load_format": "safetensors"})
+    write_engine_folder(live.model.folder, folder, settings.quantization)
     save_file(live.model.quantized(seed, live.format), folder / "model.safetensors", {"format": "pt"})
-    arguments = model_folder.engine_arguments(config, folder) | {"load_format": "safetensors"}
-    monkeypatch.setattr(model_folder, "engine_arguments", lambda *_: arguments)
     assert json.loads((folder / "config.json").read_text())["architectures"]
-    with EmbeddedSampler(config, live.model.folder, tmp_path) as sampler:
+    with EmbeddedSampler(settings, live.model.folder, tmp_path) as sampler:
         return sampler.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)

@@ -2,23 +2,18 @@
 
 from typing import Any
 
-import msgspec
 from live_engine import MODELS, Alone
 from simulated import local_parameters, quantized_whole, random_hf
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.m2n_common import check_transferable, resolve_layout, validate_layout
-from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo, M2NTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
 from megatron_rl.config.schema import Config, Format, SamplerSection, SyncSection, Transport
-from megatron_rl.engine.vllm_receiver import Checked, CheckedM2N
+from megatron_rl.engine.vllm_receiver import Checked
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.shard_stream import ShardStream
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.vllm_push import VllmPush, init_info
-from megatron_rl.weight_sync.vllm_sources import ShardedTensors, WholeTensors
+from megatron_rl.weight_sync.vllm_push import VllmPush, WholeTensors, init_info
 from megatron_rl.weight_sync.whole_source import WholeSource
 
 
@@ -46,8 +41,8 @@ def run_trainer() -> dict[str, Any]:
     shape = ModelShape.from_hf(MODELS["qwen3"] | {"vocab_size": 102})
     hf, found = random_hf(shape), {}
 
-    def source(layout: Layout = Layout()) -> ShardSource:  # noqa: B008
-        return ShardSource(shape, layout, Ranks(tensor=Alone(), expert_tensor=Alone()), Format.int8)
+    def source() -> ShardSource:
+        return ShardSource(shape, Layout(), Ranks(tensor=Alone(), expert_tensor=Alone()), Format.int8)
 
     whole = WholeSource(source(), everywhere=False)
     tensors = WholeTensors(whole)
@@ -61,12 +56,6 @@ def run_trainer() -> dict[str, Any]:
         list(NCCLTrainerWeightTransferEngine._checked_iter(tensors, unlike))
     except ValueError as error:
         found["out of step"] = str(error)
-    sharded = ShardedTensors(ShardStream(source(Layout(tp=2, dp=2))))
-    found["mesh"] = [sharded.mesh().dims, sharded.mesh().size]
-    for meta in sharded.metadata():
-        check_transferable(meta.name, meta.dtype, meta.shape)
-        validate_layout(*resolve_layout(sharded.mesh(), meta.placements), meta.shape, "source")
-    found["placements"] = sorted({str(meta.placements) for meta in sharded.metadata()})
     for name in Transport:
         if name == Transport.file:
             continue
@@ -80,11 +69,4 @@ def run_trainer() -> dict[str, Any]:
         assert set(listener.calls) <= {"init"}, "nothing was announced that cannot be sent"
         registered = WeightTransferEngineFactory._registry[f"checked_{name}"]()
         found[f"{name} receiver"] = [registered.__name__, issubclass(registered, Checked)]
-    m2n = M2NTrainerWeightTransferEngine(client=Recorder(), source=sharded, is_controller=True, num_trainer_ranks=4)
-    m2n._metas, m2n._src_mesh = sharded.metadata(), sharded.mesh()
-    settings = M2NTrainerInitInfo(
-        rank=0, master_address="127.0.0.1", master_port=1, world_size=6, num_trainer_ranks=4, dst_mesh_dims=(1, 2)
-    )
-    payload = msgspec.msgpack.decode(msgspec.msgpack.encode(m2n._worker_init_info(settings)))
-    found["m2n payload"] = CheckedM2N.init_info_cls(**payload).names == [meta.name for meta in sharded.metadata()]
     return found

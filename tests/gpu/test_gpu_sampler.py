@@ -33,8 +33,9 @@ from megatron_rl.config.schema import (
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.sampler.rest import Rest
+from megatron_rl.sampler.sleep_schedule import SleepSchedule
 from megatron_rl.types import Rollout
 from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -97,7 +98,10 @@ class Run:
     def __init__(self, config: Config, hf: dict[str, Any], folder: Path) -> None:
         (folder / "hf").mkdir(parents=True)
         (folder / "hf" / "config.json").write_text(json.dumps(hf))
-        self.sampler, self.weights = EmbeddedSampler(config, folder / "hf", folder), Weights(hf)
+        self.sampler, self.weights = (
+            EmbeddedSampler(EngineSettings.from_config(config), folder / "hf", folder),
+            Weights(hf),
+        )
         self.sampler.start()
         self.sync = WeightSync(self.weights, self.sampler, config, hf, RANKS)
         self.version = 0
@@ -124,7 +128,7 @@ def make_config(transport: Transport = Transport.file, format: Format = Format.f
         rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
         sampler=SamplerSection(
             max_sequences=16,
-            devices="1" if transport in (Transport.nccl, Transport.nccl_m2n) else "0",
+            devices="1" if transport == Transport.nccl else "0",
             vllm={"gpu_memory_utilization": 0.2, "enforce_eager": True},
         ),
         sync=SyncSection(transport=transport, bucket_mib=1),
@@ -145,14 +149,9 @@ def runs(tmp_path: Path) -> Iterator[Any]:
         run.close()
 
 
-@pytest.mark.parametrize(
-    "transport",
-    [Transport.ipc, pytest.param(Transport.nccl, marks=two_gpus), pytest.param(Transport.nccl_m2n, marks=two_gpus)],
-)
+@pytest.mark.parametrize("transport", [Transport.ipc, pytest.param(Transport.nccl, marks=two_gpus)])
 @pytest.mark.parametrize("staged", [True, False])
 def test_every_transport_brings_what_files_bring(transport: Transport, staged: bool, runs: Any) -> None:
-    if transport == Transport.nccl_m2n:
-        pytest.importorskip("nccl.m2n")
     files = runs(make_config())
     wanted = [files.push(seed) for seed in (1, 2)]
     files.close()
@@ -177,14 +176,14 @@ def test_sleep_gives_memory_back_and_a_sync_brings_the_weights(sleep: Sleep, for
     run = runs(make_config(Transport.ipc, format))
     first, second = run.push(1), run.push(2)
     assert first != second
-    rest = Rest(run.sampler, sleep)
+    schedule = SleepSchedule(run.sampler, sleep)
     free = torch.cuda.mem_get_info()[0]
-    rest.sleep()
+    schedule.sleep()
     assert torch.cuda.mem_get_info()[0] > free
     with pytest.raises(SamplerError, match="asleep"):
         run.answers()
     run.weights.draw(1)
-    with rest.syncing():
+    with schedule.syncing():
         run.sync.push(run.version)
     assert run.answers() == first
 

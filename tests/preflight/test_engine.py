@@ -62,7 +62,7 @@ def transport(name: Transport, learner: LearnerSection, machine: Machine = NODE,
 
 
 def test_transports_of_vllm_need_a_gpu():
-    for name in (Transport.ipc, Transport.nccl, Transport.nccl_m2n):
+    for name in (Transport.ipc, Transport.nccl):
         (found,) = transport(name, LearnerSection(), HOST)
         assert found == f"sync.transport: {name} needs GPUs; use file"
 
@@ -83,21 +83,6 @@ def test_nccl_wants_gpus_of_its_own():
     assert "both take 0,1" in found
     assert "sampler.devices='4,5'" in found
     assert transport(Transport.nccl, learner, tensor_parallel=2, devices="4,5") == []
-
-
-def test_resharding_knows_one_mesh_and_equal_shares():
-    def refused(learner: LearnerSection, family: str = "qwen3", **changes) -> str:
-        config = Config(
-            learner=learner, sampler=SamplerSection(devices="7"), sync=SyncSection(transport=Transport.nccl_m2n)
-        )
-        found = problems(config, NODE, family, **changes)
-        return "\n".join(line for line in found if "nccl-extensions" not in line)
-
-    assert refused(LearnerSection(tensor_parallel=2, data_parallel=2), vocab_size=102) == ""
-    assert "does not divide the vocabulary (101)" in refused(LearnerSection(tensor_parallel=2))
-    assert "one mesh" in refused(LearnerSection(pipeline_parallel=2))
-    assert "one mesh" in refused(LearnerSection(data_parallel=2, expert_parallel=2), "qwen3_moe")
-    assert "key-value heads (2)" in refused(LearnerSection(tensor_parallel=4), num_key_value_heads=2, vocab_size=104)
 
 
 def test_sleep():

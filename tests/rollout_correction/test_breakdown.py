@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.collect import collate
 from megatron_rl.rollout_correction import CorrectionConfig, rollout_correction
-from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, mismatch_by_format, pooled, recorded_breakdowns
+from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, mismatch_by_format, pooled
 from megatron_rl.runs.metrics import unknown
 from megatron_rl.runs.rollout_file import write_rollouts
-from megatron_rl.types import Prompt, Rollout, Scored
+from megatron_rl.runs.run_data import recorded_breakdowns
+from megatron_rl.types import Prompt, Rollout, Scored, collate
 
 ROWS, COLUMNS = 6, 20
 REASONS = ["stop", "length", "stop", "stop", "abort", "length"]

@@ -1,17 +1,25 @@
 """Replay: other corrections on recorded batches give what the loop itself would have given."""
 
 import math
+import runpy
+import sys
 
 import pytest
 import torch
 from run_factory import make_config, make_run, make_scored, make_yaml, quiet
 
+from megatron_rl import cli
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, Level, RejectRule, Stat, WeightConfig
 from megatron_rl.rollout_correction import rollout_correction
 from megatron_rl.runs.record import Recorder
-from megatron_rl.runs.replay import describe, load_recorded, main, replay
-from megatron_rl.runs.rollout_file import recorded_steps
+from megatron_rl.runs.replay import describe, replay
+from megatron_rl.runs.rollout_file import load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.types import collate
+
+
+def main(arguments):
+    return cli.main(["replay", *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -22,18 +30,20 @@ def run(tmp_path_factory):
 def test_a_recorded_batch_is_the_batch_of_the_step(run):
     step, path = recorded_steps(RunDir(run).rollouts)[0]
     scored, prox_BT = make_scored(32, noise=0.5, seed=step)
-    batch = load_recorded(step, path)
-    width = batch.mask_BT.shape[1]
-    assert torch.equal(batch.prox_logprobs_BT, prox_BT[:, :width])
+    recorded = load_recorded(path)
+    batch, width = recorded.batch, recorded.batch.mask_BT.shape[1]
+    assert recorded.prox_logprobs_BT is not None
+    assert torch.equal(recorded.prox_logprobs_BT, prox_BT[:, :width])
     assert batch.mask_BT.sum(dim=1).tolist() == [len(one.rollout.token_ids) for one in scored]
     assert batch.rewards_B.tolist() == [one.reward for one in scored]
-    direct = rollout_correction(batch.prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, CorrectionConfig())
-    found = replay([batch], {"tis": CorrectionConfig()}, AdvantageConfig())["tis"]
+    assert torch.equal(batch.tokens_BS, collate(scored).tokens_BS)
+    direct = rollout_correction(recorded.prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, CorrectionConfig())
+    found = replay([recorded], {"tis": CorrectionConfig()}, AdvantageConfig())["tis"]
     assert found["kl"] == pytest.approx(direct.metrics["rollout_corr/kl"])
 
 
 def test_the_trade_between_bias_and_variance_shows(run):
-    batches = [load_recorded(*one) for one in recorded_steps(RunDir(run).rollouts)]
+    batches = [load_recorded(path) for _, path in recorded_steps(RunDir(run).rollouts)]
     weights = {"none": WeightConfig(level=Level.none), "tis": WeightConfig(high=1.2), "raw": WeightConfig(high=None)}
     corrections = {name: CorrectionConfig(weight=weight) for name, weight in weights.items()}
     corrections["mask"] = CorrectionConfig(reject=[RejectRule(level=Level.token, stat=Stat.ratio, low=0.5, high=2.0)])
@@ -50,10 +60,27 @@ def test_the_trade_between_bias_and_variance_shows(run):
 
 def test_the_command_line_replays_presets_of_the_runs_own_configuration(run, capsys):
     assert main([str(run), "--corrections", "none", "tis", "correction.weight.high=1.5"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    text = capsys.readouterr().out
+    assert main([str(run), "correction.weight.high=1.5", "--corrections", "none", "tis"]) == 0
+    assert capsys.readouterr().out == text
+    lines = text.splitlines()
     assert lines[0].startswith("2 recorded steps")
     assert [line.split("  ")[0] for line in lines[2:]] == ["(as run)", "none", "tis"]
     assert lines[2].split()[3:5] != lines[4].split()[2:4]  # the override reached the preset
+
+
+def test_the_module_has_the_words_of_the_command(run, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["replay.py", str(run), "--corrections", "none"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("megatron_rl.replay", run_name="__main__")
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    assert main([str(run), "--corrections", "none"]) == 0
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys, "argv", ["replay.py", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("megatron_rl.replay", run_name="__main__")
+    assert capsys.readouterr().out.startswith("usage: python -m megatron_rl.replay RUN --corrections NAME")
 
 
 def test_what_cannot_be_replayed_is_said(run, tmp_path, capsys):

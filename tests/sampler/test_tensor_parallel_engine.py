@@ -9,7 +9,6 @@ import pytest
 from tiny_engine import Live, make_live
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.embedded import thread_binding
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.sampler.shared_memory import FOLDER, segments_of_session
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -44,7 +43,7 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
     others = leftovers()
     try:
         live.restart()
-        made = segments_of_session(live.sampler._process.pid)
+        made = segments_of_session(live.sampler._engine.process.pid)
         assert {name.partition("_")[0] for name in made} >= {"psm", "vllm"}, "what an engine leaves has other names now"
         live.update(1)
         first = answers(live)
@@ -61,19 +60,10 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
         assert answers(live) == first
         live.update(2)
         assert answers(live) != first
-        session = live.sampler._process.pid
+        session = live.sampler._engine.process.pid
         with pytest.raises(SamplerError):
             live.update(1, "second_worker_killed")
     finally:
         live.sampler.close()
     assert session_ends(session)
     assert not (leftovers() - others) & made
-
-
-def test_each_worker_gets_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7, 9})
-    assert thread_binding(1) == {}
-    assert thread_binding(2) == {"VLLM_CPU_OMP_THREADS_BIND": "4,5|6,7"}
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    assert thread_binding(2) == {}

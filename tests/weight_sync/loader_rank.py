@@ -19,7 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from megatron_rl.config.schema import Config, Format, QuantizationSection
+from megatron_rl.config.schema import Format, QuantizationSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.sampler.model_folder import write_engine_folder
@@ -93,7 +93,7 @@ def load(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     hf = random_hf(shape)
     _, yielded = run_sources(hf, shape, Layout(tp=2), format, ignore=("lm_head",))
     (folder / "config.json").write_text(json.dumps(config))
-    engine = write_engine_folder(folder, folder / "engine", Config(quantization=QuantizationSection(format=format)))
+    engine = write_engine_folder(folder, folder / "engine", QuantizationSection(format=format))
     arguments = EngineArgs(str(engine), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64)
     arguments.tensor_parallel_size, arguments.distributed_executor_backend = RANKS, "mp"
     arguments.enforce_eager = True

@@ -19,13 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_rl.collect import Collector, collate
+from megatron_rl.collect import Collector, Scorer
 from megatron_rl.config.schema import Config, DataSection, RolloutSection, SamplerSection
-from megatron_rl.data.prompts import Dataset, FolderTokenizer, load_dataset
+from megatron_rl.data.prompts import Dataset, FolderTokenizer, PromptOrder, load_dataset
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.sampler import embedded, model_folder
 from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
+from megatron_rl.types import collate
 from megatron_rl.weight_sync.file_transport import update_info, write_version
 
 ROLLOUT = RolloutSection(
@@ -82,9 +84,10 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
     ours: list[float] = []
     bare: list[float] = []
     alone: list[float] = []  # generation without drawing, scoring and collating
-    with tempfile.TemporaryDirectory() as name, EmbeddedSampler(config, model, Path(name)) as sampler:
+    settings = EngineSettings.from_config(config)
+    with tempfile.TemporaryDirectory() as name, EmbeddedSampler(settings, model, Path(name)) as sampler:
         give_weights(sampler, model, Path(name))
-        arguments = model_folder.engine_arguments(config, model) | {"load_format": "auto"}
+        arguments = engine_arguments(settings, model) | {"load_format": "auto"}
         arguments["stop"] = list(tokenizer.stop_token_ids)
         process = subprocess.Popen(
             [sys.executable, __file__, "--bare", json.dumps(arguments)],
@@ -92,10 +95,12 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=embedded.engine_environment(),
+            env=engine_environment(),
         )
         try:
-            collector = Collector(config, dataset, tokenizer, sampler, rewards)
+            order = PromptOrder(dataset, config.run.seed, config.data.shuffle)
+            scorer = Scorer(config.reward, rewards, tokenizer)
+            collector = Collector(config.rollout, order, sampler, scorer, rebaseline=True, seed=config.run.seed)
             for repeat in range(repeats + 1):
                 before = sampler.stats
                 start = time.perf_counter()

@@ -30,9 +30,11 @@ import torch
 from megatron_rl.config.schema import Config, FleetSection, Format, QuantizationSection, RolloutSection, SamplerSection
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.quantization.quantize import is_quantized, quantize
-from megatron_rl.sampler import embedded, model_folder
-from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.fleet.fleet import FleetSampler
+from megatron_rl.sampler.choose import make_sampler
+from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
+from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.sampler.protocol import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.file_transport import update_info, write_version
 
@@ -80,14 +82,15 @@ SHAPES = {
 }  # fmt: skip
 
 
-def make_config(format: Format, work: Workload, fleet: bool) -> Config:
-    return Config(
+def make_settings(format: Format, work: Workload, fleet: bool) -> EngineSettings:
+    config = Config(
         quantization=QuantizationSection(format=format),
         rollout=RolloutSection(max_prompt_tokens=work.prompt_tokens, max_response_tokens=work.response_tokens),
         sampler=SamplerSection(
             memory_gib=0.5, start_timeout_s=START_TIMEOUT_S, fleet=FleetSection(replicas=1 if fleet else 0)
         ),
     )
+    return EngineSettings.from_config(config)
 
 
 def write_model(folder: Path, work: Workload) -> Path:
@@ -106,8 +109,8 @@ def write_model(folder: Path, work: Workload) -> Path:
     return folder
 
 
-def give_weights(sampler: EmbeddedSampler | FleetSampler, hf_folder: Path, to: Path, config: Config) -> None:
-    hf, section = HfFolder(hf_folder), config.quantization
+def give_weights(sampler: Sampler, hf_folder: Path, to: Path, section: QuantizationSection) -> None:
+    hf = HfFolder(hf_folder)
 
     def converted() -> Iterator[tuple[str, torch.Tensor]]:
         for name in hf.names:
@@ -159,9 +162,9 @@ def serve_bare(arguments: dict[str, Any], work: Workload) -> None:
 
 
 @contextmanager
-def bare_engine(config: Config, hf_folder: Path, folder: Path, shape: str) -> Iterator[subprocess.Popen[str]]:
-    engine_folder = model_folder.write_engine_folder(hf_folder, folder / "engine", config)
-    arguments = model_folder.engine_arguments(config, engine_folder)
+def bare_engine(settings: EngineSettings, hf_folder: Path, folder: Path, shape: str) -> Iterator[subprocess.Popen[str]]:
+    engine_folder = write_engine_folder(hf_folder, folder / "engine", settings.quantization)
+    arguments = engine_arguments(settings, engine_folder)
     with (folder / "bare.log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, __file__, "--bare", json.dumps(arguments), "--shape", shape],
@@ -169,7 +172,7 @@ def bare_engine(config: Config, hf_folder: Path, folder: Path, shape: str) -> It
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=embedded.engine_environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            env=engine_environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
         try:
             yield process
@@ -192,8 +195,7 @@ def ask_bare(process: subprocess.Popen[str]) -> float:
 def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[float, float, float]:
     """(our tokens/s, the bare engine's, |d|); medians over alternating runs."""
     work = SHAPES[shape]
-    config = make_config(format, work, fleet)
-    make_sampler = FleetSampler if fleet else EmbeddedSampler
+    settings = make_settings(format, work, fleet)
     prompts = [Prompt(i, ids, "", {}) for i, ids in enumerate(prompt_ids(work))]
     params = SamplingParams(samples=work.samples, max_tokens=work.response_tokens)
     ours: list[float] = []
@@ -202,10 +204,10 @@ def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[floa
         folder = Path(name)
         hf_folder = write_model(folder / "hf", work)
         with (
-            make_sampler(config, hf_folder, folder) as sampler,
-            bare_engine(config, hf_folder, folder, shape) as process,
+            make_sampler(settings, hf_folder, folder, print) as sampler,
+            bare_engine(settings, hf_folder, folder, shape) as process,
         ):
-            give_weights(sampler, hf_folder, folder, config)
+            give_weights(sampler, hf_folder, folder, settings.quantization)
             for repeat in range(repeats + 1):
                 start = time.perf_counter()
                 rollouts = sampler.generate(prompts, params, seed=repeat, first_group=0, step=repeat)

@@ -49,6 +49,7 @@ from megatron_rl.models.mapping import params, stage_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.quantize import is_quantized, quantize
 from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.types import Prompt, SamplingParams
 from megatron_rl.weight_sync.file_transport import remove_version, update_info, write_version
 from megatron_rl.weight_sync.groups import Ranks, TorchGroup
@@ -208,7 +209,10 @@ def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str)
         )
         sampler = (
             EmbeddedSampler(
-                config, Path(folder), Path(folder) / f"log_{name}", worker_extension="ordinary_receiver.Extension"
+                EngineSettings.from_config(config),
+                Path(folder),
+                Path(folder) / f"log_{name}",
+                worker_extension="ordinary_receiver.Extension",
             )
             if rank == 0
             else None

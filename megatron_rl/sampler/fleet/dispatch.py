@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.fleet.replica import Answer, Replica, ReplicaGone
+from megatron_rl.sampler.fleet.replica import Answer, NoServerLeft, Replica, ReplicaGone
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import SamplingParams
 
@@ -142,8 +142,8 @@ class Dispatcher:
         deadline = time.monotonic() + self._patience_s
         while not any(self._can_take_one(replica) for replica in self._replicas):
             remaining = deadline - time.monotonic()
-            if remaining <= 0 or all(replica.lost for replica in self._replicas):
-                raise SamplerError(nobody_left(self._replicas, self._version, self._patience_s))
+            if remaining <= 0 or all(replica.given_up for replica in self._replicas):
+                raise NoServerLeft(self._replicas, self._version, self._patience_s)
             try:
                 await asyncio.wait_for(self._changed.wait(), remaining)
             except TimeoutError:
@@ -156,14 +156,3 @@ class Dispatcher:
         await asyncio.gather(*self._running, return_exceptions=True)
         for task in list(self._running):
             self._release(task)
-
-
-def nobody_left(replicas: Sequence[Replica], version: int, patience_s: float) -> str:
-    """What became of every server, and what to do."""
-    fates = "; ".join(f"{one.name}: {one.lost or one.reason or 'not ready'}" for one in replicas)
-    return (
-        f"no server of the fleet can answer with policy version {version} (waited up to "
-        f"sampler.start_timeout_s={patience_s:g}). {fates}. Read the servers' logs; raise sampler.fleet.restarts or "
-        "sampler.start_timeout_s where the machine was only slow, restart servers that were given by address, and "
-        "start the run again"
-    )

@@ -75,16 +75,16 @@ class Replica:
     process: ServerProcess | None = None  # None: it was given by address
     version: int = NO_VERSION
     ready: bool = False  # answers, and holds the weights of `version`
-    lost: str | None = None  # why it will not come back
+    given_up: str | None = None  # why it will not come back
     reason: str = ""  # why it is not ready
-    starts: int = 0
+    restarts: int = 0
     load: int = 0  # sequences it works on
     served: int = 0  # sequences it has answered
     running: set[asyncio.Task[list[Answer]]] = field(default_factory=set)
     _session: aiohttp.ClientSession | None = None
 
-    def gone(self, reason: str) -> None:
-        """Take it out; whatever it works on is cancelled, for others to take over."""
+    def take_out(self, reason: str) -> None:
+        """No more requests to it; whatever it works on is cancelled, for others to take over."""
         self.ready, self.reason, self.version = False, reason, NO_VERSION
         for task in list(self.running):
             task.cancel()
@@ -152,7 +152,7 @@ class Replica:
             states: list[dict[str, Any]] = await self._collective("weight_sync_state", [])
             versions = sorted({state["policy_version"] for state in states})
             if len(versions) > 1 or any(state["torn"] for state in states):
-                self.gone("the last weight update stopped half-way: its weights are of no version")
+                self.take_out("the last weight update stopped half-way: its weights are of no version")
         await self._stamp(versions[0])
         self.version = versions[0]
         return max(states, key=lambda state: state["load_s"])
@@ -205,11 +205,11 @@ class Replica:
             raise SamplerError(f"{self.name} refused {path} ({response.status}): {_shortened(content)}")
         return content
 
-    async def answers_strangers(self) -> bool:
+    async def answers_without_key(self) -> bool:
         """Whether a request without the key gets through to a route that moves weights."""
         async with (
-            aiohttp.ClientSession() as stranger,
-            stranger.get(
+            aiohttp.ClientSession() as session,
+            session.get(
                 f"{self.address}/weight_info", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
             ) as response,
         ):
@@ -223,6 +223,19 @@ class Replica:
             # as many connections as there are prompts in flight; proxies of the environment are not asked
             self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
         return self._session
+
+
+class NoServerLeft(SamplerError):
+    """Says what became of every server, and what to do."""
+
+    def __init__(self, replicas: Sequence[Replica], version: int, patience_s: float) -> None:
+        reasons = "; ".join(f"{one.name}: {one.given_up or one.reason or 'not ready'}" for one in replicas)
+        super().__init__(
+            f"no server of the fleet can answer with policy version {version} (waited up to "
+            f"sampler.start_timeout_s={patience_s:g}). {reasons}. Read the servers' logs; raise sampler.fleet.restarts "
+            "or sampler.start_timeout_s where the machine was only slow, restart servers that were given by address, "
+            "and start the run again"
+        )
 
 
 def _answer(choice: _Choice) -> Answer:

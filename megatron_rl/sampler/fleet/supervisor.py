@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone
-from megatron_rl.sampler.fleet.server_process import ServerPlan, ServerProcess
+from megatron_rl.sampler.fleet.server_process import ServerProcess, ServerSettings
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
@@ -30,33 +30,34 @@ class FleetState:
 
     start_timeout_s: float
     probe_every_s: float
-    restarts: int
-    longest: int  # tokens of prompt and answer that every server must take
-    say: Callable[[str], None]
+    max_restarts: int  # of each server
+    max_tokens: int  # of a prompt and its answer together: what every server must take
+    note: Callable[[str], None]
     version: int = NO_VERSION  # the current policy's
-    held: Mapping[Format, Mapping[str, Any]] = field(default_factory=dict)  # its update, kept for re-syncs
-    restarted: int = 0
+    update: Mapping[Format, Mapping[str, Any]] = field(default_factory=dict)  # its weights, kept for re-syncs
+    restarted: int = 0  # servers, so far
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # a replica came back, or was given up
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # one update of the fleet, or one re-sync, at a time
 
-    def gone(self, replica: Replica, reason: str) -> None:
+    def take_out(self, replica: Replica, reason: str) -> None:
         if replica.ready:
-            self.say(f"{replica.name} is out: {reason}")
-        replica.gone(reason)
+            self.note(f"{replica.name} is out: {reason}")
+        replica.take_out(reason)
         self.changed.set()
 
 
 class Supervisor:
     """The life of one server."""
 
-    def __init__(self, replica: Replica, plan: ServerPlan | None, state: FleetState, key: str) -> None:
+    def __init__(self, replica: Replica, own: ServerSettings | None, state: FleetState) -> None:
+        """`own`: how the run starts this server; None where it was given by address."""
         self.replica = replica
-        self._plan, self._state, self._key = plan, state, key
+        self._own, self._state = own, state
         self.first_start: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start_process(self) -> None:
-        if self._plan is not None:
-            self.replica.process = ServerProcess(self._plan, self._key)
+        if self._own is not None:
+            self.replica.process = ServerProcess(self._own, self.replica.key)
             self.replica.address = self.replica.process.address
 
     async def run(self) -> None:
@@ -75,7 +76,7 @@ class Supervisor:
                 if not self.first_start.done():
                     self.first_start.set_result(None)
                 await self._watch()
-            if replica.lost:
+            if replica.given_up:
                 self._state.changed.set()
                 return
 
@@ -83,24 +84,25 @@ class Supervisor:
         """From a started process, or an address, to a replica that serves the current policy."""
         replica, state = self.replica, self._state
         await replica.close()
-        if replica.process is None and self._plan is not None:
+        if replica.process is None and self._own is not None:
             state.restarted += 1
             self.start_process()
-            state.say(f"{replica.name} starts again ({replica.starts} of {state.restarts} restarts): {replica.reason}")
+            count = f"{replica.restarts} of {state.max_restarts} restarts"
+            state.note(f"{replica.name} starts again ({count}): {replica.reason}")
         await self._until_healthy()
-        if self._plan is None:
-            await self._check_stranger()
+        if self._own is None:
+            await self._check_given()
         await replica.forget_version()
         await replica.generate((0,), 0, WARM_UP)  # the first generation loads and compiles for seconds
         async with state.updating:
-            if state.held:
+            if state.update:
                 await replica.call_workers("init_weight_transfer_engine", init_info={})
                 await replica.start_update()
-                await replica.stage_update(state.held[replica.format])
+                await replica.stage_update(state.update[replica.format])
                 await replica.finish_update()
             replica.ready, replica.reason = True, ""
         if self.first_start.done():
-            state.say(f"{replica.name} is back with policy version {replica.version}")
+            state.note(f"{replica.name} is back with policy version {replica.version}")
         state.changed.set()
 
     async def _until_healthy(self) -> None:
@@ -116,10 +118,10 @@ class Supervisor:
                 )
             await asyncio.sleep(POLL_S)
 
-    async def _check_stranger(self) -> None:
-        """A server that somebody else started: is it guarded, and does it sample as ours do?"""
+    async def _check_given(self) -> None:
+        """A server that was started elsewhere: does it ask for the key, and does it sample as ours do?"""
         replica = self.replica
-        if replica.key and await replica.answers_strangers():
+        if replica.key and await replica.answers_without_key():
             raise ReplicaGone(
                 f"{replica.address} moves weights for whoever asks, without the key; start it with "
                 "--middleware megatron_rl.engine.server_key.RequireKey"
@@ -129,10 +131,10 @@ class Supervisor:
             raise ReplicaGone(
                 f"{replica.address} reports {info['logprobs_mode']}: start it with --logprobs-mode processed_logprobs"
             )
-        if info["max_model_len"] < self._state.longest:
+        if info["max_model_len"] < self._state.max_tokens:
             raise ReplicaGone(
-                f"{replica.address} takes {info['max_model_len']} tokens, the recipe needs {self._state.longest}: "
-                f"start it with --max-model-len {self._state.longest}"
+                f"{replica.address} takes {info['max_model_len']} tokens, the recipe needs {self._state.max_tokens}: "
+                f"start it with --max-model-len {self._state.max_tokens}"
             )
 
     async def _watch(self) -> None:
@@ -143,30 +145,30 @@ class Supervisor:
             await asyncio.sleep(min(POLL_S, state.probe_every_s))
             ended = replica.process.ended() if replica.process else None
             if ended:
-                state.gone(replica, ended)
+                state.take_out(replica, ended)
             elif time.monotonic() >= next_look:
                 unanswered = 0 if await replica.is_healthy() else unanswered + 1
                 next_look = time.monotonic() + state.probe_every_s
                 if unanswered >= UNANSWERED:
-                    state.gone(replica, f"did not answer {UNANSWERED} times in a row")
+                    state.take_out(replica, f"did not answer {UNANSWERED} times in a row")
         await self._failed(replica.reason)
 
     async def _failed(self, reason: str) -> None:
         """Clear away what is left; decide whether there is another try."""
         replica, state = self.replica, self._state
-        replica.gone(reason)
-        told = reason
+        replica.take_out(reason)
+        details = reason
         if replica.process is not None:
-            told = f"{reason}. The end of {replica.process.plan.log_path}:\n{replica.process.log_end()}"
+            details = f"{reason}. The end of {replica.process.settings.log_path}:\n{replica.process.log_end()}"
             await asyncio.to_thread(replica.process.end)
             replica.process = None
         if not self.first_start.done():
-            replica.lost = told
-            self.first_start.set_exception(SamplerError(f"{replica.name} did not start: {told}"))
-        elif self._plan is None:
+            replica.given_up = details
+            self.first_start.set_exception(SamplerError(f"{replica.name} did not start: {details}"))
+        elif self._own is None:
             await asyncio.sleep(state.probe_every_s)
-        elif replica.starts >= state.restarts:
-            replica.lost = f"given up after sampler.fleet.restarts={state.restarts}: {told}"
-            state.say(f"{replica.name} is given up after sampler.fleet.restarts={state.restarts}: {reason}")
+        elif replica.restarts >= state.max_restarts:
+            replica.given_up = f"given up after sampler.fleet.restarts={state.max_restarts}: {details}"
+            state.note(f"{replica.name} is given up after sampler.fleet.restarts={state.max_restarts}: {reason}")
         else:
-            replica.starts += 1
+            replica.restarts += 1

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.fleet.dispatch import nobody_left
-from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone
+from megatron_rl.sampler.fleet.replica import NoServerLeft, Replica, ReplicaGone
 from megatron_rl.sampler.fleet.supervisor import FleetState
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -38,13 +37,13 @@ class FleetUpdates:
         answers = await asyncio.gather(*(ask(replica) for replica in ready), return_exceptions=True)
         for replica, answer in zip(ready, answers, strict=True):
             if isinstance(answer, ReplicaGone):
-                state.gone(replica, str(answer))
+                state.take_out(replica, str(answer))
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
         serious = [answer for answer in refused if not isinstance(answer, ReplicaGone)]
         if serious:
             raise serious[0]
         if not any(replica.ready for replica in ready):
-            raise SamplerError(nobody_left(self._replicas, state.version, state.start_timeout_s))
+            raise NoServerLeft(self._replicas, state.version, state.start_timeout_s)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def begin(self) -> None:
@@ -75,12 +74,12 @@ class FleetUpdates:
         try:
             states = await self.on_all(lambda one: one.finish_update())
             slowest = max(states, key=lambda answer: answer["load_s"])
-            state.version, state.held = slowest["policy_version"], self._staged
+            state.version, state.update = slowest["policy_version"], self._staged
             return slowest
         except (WeightSyncError, SamplerError):
             for replica in self._replicas:
                 if replica.ready and replica.version != state.version:
-                    state.gone(replica, "it loaded a version that another server could not load")
+                    state.take_out(replica, "it loaded a version that another server could not load")
             raise
         finally:
             self._end()
@@ -95,6 +94,6 @@ class FleetUpdates:
         state = self._state
         deadline = time.monotonic() + state.start_timeout_s
         while not any(replica.ready for replica in self._replicas):
-            if time.monotonic() > deadline or all(replica.lost for replica in self._replicas):
-                raise SamplerError(nobody_left(self._replicas, state.version, state.start_timeout_s))
+            if time.monotonic() > deadline or all(replica.given_up for replica in self._replicas):
+                raise NoServerLeft(self._replicas, state.version, state.start_timeout_s)
             await asyncio.sleep(POLL_S)

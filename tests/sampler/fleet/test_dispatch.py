@@ -52,7 +52,7 @@ def run(replicas, count=8, *, version=0, patience_s=0.3, max_sequences=4, during
         changed = asyncio.Event()
 
         def gone(one: Replica, reason: str) -> None:
-            one.gone(reason)
+            one.take_out(reason)
             changed.set()
 
         dispatcher = Dispatcher(
@@ -149,17 +149,17 @@ def test_a_prompt_that_kills_every_server_is_given_up():
         run([replica(str(i), dies_at=1) for i in range(TRIES + 1)], 1)
 
 
-def test_with_nobody_left_the_error_says_what_became_of_them_and_what_to_do():
+def test_with_no_server_left_the_error_says_what_became_of_them_and_what_to_do():
     only = replica("server 0", dies_at=2)
     with pytest.raises(SamplerError, match=r"no server.*server 0: killed.*sampler\.fleet\.restarts"):
         run([only], 4)
 
 
 def test_servers_that_were_given_up_are_not_waited_for():
-    lost = replica("server 0", ready=False)
-    lost.lost = "given up after sampler.fleet.restarts=0"
+    ended = replica("server 0", ready=False)
+    ended.given_up = "given up after sampler.fleet.restarts=0"
     with pytest.raises(SamplerError, match="given up after"):
-        run([lost], 1, patience_s=60)
+        run([ended], 1, patience_s=60)
 
 
 def test_a_server_that_comes_back_is_used():

@@ -12,8 +12,7 @@ import pytest
 
 from megatron_rl.engine import server_key
 from megatron_rl.engine.server_key import RequireKey
-from megatron_rl.sampler.fleet import server_process
-from megatron_rl.sampler.fleet.server_process import command_line, share_of_cores
+from megatron_rl.sampler.fleet.server_process import command_line
 
 KEY = "k" * 32
 
@@ -23,13 +22,6 @@ def test_engine_arguments_become_options():
         {"load_format": "dummy", "enforce_eager": True, "swap": False, "seed": 3, "x": None, "y": {"a": 1}}
     )
     assert words == ["--load-format", "dummy", "--enforce-eager", "--no-swap", "--seed", "3", "--y", '{"a": 1}']
-
-
-def test_cores_are_divided(monkeypatch):
-    monkeypatch.setattr(server_process.os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4}, raising=False)
-    monkeypatch.setattr(server_process.sys, "platform", "linux")
-    assert [share_of_cores(i, 2) for i in range(2)] == ["0,1", "2,3"]
-    assert share_of_cores(0, 1) == share_of_cores(3, 6) == "all"
 
 
 def test_a_server_ends_with_its_parent_s_end_of_the_pipe():

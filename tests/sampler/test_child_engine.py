@@ -5,13 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
-from tiny_engine import make_config, make_model
+from tiny_engine import make_model, make_settings
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.embedded import EmbeddedSampler, engine_environment, request_seed
+from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.protocol import SamplerError
 
 PATIENCE_S = 30.0
@@ -22,6 +21,7 @@ import signal
 import sys
 from pathlib import Path
 from megatron_rl.sampler.embedded import EmbeddedSampler
+from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.config.schema import Config, Device, RolloutSection, RunSection, SamplerSection
 
 folder = Path(sys.argv[1])
@@ -31,13 +31,13 @@ config = Config(
     sampler=SamplerSection(memory_gib=0.1, start_timeout_s=240),
 )
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs without
-sampler = EmbeddedSampler(config, folder, folder)
+sampler = EmbeddedSampler(EngineSettings.from_config(config), folder, folder)
 try:
     sampler.launch()
-    print(sampler._process.pid, flush=True)
+    print(sampler._engine.process.pid, flush=True)
     sampler.wait_ready()
     print("ready", flush=True)
-    sampler._channel.receive(600)
+    sampler._engine._channel.receive(600)
 except KeyboardInterrupt:
     sampler.close()
     print("closed", flush=True)
@@ -109,21 +109,20 @@ def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path, needs_pr
 @pytest.mark.engine
 def test_a_start_that_fails_says_why_and_shows_the_log(tmp_path):
     model = make_model(tmp_path, True)
-    config = make_config()
-    config = replace(config, sampler=replace(config.sampler, vllm={"max_model_len": 1 << 20}))
-    sampler = EmbeddedSampler(config, model.folder, tmp_path)
+    settings = make_settings(vllm={"max_model_len": 1 << 20})
+    sampler = EmbeddedSampler(settings, model.folder, tmp_path)
     with pytest.raises(
         SamplerError, match=r"(?s)`start` failed in the sampler.*max_model_len.*sampler\.log:\n"
     ) as caught:
         sampler.start()
     assert "Traceback" in str(caught.value) or "Error" in str(caught.value)
-    assert sampler._process is None
+    assert sampler._engine.process is None
 
 
 def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path, needs_proc):
-    sampler = EmbeddedSampler(make_config(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path)
+    sampler = EmbeddedSampler(make_settings(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path)
     sampler.launch()
-    child = sampler._process.pid
+    child = sampler._engine.process.pid
     with pytest.raises(SamplerError, match=r"sampler\.start_timeout_s=0\.2"):
         sampler.wait_ready()
     assert not is_running(child)
@@ -133,32 +132,15 @@ def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path,
 
 
 def test_a_child_that_dies_is_an_error_at_once(tmp_path):
-    sampler = EmbeddedSampler(make_config(), make_model(tmp_path, True).folder, tmp_path)
+    sampler = EmbeddedSampler(make_settings(), make_model(tmp_path, True).folder, tmp_path)
     sampler.launch()
-    os.kill(sampler._process.pid, signal.SIGKILL)
+    os.kill(sampler._engine.process.pid, signal.SIGKILL)
     with pytest.raises(SamplerError, match=r"process ended during `start` \(exit status -9\)"):
         sampler.wait_ready()
 
 
 def test_a_folder_without_config_is_refused_before_anything_starts(tmp_path):
-    sampler = EmbeddedSampler(make_config(Format.int8), tmp_path, tmp_path)
+    sampler = EmbeddedSampler(make_settings(Format.int8), tmp_path, tmp_path)
     with pytest.raises(FileNotFoundError, match=r"model\.path=.* has no config\.json"):
         sampler.launch()
-    assert sampler._process is None
-
-
-def test_the_learner_s_rendezvous_and_credentials_stay_behind(monkeypatch):
-    for name in ("RANK", "MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("PATH", "/bin")
-    environment = engine_environment()
-    assert environment["PATH"] == "/bin"
-    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert not {"RANK", "MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY"} & set(environment)
-
-
-def test_request_seeds_differ_by_run_and_group_and_leave_room_for_samples():
-    seeds = {request_seed(seed, group) for seed in range(20) for group in range(200)}
-    assert len(seeds) == 4000
-    assert max(seeds) < 2**62
-    assert request_seed(3, 5) == request_seed(3, 5)
+    assert sampler._engine.process is None

@@ -24,19 +24,19 @@ class Sleeper(Protocol):
     def wake(self, tags: list[str] | None = None) -> None: ...
 
 
-class Rest:
+class SleepSchedule:
     def __init__(self, sampler: Sleeper, mode: Sleep) -> None:
         self._sampler, self._level = sampler, LEVELS.get(mode)
         self._asleep = False
 
     def sleep(self) -> None:
-        """Nobody asks anything before the next sync, or before `wake`."""
+        """After the last request before a sync; an earlier request needs `wake`."""
         if self._level is not None and not self._asleep:
             self._sampler.sleep(self._level)
             self._asleep = True
 
     def wake(self) -> None:
-        """Before a request that no sync precedes."""
+        """Before a request that no sync has woken the engine for."""
         if self._asleep:
             self._sampler.wake([WEIGHTS])
             self._wake_cache()

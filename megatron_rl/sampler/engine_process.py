@@ -1,0 +1,95 @@
+"""What every engine's process is given on this machine, embedded or a server: environment, cores, GPUs, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_rl.engine.server import ALL_CORES
+from megatron_rl.process import SHORT_SPIN
+from megatron_rl.sampler.protocol import SamplerError
+
+LOG_LINES_SHOWN = 15
+REAP_S = 5.0
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+# a learner's rendezvous and thread limits are not the engine's; credentials are nobody's here
+_DROPPED_VARIABLES = frozenset(
+    {
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
+        "MASTER_PORT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_SPINCOUNT",
+        "GOMP_CPU_AFFINITY", "MKL_NUM_THREADS", "WANDB_API_KEY", "HF_TOKEN",
+    }
+)  # fmt: skip
+_ENGINE_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the child itself
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+} | SHORT_SPIN
+
+
+def engine_environment(workers: int = 1, devices: str | None = None, cores: str = ALL_CORES) -> dict[str, str]:
+    """This process's environment without what is the learner's, and the engine's share of the machine."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _DROPPED_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }
+    return inherited | _ENGINE_VARIABLES | thread_binding(workers, cores) | visible_devices(devices)
+
+
+def thread_binding(workers: int, cores: str = ALL_CORES) -> dict[str, str]:
+    """Cores for each worker of an engine on a host: vLLM by itself wants a memory node per worker."""
+    listed = own_cores() if cores == ALL_CORES else cores.split(",")
+    if workers == 1 or (cores == ALL_CORES and (len(listed) < workers or BINDING in os.environ)):
+        return {}
+    share = max(1, len(listed) // workers)
+    return {BINDING: "|".join(",".join(listed[i * share % len(listed) :][:share]) for i in range(workers))}
+
+
+def share_of_cores(index: int, servers: int) -> str:
+    """This machine's cores, divided among the servers that are started on it."""
+    cores = own_cores()
+    share = len(cores) // servers
+    if servers == 1 or share == 0:
+        return ALL_CORES
+    return ",".join(cores[index * share : (index + 1) * share])
+
+
+def own_cores() -> list[str]:
+    return [str(core) for core in sorted(os.sched_getaffinity(0))] if sys.platform.startswith("linux") else []
+
+
+def visible_devices(wanted: str | None) -> dict[str, str]:
+    """The engine's GPUs. They are counted among those that this process sees, as CUDA counts them."""
+    if wanted is None:
+        return {}
+    seen = [device for device in os.environ.get(VISIBLE, "").split(",") if device]
+    chosen = [int(device) for device in wanted.split(",")]
+    if seen and max(chosen) >= len(seen):
+        raise SamplerError(
+            f"sampler.devices: {wanted!r}, but this job sees {len(seen)} GPUs ({VISIBLE}={','.join(seen)})"
+        )
+    return {VISIBLE: ",".join(seen[device] if seen else str(device) for device in chosen)}
+
+
+def end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Give the process time to end by itself, then end its whole group: workers may outlive their leader."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(REAP_S)
+
+
+def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:
+    """The last lines of a log, reading at most its last 64 KiB."""
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - (64 << 10)))
+        return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,88 @@
+"""What the engines of a run are told: their share of the configuration, and vLLM's arguments that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.config.fleet import is_fleet, replica_formats
+from megatron_rl.config.schema import Config, Device, Format, KvCache, QuantizationSection, SamplerSection, Transport
+from megatron_rl.weight_sync.wire import BACKEND_PREFIX
+
+WORKER_EXTENSION = "megatron_rl.engine.receiver.WorkerExtension"
+VLLM_WORKER_EXTENSION = "megatron_rl.engine.vllm_receiver.WorkerExtension"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Made once from the configuration; every engine and server of the run is started from it."""
+
+    sampler: SamplerSection
+    quantization: QuantizationSection
+    formats: tuple[Format, ...]  # one per engine: of the servers that the run starts, then of the given ones
+    is_fleet: bool  # servers over HTTP, not one embedded engine
+    transport: Transport
+    max_tokens: int  # of a prompt and its answer together
+    seed: int
+    device: Device
+
+    @classmethod
+    def from_config(cls, config: Config) -> EngineSettings:
+        response = max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
+        return cls(
+            sampler=config.sampler,
+            quantization=config.quantization,
+            formats=replica_formats(config.sampler, config.quantization),
+            is_fleet=is_fleet(config.sampler),
+            transport=config.sync.transport,
+            max_tokens=config.rollout.max_prompt_tokens + response,
+            seed=config.run.seed,
+            device=config.run.device,
+        )
+
+    def with_format(self, format: Format) -> EngineSettings:
+        """As one server of a mixed fleet is told."""
+        return replace(self, quantization=replace(self.quantization, format=format))
+
+
+def engine_arguments(
+    settings: EngineSettings, folder: Path, worker_extension: str = WORKER_EXTENSION
+) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`, plain data: they travel to the child process as a message."""
+    sampler, backend = settings.sampler, str(settings.transport.value)
+    if settings.transport != Transport.file:  # vLLM's own engines, with our checks in front
+        backend, worker_extension = BACKEND_PREFIX + backend, VLLM_WORKER_EXTENSION
+    gpu = settings.device == Device.cuda or (settings.device == Device.auto and torch.cuda.is_available())
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling parameters come from the recipe alone
+        "logprobs_mode": "processed_logprobs",
+        "tensor_parallel_size": sampler.tensor_parallel,
+        "max_model_len": settings.max_tokens,
+        "max_num_seqs": sampler.max_sequences,
+        "max_num_batched_tokens": max(settings.max_tokens, 4096),
+        "seed": settings.seed,
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": backend},
+        "worker_extension_cls": worker_extension,
+        # which tokens share a batch or a cached prefix changes BF16 rounding; hosts favour exact repetition
+        "enable_prefix_caching": gpu,
+        "enforce_eager": not gpu,
+        # a seeded request whose prompt is cut in two asks its generator for an offset, which only CUDA's have
+        "enable_chunked_prefill": gpu,
+    }
+    if settings.quantization.kv_cache == KvCache.fp8:
+        arguments["kv_cache_dtype"] = "fp8"
+    if gpu:
+        arguments["enable_sleep_mode"] = True
+    else:
+        arguments["kv_cache_memory_bytes"] = int(sampler.memory_gib * (1 << 30))
+    if sampler.tensor_parallel > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments | sampler.vllm

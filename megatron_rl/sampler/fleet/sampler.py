@@ -1,0 +1,201 @@
+"""The fleet sampler: N vLLM servers over HTTP behind the protocol of one sampler.
+
+Servers are started by the run on this machine's loopback interface, under a key that is made for the run, or they
+are given by address (other nodes of a Slurm job) together with a key. What is here waits for its answers; requests,
+watching, restarts and re-syncs live on an event loop in a thread of its own (servers.py).
+"""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from megatron_rl.config.schema import Format
+from megatron_rl.quantization.formats import BY_FORMAT
+from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
+from megatron_rl.sampler.fleet.dispatch import Done, Job
+from megatron_rl.sampler.fleet.event_loop import EventLoopThread
+from megatron_rl.sampler.fleet.replica import Replica
+from megatron_rl.sampler.fleet.server_process import server_settings
+from megatron_rl.sampler.fleet.servers import Servers
+from megatron_rl.sampler.protocol import SamplerError, SamplerStats, request_seed
+from megatron_rl.types import Prompt, Rollout, SamplingParams
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
+
+T = TypeVar("T")
+
+
+class FleetSampler:
+    """See protocol.Sampler. `note` receives a line whenever a server goes or comes back, from the calling thread."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        hf_folder: Path,
+        log_dir: Path,
+        *,
+        note: Callable[[str], None] = lambda line: None,
+        worker_extension: str = WORKER_EXTENSION,
+    ) -> None:
+        self.policy_version = NO_VERSION
+        self.last_sync: dict[str, Any] = {}
+        self.stats = SamplerStats()
+        self._settings, self._hf_folder, self._log_dir = settings, hf_folder, log_dir
+        self._note, self._notes = note, queue.SimpleQueue[str]()
+        self._worker_extension = worker_extension
+        self._loop: EventLoopThread | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._servers: Servers | None = None
+        self._starting = False  # launched, and nobody has waited for it yet
+
+    def start(self) -> None:
+        self.launch()
+        self.wait_ready()
+
+    def launch(self) -> None:
+        """Start the servers without waiting for them."""
+        self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-fleet-")
+        self._loop = EventLoopThread("fleet")
+        try:
+            started = server_settings(
+                self._settings, self._hf_folder, Path(self._folder.name), self._log_dir, self._worker_extension
+            )
+            self._servers = Servers(self._settings, self._notes.put)
+            self._loop.call(self._servers.open(started))
+        except BaseException:
+            self.close()
+            raise
+        self._starting = True
+
+    def wait_ready(self) -> None:
+        if not self._starting:
+            return
+        self._starting = False
+        try:
+            self._call(lambda servers: servers.first_starts())
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+    ) -> list[Rollout]:
+        if not prompts:
+            return []
+        self.wait_ready()
+        start = time.perf_counter()
+        jobs = [Job(prompt.token_ids, request_seed(seed, first_group + i)) for i, prompt in enumerate(prompts)]
+        dispatched, restarted = self._call(lambda servers: servers.answer(jobs, params))
+        rollouts = [
+            rollout
+            for i, (prompt, done) in enumerate(zip(prompts, dispatched.done, strict=True))
+            for rollout in _rollouts(prompt, first_group + i, done, self.policy_version)
+        ]
+        self.stats = replace(
+            self.stats,
+            tokens=self.stats.tokens + sum(len(one.token_ids) for one in rollouts),
+            seconds=self.stats.seconds + time.perf_counter() - start,
+            retried=self.stats.retried + dispatched.retried,
+            restarts=restarted,
+        )
+        return rollouts
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._on_all(lambda one: one.call_workers("init_weight_transfer_engine", init_info=init_info))
+
+    def start_weight_update(self) -> None:
+        self.wait_ready()
+        self._call(lambda servers: servers.updates.begin())
+
+    def update_weights(self, update_info: Any) -> None:
+        """Have every server verify the update; one that refuses it refuses it for all."""
+        updates = _by_format(update_info, self._settings.formats)
+        self._call(lambda servers: servers.updates.stage(updates))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Every server loads what it verified. Until the next update it is what restarted servers receive."""
+        self.last_sync = self._call(lambda servers: servers.updates.finish())
+        self.policy_version = self.last_sync["policy_version"]
+        if weight_version is not None and weight_version != str(self.policy_version):
+            raise WeightSyncError(f"the fleet loaded policy version {self.policy_version}, not {weight_version}")
+
+    def sleep(self, level: int = 1) -> None:
+        self._on_all(lambda one: one.post(f"/sleep?level={level}"))
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        """`tags`: `weights`, `kv_cache`; None takes memory back for both."""
+        query = "&".join(f"tags={tag}" for tag in tags or [])
+        self._on_all(lambda one: one.post(f"/wake_up?{query}" if query else "/wake_up"))
+
+    def health(self) -> dict[str, Any]:
+        self.wait_ready()
+        return self._call(lambda servers: servers.health())
+
+    def close(self) -> None:
+        """End the servers that were started here; safe to call twice and in any state."""
+        if self._loop is not None:
+            if self._servers is not None:
+                self._loop.call(self._servers.shut())
+            self._loop.stop()
+            self._loop = None
+        if self._servers is not None:
+            self._servers.end_processes()
+            self._servers = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+        self._pass_on_notes()
+
+    def __enter__(self) -> FleetSampler:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, ask: Callable[[Servers], Coroutine[Any, Any, T]]) -> T:
+        if self._loop is None or self._servers is None:
+            raise SamplerError("the sampler is not running: it was never started, was closed, or failed before")
+        try:
+            return self._loop.call(ask(self._servers))
+        finally:
+            self._pass_on_notes()
+
+    def _on_all(self, ask: Callable[[Replica], Any]) -> None:
+        self.wait_ready()
+        self._call(lambda servers: servers.updates.on_all(ask))
+
+    def _pass_on_notes(self) -> None:
+        while not self._notes.empty():
+            self._note(self._notes.get())
+
+
+def _by_format(update_info: Any, formats: Sequence[Format]) -> dict[Format, dict[str, Any]]:
+    if BY_FORMAT in update_info:
+        return {Format(name): info for name, info in update_info[BY_FORMAT].items()}
+    return dict.fromkeys(formats, update_info)
+
+
+def _rollouts(prompt: Prompt, group: int, done: Done, version: int) -> list[Rollout]:
+    return [
+        Rollout(
+            prompt=prompt,
+            group=group,
+            sample=sample,
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            loss_mask=(True,) * len(answer.token_ids),
+            finish_reason=answer.finish_reason,
+            policy_version=answer.version if answer.token_ids else version,
+            format=done.format.value,
+        )
+        for sample, answer in enumerate(done.answers)
+    ]

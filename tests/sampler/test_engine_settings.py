@@ -1,0 +1,32 @@
+"""What the configuration makes of vLLM's arguments."""
+
+import json
+from dataclasses import replace
+
+from tiny_engine import make_config
+
+from megatron_rl.config.schema import EvalSection, FleetSection, Format
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
+
+
+def test_arguments_follow_the_config(tmp_path):
+    settings = EngineSettings.from_config(replace(make_config(), eval=EvalSection(max_response_tokens=100)))
+    arguments = engine_arguments(settings, tmp_path)
+    assert json.loads(json.dumps(arguments)) == arguments, "they travel as a message"
+    assert arguments["max_model_len"] == 24 + 100
+    assert arguments["logprobs_mode"] == "processed_logprobs"
+    assert arguments["load_format"] == "dummy"
+    assert arguments["enforce_eager"] is True
+    passed = replace(settings, sampler=replace(settings.sampler, vllm={"block_size": 32, "enforce_eager": False}))
+    assert engine_arguments(passed, tmp_path)["block_size"] == 32
+    assert engine_arguments(passed, tmp_path)["enforce_eager"] is False
+
+
+def test_each_server_of_a_mixed_fleet_gets_its_format():
+    fleet = FleetSection(replicas=1, addresses=["http://127.0.0.1:8000"], formats=[Format.int8, Format.none])
+    settings = EngineSettings.from_config(make_config(Format.fp8, fleet=fleet))
+    assert settings.is_fleet
+    assert settings.formats == (Format.int8, Format.none)
+    assert settings.with_format(Format.int8).quantization.format == Format.int8
+    embedded = EngineSettings.from_config(make_config(Format.fp8))
+    assert (embedded.is_fleet, embedded.formats) == (False, (Format.fp8,))
