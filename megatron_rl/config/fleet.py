@@ -14,6 +14,7 @@ from megatron_rl.config.schema import Format, QuantizationSection, SamplerSectio
 
 KEY_VARIABLE = "MEGATRON_RL_FLEET_KEY"  # of the environment: holds the key of servers given by address
 SHORTEST_KEY = 16
+HOST_CACHE_BYTES = 1 << 30  # of an engine without a GPU, where sampler.vllm.kv_cache_memory_bytes names no other
 LOOPBACK = "127.0.0.1"
 
 

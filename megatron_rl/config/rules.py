@@ -132,12 +132,17 @@ def schedule(run: RunSection, eval: EvalSection, sync: SyncSection) -> Iterator[
         yield f"run.stop_metric: {run.stop_metric!r}, expected one of eval/ (such as eval/accuracy)"
 
 
+def virtual_pipeline(learner: LearnerSection) -> int | None:
+    """Chunks of layers per stage; None: one."""
+    return learner.megatron.get("virtual_pipeline_model_parallel_size")
+
+
 def pipeline(learner: LearnerSection) -> Iterator[str]:
-    chunks, stages = learner.virtual_pipeline, learner.pipeline_parallel
+    chunks, stages = virtual_pipeline(learner), learner.pipeline_parallel
     if chunks is not None and not (stages > 1 and chunks > 1):
         yield (
-            f"learner.virtual_pipeline: {chunks} with learner.pipeline_parallel={stages}; interleaving needs at least "
-            "2 of each, null turns it off"
+            f"learner.megatron.virtual_pipeline_model_parallel_size: {chunks} with learner.pipeline_parallel={stages}; interleaving "
+            "needs at least 2 of each, null turns it off"
         )
 
 
@@ -161,8 +166,11 @@ def formats(quantization: QuantizationSection, sampler: SamplerSection) -> Itera
 
 
 def patches(sync: SyncSection) -> Iterator[str]:
-    if sync.delta and sync.transport != Transport.file:
-        yield f"sync.delta: true with sync.transport={sync.transport}; patches travel as files only: use file"
+    if sync.full_every > 1 and sync.transport != Transport.file:
+        yield (
+            f"sync.full_every: {sync.full_every} with sync.transport={sync.transport}; patches travel as files only: "
+            "use file, or 1 for whole versions"
+        )
 
 
 def engine(sampler: SamplerSection) -> Iterator[str]:

@@ -72,12 +72,6 @@ class Precision(StrEnum):
     fp32 = "fp32"
 
 
-class Fp8(StrEnum):
-    none = "none"
-    hybrid = "hybrid"
-    e4m3 = "e4m3"
-
-
 class OnNonFinite(StrEnum):
     # `raise` is a Python keyword and cannot name a member; its value is what recipes write
     raise_ = "raise"
@@ -155,9 +149,8 @@ class FleetSection:
     formats: list[Format] = field(
         default_factory=list
     )  # of each server, started ones first; empty: quantization.format
-    devices: list[str] = field(default_factory=list)  # GPUs of each started server, such as ["0,1", "2,3"]
     restarts: int = field(default=3, metadata=at_least(0, "0 (never) or more"))  # of each started server within a run
-    probe_every_s: float = field(default=2.0, metadata=ABOVE_0)  # between two looks at every server
+    devices: list[str] = field(default_factory=list)  # GPUs of each started server, such as ["0,1", "2,3"]
 
 
 @dataclass(frozen=True)
@@ -165,8 +158,6 @@ class SamplerSection:
     tensor_parallel: int = field(default=1, metadata=POSITIVE)
     max_sequences: int = field(default=256, metadata=POSITIVE)  # decoded at once
     devices: str | None = None  # GPUs of the engine, such as "4,5", counted among those this job sees; null: all
-    # KV cache on hosts; on GPUs vllm.gpu_memory_utilization rules
-    memory_gib: float = field(default=1.0, metadata=ABOVE_0)
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
     sleep: Sleep = Sleep.none  # of an engine that shares its GPU with the learner, while the learner works
@@ -193,8 +184,8 @@ class SyncSection:
     # steps between updates of the sampler; above 1 it samples from an older policy
     every: int = field(default=1, metadata=POSITIVE)
     bucket_mib: int = field(default=64, metadata=POSITIVE)
-    delta: bool = False  # file: only what changed since the version before travels
-    full_every: int = field(default=20, metadata=POSITIVE)  # with delta: every so many versions a whole one
+    # file: every so many versions a whole one, in between patches of what changed; 1: always whole ones
+    full_every: int = field(default=1, metadata=POSITIVE)
     # the logprob probe: after the first sync, then every so many; 0: the first only
     verify_every: int = field(default=10, metadata=NOT_NEGATIVE)
     probe_budget: float | None = None  # null: by format
@@ -387,28 +378,21 @@ class OptimSection:
     min_lr: float = 0.0
     warmup_steps: int = field(default=10, metadata=NOT_NEGATIVE)
     decay: Decay = Decay.constant
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.98
-    eps: float = 1e-8
-    clip_grad: float = field(default=1.0, metadata=at_least(0, "0 (off) or more"))
+    megatron: dict[str, Any] = field(default_factory=dict)  # OptimizerConfig fields, such as weight_decay, clip_grad
 
 
 @dataclass(frozen=True)
 class LearnerSection:
     tensor_parallel: int = field(default=1, metadata=POSITIVE)
     pipeline_parallel: int = field(default=1, metadata=POSITIVE)
-    virtual_pipeline: int | None = None  # chunks per stage; null: plain 1F1B
     expert_parallel: int = field(default=1, metadata=POSITIVE)
     data_parallel: int = field(default=1, metadata=POSITIVE)
-    sequence_parallel: bool = False
     precision: Precision = Precision.bf16
-    fp8: Fp8 = Fp8.none
     tokens_per_microbatch: int = field(default=8192, metadata=POSITIVE)
     n_minibatches: int = field(default=1, metadata=POSITIVE)
-    recompute: bool = False
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
-    megatron: dict[str, Any] = field(default_factory=dict)  # TransformerConfig fields, handed over as is
+    # TransformerConfig fields, handed over as is, such as sequence_parallel, fp8, recompute_granularity
+    megatron: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -422,7 +406,6 @@ class EvalSection:
 @dataclass(frozen=True)
 class LogSection:
     wandb: Wandb = Wandb.none
-    project: str = "megatron-rl"
     group: str | None = None
     record_every: int = 10  # rollouts with both logprobs, as parquet; 0: never
     export: bool = False  # the final policy as a Hugging Face folder

@@ -48,6 +48,9 @@ from megatron_rl.models.mapping import global_name
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.types import Batch, LossInputs, Targets
 
+# where `optim.megatron` names no others
+OPTIMIZER = {"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_eps": 1e-8, "clip_grad": 1.0}
+
 
 class NonFiniteError(ArithmeticError):
     """A loss or gradient that is not a number, with learner.on_nonfinite=raise."""
@@ -77,8 +80,10 @@ class Learner:
             for chunk, module in enumerate(self.modules):
                 self._cache.watch(module, self.layout.layers(self.shape.layers, self.place.pp, chunk).start)
         self.model = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
+        optimizer_config = self._optimizer_config()
+        self._clip_grad = optimizer_config.clip_grad
         self.optimizer = get_megatron_optimizer(
-            self._optimizer_config(), self.model, use_gloo_process_groups=self.device.type != "cpu"
+            optimizer_config, self.model, use_gloo_process_groups=self.device.type != "cpu"
         )
         no_sync = [chunk.no_sync for chunk in self.model]
         self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -121,14 +126,10 @@ class Learner:
             optimizer="adam",
             lr=optim.lr,
             min_lr=optim.min_lr,
-            weight_decay=optim.weight_decay,
-            adam_beta1=optim.beta1,
-            adam_beta2=optim.beta2,
-            adam_eps=optim.eps,
-            clip_grad=optim.clip_grad,
             bf16=self.config.learner.precision is Precision.bf16,
             params_dtype=self.megatron_config.params_dtype,
             use_distributed_optimizer=True,
+            **{**OPTIMIZER, **optim.megatron},
         )
 
     # weights
@@ -298,11 +299,11 @@ class Learner:
             "optim/lr": rate,
             "optim/updates": float(finite),
             "optim/skipped": float(not finite),
-            "optim/clipped": float(finite and 0 < self.config.optim.clip_grad < norm),
+            "optim/clipped": float(finite and 0 < self._clip_grad < norm),
         }
 
     def _clip(self, norm: float) -> None:
-        limit = self.config.optim.clip_grad
+        limit = self._clip_grad
         for optimizer in self.optimizer.chained_optimizers:
             parameters = optimizer.get_parameters()
             if limit > 0 and parameters:

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import Fp8, LearnerSection
+from megatron_rl.config.schema import LearnerSection, OptimSection
 from megatron_rl.models.shape import ModelShape
 
 # what each kind of scaling reads from config.json
@@ -22,15 +22,14 @@ ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
+FP8_KINDS = ("hybrid", "e4m3")
 FP8_MULTIPLE = 16  # of both sides of a matrix that Transformer Engine multiplies in FP8
 
 # fields of TransformerConfig that follow from other keys of the recipe ...
 _BY_KEY = {
     "tensor_model_parallel_size": "learner.tensor_parallel",
     "pipeline_model_parallel_size": "learner.pipeline_parallel",
-    "virtual_pipeline_model_parallel_size": "learner.virtual_pipeline",
     "expert_model_parallel_size": "learner.expert_parallel",
-    "sequence_parallel": "learner.sequence_parallel",
     "bf16": "learner.precision",
     "fp16": "learner.precision",
     "params_dtype": "learner.precision",
@@ -52,6 +51,11 @@ _FIXED = frozenset(
         "account_for_loss_in_pipeline_split", "mtp_num_layers", "fp8_param", "fp4", "fp4_param",
     }
 )  # fmt: skip
+
+_OPTIMIZER_OWNED = frozenset({"optimizer", "lr", "min_lr", "fp16", "bf16", "params_dtype", "use_distributed_optimizer"})
+_TRANSFORMER = ("model_parallel_config.py", "transformer/transformer_config.py")
+_OPTIMIZER = ("optimizer/optimizer_config.py",)
+_CLASSES = ("ModelParallelConfig", "TransformerConfig", "OptimizerConfig")
 
 
 def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
@@ -112,9 +116,9 @@ def rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 def experts(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> Iterator[str]:
     if not shape.experts:
         return
-    if learner.tensor_parallel > 1 and not learner.sequence_parallel:
+    if learner.tensor_parallel > 1 and not sequence_parallel(learner):
         yield (
-            f"learner.sequence_parallel=false: a mixture of experts with learner.tensor_parallel="
+            f"learner.megatron.sequence_parallel=false: a mixture of experts with learner.tensor_parallel="
             f"{learner.tensor_parallel} needs true"
         )
     chosen = experts_per_token(hf_config)
@@ -136,9 +140,21 @@ def renormalized(shape: ModelShape, hf_config: Mapping[str, Any]) -> bool:
     return bool(hf_config.get("norm_topk_prob", shape.family == "mixtral"))
 
 
+def sequence_parallel(learner: LearnerSection) -> bool:
+    """One rank has nobody to share a sequence with."""
+    return bool(learner.megatron.get("sequence_parallel")) and learner.tensor_parallel > 1
+
+
+def fp8(learner: LearnerSection) -> str | None:
+    return learner.megatron.get("fp8") or None
+
+
 def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
-    if learner.fp8 == Fp8.none:
+    key, wanted = "learner.megatron.fp8", fp8(learner)
+    if wanted is None:
         return
+    if wanted not in FP8_KINDS:
+        yield f"{key}: {wanted}, expected one of {', '.join(FP8_KINDS)}, or null"
     tp, etp = learner.tensor_parallel, learner.megatron.get("expert_tensor_parallel_size", learner.tensor_parallel)
     sides = {"hidden size": shape.hidden, "queries of a rank": shape.heads * shape.head_dim // tp}
     sides["queries, keys and values of a rank"] = (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp
@@ -148,38 +164,56 @@ def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
         sides["experts' width of a rank"] = shape.expert_ffn // etp
     for name, size in sides.items():
         if size % FP8_MULTIPLE:
-            yield f"learner.fp8: {learner.fp8} wants multiples of {FP8_MULTIPLE}, but the {name} is {size}; use none"
+            yield f"{key}: {wanted} wants multiples of {FP8_MULTIPLE}, but the {name} is {size}; leave it out"
 
 
 def passed_through(learner: LearnerSection) -> Iterator[str]:
-    known = _megatron_fields()
-    for key in learner.megatron:
+    given = learner.megatron
+    yield from _unknown("learner", "TransformerConfig", given, _fields_of(*_TRANSFORMER))
+    for key in given:
         full = f"learner.megatron.{key}"
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean learner.megatron.{near[0]}?" if near else ""
-            yield f"{full}: megatron-core's TransformerConfig has no such field{hint}"
-        elif key in _BY_KEY:
+        if key in _BY_KEY:
             yield f"{full}: follows from {_BY_KEY[key]}; set that, and remove this"
         elif key in _BY_MODEL:
             yield f"{full}: follows from the model's config.json; remove it"
         elif key in _FIXED:
             yield f"{full}: the learner is written for one value of it; remove it"
 
+    rest = [key for key in ("recompute_method", "recompute_num_layers") if given.get(key) is None]
+    if given.get("recompute_granularity") == "full" and rest:
+        yield (
+            f"learner.megatron.recompute_granularity: full without {' and '.join(rest)}; set recompute_method=uniform "
+            "and recompute_num_layers=1 beside it"
+        )
+
+
+def optimizer_fields(optim: OptimSection) -> Iterator[str]:
+    yield from _unknown("optim", "OptimizerConfig", optim.megatron, _fields_of(*_OPTIMIZER))
+    for key in sorted(_OPTIMIZER_OWNED & optim.megatron.keys()):
+        yield f"optim.megatron.{key}: is set by the learner itself; remove it"
+    if optim.megatron.get("clip_grad", 0) < 0:
+        yield f"optim.megatron.clip_grad: {optim.megatron['clip_grad']:g}, expected 0 (off) or more"
+
+
+def _unknown(section: str, name: str, given: Mapping[str, Any], known: frozenset[str]) -> Iterator[str]:
+    for key in sorted(given.keys() - known):
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"; did you mean {section}.megatron.{near[0]}?" if near else ""
+        yield f"{section}.megatron.{key}: megatron-core's {name} has no such field{hint}"
+
 
 @cache
-def _megatron_fields() -> set[str]:
+def _fields_of(*files: str) -> frozenset[str]:
     """Read from megatron-core's source: importing it takes longer than a mistake should take to be found."""
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    core = Path(spec.submodule_search_locations[0])
     fields: set[str] = set()
-    for file in (core / "model_parallel_config.py", core / "transformer" / "transformer_config.py"):
-        for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.ClassDef) and node.name in ("ModelParallelConfig", "TransformerConfig"):
+    for file in files:
+        for node in ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name in _CLASSES:
                 fields |= {field.target.id for field in node.body if _is_field(field)}  # type: ignore[attr-defined]
-    return fields
+    return frozenset(fields)
 
 
 def _is_field(node: ast.stmt) -> bool:

@@ -31,7 +31,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_rl.config.schema import Fp8, LearnerSection, Precision
+from megatron_rl.config.rules import virtual_pipeline
+from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
 from megatron_rl.learner.layers import HostSpecProvider, PackedRows, RMSNorm
 from megatron_rl.learner.packing import Pack
@@ -45,26 +46,23 @@ def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) ->
     found = limits.problems(shape, hf_config, learner)
     if found:
         raise ValueError("\n".join(found))
-    if host.ON_HOST and learner.fp8 is not Fp8.none:
-        raise ValueError(f"learner.fp8={learner.fp8.value} needs CUDA and Transformer Engine: use none here")
+    if host.ON_HOST and limits.fp8(learner):
+        raise ValueError(
+            f"learner.megatron.fp8={limits.fp8(learner)} needs CUDA and Transformer Engine: leave it out here"
+        )
+    chunks = virtual_pipeline(learner)
     dtype = torch.bfloat16 if learner.precision is Precision.bf16 else torch.float32
     fields: dict[str, Any] = {
         **_architecture(shape, hf_config),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": learner.precision is Precision.bf16,
-        "fp8": None if learner.fp8 is Fp8.none else learner.fp8.value,
         "tensor_model_parallel_size": learner.tensor_parallel,
         "pipeline_model_parallel_size": learner.pipeline_parallel,
-        "virtual_pipeline_model_parallel_size": learner.virtual_pipeline,
         # interleaved chunks send both ways at once: in one batch of two neighbours the two could be swapped
-        "overlap_p2p_comm": learner.virtual_pipeline is not None,
-        "batch_p2p_comm": learner.virtual_pipeline is None,
+        "overlap_p2p_comm": chunks is not None,
+        "batch_p2p_comm": chunks is None,
         "expert_model_parallel_size": learner.expert_parallel,
-        "sequence_parallel": learner.sequence_parallel and learner.tensor_parallel > 1,
-        "recompute_granularity": "full" if learner.recompute else None,
-        "recompute_method": "uniform" if learner.recompute else None,
-        "recompute_num_layers": 1 if learner.recompute else None,
         "variable_seq_lengths": True,  # packs differ in length
         "moe_token_dispatcher_type": "alltoall",  # the only one that allows it
         "calculate_per_token_loss": True,  # megatron-core then averages nothing by itself
@@ -74,6 +72,7 @@ def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) ->
         "output_layer_init_method": _leave,
         **(_host_fields() if host.ON_HOST else _device_fields()),
         **learner.megatron,
+        "sequence_parallel": limits.sequence_parallel(learner),
     }
     return TransformerConfig(**fields)
 

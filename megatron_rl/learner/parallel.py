@@ -46,7 +46,7 @@ class Ranks:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=learner.tensor_parallel,
             pipeline_model_parallel_size=learner.pipeline_parallel,
-            virtual_pipeline_model_parallel_size=learner.virtual_pipeline,
+            virtual_pipeline_model_parallel_size=self.layout.vp,
             expert_model_parallel_size=learner.expert_parallel,
             expert_tensor_parallel_size=self.layout.etp,
             distributed_timeout_minutes=int(PATIENCE.total_seconds() // 60),

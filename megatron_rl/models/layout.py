@@ -42,7 +42,7 @@ class Layout:
         return cls(
             tp=learner.tensor_parallel,
             pp=learner.pipeline_parallel,
-            vp=learner.virtual_pipeline,
+            vp=given.get("virtual_pipeline_model_parallel_size"),
             ep=learner.expert_parallel,
             etp=given.get("expert_tensor_parallel_size"),
             dp=learner.data_parallel,

@@ -17,9 +17,9 @@ from megatron_rl.config.schema import (
     Config,
     Device,
     EvalSection,
-    Fp8,
     LearnerSection,
     ModelSection,
+    OptimSection,
     QuantizationSection,
     RewardSection,
     RolloutSection,
@@ -84,6 +84,10 @@ def learner_limits(shape: ModelShape, hf_config: Mapping[str, Any], learner: Lea
     return limits.problems(shape, hf_config, learner)
 
 
+def optimizer(optim: OptimSection) -> Iterator[str]:
+    return limits.optimizer_fields(optim)
+
+
 def unquantized(model: ModelSection, hf_config: Mapping[str, Any]) -> Iterator[str]:
     if "quantization_config" in hf_config:
         yield (
@@ -116,14 +120,15 @@ def formats(machine: Machine, sampler: SamplerSection, quantization: Quantizatio
 
 
 def learner_fp8(machine: Machine, learner: LearnerSection) -> Iterator[str]:
-    if learner.fp8 == Fp8.none:
+    wanted = limits.fp8(learner)
+    if wanted is None:
         return
     if machine.kind == Device.cpu:
-        yield f"learner.fp8: {learner.fp8} needs Transformer Engine on a GPU; use none"
+        yield f"learner.megatron.fp8: {wanted} needs Transformer Engine on a GPU; leave it out"
     elif machine.capability is not None and machine.capability < FP8_CAPABILITY:
         yield (
-            f"learner.fp8: {learner.fp8} needs compute capability {FP8_CAPABILITY}, {machine.name} has "
-            f"{machine.capability}; use none"
+            f"learner.megatron.fp8: {wanted} needs compute capability {FP8_CAPABILITY}, {machine.name} has "
+            f"{machine.capability}; leave it out"
         )
 
 
@@ -135,7 +140,7 @@ def reward_function(reward: RewardSection) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    size_problems, learner_limits, unquantized, context, formats, learner_fp8, reward_function, *engine.RULES,
+    size_problems, learner_limits, optimizer, unquantized, context, formats, learner_fp8, reward_function, *engine.RULES,
     placement.ranks, placement.engine_gpus, placement.fleet_gpus, placement.host_memory, placement.reach,
     files.unnamed_data,
 )  # fmt: skip

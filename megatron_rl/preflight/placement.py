@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from megatron_rl.config.fleet import distant, is_fleet
+from megatron_rl.config.fleet import HOST_CACHE_BYTES, distant, is_fleet
 from megatron_rl.config.schema import Device, LearnerSection, SamplerSection, Sleep, SyncSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import Machine
@@ -92,12 +92,13 @@ def host_memory(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
     """KV caches alone: a fleet multiplies them, and hosts kill what takes too much."""
     if machine.kind != Device.cpu or not is_fleet(sampler):
         return
-    wanted = sampler.fleet.replicas * sampler.tensor_parallel * sampler.memory_gib
+    each = sampler.vllm.get("kv_cache_memory_bytes", HOST_CACHE_BYTES) / (1 << 30)
+    wanted = sampler.fleet.replicas * sampler.tensor_parallel * each
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     if wanted > installed:
         yield (
-            f"sampler.memory_gib: {sampler.memory_gib:g} for each of {sampler.fleet.replicas} servers is {wanted:g} "
-            f"GiB, this machine has {installed:.0f}; lower it, or sampler.fleet.replicas"
+            f"sampler.vllm.kv_cache_memory_bytes: {each:g} GiB for each of {sampler.fleet.replicas} servers is "
+            f"{wanted:g} GiB, this machine has {installed:.0f}; lower it, or sampler.fleet.replicas"
         )
 
 

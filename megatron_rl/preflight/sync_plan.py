@@ -304,7 +304,7 @@ def _pipeline(shape: ModelShape, layout: Layout) -> list[str]:
         check = Check("learner.pipeline_parallel", layout.pp, shape.layers)
         check.add(lambda pp: shape.layers % pp == 0, f"does not divide {shape.layers} layers")
     else:
-        check = Check("learner.virtual_pipeline", layout.chunks, shape.layers)
+        check = Check("learner.megatron.virtual_pipeline_model_parallel_size", layout.chunks, shape.layers)
         each = shape.layers // layout.pp
         check.add(lambda vp: each % vp == 0, f"does not divide the {each} layers of a pipeline stage")
     return check.report()

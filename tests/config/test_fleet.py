@@ -61,7 +61,6 @@ def test_a_sound_fleet_has_no_problems(monkeypatch):
         ({}, {"replicas": 2, "formats": [Format.int8]}, Device.cpu, ["sampler.fleet.formats", "1 formats for 2"]),
         ({}, {"formats": [Format.int8]}, Device.cpu, ["sampler.fleet.formats", "without servers"]),
         ({}, {"replicas": 1, "restarts": -1}, Device.cpu, ["sampler.fleet.restarts", "-1"]),
-        ({}, {"replicas": 1, "probe_every_s": 0.0}, Device.cpu, ["sampler.fleet.probe_every_s", "above 0"]),
         ({}, {"replicas": 1, "devices": ["0"]}, Device.cpu, ["sampler.fleet.devices", "no GPU"]),
         ({}, {"replicas": 2}, Device.cuda, ["sampler.fleet.devices", "share the same GPUs"]),
         ({}, {"replicas": 2, "devices": ["0"]}, Device.cuda, ["sampler.fleet.devices", "1 entries"]),
@@ -69,7 +68,8 @@ def test_a_sound_fleet_has_no_problems(monkeypatch):
         ({}, {"replicas": 2, "devices": ["0", "one"]}, Device.cuda, ["sampler.fleet.devices", "one"]),
         ({}, {"replicas": 1, "devices": ["0,1"]}, Device.cuda, ["sampler.fleet.devices", "tensor_parallel=1"]),
         ({"devices": "0"}, {"replicas": 1}, Device.cuda, ["sampler.devices", "sampler.fleet.devices"]),
-        ({"memory_gib": 1e6}, {"replicas": 2}, Device.cpu, ["sampler.memory_gib", "2e+06 GiB"]),
+        ({"vllm": {"kv_cache_memory_bytes": 1 << 50}}, {"replicas": 2}, Device.cpu,
+         ["sampler.vllm.kv_cache_memory_bytes", "2.09715e+06 GiB"]),
         ({}, {"addresses": [DISTANT]}, Device.cpu, ["sync.dir", "null", "node7"]),
     ],
 )  # fmt: skip

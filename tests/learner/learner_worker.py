@@ -18,7 +18,6 @@ from learner_cases import make_batch, make_targets
 from megatron_rl.config.schema import (
     Config,
     Format,
-    Fp8,
     KvCache,
     LearnerSection,
     LossConfig,
@@ -35,11 +34,10 @@ from megatron_rl.learner.parallel import RENDEZVOUS, leave
 
 def build(job: dict[str, Any]) -> Learner:
     os.environ[RENDEZVOUS] = job["meeting"]
-    section = dict(job.get("layout", {}))
+    section = job.get("layout", {})
     learner = LearnerSection(
         precision=Precision(job.get("precision", "fp32")),
         on_nonfinite=OnNonFinite(job.get("on_nonfinite", "raise")),
-        fp8=Fp8(section.pop("fp8", "none")),
         **section,
     )
     config = Config(

@@ -44,7 +44,7 @@ def with_model(place: Path, **changes: object) -> None:
         ({"model_type": "qwen4"}, [], ["model.path", "'qwen4'", "did you mean 'qwen"]),
         ({"num_hidden_layers": None}, [], ["model.path", "lacks num_hidden_layers"]),
         ({**MOE, "mlp_only_layers": [0]}, ["learner.tensor_parallel=1"], ["model.path", "dense layers among experts"]),
-        (MOE, [], ["learner.sequence_parallel=false", "mixture of experts", "true"]),
+        (MOE, [], ["learner.megatron.sequence_parallel=false", "mixture of experts", "true"]),
         ({**MOE, "num_experts_per_tok": 1}, ["learner.tensor_parallel=1"], ["num_experts_per_tok=1", "router"]),
         ({**MOE, "num_experts_per_tok": 5}, ["learner.tensor_parallel=1"], ["num_experts_per_tok=5", "4 experts"]),
         (MOE, ["learner.tensor_parallel=1", "learner.expert_parallel=3", "learner.data_parallel=3"],
@@ -108,7 +108,7 @@ def test_a_recipe_for_a_machine_elsewhere(
     [
         ("dapo_int8.yaml", "1x8xB200", [], ["quantization.format: int8", "no kernel on B200", "use fp8"]),
         ("dapo_fp8.yaml", "1x8xA100", [], ["quantization.format: fp8", "8.9", "A100"]),
-        ("dapo_fp8.yaml", "1x8xA100", ["quantization=int8"], ["fp8", "8.9", "A100", "none"]),
+        ("dapo_fp8.yaml", "1x8xA100", ["quantization=int8"], ["fp8", "8.9", "A100", "leave it out"]),
         ("dapo_int8.yaml", "1x4xH100-80", [], ["sampler.devices: 4,5,6,7", "0 to 3", "4 x H100"]),
         ("dapo_int8.yaml", "1x8xH100", ["learner.data_parallel=4"], ["learner: ", "16 ranks", "has 8"]),
         ("dapo_int8.yaml", "1x8xH100", ["learner.data_parallel=2", "sampler.vllm.gpu_memory_utilization=null"],
