@@ -118,7 +118,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
-    from megatron_rl.preflight.files import read_hf_config
+    from megatron_rl.models.model import read_hf_config
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
 
@@ -168,7 +168,7 @@ def _check_place(config: Config, writes: bool = True) -> None:
     from megatron_rl.data.prompts import check_datasets
     from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
 
-    check_datasets(config)
+    check_datasets(config.model, config.data, config.rollout, config.reward)
     try:
         if writes:
             check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
@@ -215,7 +215,7 @@ def _toy(options: argparse.Namespace) -> int:
 def _quickstart(options: argparse.Namespace) -> int:
     from megatron_rl.quickstart import quickstart
 
-    return quickstart(options.overrides)
+    return quickstart(options.overrides, run)
 
 
 def _report(options: argparse.Namespace) -> int:

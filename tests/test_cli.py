@@ -8,7 +8,8 @@ from megatron_rl import cli
 from megatron_rl.config import load
 from megatron_rl.config.schema import Device, Format
 from megatron_rl.preflight import checks
-from megatron_rl.preflight.machine import Machine, format_problem
+from megatron_rl.preflight.machine import Machine
+from megatron_rl.quantization.formats import format_problem
 
 ROOT = Path(__file__).parent.parent
 
@@ -96,9 +97,13 @@ def test_int8_is_refused_where_it_has_no_kernel(
 
 def test_formats_by_machine() -> None:
     hopper, ada = Machine(Device.cuda, "H", 9.0), Machine(Device.cuda, "A", 8.0)
-    assert all(format_problem(form, hopper) is None for form in Format)
-    assert format_problem(Format.int8, ada) is None
-    assert "8.9" in str(format_problem(Format.fp8, ada))
+
+    def problem(form: Format, machine: Machine) -> str | None:
+        return format_problem(form, machine.kind, machine.name, machine.capability)
+
+    assert all(problem(form, hopper) is None for form in Format)
+    assert problem(Format.int8, ada) is None
+    assert "8.9" in str(problem(Format.fp8, ada))
 
 
 def test_a_dry_run_says_the_plan_and_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

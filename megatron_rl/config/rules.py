@@ -24,7 +24,6 @@ from megatron_rl.config.schema import (
     Format,
     LearnerSection,
     LossConfig,
-    LossName,
     QuantizationSection,
     RewardSection,
     RolloutSection,
@@ -81,7 +80,7 @@ def answers(
             found.add("correction.anchor", correction.anchor, f"{way_out} prox")
         if reward.learner_estimate:
             found.add("reward.learner_estimate", True, f"{way_out} false")
-    elif estimator == Estimator.none and loss.name != LossName.cross_entropy:
+    elif estimator == Estimator.none and loss.name not in correction_rules.SUPERVISED:
         way_out = "every sampled answer would count the same, whatever its reward; use grpo"
         found.add("advantage.estimator", estimator, way_out)
     longest = rollout.max_response_tokens
@@ -114,7 +113,7 @@ def group_size(rollout: RolloutSection, advantage: AdvantageConfig) -> list[str]
 def supervised(rollout: RolloutSection, loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
     if rollout.source != RolloutSource.dataset:
         return
-    if loss.name != LossName.cross_entropy:
+    if loss.name not in correction_rules.SUPERVISED:
         yield f"loss.name: {loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"
     if advantage.estimator != Estimator.none:
         yield f"advantage.estimator: {advantage.estimator} on the data set's own answers is 0; use none"
@@ -141,8 +140,8 @@ def pipeline(learner: LearnerSection) -> Iterator[str]:
     chunks, stages = virtual_pipeline(learner), learner.pipeline_parallel
     if chunks is not None and not (stages > 1 and chunks > 1):
         yield (
-            f"learner.megatron.virtual_pipeline_model_parallel_size: {chunks} with learner.pipeline_parallel={stages}; interleaving "
-            "needs at least 2 of each, null turns it off"
+            f"learner.megatron.virtual_pipeline_model_parallel_size: {chunks} with learner.pipeline_parallel={stages}; "
+            "interleaving needs at least 2 of each, null turns it off"
         )
 
 

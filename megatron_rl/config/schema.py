@@ -7,9 +7,10 @@ beside its field; rules about two keys at once are in `rules.py`.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.bounds import above, at_least, expect, need
+from megatron_rl.loss.table import LOSSES
 
 POSITIVE = at_least(1)
 NOT_NEGATIVE = at_least(0)
@@ -313,18 +314,10 @@ class AdvantageConfig:
     estimator: Estimator = Estimator.grpo
 
 
-class LossName(StrEnum):
-    ppo = "ppo"
-    gspo = "gspo"
-    cispo = "cispo"
-    sapo = "sapo"
-    gmpo = "gmpo"
-    dppo = "dppo"
-    clip_cov = "clip_cov"
-    kl_cov = "kl_cov"
-    reinforce = "reinforce"
-    rollout_is = "rollout_is"
-    cross_entropy = "cross_entropy"
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = StrEnum("LossName", list(LOSSES), module=__name__)
 
 
 class Reduction(StrEnum):
@@ -349,7 +342,7 @@ class TrustRegion(StrEnum):
 
 @dataclass(frozen=True)
 class LossConfig:
-    name: LossName = LossName.ppo
+    name: LossName = "ppo"
     clip_low: float = field(default=0.2, metadata=COEFFICIENT)
     clip_high: float = field(default=0.28, metadata=COEFFICIENT)
     dual_clip: float | None = field(  # ppo family

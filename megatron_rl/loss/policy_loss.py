@@ -1,4 +1,4 @@
-"""Policy losses: one formula per name (`loss_terms.py`), one reduction, and the terms beside them.
+"""Policy losses: one formula per name (`table.py`), one reduction, and the terms beside them.
 
 Every loss is a sum over tokens of (row coefficient) x (per-token loss), so that with `Totals` of the
 whole batch the sum over micro-batches and data-parallel ranks is the loss of the whole batch, and so is
@@ -14,32 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, LossConfig, LossName, Reduction
-from megatron_rl.loss.terms import TERMS, Terms, divergence
+from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, LossConfig, Reduction
+from megatron_rl.loss.table import LOSSES
+from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
+from megatron_rl.rollout_correction.metrics import TOKEN_MEANS
 from megatron_rl.types import LossInputs
 
 __all__ = ["LossConfig", "LossInputs", "Totals", "count_totals", "policy_loss", "reduction_of"]
-
-RATIO_LOSSES = frozenset(
-    {LossName.ppo, LossName.gspo, LossName.cispo, LossName.sapo, LossName.gmpo, LossName.dppo}
-    | {LossName.clip_cov, LossName.kl_cov, LossName.rollout_is}
-)
-# what rollout_correction measures per token, so that micro-batches add up
-TOKEN_MEAN_METRICS = tuple(
-    f"rollout_corr/{name}"
-    for name in (
-        "kl",
-        "k3_kl",
-        "chi2_token",
-        "rho_mean",
-        "mult_prob_error",
-        "logp_abs_diff_mean",
-        "probs_diff_mean",
-        "rollout_rs_masked_fraction",
-    )
-)
-ROW_LOSSES = frozenset({LossName.gspo, LossName.gmpo})
 
 
 @dataclass(frozen=True)
@@ -70,7 +52,7 @@ def reduction_of(config: LossConfig) -> Reduction:
     """The reduction in force: the loss's own where the config names none."""
     if config.reduction is not None:
         return Reduction(config.reduction)
-    return Reduction.seq_mean_token_mean if config.name in ROW_LOSSES else Reduction.token_mean
+    return Reduction.seq_mean_token_mean if LOSSES[config.name].per_row else Reduction.token_mean
 
 
 def policy_loss(
@@ -104,7 +86,7 @@ def policy_loss(
         selected_BT=selected_BT,
     )
     scale_B = row_scale(inputs, reduction_of(config), totals).to(logprobs_BT.dtype)
-    per_token_BT, clipped = TERMS[LossName(config.name)](terms, config)
+    per_token_BT, clipped = LOSSES[config.name].formula(terms, config)
 
     def reduce(values_BT: Tensor) -> Tensor:
         return (values_BT.masked_fill(~mask_BT, 0.0).sum(dim=1) * scale_B).sum()
@@ -126,8 +108,7 @@ def policy_loss(
         loss = loss - config.entropy_coef * entropy
         metrics["loss/entropy"] = entropy.detach()
     metrics["loss/total"] = loss.detach()
-    against_anchor = config.name != LossName.cross_entropy
-    return loss, metrics | mismatch | _token_metrics(terms, clipped, totals, against_anchor)
+    return loss, metrics | mismatch | _token_metrics(terms, clipped, totals, not LOSSES[config.name].supervised)
 
 
 @torch.no_grad()
@@ -177,7 +158,7 @@ def _correct_by_current_policy(
     inputs: LossInputs, config: LossConfig, correction: CorrectionConfig, totals: Totals
 ) -> tuple[LossInputs, dict[str, Tensor]]:
     """`anchor: sampler`: d = sg(pi) - mu is known only now. Denominators stay those of the global batch."""
-    if correction.weight.level != Level.none and config.name in RATIO_LOSSES:
+    if correction.weight.level != Level.none and LOSSES[config.name].ratio:
         raise ValueError(
             f"correction.weight.level is {correction.weight.level} with correction.anchor sampler and loss.name "
             f"{config.name}, whose ratio already holds the mismatch; set correction.weight.level: none, "
@@ -191,8 +172,6 @@ def _correct_by_current_policy(
     anchor_BT = torch.where(torch.isfinite(sampler_BT), sampler_BT, current_BT.to(sampler_BT.dtype))
     # a mean over these rows' tokens, as its share of the mean over the batch
     share = int(inputs.mask_BT.sum()) / max(1, totals.tokens)
-    mismatch = {
-        name: torch.tensor(found.metrics[name] * share, device=current_BT.device) for name in TOKEN_MEAN_METRICS
-    }
+    mismatch = {name: torch.tensor(found.metrics[name] * share, device=current_BT.device) for name in TOKEN_MEANS}
     corrected = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
     return corrected, mismatch

@@ -26,14 +26,15 @@ from megatron_rl.config.schema import (
     SamplerSection,
 )
 from megatron_rl.learner import limits
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight import engine, files, placement
-from megatron_rl.preflight.files import read_card, read_hf_config
-from megatron_rl.preflight.machine import FP8_CAPABILITY, Machine, detect, format_problem
+from megatron_rl.preflight.files import read_card
+from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.preflight.sync_plan import size_problems
+from megatron_rl.quantization.formats import FP8_CAPABILITY, format_problem
 from megatron_rl.rewards.functions import resolve
-
-__all__ = ["Checked", "check", "read_hf_config"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Checked:
     """A recipe that can run, with what was read on the way."""
 
     machine: Machine
-    hf_config: Mapping[str, Any]
+    policy: Model
     to_bring: tuple[str, ...] = ()  # what is not here, of a recipe that is checked for a machine elsewhere
 
 
@@ -60,7 +61,7 @@ def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, 
         problems += [each.error for each in absent if each.error]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return Checked(facts["machine"], facts["hf_config"], tuple(each.what for each in absent) if on else ())
+    return Checked(facts["machine"], facts["policy"], tuple(each.what for each in absent) if on else ())
 
 
 def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str]]:
@@ -72,7 +73,8 @@ def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str
         problems.append(str(error))
     try:
         facts["hf_config"] = read_card(config.model.path) if on else read_hf_config(config.model.path)
-        facts["shape"] = ModelShape.from_hf(facts["hf_config"])
+        facts["policy"] = Model.of(facts["hf_config"], Layout.from_config(config.learner))
+        facts["shape"] = facts["policy"].shape
     except ConfigError as error:
         problems.append(str(error))
     except ValueError as error:
@@ -114,7 +116,7 @@ def context(hf_config: Mapping[str, Any], rollout: RolloutSection, eval: EvalSec
 def formats(machine: Machine, sampler: SamplerSection, quantization: QuantizationSection) -> Iterator[str]:
     key = "sampler.fleet.formats" if sampler.fleet.formats else "quantization.format"
     for format in dict.fromkeys(local_formats(sampler, quantization)):
-        problem = format_problem(format, machine)
+        problem = format_problem(format, machine.kind, machine.name, machine.capability)
         if problem:
             yield f"{key}: {format}: {problem}"
 
@@ -140,7 +142,8 @@ def reward_function(reward: RewardSection) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    size_problems, learner_limits, optimizer, unquantized, context, formats, learner_fp8, reward_function, *engine.RULES,
+    size_problems, learner_limits, optimizer, unquantized, context, formats, learner_fp8, reward_function,
+    *engine.RULES,
     placement.ranks, placement.engine_gpus, placement.fleet_gpus, placement.host_memory, placement.reach,
     files.unnamed_data,
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from megatron_rl.config import ConfigError
 from megatron_rl.config.load import CONF
 from megatron_rl.config.schema import DataSection, EvalSection, LogSection, ModelInit, ModelSection, SyncSection
+from megatron_rl.models.model import read_hf_config
 from megatron_rl.runs.wandb_log import resolve_mode
 
 
@@ -18,16 +18,6 @@ from megatron_rl.runs.wandb_log import resolve_mode
 class Absent:
     what: str  # for whoever brings it
     error: str  # for whoever wants to start here
-
-
-def read_hf_config(path: str) -> dict[str, Any]:
-    file = Path(path) / "config.json"
-    if not path or not file.is_file():
-        raise ConfigError(
-            f"model.path: no config.json in {path!r}; name a Hugging Face model folder "
-            "(`megatron-rl toy` makes a small one)"
-        )
-    return _json(file)
 
 
 def read_card(path: str) -> dict[str, Any]:
@@ -40,14 +30,7 @@ def read_card(path: str) -> dict[str, Any]:
             f"model.path: no config.json in {path!r}, and no card in conf/model/ is of that name (cards: "
             f"{', '.join(cards)}); bring the folder, or put its config.json there as {Path(path).name or 'NAME'}.json"
         )
-    return _json(CONF / "model" / f"{Path(path).name}.json")
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"model.path: {file} is not valid JSON ({error})") from None
+    return read_hf_config(CONF / "model" / f"{Path(path).name}.json")
 
 
 def absent_model(model: ModelSection) -> Iterator[Absent]:

@@ -7,16 +7,14 @@ from pathlib import Path
 
 from megatron_rl.config.fleet import is_fleet, replica_formats
 from megatron_rl.config.schema import Config, CorrectionConfig, QuantizationSection, RunSection, SamplerSection
-from megatron_rl.models.layout import Layout
-from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.checks import Checked
 from megatron_rl.preflight.sync_plan import plan_sync
 
 
 def describe(config: Config, checked: Checked) -> str:
     learner, rollout = config.learner, config.rollout
-    shape, layout = ModelShape.from_hf(checked.hf_config), Layout.from_config(learner)
-    plan = plan_sync(shape, layout, config.quantization.format, config.quantization.ignore)
+    layout = checked.policy.layout
+    plan = plan_sync(checked.policy, config.quantization.format, config.quantization.ignore)
     sizes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep), ("DP", layout.dp))
     axes = [f"{name}{size}" for name, size in sizes if size > 1]
     loss = f"{config.loss.name}, {config.advantage.estimator} advantages, correction: {_correction(config.correction)}"

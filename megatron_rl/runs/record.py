@@ -5,7 +5,6 @@ Shape suffixes: B sequences, T response positions (right-padded); row i belongs 
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import time
@@ -14,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import yaml
-
-from megatron_rl.config.schema import Config, Wandb
+from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
+from megatron_rl.runs.metrics_file import append_to, encode_line
 from megatron_rl.runs.run_dir import ENDED, RunDir, mark_status, open_run, read_status
 from megatron_rl.runs.wandb_log import WandbLog, resolve_mode
 from megatron_rl.types import Scored
@@ -31,20 +30,8 @@ if TYPE_CHECKING:
 ETA_STEPS = 20  # the steps that the estimate of the time left looks back at
 
 
-class RecorderLike(Protocol):
-    def phase(self, name: str) -> AbstractContextManager[None]: ...
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]: ...
-
-    def note(self, text: str) -> None: ...
-
-    def rollouts(self, step: int, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None: ...
-
-    def close(self, state: str = "finished", reason: str = "") -> None: ...
-
-
 class SilentRecorder:
-    """The same surface for ranks that have nothing to say."""
+    """What the loop asks of a recorder, for ranks that have nothing to write."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -53,18 +40,6 @@ class SilentRecorder:
         return dict(metrics)
 
     def note(self, text: str) -> None:
-        pass
-
-    def rollouts(self, step: int, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
-        pass
-
-    def close(self, state: str = "finished", reason: str = "") -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
         pass
 
 
@@ -110,14 +85,20 @@ class Recorder:
     """
 
     def __init__(
-        self, config: Config, resolved_yaml: str, run_dir: Path, n_steps: int, display: Display | None = None
+        self,
+        config: LogSection,
+        resolved_yaml: str,
+        run_dir: Path,
+        n_steps: int,
+        display: Display | None = None,
+        if_exists: IfExists = IfExists.refuse,
     ) -> None:
-        mode = resolve_mode(config.log.wandb)
-        said = ""
+        mode = resolve_mode(config.wandb)
+        moved = ""
         if read_status(run_dir).get("state") == "starting":
             self.run = RunDir(run_dir)
         else:
-            self.run, said = open_run(run_dir, config.run.if_exists, resolved_yaml)
+            self.run, moved = open_run(run_dir, if_exists, resolved_yaml)
         mark_status(run_dir, "running")
         self._n_steps = n_steps
         self._clock = PhaseClock()
@@ -126,15 +107,15 @@ class Recorder:
         self._last_step: int | None = None
         self._unknown: set[str] = set()
         self._closed = False
-        self._metrics = _append_to(self.run.metrics)
-        self._text = _append_to(self.run.logs / "driver.log")
+        self._metrics = append_to(self.run.metrics)
+        self._text = append_to(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
         self._display = display or choose_display(run_dir.name, n_steps)
-        if said:
-            self.note(said)
+        if moved:
+            self.note(moved)
         if mode is not Wandb.none:
-            self._wandb = WandbLog(config, yaml.safe_load(resolved_yaml), run_dir, mode)
-        self._say_where()
+            self._wandb = WandbLog(config, read_yaml(resolved_yaml), run_dir, mode)
+        self._note_places()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -212,7 +193,7 @@ class Recorder:
         except Exception as error:  # a report must never hide how the run itself ended
             self.note(f"report.html was not written: {type(error).__name__}: {error}")
 
-    def _say_where(self) -> None:
+    def _note_places(self) -> None:
         path = shlex.quote(str(self.run.path))
         self.note(f"run      {path}")
         self.note(f"metrics  tail -f {path}/metrics.jsonl")
@@ -235,21 +216,6 @@ class Recorder:
     def _write_text(self, text: str) -> None:
         self._text.write(text + "\n")
         self._text.flush()
-
-
-def encode_line(metrics: Mapping[str, float]) -> str:
-    """One line of strict JSON. NaN and infinities become null, and "non_finite" says which was which."""
-    odd = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
-    line: dict[str, Any] = {name: None if name in odd else value for name, value in metrics.items()}
-    if odd:
-        line["non_finite"] = odd
-    return json.dumps(line, sort_keys=True, allow_nan=False)
-
-
-def decode_line(text: str) -> dict[str, float]:
-    line = json.loads(text)
-    odd = line.pop("non_finite", {})
-    return {name: float(odd[name]) if name in odd else value for name, value in line.items()}
 
 
 def describe_contents(run: RunDir) -> str:
@@ -280,12 +246,3 @@ def _derived(line: Mapping[str, float]) -> dict[str, float]:
 def _number(value: Any) -> float:
     """Also takes one-element tensors and NumPy scalars."""
     return value if isinstance(value, int) and not isinstance(value, bool) else float(value)
-
-
-def _append_to(path: Path) -> Any:
-    """Opens for appending after the last whole line: a killed run may have left half of one."""
-    torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-    file = path.open("a", encoding="utf-8")
-    if torn:
-        file.write("\n")
-    return file

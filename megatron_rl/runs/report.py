@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
 from plotly.offline import get_plotlyjs
 
+from megatron_rl.config.plain_yaml import write_yaml
+from megatron_rl.files import write_whole
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report_figures import PALETTE
 from megatron_rl.runs.report_sections import Panel, sections, supervised
@@ -21,10 +21,7 @@ STYLE = Path(__file__).with_name("report.css")
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> None:
-    runs = load_runs(run_dirs)
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    partial.write_text(page(runs), encoding="utf-8")
-    partial.replace(output)
+    write_whole(output, page(load_runs(run_dirs)))
 
 
 def page(runs: Sequence[RunData]) -> str:
@@ -138,7 +135,7 @@ def _differences(runs: Sequence[RunData]) -> str:
 def _appendix(runs: Sequence[RunData]) -> str:
     parts = ["<h2>Setup</h2>"]
     for run in runs:
-        config = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True)
+        config = write_yaml(dict(run.config))
         parts.append(
             f"<details><summary>{escape(run.name)}: configuration</summary><pre>{escape(config)}</pre></details>"
             f"<details><summary>{escape(run.name)}: environment</summary>"

@@ -18,10 +18,10 @@ from megatron_rl.config.schema import (
     WeightConfig,
 )
 from megatron_rl.translation.keys import Keys, Translation, in_section
-from megatron_rl.translation.shared import BYPASS, NO_WEIGHT
+from megatron_rl.translation.shared import BYPASS, NO_WEIGHT, gspo_tokens
 
 SECTION = ("level", "action", "metric", "agg", "upper", "lower")
-BESIDE = ("use_decoupled_loss", "recompute_logprob", "m2_threshold", "prox_logp_method")
+BESIDE = ("use_decoupled_loss", "recompute_logprob", "m2_threshold", "prox_logp_method", "importance_sampling_level")
 CAP_NOW = "now rejection_sampling: {action: mask, or clamp for truncate, metric: ratio, upper: the cap}"
 REMOVED = dict.fromkeys(("behav_imp_weight_cap", "behave_imp_weight_cap", "behave_imp_weight_mode"), CAP_NOW)
 NEEDS_DECOUPLED = "AReaL ignores it without use_decoupled_loss; set that, or leave this out"
@@ -56,6 +56,8 @@ def areal(mapping: Mapping[str, Any]) -> Translation:
                 raise keys.error("m2_threshold", "only its own tokens leave AReaL's denominators, those of a KL do not")
             # a band of token ratios keeps the denominators as a weight that is zero outside it
             weight = replace(weight, outside=Outside.zero, low=rules[0].low, high=rules[0].high)
+            if keys.text("importance_sampling_level") == "sequence":
+                keys.notes.append(f"{gspo_tokens('AReaL', 'those inside the band')} by m2_threshold")
         rules = [RejectRule(level=Level.token, stat=Stat.m2, budget=threshold)]
         renormalize = True
         keys.notes.append("m2_threshold: AReaL solves it in each micro-batch, ours in the batch: the same with one")
@@ -74,6 +76,8 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
     if upper is None:
         raise keys.error("upper", "AReaL needs a number")
     if metric == "ratio":
+        if level == Level.sequence:
+            keys.notes.append("a token without a sampler logprob has the row's ratio in AReaL, weight 1 here")
         return *_by_ratio(keys, level, action, agg, upper), NonFinite.one
     if action == "clamp":
         raise keys.error("action", "AReaL clamps with metric: ratio only")

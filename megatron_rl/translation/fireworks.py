@@ -1,4 +1,4 @@
-"""The fw-ai cookbook: `tis` and `anchor_logp`, at the top of a recipe's config or inside a provision file."""
+"""The fw-ai cookbook: `tis` (before it `is_correction`) and `anchor_logp`, in a recipe's config or a provision file."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from typing import Any
 
 from megatron_rl.config.schema import Aggregate, CorrectionConfig, Level, Outside, RejectRule, Stat, WeightConfig
 from megatron_rl.translation.keys import Translation, TranslationError, flatten, in_section
-from megatron_rl.translation.shared import BYPASS
+from megatron_rl.translation.shared import BYPASS, gspo_tokens
 
 KEYS = ("cap", "level", "icepop_threshold")
+FORMER = {"tis_cap": "cap", "tis_level": "level"}  # in `is_correction`, beside the clips of the loss
+CLIPS = ("eps_clip", "eps_clip_high")
 
 
 def fireworks(mapping: Mapping[str, Any]) -> Translation:
-    place = _place(mapping)
-    keys = in_section(
-        "fireworks", mapping, f"{place}tis", KEYS, beside=(f"{place}anchor_logp",), common=("cap", "level")
-    )
+    place, section = _place(mapping)
+    known = KEYS if section == "tis" else (*FORMER, *CLIPS)
+    keys = in_section("fireworks", mapping, place + section, known, (f"{place}anchor_logp",), ("cap", "level", *CLIPS))
+    keys.rename(FORMER)
+    if any(keys.given(name) for name in CLIPS):
+        keys.notes.append("eps_clip and eps_clip_high are the loss's; they go with loss.clip_low and loss.clip_high")
     if keys.choice("anchor_logp", "old_policy", "old_policy", "rollout") == "rollout":
         return Translation(BYPASS, keys.notes)
     if not keys.present:
@@ -41,18 +45,21 @@ def fireworks(mapping: Mapping[str, Any]) -> Translation:
     else:
         weight = WeightConfig(level=Level.token, high=cap)
         rules.append(RejectRule(level=Level.token, stat=Stat.ratio, low=1.0 / band, high=band))
+        keys.notes.append(gspo_tokens("the cookbook"))
     return Translation(CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=False), keys.notes)
 
 
-def _place(mapping: Mapping[str, Any]) -> str:
-    """The dotted sections above `tis` and `anchor_logp`, such as `recipe.rl.` in a provision file."""
-    found = set()
+def _place(mapping: Mapping[str, Any]) -> tuple[str, str]:
+    """The dotted sections above the settings, such as `recipe.rl.` in a provision file, and their section's name."""
+    found, sections = set(), set()
     for path in flatten(mapping):
         parts = path.split(".")
-        for name in ("tis", "anchor_logp"):
+        for name in ("tis", "is_correction", "anchor_logp"):
             if name in parts:
                 found.add(".".join(parts[: parts.index(name)]))
-    if len(found) > 1:
-        raise TranslationError(f"fireworks: tis or anchor_logp in several places: {', '.join(sorted(found))}; keep one")
+        sections |= {"tis"} & set(parts) | {"is_correction" for part in ("is_correction", *FORMER) if part in parts}
+    if len(found) > 1 or len(sections) > 1:
+        where = ", ".join(sorted(found if len(found) > 1 else sections))
+        raise TranslationError(f"fireworks: the settings are in several places: {where}; keep one")
     place = found.pop() if found else ""
-    return f"{place}." if place else ""
+    return f"{place}." if place else "", sections.pop() if sections else "tis"

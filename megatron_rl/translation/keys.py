@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from megatron_rl.config.schema import CorrectionConfig
 
 # what a removed setting holds when it is switched off
-OFF = (None, False, "", -1, "disabled")
+OFF = (None, False, -1, "", "null", "none", "disabled")
 LEFT_OUT = "left out, as not about correction: "
+RESOLVE = "resolve the configuration first"
 
 
 class TranslationError(ValueError):
@@ -47,17 +48,30 @@ def last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
+def _switched_off(path: str, value: Any, old: Mapping[str, str]) -> bool:
+    """A removed setting that asks for nothing."""
+    return last(path) in old and (value.strip().lower() if isinstance(value, str) else value) in OFF
+
+
+def _read(framework: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    flat = flatten(mapping)
+    if flat and all(path == "defaults" or path.startswith("hydra.") for path in flat):
+        raise TranslationError(f"{framework}: {', '.join(flat)}: what the files it names set is not read; {RESOLVE}")
+    return flat
+
+
 class Keys:
     """The values of one project's settings, by name."""
 
     def __init__(self, framework: str, values: Mapping[str, Any], present: bool = True) -> None:
         self.framework, self._values = framework, dict(values)
         self.present = present  # whether the project's section is there at all
+        self.replaced = False  # whether the values are those of another section
         self.notes: list[str] = []
 
     def error(self, name: str, reason: str) -> TranslationError:
-        said = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
-        return TranslationError(f"{self.framework}: {name}{said}: {reason}")
+        value = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
+        return TranslationError(f"{self.framework}: {name}{value}: {reason}")
 
     def raw(self, name: str, default: Any = None) -> Any:
         value = self._values.get(name, default)
@@ -75,6 +89,13 @@ class Keys:
                 if self.given(new) and self._values[new] != self._values[old]:
                     raise self.error(old, f"given as {new} too, with a different value")
                 self._values[new] = self._values[old]
+
+    def replace(self, other: Keys, names: Collection[str]) -> None:
+        """The values of another section for these names, absent ones included."""
+        kept = {name: value for name, value in self._values.items() if name not in names}
+        self._values = kept | {name: value for name, value in other._values.items() if name in names}
+        self.notes += other.notes
+        self.present = self.replaced = True
 
     def given(self, name: str) -> bool:
         return self.raw(name) is not None
@@ -139,7 +160,7 @@ def anywhere(
     old: Mapping[str, str] | None = None,
 ) -> Keys:
     """For projects whose names say enough without their section; `common` ones are too short to look for typos of."""
-    flat = flatten(mapping)
+    flat = _read(framework, mapping)
     used = {path for path in flat if last(path) in known}
     values: dict[str, Any] = {}
     for path in sorted(used):
@@ -169,7 +190,7 @@ def in_section(
     `beside` are full dotted names outside it that are read too. Names in `common` may mean something else
     in other sections; any other known name outside is an error.
     """
-    flat, old = flatten(mapping), old or {}
+    flat, old = _read(framework, mapping), old or {}
     parts = section.split(".")
     names = [".".join(parts[place:]) for place in range(len(parts))]
     values: dict[str, Any] = {}
@@ -189,10 +210,11 @@ def in_section(
             present = True
         elif any(name == path or name.endswith(f".{path}") for name in beside):
             inside = last(path)
-        else:
+        elif not _switched_off(path, value, old):
             continue
-        _set(framework, values, inside, value, path)
         used.add(path)
+        if inside is not None and not _switched_off(inside, value, old):
+            _set(framework, values, inside, value, path)
     keys = Keys(framework, values, present)
     outside = {last(name) for name in beside}
     for name in values:
@@ -225,7 +247,7 @@ def _leave_out(
     for path in flat:
         if path in used:
             continue
-        if last(path) in old and flat[path] not in OFF:
+        if last(path) in old and not _switched_off(path, flat[path], old):
             raise TranslationError(f"{keys.framework}: {path}: no longer there; {old[last(path)]}")
         parts = path.split(".")
         for part in parts:
@@ -235,7 +257,7 @@ def _leave_out(
         heads = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
         shown[next(head for head in heads if head == path or not any(u.startswith(f"{head}.") for u in used))] = None
     if "defaults" in flat:
-        keys.notes.append("defaults: what the files it names set is not read; resolve the configuration first")
+        keys.notes.append(f"defaults: what the files it names set is not read; {RESOLVE}")
     if shown:
         keys.notes.append(f"{LEFT_OUT}{', '.join(_summary(list(shown), used))}")
 
@@ -245,11 +267,11 @@ def _summary(paths: list[str], used: Collection[str]) -> list[str]:
     children: dict[str, list[str]] = {}
     for path in paths:
         children.setdefault(path.rpartition(".")[0], []).append(path)
-    said = []
+    summary = []
     for parent, names in children.items():
         if not parent or len(names) < 4:
-            said += names
+            summary += names
             continue
         inside = [path[len(parent) + 1 :].partition(".")[0] for path in used if path.startswith(f"{parent}.")]
-        said.append(f"{parent} (all but {', '.join(sorted(set(inside)))})")
-    return sorted(said)
+        summary.append(f"{parent} (all but {', '.join(sorted(set(inside)))})")
+    return sorted(summary)

@@ -16,7 +16,7 @@ from megatron_rl.config.schema import (
     WeightConfig,
 )
 from megatron_rl.translation.keys import Keys, Translation, anywhere
-from megatron_rl.translation.shared import NO_WEIGHT
+from megatron_rl.translation.shared import NO_WEIGHT, keeps_kl
 
 CORRECTION, ERROR_KEY = "use_importance_sampling_correction", "seq_logprob_error_threshold"
 KIND = "truncated_importance_sampling_type"
@@ -28,8 +28,11 @@ KEYS = (CORRECTION, KIND, HIGH, LOW, PER_SEQUENCE, ERROR_KEY, "force_on_policy_r
 
 def nemo_rl(mapping: Mapping[str, Any]) -> Translation:
     keys = anywhere("nemo_rl", mapping, KEYS, COMMON)
-    if keys.flag(KL_KEY, False) and keys.number("reference_policy_kl_penalty") != 0:
+    penalty = keys.number(*COMMON)
+    if keys.flag(KL_KEY, False) and penalty != 0:
         raise keys.error(KL_KEY, "our KL term takes no importance weight")
+    if penalty:
+        keys.notes.append(f"{COMMON[0]}: NeMo-RL's KL gradient goes through the probability of sampling too, ours not")
     weight, rules = _weight(keys)
     renormalize = not rules
     if keys.flag("force_on_policy_ratio", False):
@@ -75,6 +78,7 @@ def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
     if kind == "seq-mask-tis":
         if per_sequence:
             raise keys.error(KIND, f"NeMo-RL refuses it with {PER_SEQUENCE}")
+        keys.notes.append(keeps_kl("NeMo-RL"))
         return WeightConfig(level=level, high=None), [
             RejectRule(stat=Stat.ratio, reduce=Reduce.mean, low=low, high=high)
         ]

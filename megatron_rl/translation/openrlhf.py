@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.config.schema import CorrectionConfig, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.translation.keys import Keys, Translation, anywhere
-from megatron_rl.translation.shared import BYPASS, NO_WEIGHT
+from megatron_rl.translation.shared import BYPASS, NO_WEIGHT, keeps_kl
 
 ENABLE, BOUNDS, KIND = "is_correction_enable", "is_correction_threshold", "is_correction_type"
 FORMER = {
@@ -35,6 +35,7 @@ def openrlhf(mapping: Mapping[str, Any]) -> Translation:
     if kind == "seq-mask-tis":
         weight = WeightConfig(level=Level.token, high=None)
         rules.append(RejectRule(stat=Stat.ratio, reduce=Reduce.mean, low=low, high=high))
+        keys.notes.append(keeps_kl("OpenRLHF"))
     else:
         outside = Outside.zero if kind == "icepop" else Outside.truncate
         weight = WeightConfig(level=Level.token, outside=outside, low=low, high=high)

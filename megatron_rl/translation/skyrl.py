@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, Reduce, RejectRule, Stat, WeightConfig
 from megatron_rl.translation.keys import Keys, Translation, in_section
-from megatron_rl.translation.shared import NO_WEIGHT
+from megatron_rl.translation.shared import NO_WEIGHT, gspo_tokens, keeps_kl
 
 ALGORITHM = "trainer.algorithm"
 KEYS = (
@@ -28,6 +28,7 @@ BESIDE = tuple(
     f"{ALGORITHM}.{name}" for name in ("use_tis", "tis_imp_ratio_cap", "policy_loss_type", "cispo.cispo_anchor")
 )
 BY_SAMPLER = ("rollout_is", "dppo")
+BY_COVARIANCE = ("clip_cov", "kl_cov")
 WITHOUT_CORRECTION = ("importance_sampling", "cross_entropy")
 
 
@@ -40,6 +41,15 @@ def skyrl(mapping: Mapping[str, Any]) -> Translation:
     loss = keys.text("policy_loss_type")
     if loss in WITHOUT_CORRECTION and (rules or weight.level != Level.none):
         raise keys.error("policy_loss_type", "this loss of SkyRL ignores off_policy_correction; leave one of them out")
+    if loss in BY_COVARIANCE and (weight.level != Level.none or keys.given("sequence_mask_metric")):
+        raise keys.error("policy_loss_type", "SkyRL refuses it with TIS or a sequence mask; leave one of them out")
+    if loss in BY_COVARIANCE and rules:
+        rules = []
+        keys.notes.append(f"with {loss} SkyRL ignores outlier_token_is_* and token_mask_is_*, and so does this")
+    if rules:
+        keys.notes.append(keeps_kl("SkyRL"))
+    if loss == "gspo" and any(rule.level == Level.token for rule in rules):
+        keys.notes.append(gspo_tokens("SkyRL"))
     anchor = Anchor.prox
     if loss in BY_SAMPLER or (loss == "cispo" and keys.text("cispo_anchor") == "rollout"):
         anchor = Anchor.sampler

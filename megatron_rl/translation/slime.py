@@ -17,7 +17,7 @@ from megatron_rl.config.schema import (
     WeightConfig,
 )
 from megatron_rl.translation.keys import Keys, Translation, anywhere
-from megatron_rl.translation.shared import NO_WEIGHT, opsm
+from megatron_rl.translation.shared import NO_WEIGHT, gspo_tokens, keeps_kl, opsm
 
 FUNCTION = "custom_tis_function_path"
 FLAGS = (
@@ -29,7 +29,7 @@ FLAGS = (
     "get_mismatch_metrics",
     "custom_config_path",
 )
-OTHER_FLAGS = ("use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss")
+OTHER_FLAGS = ("use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss", "advantage_estimator")
 MIS = (
     "use_rs",
     "tis_level",
@@ -42,7 +42,7 @@ MIS = (
     "rs_veto_threshold",
     "tis_batch_normalize",
 )
-COMMON = ("use_kl_loss", "custom_config_path")
+COMMON = ("use_kl_loss", "custom_config_path", "advantage_estimator")
 LEVELS = ("token", "sequence", "geometric")
 REDUCE = {"sequence": Reduce.sum, "geometric": Reduce.mean}
 
@@ -59,6 +59,8 @@ def slime(mapping: Mapping[str, Any]) -> Translation:
         raise keys.error(
             "get_mismatch_metrics", "with icepop_function slime weighs a ratio that holds the weight already"
         )
+    if keys.text("advantage_estimator") == "gspo" and any(rule.level == Level.token for rule in rules):
+        keys.notes.append(gspo_tokens("slime"))
     if keys.flag("use_opsm", False):
         delta = keys.number("opsm_delta", 1e-4)
         assert delta is not None
@@ -71,6 +73,7 @@ def slime(mapping: Mapping[str, Any]) -> Translation:
                 "with one update per batch; ours compares the sampler's with the proximal ones, which is slime's rule "
                 "under use_rollout_logprobs"
             )
+        keys.notes.append(keeps_kl("slime", "what use_opsm, not what use_rs, rejects"))
     anchor = Anchor.sampler if by_sampler else Anchor.prox
     config = CorrectionConfig(anchor=anchor, weight=weight, reject=rules, rebaseline=False, renormalize=False)
     return Translation(config, keys.notes)
@@ -125,6 +128,8 @@ def _mis(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
         high=high,
         normalize=normalize,
     )
+    if mode == "mask":
+        keys.notes.append("tis_mode: mask: slime's reference KL and entropy leave out masked tokens, ours keep them")
     return weight, _rejection(keys, low, high) if rejects else []
 
 

@@ -11,7 +11,7 @@ import difflib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import yaml
 
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
-from megatron_rl.config.schema import CorrectionConfig
+from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite
 from megatron_rl.translation.areal import areal
 from megatron_rl.translation.fireworks import fireworks
 from megatron_rl.translation.keys import LEFT_OUT, Translation, TranslationError
@@ -73,11 +73,15 @@ def translate(framework: str, mapping: Mapping[str, Any]) -> TranslatedConfig:
     if not isinstance(mapping, Mapping):
         raise TranslationError(f"{framework}: expected keys and values, got {type(mapping).__name__}")
     found = FRAMEWORKS[name](mapping)
-    problems = check_correction(found.config)
+    config = found.config
+    if config.anchor == Anchor.prox and config.weight.level == Level.none and not config.reject:
+        # who corrects nothing trains tokens without a sampler logprob like all others
+        config = replace(config, non_finite=NonFinite.one)
+    problems = check_correction(config)
     if problems:
         raise TranslationError(f"{framework}: these settings make no valid correction: " + "; ".join(problems))
     conditions_first = sorted(found.notes, key=lambda note: note.startswith(LEFT_OUT))
-    return TranslatedConfig(**vars(found.config), notes=conditions_first)
+    return TranslatedConfig(**vars(config), notes=conditions_first)
 
 
 def translate_file(framework: str, path: str | Path) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schema import CorrectionConfig, Level, Outside, WeightConfig
+from megatron_rl.config.schema import CorrectionConfig, Level, NonFinite, Outside, WeightConfig
 from megatron_rl.translation.keys import Keys, Translation, anywhere
-from megatron_rl.translation.shared import NO_WEIGHT, opsm
+from megatron_rl.translation.shared import NO_WEIGHT, keeps_kl, opsm
 
 MODE, MASK_KEY = "vllm_importance_sampling_mode", "off_policy_mask_threshold"
 LOW, HIGH = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
@@ -15,13 +15,14 @@ OLD_HIGH = "vllm_importance_sampling_cap"
 CORRECTION = "vllm_importance_sampling_correction"
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 COMMON = ("beta", "loss_type")
-KEYS = (CORRECTION, MODE, LOW, HIGH, OLD_HIGH, MASK_KEY, "use_vllm", "use_bias_correction_kl", *COMMON)
+KL_KEY = "use_bias_correction_kl"
+KEYS = (CORRECTION, MODE, LOW, HIGH, OLD_HIGH, MASK_KEY, "use_vllm", KL_KEY, *COMMON)
 
 
 def trl(mapping: Mapping[str, Any]) -> Translation:
     keys = anywhere("trl", mapping, KEYS, COMMON)
-    if keys.flag("use_bias_correction_kl", False) and keys.number("beta") != 0:
-        raise keys.error("use_bias_correction_kl", "our KL term takes no importance weight")
+    if keys.flag(KL_KEY, default=keys.given("beta")) and keys.number("beta") != 0:
+        raise keys.error(KL_KEY, "our KL term takes no importance weight, and TRL's does by default; set it to false")
     by_vllm = keys.flag("use_vllm", True)
     weight = NO_WEIGHT
     if by_vllm and keys.flag(CORRECTION, True):
@@ -37,9 +38,16 @@ def trl(mapping: Mapping[str, Any]) -> Translation:
         )
         if not by_vllm:
             keys.notes.append(f"{MASK_KEY}: without vLLM TRL compares with the learner's own old logprobs")
+    if rules:
+        keys.notes.append(keeps_kl("TRL"))
+    if weight.level == Level.sequence:
+        keys.notes.append("a token without a sampler logprob has the row's ratio in TRL, weight 1 here")
     if weight.level != Level.none and not keys.given("use_vllm"):
         keys.notes.append("use_vllm is not given and taken as true; without vLLM TRL corrects nothing")
-    return Translation(CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=False), keys.notes)
+    config = CorrectionConfig(
+        weight=weight, reject=rules, rebaseline=False, renormalize=False, non_finite=NonFinite.one
+    )
+    return Translation(config, keys.notes)
 
 
 def _weight(keys: Keys) -> WeightConfig:

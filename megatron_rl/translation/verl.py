@@ -1,4 +1,4 @@
-"""verl's `algorithm.rollout_correction`."""
+"""verl's `algorithm.rollout_correction`, and what its losses make of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.translation.keys import Keys, Translation, in_section
+from megatron_rl.translation.keys import Keys, Translation, flatten, in_section
 from megatron_rl.translation.shared import NO_WEIGHT
 
 KEYS = (
@@ -19,12 +19,19 @@ KEYS = (
     "bypass_mode",
     "loss_type",
 )
+AGG = "loss_agg_mode"
 # what verl divides by, and whether it has the sampler's logprobs
 BESIDE = (
     "trainer.use_v1",
-    "actor_rollout_ref.actor.loss_agg_mode",
+    f"actor_rollout_ref.actor.{AGG}",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
     "actor_rollout_ref.rollout.calculate_log_probs",
 )
+COMMON = ("loss_type", "loss_mode")
+# the section that loss_mode bypass_mode reads, under the default trainer
+IN_LOSS = "actor_rollout_ref.actor.policy_loss.rollout_correction"
+MODES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "clip_cov", "kl_cov", "dro", "cispo", "bypass_mode")
+ROW_MODES = {"gspo": "gspo", "sapo": "sapo", "geo_mean": "gmpo"}  # a mean over rows, whatever loss_agg_mode says
 LO_HI = "lo_hi in rollout_{}_threshold says it"
 VETO = "verl has no veto now; write it as our rule {level: sequence, stat: ratio, reduce: min, low: ...}"
 REMOVED = {
@@ -53,20 +60,27 @@ RULES = {
 
 
 def verl(mapping: Mapping[str, Any]) -> Translation:
-    keys = in_section("verl", mapping, "algorithm.rollout_correction", KEYS, BESIDE, common=("loss_type",), old=REMOVED)
+    flat = flatten(mapping)
+    in_loss = {path: flat.pop(path) for path in list(flat) if ".policy_loss.rollout_correction." in f".{path}."}
+    keys = in_section("verl", flat, "algorithm.rollout_correction", KEYS, BESIDE, common=COMMON, old=REMOVED)
+    if in_loss:
+        _read_in_loss(keys, in_section("verl", in_loss, IN_LOSS, KEYS, common=COMMON, old=REMOVED, bare=False))
     if not keys.present:
         keys.notes.append("there is no algorithm.rollout_correction, so verl corrects nothing")
+    bypass = _bypasses(keys)
     weight, rules = _weight(keys), _rules(keys)
     reinforce = keys.choice("loss_type", "ppo_clip", "ppo_clip", "reinforce") == "reinforce"
-    corrects = bool(rules) or weight.level != Level.none or keys.flag("bypass_mode", False)
-    if corrects and not keys.flag("calculate_log_probs", True):
+    corrects = bool(rules) or weight.level != Level.none
+    if (corrects or bypass) and not keys.flag("calculate_log_probs", True):
         raise keys.error("calculate_log_probs", "verl corrects nothing without it; set it, or leave the correction out")
     if any(rule.level == Level.sequence for rule in rules):
         keys.notes.append(
             "verl clamps each token's log-ratio to +-20 before summing a row: the same unless one exceeds that"
         )
-    if keys.flag("bypass_mode", False):
+    if bypass:
         return _bypass(keys, weight, rules, reinforce)
+    if corrects:
+        keys.choice("loss_mode", None, *MODES, *ROW_MODES)
     if weight.normalize and rules:
         raise keys.error(
             "rollout_is_batch_normalize", "with rollout_rs verl's mean includes rejected tokens, ours never does"
@@ -76,15 +90,48 @@ def verl(mapping: Mapping[str, Any]) -> Translation:
     return Translation(config, keys.notes)
 
 
+def _read_in_loss(keys: Keys, in_loss: Keys) -> None:
+    """The settings inside the loss in place of the algorithm's, where verl reads them."""
+    if keys.text("loss_mode") != "bypass_mode" or not keys.flag("use_v1", True):
+        keys.notes.append(f"{IN_LOSS}: verl reads it with loss_mode: bypass_mode and trainer.use_v1 only; left out")
+        return
+    keys.replace(in_loss, [name for name in KEYS if name != "bypass_mode"])
+    if not keys.given("use_v1"):
+        keys.notes.append(
+            "verl's default trainer (use_v1: true) reads policy_loss.rollout_correction, as here; with use_v1: false "
+            "it reads algorithm.rollout_correction instead"
+        )
+
+
+def _bypasses(keys: Keys) -> bool:
+    if keys.text("loss_mode") != "bypass_mode":
+        return keys.flag("bypass_mode", False)
+    if not keys.flag("bypass_mode", True):
+        raise keys.error(
+            "loss_mode",
+            "without algorithm.rollout_correction.bypass_mode verl compares the learner with itself; set it",
+        )
+    if not keys.given("bypass_mode"):
+        keys.notes.append(
+            "algorithm.rollout_correction.bypass_mode is not given and taken as true; without it verl compares the "
+            "learner with itself"
+        )
+    return True
+
+
 def _bypass(keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce: bool) -> Translation:
-    """verl's new trainer only takes the sampler's logprobs as old ones; the legacy one reads the other keys too."""
-    if rules or reinforce:
+    """verl's new trainer only takes the sampler's logprobs as old ones, its loss reads its own section."""
+    if (rules or reinforce) and not keys.replaced:
         if keys.flag("use_v1", False):
             name = "rollout_rs" if rules else "loss_type"
-            raise keys.error(name, "verl ignores it in bypass_mode with trainer.use_v1; leave one of the three out")
+            raise keys.error(
+                name,
+                "verl ignores it in bypass_mode with trainer.use_v1; leave one of the three out, or write it under "
+                "policy_loss.rollout_correction, beside loss_mode: bypass_mode",
+            )
         if not keys.given("use_v1"):
             keys.notes.append("with trainer.use_v1, its default, verl ignores rollout_rs and loss_type in bypass_mode")
-        _refuse_mixed_denominators(keys, rules)
+    _refuse_mixed_denominators(keys, rules, _reduction(keys) if keys.flag("use_v1", True) else keys.text(AGG))
     if weight.normalize:
         raise keys.error("rollout_is_batch_normalize", "with bypass_mode the mean depends on the micro-batch split")
     if reinforce:
@@ -98,10 +145,11 @@ def _bypass(keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce
 
 def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:
     """Whether rejected tokens leave verl's denominators: with token-mean, under its legacy trainer."""
+    reduction = _reduction(keys)
     if not rules:
         return True
-    _refuse_mixed_denominators(keys, rules)
-    if (keys.text("loss_agg_mode") or "token-mean").startswith("seq-mean"):
+    _refuse_mixed_denominators(keys, rules, reduction)
+    if reduction.startswith("seq-mean"):
         return False
     if not keys.given("use_v1"):
         keys.notes.append(
@@ -111,10 +159,23 @@ def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:
     return not keys.flag("use_v1", False)
 
 
-def _refuse_mixed_denominators(keys: Keys, rules: list[RejectRule]) -> None:
-    if keys.text("loss_agg_mode") == "seq-mean-token-mean" and any(rule.level == Level.token for rule in rules):
+def _reduction(keys: Keys) -> str:
+    """What verl's loss divides by: some losses have a reduction of their own."""
+    mode = keys.text("loss_mode")
+    if mode not in ROW_MODES:
+        return keys.text(AGG) or "token-mean"
+    micro_batch = ", those of a micro-batch" if mode == "geo_mean" else ""
+    keys.notes.append(
+        f"loss_mode {mode}: verl divides by all rows{micro_batch}, whatever {AGG} says; goes with loss.name: "
+        f"{ROW_MODES[mode]}, loss.reduction: seq_mean_token_mean"
+    )
+    return "seq-mean-token-mean"
+
+
+def _refuse_mixed_denominators(keys: Keys, rules: list[RejectRule], reduction: str | None) -> None:
+    if reduction == "seq-mean-token-mean" and any(rule.level == Level.token for rule in rules):
         raise keys.error(
-            "loss_agg_mode",
+            "loss_mode" if keys.text("loss_mode") in ROW_MODES else AGG,
             "with token rules verl divides a row by its tokens left, but counts all rows: ours does not",
         )
 
@@ -131,6 +192,7 @@ def _weight(keys: Keys) -> WeightConfig:
     normalize = keys.flag("rollout_is_batch_normalize", False)
     text = keys.text(name)
     if text is not None and "_" in text:
+        _note_unquoted(keys, name, text)
         low, high = (keys.as_number(name, part) for part in text.split("_", 1))
         if not 0 < low < high:
             raise keys.error(name, "expected lo_hi with 0 < lo < hi")
@@ -145,14 +207,25 @@ def _rules(keys: Keys) -> list[RejectRule]:
     names = list(dict.fromkeys(_words(keys, "rollout_rs")))
     unknown = [name for name in names if name not in RULES]
     if unknown or not names:
-        said = f"no rule {unknown[0]}" if unknown else "no rule"
-        raise keys.error("rollout_rs", f"{said}; known are {', '.join(RULES)}")
+        found = f"no rule {unknown[0]}" if unknown else "no rule"
+        raise keys.error("rollout_rs", f"{found}; known are {', '.join(RULES)}")
     bounds = _words(keys, "rollout_rs_threshold")
+    _note_unquoted(keys, "rollout_rs_threshold", keys.text("rollout_rs_threshold") or "")
     if len(bounds) == 1:
         bounds *= len(names)
     if len(bounds) != len(names):
         raise keys.error("rollout_rs_threshold", f"expected one threshold, or {len(names)} for {', '.join(names)}")
     return [_rule(keys, name, bound) for name, bound in zip(names, bounds, strict=True)]
+
+
+def _note_unquoted(keys: Keys, name: str, text: str) -> None:
+    """Two bounds that YAML may take for digits of one number."""
+    try:
+        number = float(text) if "_" in text else None
+    except ValueError:
+        return
+    if number is not None:
+        keys.notes.append(f"{name}: {text} is read as two bounds; without quotes it is {number:g} to verl")
 
 
 def _words(keys: Keys, name: str) -> list[str]:

@@ -22,7 +22,7 @@ from translation_cases_two_policies import BYPASSES, TWO_POLICIES
 from translation_oracle import ADVANTAGES, Native, data, rho, row_mean, slime_mis, verl_rs
 
 from megatron_rl.config.schema import CorrectionConfig, LossName, Reduction
-from megatron_rl.loss import LossConfig, LossInputs, policy_loss
+from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
 from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
 from megatron_rl.translation.translate import TranslationError, translate
 
@@ -293,7 +293,7 @@ def test_what_cannot_be_said_names_the_key(framework: str, mapping: dict[str, An
 
 
 def test_the_result_is_a_correction_config_with_notes() -> None:
-    found = translate("trl", {"use_vllm": True, "learning_rate": 1e-6})
+    found = translate("trl", {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "learning_rate": 1e-6})
     config, notes = found
     assert isinstance(found, CorrectionConfig)
     assert type(config) is CorrectionConfig
@@ -312,7 +312,7 @@ def test_notes_name_their_condition() -> None:
     assert "20" in translate("verl", verl_rs("seq_sum_k1", "2")).notes[0]
     assert "one update per batch" in translate("trl", {"off_policy_mask_threshold": 0.5}).notes[0]
     assert "learner's own old logprobs" in translate("slime", {"use_opsm": True}).notes[0]
-    assert translate("trl", {"use_vllm": True, "learning_rate": 1e-6}).notes == [
+    assert translate("trl", {"use_vllm": False, "learning_rate": 1e-6}).notes == [
         "left out, as not about correction: learning_rate"
     ]
 

@@ -152,6 +152,22 @@ CASES: list[tuple[str, str, dict[str, Any], Native]] = [
         },
         kept(lambda p, u, m: (m * 1.0, band((u - p).exp(), 0.8, 1.3))),
     ),
+    (
+        "verl",
+        "all rows count in a loss with a reduction of its own",
+        {
+            "algorithm.rollout_correction": verl_rs("seq_mean_k1", "1.1"),
+            "trainer.use_v1": False,
+            "actor_rollout_ref.actor": {"loss_agg_mode": "token-mean", "policy_loss.loss_mode": "gspo"},
+        },
+        plain(lambda p, u, m: band(row_mean(u - p, m).exp(), 1 / 1.1, 1.1) * 1.0),
+    ),
+    (
+        "verl",
+        "removed settings that are null are off",
+        {"rollout_is": "token", "rollout_is_veto_threshold": None, "rollout_is_level": "null"},
+        plain(lambda p, u, m: rho(p, u).clamp(max=2.0)),
+    ),
     ("skyrl", "token TIS", {"tis_ratio_type": "token"}, plain(lambda p, u, m: rho(p, u).clamp(max=2.0))),
     (
         "skyrl",
@@ -305,6 +321,13 @@ CASES: list[tuple[str, str, dict[str, Any], Native]] = [
         {"tis": {"cap": 1.1, "level": "sequence"}},
         plain(lambda p, u, m: row_mean(p - u, m).exp().clamp(max=1.1)),
     ),
+    (
+        "fireworks",
+        "the section of its pull request 169",
+        {"policy_loss": "grpo", "is_correction": {"tis_cap": 1.1, "tis_level": "sequence", "eps_clip": 0.2}},
+        plain(lambda p, u, m: row_mean(p - u, m).exp().clamp(max=1.1)),
+    ),
+    ("fireworks", "that section alone", {"tis_cap": 1.2}, plain(lambda p, u, m: rho(p, u).clamp(max=1.2))),
     (
         "fireworks",
         "icepop below the cap",

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 from translation_oracle import band, row_max, row_mean, row_sum, verl_rs
 
+
+def verl_in_loss(loss_mode: str = "bypass_mode", **settings: Any) -> dict[str, Any]:
+    """Bypass as verl's documentation writes it for its default trainer: the settings inside the loss."""
+    policy_loss = {"loss_mode": loss_mode, "rollout_correction": settings}
+    return {"actor_rollout_ref": {"actor": {"use_rollout_log_probs": True, "policy_loss": policy_loss}}}
+
+
 BYPASSES: list[tuple[str, dict[str, Any]]] = [
     ("verl", {"bypass_mode": True, "rollout_is": "token"}),
     ("verl", {"algorithm": {"rollout_correction": {"bypass_mode": True}}, "trainer": {"use_v1": True}}),
+    ("verl", {"actor_rollout_ref.actor.policy_loss.loss_mode": "bypass_mode"}),
+    ("verl", {"algorithm.rollout_correction.bypass_mode": True, **verl_in_loss(rollout_is="token")}),
     ("skyrl", {"trainer": {"algorithm": {"policy_loss_type": "rollout_is", "off_policy_correction": {}}}}),
     ("skyrl", {"trainer.algorithm": {"policy_loss_type": "cispo", "cispo": {"cispo_anchor": "rollout"}}}),
     ("areal", {"use_decoupled_loss": False}),
@@ -44,6 +53,21 @@ TWO_POLICIES: list[tuple[str, dict[str, Any], str, Callable[[Tensor, Tensor, Ten
         {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence", **verl_rs("token_k2", "0.1")},
         "reinforce",
         lambda x, pi, a, m: -a * pi * row_sum(x, m).exp().clamp(max=2.0) * (x**2 / 2 <= 0.1),
+    ),
+    (
+        "verl",
+        {
+            "algorithm.rollout_correction": {"bypass_mode": True, "loss_type": "ppo_clip"},
+            **verl_in_loss(loss_type="reinforce", rollout_is="token", **verl_rs("seq_mean_k1", "0.8_1.1")),
+        },
+        "reinforce",
+        lambda x, pi, a, m: -a * pi * x.exp().clamp(max=2.0) * verl_band(x, m, 0.8, 1.1),
+    ),
+    (
+        "verl",
+        {"trainer.use_v1": True, **verl_in_loss(rollout_is="token", **verl_rs("token_k2", "0.05"))},
+        "ppo",
+        lambda x, pi, a, m: surrogate(x, a) * (x**2 / 2 <= 0.05),
     ),
     ("areal", {"use_decoupled_loss": False}, "ppo", lambda x, pi, a, m: surrogate(x, a)),
     (
