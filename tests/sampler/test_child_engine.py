@@ -30,7 +30,7 @@ folder = Path(sys.argv[1])
 config = Config(
     run=RunSection(device=Device.cpu),
     rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
-    sampler=SamplerSection(memory_gib=0.1, start_timeout_s=240),
+    sampler=SamplerSection(start_timeout_s=240, vllm={"kv_cache_memory_bytes": 100 << 20}),
 )
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs without
 sampler = EmbeddedSampler(EngineSettings.from_config(config), folder, folder)
