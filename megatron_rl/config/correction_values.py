@@ -48,10 +48,26 @@ class Findings(list[str]):
             self.add(f"{path}.low", low, f"it must be below {path}.high, which is {say(high)}")
 
 
-def check_correction(config: CorrectionConfig, path: str = "correction") -> list[str]:
+def unknown_words(config: CorrectionConfig, path: str = "correction") -> Findings:
+    """Text that is no member of its key's enum, and would pass for another member where it is compared."""
     found = Findings()
     found.member(f"{path}.anchor", config.anchor, Anchor)
     found.member(f"{path}.non_finite", config.non_finite, NonFinite)
+    found.member(f"{path}.weight.level", config.weight.level, Level)
+    found.member(f"{path}.weight.aggregate", config.weight.aggregate, Aggregate)
+    found.member(f"{path}.weight.outside", config.weight.outside, Outside)
+    for place, rule in enumerate(config.reject):
+        found.member(f"{path}.reject[{place}].stat", rule.stat, Stat)
+        found.member(f"{path}.reject[{place}].level", rule.level, Level)
+        if rule.reduce is not None:
+            found.member(f"{path}.reject[{place}].reduce", rule.reduce, Reduce)
+        if rule.when is not None:
+            found.member(f"{path}.reject[{place}].when", rule.when, When)
+    return found
+
+
+def check_correction(config: CorrectionConfig, path: str = "correction") -> list[str]:
+    found = unknown_words(config, path)
     _check_weight(found, config.weight, f"{path}.weight")
     for place, rule in enumerate(config.reject):
         _check_rule(found, rule, f"{path}.reject[{place}]")
@@ -61,9 +77,6 @@ def check_correction(config: CorrectionConfig, path: str = "correction") -> list
 
 
 def _check_weight(found: Findings, weight: WeightConfig, path: str) -> None:
-    found.member(f"{path}.level", weight.level, Level)
-    found.member(f"{path}.aggregate", weight.aggregate, Aggregate)
-    found.member(f"{path}.outside", weight.outside, Outside)
     high = weight.high if found.number(f"{path}.high", weight.high) else None
     low = weight.low if found.number(f"{path}.low", weight.low) else None
     if high is not None and high <= 0:
@@ -101,13 +114,9 @@ def _check_target(found: Findings, weight: WeightConfig, low: float | None, high
 
 
 def _check_rule(found: Findings, rule: RejectRule, path: str) -> None:
-    known = found.member(f"{path}.stat", rule.stat, Stat)
-    if found.member(f"{path}.level", rule.level, Level) and rule.level == Level.none:
+    known = rule.stat in list(Stat)
+    if rule.level == Level.none:
         found.add(f"{path}.level", rule.level, "a rule rejects tokens or sequences; use token or sequence")
-    if rule.reduce is not None:
-        found.member(f"{path}.reduce", rule.reduce, Reduce)
-    if rule.when is not None:
-        found.member(f"{path}.when", rule.when, When)
     if rule.level == Level.sequence and rule.reduce is None:
         found.add(f"{path}.reduce", None, f"a sequence rule needs one of {', '.join(Reduce)}")
     if rule.level == Level.token and rule.reduce is not None:

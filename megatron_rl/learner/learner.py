@@ -42,7 +42,7 @@ from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.packing import Pack, pack, plan
 from megatron_rl.learner.schedule import learning_rate
-from megatron_rl.loss import Totals, count_totals, policy_loss
+from megatron_rl.loss import Totals, count_totals, policy_loss, seen_tokens
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.shape import ModelShape
@@ -245,8 +245,9 @@ class Learner:
     def update(self, targets: Targets) -> dict[str, float]:
         """One optimizer step on the global minibatch; the same metrics on every rank."""
         counted_BT, groups_B = targets.denominator_mask_BT.to(self.device), targets.batch.groups_B.to(self.device)
-        totals = count_totals(counted_BT, groups_B, self.config.rollout.max_response_tokens)
-        rows = targets.mask_BT.any(dim=1).nonzero().flatten().tolist()  # the others add nothing
+        totals = count_totals(counted_BT, groups_B, self.config.rollout.max_response_tokens, targets.weights_BT)
+        seen_BT = seen_tokens(self.config.loss, targets.mask_BT, targets.denominator_mask_BT)
+        rows = seen_BT.any(dim=1).nonzero().flatten().tolist()  # the others add nothing
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

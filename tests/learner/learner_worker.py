@@ -19,6 +19,7 @@ from megatron_rl.config.schema import (
     Config,
     Format,
     Fp8,
+    KlOn,
     KvCache,
     LearnerSection,
     LossConfig,
@@ -47,7 +48,12 @@ def build(job: dict[str, Any]) -> Learner:
             Format.int8, smoothing=job.get("smoothing"), kv_cache=KvCache(job.get("kv_cache", "none"))
         ),
         learner=learner,
-        loss=LossConfig(name=LossName(job.get("loss", "ppo")), entropy_coef=job.get("entropy_coef", 0.0)),
+        loss=LossConfig(
+            name=LossName(job.get("loss", "ppo")),
+            entropy_coef=job.get("entropy_coef", 0.0),
+            kl_coef=job.get("kl_coef", 0.0),
+            kl_on=KlOn(job.get("kl_on", "trained")),
+        ),
         optim=OptimSection(lr=1e-3, warmup_steps=2),
         rollout=RolloutSection(temperature=0.8),
     )
@@ -71,6 +77,15 @@ def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "steps": steps,
         "names": sorted(name for name, _ in learner.named_parameters()),
     }
+
+
+def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
+    """A minibatch whose rows are all rejected and still counted, with a reference that is 0.5 below the policy."""
+    batch = make_batch()
+    before_BT = learner.logprobs(batch)
+    targets = make_targets(batch, before_BT)
+    nothing_BT = torch.zeros_like(batch.mask_BT)
+    return learner.update(replace(targets, ref_logprobs_BT=before_BT - 0.5, mask_BT=nothing_BT))
 
 
 def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +163,7 @@ def refused(job: dict[str, Any]) -> str:
 KINDS = {
     "train": train,
     "nonfinite": nonfinite,
+    "rejected": rejected,
     "broadcast": broadcast,
     "dead_rank": dead_rank,
     "activations": activations,
