@@ -5,6 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11,$(if $(shell $(p) -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])' 2>/dev/null && echo ok),$(p))))
 EXTRA ?= $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -m1 GPU),gpu,cpu)
 BIN := .venv/bin
+WORKERS ?= 2
 
 .PHONY: quickstart test check install install-dev lint resolve-gpu constraints clean help
 
@@ -23,7 +24,7 @@ quickstart: install
 	@$(BIN)/megatron-rl quickstart
 
 test: install-dev
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: install-dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

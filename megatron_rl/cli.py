@@ -113,11 +113,11 @@ def _train(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
-    from megatron_rl.preflight.checks import read_hf_config
+    from megatron_rl.models.model import read_hf_config
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
 
-    read_hf_config(config)
+    read_hf_config(config.model.path)
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
     return serve(settings, Path(config.model.path), options.host, options.port)
 
@@ -129,7 +129,7 @@ def run(config: Config, ranks: str = "local", dry: bool = False) -> int:
     from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
 
     machine = check(config)
-    check_datasets(config)
+    check_datasets(config.model, config.data, config.rollout, config.reward)
     run_dir = Path(config.run.root) / str(config.run.name)
     try:
         if ranks == "local" or _rank(ranks) == 0:
@@ -195,7 +195,7 @@ def _toy(options: argparse.Namespace) -> int:
 def _quickstart(options: argparse.Namespace) -> int:
     from megatron_rl.quickstart import quickstart
 
-    return quickstart(options.overrides)
+    return quickstart(options.overrides, run)
 
 
 def _report(options: argparse.Namespace) -> int:

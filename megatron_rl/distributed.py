@@ -1,9 +1,11 @@
-"""What ranks tell each other beside tensors: JSON. Nothing that another process sent is ever unpickled."""
+"""What ranks tell each other: JSON, and tensors over a group. Nothing that another process sent is ever unpickled."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,3 +25,34 @@ def exchange(value: Any) -> list[Any]:
     dist.all_gather_into_tensor(every, torch.cat((data, data.new_zeros(width - len(data)))))
     rows = every.view(world, width)
     return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+class Group(Protocol):
+    """The ranks that share a parameter."""
+
+    def max_(self, tensor: torch.Tensor) -> None:
+        """Replace by the element-wise maximum over the group."""
+
+    def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
+        """Fill `received` on the group's first rank with the tensors of the others, in order; empty elsewhere."""
+
+
+@dataclass(frozen=True)
+class TorchGroup:
+    handle: dist.ProcessGroup | None = None  # None: the world
+
+    def max_(self, tensor: torch.Tensor) -> None:
+        if dist.is_initialized():  # a lone process need not be
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
+
+    def gather(self, tensor: torch.Tensor, received: Sequence[torch.Tensor], rank: int) -> None:
+        # point to point: a collective would copy the first rank's own share as well
+        if rank:
+            dist.send(tensor, group=self.handle, group_dst=0)
+            return
+        pending = [
+            dist.irecv(buffer, group=self.handle, group_src=source) for source, buffer in enumerate(received, start=1)
+        ]
+        for work in pending:
+            if work is not None:
+                work.wait()

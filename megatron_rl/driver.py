@@ -84,7 +84,8 @@ class Driver:
         self._scored: list[Scored] = []
         self._drawn: list[Scored] = []
         self._seen = SamplerStats()
-        self.recorder = self._stack.enter_context(Recorder(config, resolved_yaml, run_dir, config.run.steps))
+        recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, if_exists=config.run.if_exists)
+        self.recorder = self._stack.enter_context(recorder)
         try:
             self._open(run_dir)
         except BaseException as error:
@@ -105,7 +106,7 @@ class Driver:
         self.sampler = make_sampler(EngineSettings.from_config(config), folder, log_dir, self.recorder.note)
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
-        self._rest = SleepSchedule(self.sampler, config.sampler.sleep)
+        self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
         supervised = config.rollout.source == RolloutSource.dataset
         answers = DatasetAnswers(tokenizer, config.data.answer_key) if supervised else self.sampler
         order = PromptOrder(train, config.run.seed, config.data.shuffle)
@@ -132,12 +133,12 @@ class Driver:
 
     def syncing(self) -> AbstractContextManager[None]:
         """Around a sync: an engine that sleeps wakes in the right order."""
-        return self._rest.syncing()
+        return self._sleep_schedule.syncing()
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
-        self._rest.wake()
+        self._sleep_schedule.wake()
         collected = self._collector.collect(step)
-        self._rest.sleep()
+        self._sleep_schedule.sleep()
         self._scored, self._drawn = collected.scored, collected.drawn
         return collate(collected.scored), collected.metrics | self._fleet_news()
 
@@ -164,12 +165,12 @@ class Driver:
 
     def probe(self, step: int) -> tuple[Batch, Sequence[Format]]:
         """Fresh answers of the sampler as it is now, unscored, and the formats that it runs."""
-        self._rest.wake()
+        self._sleep_schedule.wake()
         fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
         return collate([Scored(one, reward=0.0) for one in fresh]), distinct_formats(self._config)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        self._rest.wake()
+        self._sleep_schedule.wake()
         return self._evaluator.evaluate(step) if self._evaluator else {}
 
     def asked_to_stop(self) -> str | None:

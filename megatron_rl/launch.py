@@ -36,11 +36,11 @@ def world_size(config: Config) -> int:
 
 def launch(config: Config) -> int:
     """Runs every rank to its end; returns the exit status of the run."""
-    run, said = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
-    if said:
-        print(said, flush=True)
+    run, moved = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
+    if moved:
+        print(moved, flush=True)
     store = Path(tempfile.mkdtemp(prefix="megatron-rl-rendezvous-"))
-    ranks = Ranks(run, config, store)
+    ranks = RankProcesses(run, world_size(config), store)
     try:
         status = ranks.wait()
     finally:
@@ -57,12 +57,12 @@ def launch(config: Config) -> int:
     return status
 
 
-class Ranks:
-    """The processes of one attempt."""
+class RankProcesses:
+    """Those of one attempt."""
 
-    def __init__(self, run: RunDir, config: Config, store: Path) -> None:
+    def __init__(self, run: RunDir, count: int, store: Path) -> None:
         self._run = run
-        self._count = world_size(config)
+        self._count = count
         self.stopping: str | None = None
         self._stop_deadline = float("inf")
         self._failed: list[int] = []  # ranks that ended by themselves

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_rl.cli import run
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_toy
-from megatron_rl.runs.record import decode_line
+from megatron_rl.runs.metrics_file import read_metrics
+from megatron_rl.runs.run_dir import RunDir, read_status
 
 TOY = Path("data/toy")
 WARM_START = Path("recipes/toy_sft.yaml")
 RECIPE = Path("recipes/quickstart.yaml")
 
 
-def quickstart(overrides: Sequence[str]) -> int:
+def quickstart(overrides: Sequence[str], run: Callable[[Config], int]) -> int:
     if not RECIPE.is_file():
         raise ConfigError(f"{RECIPE}: not here; run this from the repository's folder")
     begun = time.monotonic()
@@ -36,22 +35,21 @@ def quickstart(overrides: Sequence[str]) -> int:
     print(f"\n3/3  reinforcement learning: DAPO with a sampler in format {config.quantization.format}")
     status = run(config)
     if status == 0:
-        print(_summary(config, time.monotonic() - begun))
+        print(_summary(RunDir(Path(config.run.root) / str(config.run.name)), time.monotonic() - begun))
     return status
 
 
-def _summary(config: Config, seconds: float) -> str:
-    folder = Path(config.run.root) / str(config.run.name)
-    lines = [decode_line(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def _summary(run: RunDir, seconds: float) -> str:
+    lines = read_metrics(run.metrics)
     evals = [(line["progress/step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
     steps = [line for line in lines if line["progress/step"] > 0]
     kl = sum(line.get("rollout_corr/k3_kl", 0.0) for line in steps) / max(1, len(steps))
     sync = sum(line.get("time/sync", 0.0) for line in steps) / max(1e-9, sum(line["time/step"] for line in steps))
     wall = f"{seconds / 60:.1f} minutes"
-    status = json.loads((folder / "status.json").read_text())["state"]
+    status = read_status(run.path)["state"]
     accuracy = f"{evals[0][1]:.2f} before, {evals[-1][1]:.2f}" if evals else "not measured,"
     return (
         f"\n{status} in {wall}. Greedy accuracy on held-out problems: {accuracy} after {len(steps)} steps.\n"
         f"Sampler against learner: mean k3 KL {kl:.4f} nats per token. Weight sync: {sync:.1%} of the time.\n"
-        f"The report, with curves: {folder / 'report.html'}"
+        f"The report, with curves: {run.report}"
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.config.fleet import distinct_formats, is_fleet
 from megatron_rl.config.schema import (
     Anchor,
     Config,
@@ -28,12 +29,13 @@ from megatron_rl.config.schema import (
     RewardSection,
     RolloutSource,
     RunSection,
+    Sleep,
     SyncSection,
 )
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner.learner import Learner
 from megatron_rl.loss.covariance import select_by_covariance
-from megatron_rl.preflight.checks import read_hf_config
+from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction import Correction, correct
 from megatron_rl.rollout_correction.breakdown import mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
@@ -48,15 +50,36 @@ def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
     """One run, from loaded weights to the last report."""
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
     with ExitStack() as last, driving as driver:
-        learner = Learner(config, read_hf_config(config), dump_dir=run_dir / "dumps")
+        model = Model.read(config.model.path, config.learner)
+        learner = Learner(
+            model,
+            run=config.run,
+            learner=config.learner,
+            optim=config.optim,
+            loss=config.loss,
+            correction=config.correction,
+            rollout=config.rollout,
+            quantization=config.quantization,
+            engine_sleeps=config.sampler.sleep != Sleep.none,
+            dump_dir=run_dir / "dumps",
+        )
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
         last.callback(learner.close)
-        with closing(WeightSync(learner, driver.sampler, config)) as sync:
+        sync = WeightSync(
+            learner,
+            driver.sampler,
+            distinct_formats(config),
+            quantization=config.quantization,
+            sync=config.sync,
+            engines=config.sampler,
+            fleet=is_fleet(config),
+        )
+        with closing(sync):
             load_policy(learner, config.model, config.run.seed, config.loss.kl_coef)
             calibrate(learner, driver, config.quantization)
             loop(config, driver, learner, sync)
             if config.log.export:
-                export_hf(learner, config, run_dir / "model")
+                export_hf(learner, Path(config.model.path), run_dir / "model")
 
 
 def load_policy(learner: Learner, model: ModelSection, seed: int, kl_coef: float) -> None:
@@ -171,15 +194,8 @@ def publish(
             metrics = sync.push(step).metrics()
         if due(step // section.every, section.verify_every):
             batch, formats = learner.broadcast(driver.probe(step))
-            metrics |= probe.check_formats(
-                batch,
-                learner.logprobs(batch),
-                formats,
-                version=step,
-                budget=section.probe_budget,
-                vocab=learner.shape.vocab,
-                tied=learner.shape.tied,
-            )
+            about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget)
+            metrics |= probe.check_formats(batch, learner.logprobs(batch), formats, about)
     return metrics
 
 

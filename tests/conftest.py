@@ -1,8 +1,13 @@
-"""Before anything loads torch: threads that wait let others run, so that the tests bear a busy machine."""
+"""Before anything loads torch: threads that wait let others run, so that the tests bear a busy machine.
+
+`make test` runs two workers, and gives each the cores' fair share of threads; a file's tests stay on one worker.
+"""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
+import preloaded
 import pytest
 
 from megatron_rl.data.toy import write_toy
@@ -13,6 +18,30 @@ for name, value in SHORT_SPIN.items():
 collect_rarely()
 
 ROOT = Path(__file__).parent.parent
+LONGEST = (  # first, so that no worker is left alone with one at the end
+    "test_end_to_end.py", "test_fleet.py", "test_learner.py", "test_loop.py", "test_live_updates.py",
+    "test_engine_cases.py", "test_tensor_parallel_engine.py", "test_slurm.py", "test_child_engine.py",
+    "test_sampler_shards.py",
+)  # fmt: skip
+SESSION = ExitStack()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        return
+    workers = len(config.getoption("tx", None) or [])
+    if workers > 1:  # torch's, in the workers and what they start; an engine takes its own
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
+    SESSION.enter_context(preloaded.parents())
+
+
+def pytest_unconfigure() -> None:
+    SESSION.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture

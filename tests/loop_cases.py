@@ -25,23 +25,32 @@ class Kept(SilentRecorder):
 
 
 def main(folder: Path, cases: dict[str, list[str]]) -> None:
+    from megatron_rl.config.fleet import distinct_formats
     from megatron_rl.driver import Driver
     from megatron_rl.learner.learner import Learner
-    from megatron_rl.preflight.checks import read_hf_config
+    from megatron_rl.models.model import Model
     from megatron_rl.train import load_policy, loop
     from megatron_rl.weight_sync.push import WeightSync
 
     recipe = folder / "loop.yaml"
     base = load(recipe)
     with Driver(base, to_yaml(base), folder / "run") as driver:
-        learner = Learner(base, read_hf_config(base))
+        model = Model.read(base.model.path, base.learner)
+        learner = Learner(
+            model, run=base.run, learner=base.learner, optim=base.optim, loss=base.loss, correction=base.correction,
+            rollout=base.rollout, quantization=base.quantization,
+        )  # fmt: skip
         load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
-        sync = WeightSync(learner, driver.sampler, base)
+        sync = WeightSync(
+            learner, driver.sampler, distinct_formats(base),
+            quantization=base.quantization, sync=base.sync, engines=base.sampler, fleet=False,
+        )  # fmt: skip
         try:
             for number, (name, overrides) in enumerate(cases.items()):
                 done = number * (base.run.steps + 1)  # policy versions only ever grow
                 config = load(recipe, [*overrides, f"run.steps={done + base.run.steps}"])
-                learner.config, driver.recorder = config, Kept()
+                learner.loss, learner.correction, learner.run = config.loss, config.correction, config.run
+                driver.recorder = Kept()
                 before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
                 loop(config, driver, learner, sync, done)
                 moved = sum(

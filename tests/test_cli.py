@@ -8,7 +8,8 @@ from megatron_rl import cli
 from megatron_rl.config import load
 from megatron_rl.config.schema import Device, Format
 from megatron_rl.preflight import checks
-from megatron_rl.preflight.machine import Machine, format_problem
+from megatron_rl.preflight.machine import Machine
+from megatron_rl.quantization.formats import format_problem
 
 ROOT = Path(__file__).parent.parent
 

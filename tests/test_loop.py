@@ -3,11 +3,11 @@
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from preloaded import run
 
 from megatron_rl.config.schema import Estimator, LossName
 from megatron_rl.data.toy import write_toy
@@ -59,14 +59,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     write_toy(folder / "toy")
     (folder / "loop.yaml").write_text(RECIPE.format(root=ROOT, folder=folder))
     (folder / "uneven_reward.py").write_text(REWARD)
-    done = subprocess.run(
+    done = run(
+        "megatron",
         [sys.executable, str(ROOT / "tests" / "loop_cases.py"), str(folder), json.dumps(cases())],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]

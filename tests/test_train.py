@@ -39,8 +39,8 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(monkeypatch: pytest.
 
     monkeypatch.setattr(train, "Driver", lambda *_: Part("driver", log))
     monkeypatch.setattr(train, "Learner", lambda *_, **__: Part("learner", log))
-    monkeypatch.setattr(train, "WeightSync", lambda *_: Part("sync", log))
-    monkeypatch.setattr(train, "read_hf_config", lambda _: {})
+    monkeypatch.setattr(train, "WeightSync", lambda *_, **__: Part("sync", log))
+    monkeypatch.setattr(train.Model, "read", lambda *_: None)
     monkeypatch.setattr(train, "load_policy", lambda *_: None)
     monkeypatch.setattr(train, "loop", fails)
     with pytest.raises(ArithmeticError):

@@ -22,16 +22,16 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.config import ConfigError
 from megatron_rl.models import torch_dist
 from megatron_rl.models.hf_folder import (
     INDEX,
     HfFolder,
     HfFolderWriter,
-    TensorSpec,
     copy_companions,
-    read_config,
     write_folder,
 )
+from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.torch_dist import CheckpointError
 
@@ -62,7 +62,8 @@ def import_folder(source: Path, target: Path) -> None:
     """Hugging Face folder -> checkpoint."""
     _refuse_existing(target)
     folder = HfFolder(source)
-    shape = ModelShape.from_hf(folder.config)
+    hf_config = read_hf_config(source, key="HF_FOLDER")
+    shape = ModelShape.from_hf(hf_config)
     extras = _check_names(folder, shape)
     sizes = torch_dist.hf_shapes(shape)
     progress = Progress("read", len(sizes))
@@ -74,6 +75,9 @@ def import_folder(source: Path, target: Path) -> None:
         progress.add(tensor.nbytes)
         return tensor
 
+    from megatron_rl.learner import host  # before megatron
+
+    host.install()
     with _completed(target) as partial:
         torch_dist.save(partial, shape, get)
         kept = partial / KEPT
@@ -84,7 +88,7 @@ def import_folder(source: Path, target: Path) -> None:
         for file, header in folder.headers.items():
             (kept / HEADERS / f"{file}.header").write_bytes(header)
         if extras:
-            write_folder(kept / EXTRAS, {name: folder.get(name) for name in extras}, folder.config)
+            write_folder(kept / EXTRAS, {name: folder.get(name) for name in extras}, hf_config)
     print(f"wrote the checkpoint {target}")
 
 
@@ -98,9 +102,8 @@ def export_folder(source: Path, target: Path, original: Path | None = None) -> N
             f"{source} keeps no {KEPT}/ folder with config.json and tokenizer: name the model's original Hugging Face "
             "folder with --hf"
         )
-    shape = ModelShape.from_hf(read_config(companions))
-    dtypes = torch_dist.dtypes(reader, shape)
-    specs = [TensorSpec(name, dtypes[name], size) for name, size in torch_dist.hf_shapes(shape).items()]
+    shape = ModelShape.from_hf(read_hf_config(companions, key="HF_FOLDER"))
+    specs = torch_dist.specs(reader, shape)
     headers = _headers(companions)
     progress = Progress("wrote", len(specs))
     with _completed(target) as partial:
@@ -178,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
             import_folder(given.source, given.target)
         else:
             export_folder(given.source, given.target, given.hf)
-    except (CheckpointError, OSError, ValueError, KeyError) as error:
+    except (CheckpointError, ConfigError, OSError, ValueError, KeyError) as error:
         print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
         return 1
     return 0

@@ -20,19 +20,23 @@ from megatron_rl.config.schema import (
     Estimator,
     Level,
     LossConfig,
-    LossName,
     Reduction,
     RolloutSource,
     TrustRegion,
 )
+from megatron_rl.loss.table import LOSSES, losses
 
 __all__ = ["check_advantage", "check_correction", "check_loss", "check_objective", "problems"]
 
-# losses whose ratio is pi over the anchor, clipped around 1
-CLIPPED = (LossName.ppo, LossName.gspo, LossName.cispo, LossName.clip_cov, LossName.kl_cov, LossName.rollout_is)
-DUAL_CLIPPED = (LossName.ppo, LossName.gspo, LossName.clip_cov, LossName.kl_cov)
-COVARIANCE = (LossName.clip_cov, LossName.kl_cov)
-WITHOUT_RATIO = (LossName.reinforce, LossName.cross_entropy)
+BANDED = losses(lambda loss: loss.band)
+OPEN_BANDED = losses(lambda loss: loss.band == "open")
+CAPPED = losses(lambda loss: "absolute" in loss.reads)
+DUAL_CLIPPED = losses(lambda loss: "dual_clip" in loss.reads)
+COVARIANCE = losses(lambda loss: loss.selects)
+PER_ROW = losses(lambda loss: loss.per_row)
+WITH_RATIO = losses(lambda loss: loss.ratio)
+AGAINST_SAMPLER = losses(lambda loss: loss.against_sampler)
+SUPERVISED = losses(lambda loss: loss.supervised)
 
 
 def problems(config: Config) -> list[str]:
@@ -52,7 +56,7 @@ def _check_answers(found: Findings, config: Config) -> None:
             found.add("correction.anchor", config.correction.anchor, f"{way_out} prox")
         if reward.learner_estimate:
             found.add("reward.learner_estimate", True, f"{way_out} false")
-    elif estimator == Estimator.none and config.loss.name != LossName.cross_entropy:
+    elif estimator == Estimator.none and config.loss.name not in SUPERVISED:
         way_out = "every sampled answer would count the same, whatever its reward; use grpo"
         found.add("advantage.estimator", estimator, way_out)
     if found.number("reward.overlong_penalty", reward.overlong_penalty, optional=False) and reward.overlong_penalty < 0:
@@ -86,14 +90,14 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig, advantage: A
     """Everything about the three sections, one by one and together."""
     found = Findings(check_correction(correction) + check_loss(loss) + check_advantage(advantage))
     by_sampler = correction.anchor == Anchor.sampler
-    if by_sampler and loss.name not in WITHOUT_RATIO and correction.weight.level != Level.none:
+    if by_sampler and loss.name in WITH_RATIO and correction.weight.level != Level.none:
         found.add(
             "correction.weight.level",
             correction.weight.level,
             f"with correction.anchor: sampler the ratio of loss.name: {loss.name} already holds the mismatch and a "
             "weight would count it twice; use correction.weight.level: none, or loss.name: reinforce",
         )
-    if loss.name == LossName.rollout_is and not by_sampler:
+    if loss.name in AGAINST_SAMPLER and not by_sampler:
         found.add("loss.name", loss.name, "its ratio is pi over the sampler; set correction.anchor: sampler")
     if loss.name in COVARIANCE and by_sampler:
         found.add(
@@ -106,12 +110,12 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig, advantage: A
 
 def check_loss(config: LossConfig, path: str = "loss") -> list[str]:
     found = Findings()
-    found.member(f"{path}.name", config.name, LossName)
+    found.member(f"{path}.name", config.name, LOSSES)
     found.member(f"{path}.kl_estimator", config.kl_estimator, Divergence)
     found.member(f"{path}.trust_region", config.trust_region, TrustRegion)
     if config.reduction is not None:
         found.member(f"{path}.reduction", config.reduction, Reduction)
-    if config.name in (LossName.gspo, LossName.gmpo) and config.reduction == Reduction.token_mean:
+    if config.name in PER_ROW and config.reduction == Reduction.token_mean:
         found.add(
             f"{path}.reduction",
             config.reduction,
@@ -139,14 +143,15 @@ def check_loss(config: LossConfig, path: str = "loss") -> list[str]:
 
 
 def _check_clip(found: Findings, config: LossConfig, path: str, usable: Mapping[str, bool]) -> None:
-    if usable["clip_low"] and config.name in CLIPPED and not config.absolute and config.clip_low > 1:
+    if usable["clip_low"] and config.name in BANDED and not config.absolute and config.clip_low > 1:
         found.add(f"{path}.clip_low", config.clip_low, "the ratio is clipped below at 1 - clip_low; use at most 1")
-    if config.name == LossName.rollout_is:
+    if config.name in OPEN_BANDED:
         for key in ("clip_low", "clip_high"):
             if usable[key] and getattr(config, key) == 0:
                 found.add(f"{path}.{key}", 0, "the open band ends at a ratio of 1 and drops what agrees; use above 0")
-    if config.absolute and config.name != LossName.cispo:
-        found.add(f"{path}.absolute", True, f"only cispo caps the ratio itself; with {config.name} use false")
+    if config.absolute and config.name not in CAPPED:
+        names = ", ".join(CAPPED)
+        found.add(f"{path}.absolute", True, f"only {names} caps the ratio itself; with {config.name} use false")
     if config.absolute and config.clip_high == 0:
         found.add(f"{path}.clip_high", config.clip_high, "with absolute it caps the ratio itself; use a cap above 0")
     if config.dual_clip is not None:

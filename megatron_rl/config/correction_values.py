@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from enum import StrEnum
+from collections.abc import Iterable
 
 from megatron_rl.config.schema import (
     Aggregate,
@@ -28,10 +28,10 @@ class Findings(list[str]):
     def add(self, path: str, value: object, way_out: str) -> None:
         self.append(f"{path} is {say(value)}: {way_out}")
 
-    def member(self, path: str, value: object, kind: type[StrEnum]) -> bool:
-        if value in list(kind):
+    def member(self, path: str, value: object, known: Iterable[str]) -> bool:
+        if value in list(known):
             return True
-        self.add(path, value, f"use one of {', '.join(kind)}")
+        self.add(path, value, f"use one of {', '.join(known)}")
         return False
 
     def number(self, path: str, value: float | None, *, optional: bool = True) -> bool:

@@ -7,7 +7,9 @@ the defaults of the project; `conf/base.yaml` only repeats those a reader should
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.loss.table import LOSSES
 
 
 class IfExists(StrEnum):
@@ -304,18 +306,10 @@ class AdvantageConfig:
     estimator: Estimator = Estimator.grpo
 
 
-class LossName(StrEnum):
-    ppo = "ppo"
-    gspo = "gspo"
-    cispo = "cispo"
-    sapo = "sapo"
-    gmpo = "gmpo"
-    dppo = "dppo"
-    clip_cov = "clip_cov"
-    kl_cov = "kl_cov"
-    reinforce = "reinforce"
-    rollout_is = "rollout_is"
-    cross_entropy = "cross_entropy"
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = StrEnum("LossName", list(LOSSES), module=__name__)
 
 
 class Reduction(StrEnum):
@@ -345,7 +339,7 @@ class KlOn(StrEnum):
 
 @dataclass(frozen=True)
 class LossConfig:
-    name: LossName = LossName.ppo
+    name: LossName = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = None  # ppo family

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import Config, DataSection, LongPrompts, RolloutSource
+from megatron_rl.config.schema import (
+    DataSection,
+    LongPrompts,
+    ModelSection,
+    RewardSection,
+    RolloutSection,
+    RolloutSource,
+)
 from megatron_rl.types import Prompt
 
 
@@ -204,11 +211,11 @@ class PromptOrder:
             yield self._prompts[self._order[offset]]
 
 
-def check_datasets(config: Config) -> None:
+def check_datasets(model: ModelSection, data: DataSection, rollout: RolloutSection, reward: RewardSection) -> None:
     """Raises what loading the data would raise, before anything is started."""
-    tokenizer = FolderTokenizer(Path(config.model.path))
-    needs_answer = config.reward.name == "exact_match" or config.rollout.source == RolloutSource.dataset
-    for key in ("train", "eval") if config.data.eval else ("train",):
-        dataset = load_dataset(key, config.data, tokenizer, config.rollout.max_prompt_tokens)
+    tokenizer = FolderTokenizer(Path(model.path))
+    needs_answer = reward.name == "exact_match" or rollout.source == RolloutSource.dataset
+    for key in ("train", "eval") if data.eval else ("train",):
+        dataset = load_dataset(key, data, tokenizer, rollout.max_prompt_tokens)
         for prompt in dataset.prompts if needs_answer else ():
-            _field(prompt.row, config.data.answer_key, "data.answer_key", Path(getattr(config.data, key)), prompt.id)
+            _field(prompt.row, data.answer_key, "data.answer_key", Path(getattr(data, key)), prompt.id)

@@ -1,8 +1,8 @@
 """The process that owns vLLM's engine: `python -m megatron_rl.engine.child FD PARENT_PID`.
 
 Answers one request at a time from the socket FD. Lives exactly as long as its parent: the kernel kills it when
-the parent dies, and the end of the socket's stream does the same where the kernel does not. Interrupts are the
-parent's business.
+the parent dies, and the end of the socket's stream does the same where the kernel does not. It ignores Ctrl-C: its
+parent decides what an interrupt means.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -117,35 +118,21 @@ class Engine:
 
     def start_weight_update(self) -> None:
         self.ready.begin_update()
-        try:
+        with self._abandoned_on_failure():
             self._on_workers("abort_weight_update")
             self._on_workers("start_weight_update")
-        except (RuntimeError, WeightSyncError):
-            self.ready.abandon_update(torn=self._worker_states()[1])
-            raise
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.ready.beside = bool(update_info.get(BACKGROUND))
-        try:
+        with self._abandoned_on_failure(abort=True):
             self._on_workers("update_weights", update_info=update_info)
-        except (RuntimeError, WeightSyncError):
-            self._on_workers("abort_weight_update")
-            self.ready.abandon_update(torn=self._worker_states()[1])
-            raise
 
     def finish_weight_update(self) -> dict[str, Any]:
-        try:
+        with self._abandoned_on_failure(abort=True):
             self._on_workers("await_weight_update")
-        except (RuntimeError, WeightSyncError):
-            self._on_workers("abort_weight_update")
-            self.ready.abandon_update(torn=self._worker_states()[1])
-            raise
         self.ready.beside = False
-        try:
+        with self._abandoned_on_failure():
             self._on_workers("finish_weight_update")
-        except BaseException:
-            self.ready.abandon_update(torn=self._worker_states()[1])
-            raise
         states, torn = self._worker_states()
         if torn:
             self.ready.abandon_update(torn=True)
@@ -153,6 +140,17 @@ class Engine:
         self.llm.reset_prefix_cache()
         self.ready.complete_update(states[0]["policy_version"])
         return max(states, key=lambda state: state["load_s"])
+
+    @contextmanager
+    def _abandoned_on_failure(self, abort: bool = False) -> Iterator[None]:
+        """A step of an update. `abort`: the workers still hold what has arrived, and have to drop it."""
+        try:
+            yield
+        except Exception:
+            if abort:
+                self._on_workers("abort_weight_update")
+            self.ready.abandon_update(torn=self._worker_states()[1])
+            raise
 
     def _worker_states(self) -> tuple[list[dict[str, Any]], bool]:
         """What each worker holds, and whether together that is no version at all."""

@@ -7,6 +7,7 @@ take whole tensors and cut their own shard.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -21,33 +22,33 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.torch_utils import is_quantized_kv_cache
 
-from megatron_rl.quantization.quantize import BLOCK
-from megatron_rl.weight_sync.manifest import DTYPE_NAMES, Expected, WeightSyncError
+from megatron_rl.models.tensors import TensorSpec, dtype_name
+from megatron_rl.quantization.formats import SCALE_DTYPE, scale_shape
+from megatron_rl.weight_sync.manifest import WeightSyncError
 
 
-def expected_tensors(model: torch.nn.Module, tied: bool) -> dict[str, Expected]:
+def expected_tensors(model: torch.nn.Module, tied: bool) -> dict[str, TensorSpec]:
     """Every tensor an update must carry, by its Hugging Face name."""
     fused_names: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    expected: dict[str, Expected] = {}
+    expected: list[TensorSpec] = []
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
-            expected |= _linear(name, module, fused_names)
+            expected += _linear(name, module, fused_names)
         elif isinstance(module, RoutedExperts):
-            expected |= _experts(name, module)
+            expected += _experts(name, module)
         elif isinstance(module, Attention):
             owner = name.rpartition(".")[0]  # in a checkpoint the scales belong to the attention block
             names = [scale.rpartition(".")[2] for scale in cache_scale_names(name, module)]
-            expected |= {f"{owner}.{scale}": Expected("float32", (1,)) for scale in names}
+            expected += [TensorSpec(f"{owner}.{scale}", SCALE_DTYPE, (1,)) for scale in names]
         elif isinstance(module, ParallelLMHead) and tied:
             continue
         elif isinstance(module, VocabParallelEmbedding):
             shape = (module.org_vocab_size, module.embedding_dim)
-            dtype: Any = module.weight.dtype
-            expected[f"{name}.weight"] = Expected(DTYPE_NAMES[dtype], shape)
+            expected.append(TensorSpec(f"{name}.weight", dtype_name(cast(torch.dtype, module.weight.dtype)), shape))
         else:
-            for suffix, parameter in module.named_parameters(recurse=False):
-                expected[f"{name}.{suffix}"] = Expected(DTYPE_NAMES[parameter.dtype], tuple(parameter.shape))
-    return expected
+            own = module.named_parameters(recurse=False)
+            expected += [TensorSpec.of(f"{name}.{suffix}", parameter) for suffix, parameter in own]
+    return {tensor.name: tensor for tensor in expected}
 
 
 def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -81,19 +82,17 @@ def cache_scales(model: Any) -> dict[str, tuple[float, float]]:
     return {name: (float(k.max()), float(v.max())) for name, (k, v) in scales.items() if not k.is_meta}
 
 
-def _linear(name: str, layer: Any, fused_names: dict[str, list[str]]) -> dict[str, Expected]:
+def _linear(name: str, layer: Any, fused_names: dict[str, list[str]]) -> Iterator[TensorSpec]:
     parameters = checkpoint_parameters(layer)
-    expected: dict[str, Expected] = {}
     for part, rows in _parts(name, layer, fused_names):
         for suffix, parameter in parameters.items():
             shape = _shape(name, suffix, rows, layer.input_size, layer)
-            expected[f"{part}.{suffix}"] = Expected(DTYPE_NAMES[parameter.dtype], shape)
+            yield TensorSpec(f"{part}.{suffix}", dtype_name(parameter.dtype), shape)
         if layer.bias is not None:
-            expected[f"{part}.bias"] = Expected(DTYPE_NAMES[layer.params_dtype], (rows,))
-    return expected
+            yield TensorSpec(f"{part}.bias", dtype_name(layer.params_dtype), (rows,))
 
 
-def _experts(name: str, layer: RoutedExperts) -> dict[str, Expected]:
+def _experts(name: str, layer: RoutedExperts) -> Iterator[TensorSpec]:
     """Every expert's projections; the engine stacks gate and up of all its experts (w13), and down of all (w2)."""
     moe = layer.moe_config
     hidden, inner = moe.hidden_dim_unpadded, moe.intermediate_size
@@ -104,16 +103,14 @@ def _experts(name: str, layer: RoutedExperts) -> dict[str, Expected]:
         "w2": [(down, hidden, inner)],
     }
     owner = name.rpartition(".")[0]  # the checkpoint has the experts one level above the module that holds them
-    expected: dict[str, Expected] = {}
     for parameter_name, parameter in checkpoint_parameters(layer).items():
         stack, _, suffix = parameter_name.partition("_")
-        for part, rows, columns in stacked.get(stack, []):
-            wanted = Expected(DTYPE_NAMES[parameter.dtype], _shape(name, suffix, rows, columns, layer))
-            for expert in range(moe.num_logical_experts):
-                expected[f"{owner}.{expert}.{part}.{suffix}"] = wanted
         if stack not in stacked:
             raise WeightSyncError(f"the engine's layer {name} has a parameter {parameter_name} that no update carries")
-    return expected
+        for part, rows, columns in stacked[stack]:
+            shape = _shape(name, suffix, rows, columns, layer)
+            for expert in range(moe.num_logical_experts):
+                yield TensorSpec(f"{owner}.{expert}.{part}.{suffix}", dtype_name(parameter.dtype), shape)
 
 
 def _shape(name: str, suffix: str, rows: int, columns: int, layer: torch.nn.Module) -> tuple[int, ...]:
@@ -121,7 +118,7 @@ def _shape(name: str, suffix: str, rows: int, columns: int, layer: torch.nn.Modu
     if suffix == "weight":
         return (rows, columns)
     if suffix == "weight_scale":
-        return (-(-rows // BLOCK), -(-columns // BLOCK)) if _is_block_scaled(layer) else (rows, 1)
+        return scale_shape(rows, columns, blocks=getattr(layer, "weight_block_size", None) is not None)
     raise WeightSyncError(f"the engine's layer {name} has a parameter {suffix} that no update carries")
 
 
@@ -139,7 +136,3 @@ def _parts(name: str, layer: Any, fused_names: dict[str, list[str]]) -> list[tup
     else:
         raise WeightSyncError(f"the engine's layer {name} is fused in a way that updates do not know")
     return [(f"{parent}.{part}", size) for part, size in zip(fused_names[last], sizes, strict=True)]
-
-
-def _is_block_scaled(layer: torch.nn.Module) -> bool:
-    return getattr(layer, "weight_block_size", None) is not None

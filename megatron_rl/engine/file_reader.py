@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_rl.models.tensors import TensorSpec, torch_dtype
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.delta import apply_patch
 from megatron_rl.weight_sync.file_transport import manifest_path, version_directory
-from megatron_rl.weight_sync.manifest import Expected, Manifest, TensorEntry, WeightSyncError
+from megatron_rl.weight_sync.manifest import Manifest, TensorEntry, WeightSyncError
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class _Stored:
 
 
 def stage(
-    directory: Path, policy_version: int, writers: int, expected: Mapping[str, Expected], current_version: int
+    directory: Path, policy_version: int, writers: int, expected: Mapping[str, TensorSpec], current_version: int
 ) -> Staged:
     """Map and verify all files of an update; raises WeightSyncError that names what is wrong."""
     start = time.perf_counter()
@@ -48,7 +49,7 @@ def stage(
     for each in manifests:
         manifest.verify_version(each.policy_version, current_version, policy_version)
     entries = manifest.join(manifests)
-    manifest.verify_entries([entry for _, entry in entries.values()], expected)
+    manifest.verify_tensors([entry for _, entry in entries.values()], expected)
     newest_first = [_stored(directory, policy_version, manifests), *_built_upon(directory, policy_version, manifests)]
     tensors = {name: _verified_tensor(name, newest_first) for name in entries}
     nbytes = sum(entry.stored_bytes for _, entry in entries.values())
@@ -136,7 +137,7 @@ def _verified_tensor(name: str, newest_first: list[dict[str, _Stored]]) -> torch
         raise WeightSyncError(f"corrupt tensor {name}: {error}") from error
     if manifest.checksum(data.data) != entry.checksum:
         raise WeightSyncError(f"corrupt tensor {name}: its bytes do not match its checksum")
-    return torch.from_numpy(data).view(manifest.DTYPES[entry.dtype]).reshape(entry.shape)
+    return torch.from_numpy(data).view(torch_dtype(entry.dtype)).reshape(entry.shape)
 
 
 def _some(names: list[str]) -> str:

@@ -1,8 +1,8 @@
-"""Whether an engine may answer: what it has been told, and what it has completed since. Pure.
+"""Whether an engine may answer, given the updates and the sleep that it has been through. Pure.
 
-An engine that shares a GPU with the learner sleeps while the learner works. Between the first word of an update and
-its end, between falling asleep and being wholly awake, and from the moment its weights were discarded until a sync
-has brought new ones, a request gets an error that says which of these it is.
+A request is refused, with the reason, while an update is unfinished, while weights or cache are asleep (an engine that
+shares a GPU with the learner sleeps while the learner works), and once its weights were discarded until a sync has
+brought new ones.
 """
 
 from __future__ import annotations

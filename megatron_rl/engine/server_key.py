@@ -1,8 +1,8 @@
 """The key of a fleet's server, asked for on every route: an ASGI middleware for vLLM's `--middleware`.
 
-vLLM's own check covers /v1 and /inference only. The routes that move weights, pause the engine or call its workers
-(/collective_rpc, /update_weight_version, /pause, ...) answer anyone who reaches the port, and so does everything
-else; here nothing does. The key comes from the environment, where vLLM's own check finds it too.
+vLLM's own check covers /v1 and /inference only. Every other route answers anyone who reaches the port, also those that
+move weights, pause the engine or call its workers (/collective_rpc, /update_weight_version, /pause, ...). With this
+middleware none does. The key comes from the environment, where vLLM's own check finds it too.
 """
 
 from __future__ import annotations

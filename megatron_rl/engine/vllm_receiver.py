@@ -31,8 +31,9 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from megatron_rl.engine import expectation, reload
 from megatron_rl.engine.receiver import SyncState
 from megatron_rl.engine.receiver import WorkerExtension as WorkerExtension  # what vLLM looks for here
-from megatron_rl.weight_sync import ipc_handles, manifest, wire
-from megatron_rl.weight_sync.manifest import NO_VERSION, Expected, WeightSyncError
+from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.weight_sync import manifest, wire
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX, Announcement
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
@@ -77,13 +78,13 @@ class Inbox:
         return sum(tensor.nbytes for tensor in self.announced.tensors)
 
 
-def check_announcement(announced: Announcement, expected: Mapping[str, Expected], current_version: int) -> None:
+def check_announcement(announced: Announcement, expected: Mapping[str, TensorSpec], current_version: int) -> None:
     names = [tensor.name for tensor in announced.tensors]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise WeightSyncError(f"duplicate tensor {twice[0]}: announced twice in one update")
     manifest.verify_version(announced.policy_version, current_version, announced.policy_version)
-    manifest.verify_entries([tensor.entry() for tensor in announced.tensors], expected)
+    manifest.verify_tensors(announced.tensors, expected)
 
 
 class Checked:
@@ -134,7 +135,7 @@ class Checked:
 
     def _receive(self, update_info: dict[str, Any], inbox: Inbox) -> None:
         if "ipc_handles" in update_info:
-            update_info = update_info | {"ipc_handles": ipc_handles.decode(update_info["ipc_handles"])}
+            update_info = update_info | {"ipc_handles": wire.decode_handles(update_info["ipc_handles"])}
         info = self.parse_update_info(update_info)  # type: ignore[attr-defined]
         self.set_weight_update_target(inbox, self.model_config)  # type: ignore[attr-defined]
         try:

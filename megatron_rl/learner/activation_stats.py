@@ -19,8 +19,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megatron_rl.learner.packing import Pack
-from megatron_rl.models.mapping import Norm
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.table import Norm
 
 
 class ActivationStats:
@@ -32,8 +32,7 @@ class ActivationStats:
 
     def watch(self, model: Any, first_layer: int, shard: int | None) -> None:
         """Follow one chunk of the pipeline. `shard`: this rank's number where positions are split over ranks."""
-        passing: list[Pack] = []
-        model.register_forward_pre_hook(partial(_remember, passing), with_kwargs=True)
+        passing = passing_pack(model)
         for index, layer in enumerate(model.decoder.layers):
             for norm, module, reader in (
                 (Norm.attention, layer.input_layernorm, lambda layer=layer: layer.self_attention.linear_qkv),
@@ -72,8 +71,15 @@ class ActivationStats:
             torch.maximum(self._amax_LNH[layer, norm], amax_H, out=self._amax_LNH[layer, norm])
 
 
-def _remember(passing: list[Pack], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    passing[:] = [kwargs["pack"]]
+def passing_pack(model: torch.nn.Module) -> list[Pack]:
+    """Holds the pack that the model is in the middle of: hooks on its layers do not see it."""
+    passing: list[Pack] = []
+
+    def remember(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        passing[:] = [kwargs["pack"]]
+
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+    return passing
 
 
 def _plain(see: Callable[..., None], norm: torch.nn.Module, args: tuple[Any, ...], output_S1H: Tensor) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.learner.activation_stats import passing_pack
 from megatron_rl.learner.packing import Pack
 from megatron_rl.models.shape import ModelShape
 
@@ -29,8 +30,7 @@ class CacheStats:
 
     def watch(self, model: Any, first_layer: int) -> None:
         """Follow one chunk of the pipeline, in training as in scoring: every pass says what the policy caches."""
-        passing: list[Pack] = []
-        model.register_forward_pre_hook(partial(_remember, passing), with_kwargs=True)
+        passing = passing_pack(model)
         for index, layer in enumerate(model.decoder.layers):
             attention = layer.self_attention.core_attention
             attention.register_forward_pre_hook(partial(self._see, first_layer + index, passing))
@@ -58,7 +58,3 @@ class CacheStats:
         _, key, value, *_ = args  # positions first
         seen_2 = torch.stack([part[: pack.tokens].detach().abs().amax() for part in (key, value)]).float()
         torch.maximum(self._amax_L2[layer], seen_2, out=self._amax_L2[layer])
-
-
-def _remember(passing: list[Pack], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    passing[:] = [kwargs["pack"]]

@@ -9,7 +9,6 @@ B rows of the batch, T response positions, N response tokens of a pack, V column
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.learner.parallel import Ranks, leave  # patches the host before megatron is imported
+from megatron_rl.learner.parallel import LearnerRank, leave  # patches the host before megatron is imported
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.distributed import (  # isort: skip
@@ -29,24 +27,36 @@ from megatron.core.distributed import (  # isort: skip
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
-from megatron_rl.config.schema import Config, KvCache, OnNonFinite, Precision, Sleep
+from megatron_rl.config.schema import (
+    CorrectionConfig,
+    KvCache,
+    LearnerSection,
+    LossConfig,
+    OnNonFinite,
+    OptimSection,
+    Precision,
+    QuantizationSection,
+    RolloutSection,
+    RunSection,
+)
 from megatron_rl.learner import weights
 from megatron_rl.learner.activation_stats import ActivationStats
 from megatron_rl.learner.cache_stats import CacheStats
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
+from megatron_rl.learner.minibatch import dump, loss_inputs
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
-from megatron_rl.learner.packing import Pack, pack, plan
+from megatron_rl.learner.optimizer import clip, optimizer_config
+from megatron_rl.learner.packing import Pack, assign_rows, pack
 from megatron_rl.learner.schedule import learning_rate
-from megatron_rl.loss import Totals, count_totals, policy_loss, seen_tokens
+from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.types import Batch, LossInputs, Targets
+from megatron_rl.models.model import Model
+from megatron_rl.types import Batch, Targets
 
 
 class NonFiniteError(ArithmeticError):
@@ -56,31 +66,46 @@ class NonFiniteError(ArithmeticError):
 class Learner:
     """One rank's part of the policy, its optimizer, and the methods that all ranks call together."""
 
-    def __init__(self, config: Config, hf_config: Mapping[str, Any], dump_dir: Path | None = None) -> None:
-        self.config = config
-        self.hf_config = dict(hf_config)
-        self.shape = ModelShape.from_hf(hf_config)
-        self.ranks = Ranks(config.learner, config.run.seed)
+    def __init__(
+        self,
+        model: Model,
+        *,
+        run: RunSection,
+        learner: LearnerSection,
+        optim: OptimSection,
+        loss: LossConfig,
+        correction: CorrectionConfig,
+        rollout: RolloutSection,
+        quantization: QuantizationSection,
+        engine_sleeps: bool = False,
+        dump_dir: Path | None = None,
+    ) -> None:
+        """`engine_sleeps`: an engine on these devices gives its memory up, and wants it back at a sync."""
+        self.model, self.shape, self.layout = model, model.shape, model.layout
+        self.run, self.learner, self.optim, self.rollout = run, learner, optim, rollout
+        self.loss, self.correction = loss, correction
+        self.ranks = LearnerRank(learner, model.layout, run.seed)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
-        self.layout, self.place = self.ranks.layout, self.ranks.place
-        self.dump_dir = dump_dir
+        self.place, self.groups = self.ranks.place, self.ranks.groups
+        self.engine_sleeps, self.dump_dir = engine_sleeps, dump_dir
         self.steps = 0  # optimizer steps taken
         self._reference: list[Tensor] = []
-        self.megatron_config = transformer_config(self.hf_config, config.learner)
+        self.megatron_config = transformer_config(model, learner)
         self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         self._activations = ActivationStats(self.shape, self.device)
-        if config.quantization.smoothing:
+        if quantization.smoothing:
             self._watch_activations()
         self._cache = CacheStats(self.shape, self.device)
-        if config.quantization.kv_cache != KvCache.none:
+        if quantization.kv_cache != KvCache.none:
             for chunk, module in enumerate(self.modules):
                 self._cache.watch(module, self.layout.layers(self.shape.layers, self.place.pp, chunk).start)
-        self.model = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
+        self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
+        settings = optimizer_config(optim, learner.precision, self.megatron_config.params_dtype)
         self.optimizer = get_megatron_optimizer(
-            self._optimizer_config(), self.model, use_gloo_process_groups=self.device.type != "cpu"
+            settings, self.chunks, use_gloo_process_groups=self.device.type != "cpu"
         )
-        no_sync = [chunk.no_sync for chunk in self.model]
+        no_sync = [chunk.no_sync for chunk in self.chunks]
         self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.megatron_config.finalize_model_grads_func = _finalize
         self.share = VocabShare.of(
@@ -94,9 +119,8 @@ class Learner:
     def _chunk(self, chunk: int) -> PolicyModel:
         """This rank's part of the pipeline: one stage, or one of several chunks in an interleaved one."""
         return build(
-            self.hf_config,
+            self.model,
             self.megatron_config,
-            self.layout,
             first=self.ranks.first_stage and chunk == 0,
             last=self.ranks.last_stage and chunk == self.layout.chunks - 1,
             chunk=chunk if self.layout.vp is not None else None,
@@ -111,25 +135,9 @@ class Learner:
     def _wrapped(self, module: PolicyModel, chunk: int) -> DistributedDataParallel:
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         inner = module.to(self.device)
-        if self.config.learner.precision is Precision.bf16:
+        if self.learner.precision is Precision.bf16:
             inner = Float16Module(self.megatron_config, inner)
         return DistributedDataParallel(self.megatron_config, ddp_config, inner, disable_bucketing=chunk > 0)
-
-    def _optimizer_config(self) -> OptimizerConfig:
-        optim = self.config.optim
-        return OptimizerConfig(
-            optimizer="adam",
-            lr=optim.lr,
-            min_lr=optim.min_lr,
-            weight_decay=optim.weight_decay,
-            adam_beta1=optim.beta1,
-            adam_beta2=optim.beta2,
-            adam_eps=optim.eps,
-            clip_grad=optim.clip_grad,
-            bf16=self.config.learner.precision is Precision.bf16,
-            params_dtype=self.megatron_config.params_dtype,
-            use_distributed_optimizer=True,
-        )
 
     # weights
 
@@ -149,10 +157,10 @@ class Learner:
 
     def init_random(self, seed: int) -> None:
         """A random model: the same one for every layout."""
-        self._load(weights.random_tensors(self.shape, self.hf_config, seed))
+        self._load(weights.random_tensors(self.model, seed))
 
     def _load(self, get_hf: Callable[[str], Tensor]) -> None:
-        weights.load(self.named_parameters(), self.shape, self.layout, self.place, get_hf)
+        weights.load(self.named_parameters(), self.model, self.place, get_hf)
         self.optimizer.reload_model_params()
 
     # the forward pass
@@ -203,13 +211,13 @@ class Learner:
         return mine.matrix(logprobs_N)[:, : batch.mask_BT.shape[1]].cpu()
 
     def _logprobs_and_entropy(self, logits_NV: Tensor, mine: Pack) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(logits_NV, mine.labels_N, self.share, self.config.rollout.temperature)
+        return logprobs_and_entropy(logits_NV, mine.labels_N, self.share, self.rollout.temperature)
 
     def _packs(self, batch: Batch, rows: Sequence[int]) -> list[Pack]:
         """This replica's micro-batches, on the device."""
         lengths = (batch.prompt_lengths_B + batch.response_lengths_B).tolist()
-        learner, layout = self.config.learner, self.layout
-        shares = plan(
+        learner, layout = self.learner, self.layout
+        shares = assign_rows(
             [lengths[row] for row in rows],
             replicas=layout.dp,
             budget=learner.tokens_per_microbatch,
@@ -223,7 +231,7 @@ class Learner:
 
     def _run(self, packs: Sequence[Pack], loss_function: Callable[..., Any], forward_only: bool = False) -> list[Any]:
         """megatron-core's schedule over the packs; the results of `loss_function`, on the last stage."""
-        plain = {"fp32_output": False} if self.config.learner.precision is Precision.bf16 else {}
+        plain = {"fp32_output": False} if self.learner.precision is Precision.bf16 else {}
 
         def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             mine = next(iterator)
@@ -231,8 +239,8 @@ class Learner:
 
         return get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[iter(packs) for _ in self.model],
-            model=self.model,
+            data_iterator=[iter(packs) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(packs),
             seq_length=1,  # the schedule asks each sender for the real shape
             micro_batch_size=1,
@@ -245,10 +253,10 @@ class Learner:
     def update(self, targets: Targets) -> dict[str, float]:
         """One optimizer step on the global minibatch; the same metrics on every rank."""
         counted_BT, groups_B = targets.denominator_mask_BT.to(self.device), targets.batch.groups_B.to(self.device)
-        totals = count_totals(counted_BT, groups_B, self.config.rollout.max_response_tokens, targets.weights_BT)
-        seen_BT = seen_tokens(self.config.loss, targets.mask_BT, targets.denominator_mask_BT)
+        totals = count_totals(counted_BT, groups_B, self.rollout.max_response_tokens, targets.weights_BT)
+        seen_BT = seen_tokens(self.loss, targets.mask_BT, targets.denominator_mask_BT)
         rows = seen_BT.any(dim=1).nonzero().flatten().tolist()  # the others add nothing
-        for chunk in self.model:
+        for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         tokens = max(1, int(targets.mask_BT.sum()))
@@ -272,23 +280,23 @@ class Learner:
         logprobs_N, entropy_N = self._logprobs_and_entropy(logits_NV, mine)
         entropy_bT = mine.matrix(entropy_N)
         inputs = loss_inputs(targets, mine, mine.matrix(logprobs_N), self.device)
-        if self.config.loss.entropy_coef:
+        if self.loss.entropy_coef:
             inputs = replace(inputs, entropy_BT=entropy_bT)
-        loss, metrics = policy_loss(inputs, self.config.loss, totals, self.config.correction)
+        loss, metrics = policy_loss(inputs, self.loss, totals, self.correction)
         entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / tokens
         return loss, unused, {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
 
     def _step(self, targets: Targets, metrics: dict[str, float]) -> dict[str, float]:
         """Clip and step, unless something is not a number."""
-        total_steps = self.config.run.steps * self.config.learner.n_minibatches
-        rate = learning_rate(self.config.optim, self.steps, total_steps)
+        total_steps = self.run.steps * self.learner.n_minibatches
+        rate = learning_rate(self.optim, self.steps, total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         finite = math.isfinite(norm) and math.isfinite(metrics.get("loss/total", 0.0))
         if finite:
-            self._clip(norm)
+            clip(self.optimizer, norm, self.optim.clip_grad)
             self.optimizer.step_with_ready_grads()
             self.steps += 1
         else:
@@ -299,18 +307,11 @@ class Learner:
             "optim/lr": rate,
             "optim/updates": float(finite),
             "optim/skipped": float(not finite),
-            "optim/clipped": float(finite and 0 < self.config.optim.clip_grad < norm),
+            "optim/clipped": float(finite and 0 < self.optim.clip_grad < norm),
         }
 
-    def _clip(self, norm: float) -> None:
-        limit = self.config.optim.clip_grad
-        for optimizer in self.optimizer.chained_optimizers:
-            parameters = optimizer.get_parameters()
-            if limit > 0 and parameters:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm)
-
     def _non_finite(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:
-        policy = self.config.learner.on_nonfinite
+        policy = self.learner.on_nonfinite
         found = f"loss {metrics.get('loss/total', 0.0)}, gradient norm {norm} after {self.steps} optimizer steps"
         if policy is OnNonFinite.raise_:
             raise NonFiniteError(
@@ -331,7 +332,7 @@ class Learner:
 
     def make_room(self) -> None:
         """On every rank, before an engine that slept takes its memory on these devices back."""
-        if self.device.type != "cpu" and self.config.sampler.sleep != Sleep.none:
+        if self.device.type != "cpu" and self.engine_sleeps:
             torch.cuda.empty_cache()
             self.broadcast()  # no rank is still holding on when the driver goes ahead
 
@@ -343,39 +344,6 @@ class Learner:
 def _overwrite(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
-
-
-def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch.device) -> LossInputs:
-    """The micro-batch's rows and columns of everything that the loss looks at."""
-    rows = torch.tensor(mine.rows)
-
-    def cut(matrix_BT: Tensor) -> Tensor:
-        return matrix_BT[rows, : mine.horizon].to(device)
-
-    def maybe(matrix_BT: Tensor | None) -> Tensor | None:
-        return None if matrix_BT is None else cut(matrix_BT)
-
-    return LossInputs(
-        logprobs_BT=logprobs_bT,
-        anchor_logprobs_BT=cut(targets.anchor_logprobs_BT),
-        sampler_logprobs_BT=cut(targets.batch.sampler_logprobs_BT),
-        ref_logprobs_BT=maybe(targets.ref_logprobs_BT),
-        entropy_BT=None,
-        advantages_B=targets.advantages_B[rows].to(device),
-        weights_BT=cut(targets.weights_BT),
-        mask_BT=cut(targets.mask_BT),
-        denominator_mask_BT=cut(targets.denominator_mask_BT),
-        prompt_ids_B=targets.batch.groups_B[rows].to(device),
-        selected_BT=maybe(targets.selected_BT),
-    )
-
-
-def dump(targets: Targets, metrics: Mapping[str, float], path: Path) -> None:
-    """A minibatch as safetensors, its metrics as the file's metadata."""
-    parts = {f"batch.{name}": value for name, value in vars(targets.batch).items()} | vars(targets)
-    # clones: the file refuses tensors that share memory
-    tensors = {name: value.detach().cpu().clone() for name, value in parts.items() if isinstance(value, Tensor)}
-    save_file(tensors, path, metadata={"metrics": json.dumps(dict(metrics))})
 
 
 def _finalize(model: Sequence[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:

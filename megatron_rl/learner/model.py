@@ -36,18 +36,18 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_rl.config.schema import Fp8, LearnerSection, Precision
 from megatron_rl.learner.layers import HostSpecProvider, PackedRows, RMSNorm
 from megatron_rl.learner.packing import Pack
-from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 
 
-def transformer_config(hf_config: Mapping[str, Any], learner: LearnerSection) -> TransformerConfig:
+def transformer_config(model: Model, learner: LearnerSection) -> TransformerConfig:
     """What config.json and the learner's section say, in megatron-core's words."""
-    shape = ModelShape.from_hf(hf_config)
+    shape = model.shape
     if host.ON_HOST and learner.fp8 is not Fp8.none:
         raise ValueError(f"learner.fp8={learner.fp8.value} needs CUDA and Transformer Engine: use none here")
     dtype = torch.bfloat16 if learner.precision is Precision.bf16 else torch.float32
     fields: dict[str, Any] = {
-        **_architecture(shape, hf_config),
+        **_architecture(shape, model.hf_config),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": learner.precision is Precision.bf16,
@@ -218,34 +218,33 @@ class PolicyModel(GPTModel):
 
 
 def build(
-    hf_config: Mapping[str, Any],
+    model: Model,
     config: TransformerConfig,
-    layout: Layout,
     *,
     first: bool,
     last: bool,
     chunk: int | None = None,
 ) -> PolicyModel:
     """One pipeline stage (or one chunk of it) with weights not yet loaded."""
-    shape = ModelShape.from_hf(hf_config)
-    model = PolicyModel(
+    shape = model.shape
+    policy = PolicyModel(
         config,
         _layers(config, chunk),
-        vocab_size=layout.padded_vocab(shape.vocab),
-        max_sequence_length=int(hf_config.get("max_position_embeddings", 32768)),
+        vocab_size=model.layout.padded_vocab(shape.vocab),
+        max_sequence_length=int(model.hf_config.get("max_position_embeddings", 32768)),
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
         vp_stage=chunk,
     )
-    frequencies = rope_frequencies(hf_config, shape.head_dim)
-    model.rotary_pos_emb.inv_freq = frequencies.to(model.rotary_pos_emb.inv_freq.device)
+    frequencies = rope_frequencies(model.hf_config, shape.head_dim)
+    policy.rotary_pos_emb.inv_freq = frequencies.to(policy.rotary_pos_emb.inv_freq.device)
     if last and config.sequence_parallel:
         # it sees whole, already gathered rows: see PolicyModel.forward
-        model.output_layer.sequence_parallel = False
-        model.output_layer.allreduce_dgrad = True
-    return model
+        policy.output_layer.sequence_parallel = False
+        policy.output_layer.allreduce_dgrad = True
+    return policy
 
 
 def _layers(config: TransformerConfig, chunk: int | None) -> ModuleSpec | TransformerBlockSubmodules:

@@ -1,6 +1,6 @@
 """Rows of a batch to packs: which rank trains which rows, in which micro-batches, and how a pack is laid out.
 
-Everything here is a pure function of lengths, so every rank works out the same plan without talking.
+Everything here is a pure function of lengths, so every rank works out the same packs without talking.
 
 B rows of the batch, T response positions, S positions of a pack, N response tokens of a pack,
 X positions of a pack whose sequences are padded to the length of their bucket.
@@ -63,7 +63,7 @@ class Pack:
         return flat.index_copy(0, self.cells_N, values_N).view(len(self.rows), self.horizon)
 
 
-def plan(
+def assign_rows(
     lengths: Sequence[int],
     replicas: int,
     budget: int,

@@ -1,4 +1,4 @@
-"""The learner's processes: how they find each other, who holds which part, and what they tell each other.
+"""The learner's processes: how they find each other, who holds which part, and what they exchange.
 
 What ranks exchange here is tensors and JSON; nothing is ever unpickled.
 """
@@ -21,8 +21,10 @@ from megatron_rl.learner import host  # before megatron
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
 from megatron_rl.config.schema import LearnerSection
-from megatron_rl.distributed import exchange
+from megatron_rl.distributed import TorchGroup, exchange
+from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.tensors import dtype_name, torch_dtype
 from megatron_rl.types import Batch, Targets
 
 # ranks wait in a broadcast for as long as the driver generates; a dead rank is noticed by its closed connection
@@ -31,14 +33,15 @@ RENDEZVOUS = "MEGATRON_RL_RENDEZVOUS"
 _SENDABLE = {cls.__name__: cls for cls in (Batch, Targets)}
 
 
-class Ranks:
-    """This process's place among the learner's, and the collectives that the learner uses."""
+class LearnerRank:
+    """This process among the learner's: its place, and the collectives that the learner uses."""
 
-    def __init__(self, learner: LearnerSection, seed: int) -> None:
+    def __init__(self, learner: LearnerSection, layout: Layout, seed: int) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.layout = Layout.from_config(learner)
+        self.layout = layout
         self._check(learner)
+        self.place = layout.place(self.rank)
         self.device = _device()
         _limit_threads(int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
         _join(self.rank, self.world_size)
@@ -52,6 +55,7 @@ class Ranks:
             distributed_timeout_minutes=int(PATIENCE.total_seconds() // 60),
             create_gloo_process_groups=not host.ON_HOST,
         )
+        require_same_place(self.place, megatron_place())
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def _check(self, learner: LearnerSection) -> None:
@@ -74,8 +78,12 @@ class Ranks:
             )
 
     @property
-    def place(self) -> Place:
-        return list(self.layout.places())[self.rank]
+    def groups(self) -> ShardGroups:
+        return ShardGroups(
+            self.place,
+            tensor=TorchGroup(parallel_state.get_tensor_model_parallel_group()),
+            expert_tensor=TorchGroup(parallel_state.get_expert_tensor_parallel_group()),
+        )
 
     @property
     def is_driver(self) -> bool:
@@ -125,11 +133,34 @@ class Ranks:
         return _receive(json.loads(bytes(data.tolist()).decode()))
 
 
+def megatron_place() -> Place:
+    """This rank's place as megatron-core sees it."""
+    return Place(
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        etp=parallel_state.get_expert_tensor_parallel_rank(),
+        dp=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        edp=parallel_state.get_expert_data_parallel_rank(),
+    )
+
+
+def require_same_place(ours: Place, megatrons: Place) -> None:
+    """A rank that counts otherwise than megatron-core would load one shard and send another. Raised on every rank."""
+    answers = exchange(None if ours == megatrons else f"{ours} by our layout, {megatrons} by megatron-core")
+    wrong = [f"rank {rank} is at {places}" for rank, places in enumerate(answers) if places]
+    if wrong:
+        raise RuntimeError(
+            f"the learner's ranks are in another order than megatron-core's: {wrong[0]} ({len(wrong)} of "
+            f"{len(answers)} ranks differ). models/layout.py restates its order: bring the two together before a run"
+        )
+
+
 def _describe(value: Any, tensors: list[Tensor]) -> Any:
     """A JSON description of the value, its tensors set aside in order."""
     if isinstance(value, Tensor):
         tensors.append(value.detach().cpu().contiguous())
-        return {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+        return {"tensor": dtype_name(value.dtype), "shape": list(value.shape)}
     if is_dataclass(value) and type(value).__name__ in _SENDABLE:
         parts = {field.name: _describe(getattr(value, field.name), tensors) for field in fields(value)}
         return {"object": type(value).__name__, "parts": parts}
@@ -144,7 +175,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
 
 def _receive(description: dict[str, Any]) -> Any:
     if "tensor" in description:
-        tensor = torch.empty(description["shape"], dtype=getattr(torch, description["tensor"]))
+        tensor = torch.empty(description["shape"], dtype=torch_dtype(description["tensor"]))
         dist.broadcast(tensor, src=0)
         return tensor
     if "object" in description:

@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.layout import Place
 from megatron_rl.models.mapping import params
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.model import Model
 from megatron_rl.models.shards import local_shard
 
 
 def load(
     named: Iterable[tuple[str, Tensor]],
-    shape: ModelShape,
-    layout: Layout,
+    model: Model,
     place: Place,
     get_hf: Callable[[str], Tensor],
 ) -> None:
     """Fill every local parameter (global names) from full tensors."""
     with torch.no_grad():
         for name, parameter in named:
-            parameter.copy_(local_shard(name, shape, layout, place, get_hf))
+            parameter.copy_(local_shard(name, model.shape, model.layout, place, get_hf))
 
 
-def random_tensors(shape: ModelShape, hf_config: Mapping[str, Any], seed: int) -> Callable[[str], Tensor]:
+def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
     """`get_hf` over a random model: each tensor depends on the seed and its own name, on nothing else.
 
     Linear layers start normal with config.json's initializer_range, those that write into the residual
     stream narrower with depth; norms start at one and biases at zero.
     """
-    std = float(hf_config.get("initializer_range") or 0.02)
+    shape, std = model.shape, float(model.hf_config.get("initializer_range") or 0.02)
     wanted = {name: size for param in params(shape) for name, size in zip(param.hf, param.shapes, strict=True)}
     residual = {name for param in params(shape) if param.row.split == "row" for name in param.hf}
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import LossConfig, LossName
+from megatron_rl.config.schema import LossConfig
+from megatron_rl.loss.table import LOSSES
 
 
 @torch.no_grad()
@@ -24,7 +25,8 @@ def select_by_covariance(
     cov_low and cov_high. The draw is a function of the seed and of each token's own numbers, so it does
     not depend on the order of rows or on how much padding there is.
     """
-    if config.name not in (LossName.clip_cov, LossName.kl_cov):
+    selects = LOSSES[config.name].selects
+    if not selects:
         return None
     mask_BT = mask_BT.bool()
     tokens = int(mask_BT.sum())
@@ -38,17 +40,17 @@ def select_by_covariance(
     covariance_BT = ((advantages_BT - advantages_BT.sum() / tokens) * centred_BT).round(decimals=9)
     quota = max(1, int(config.cov_fraction * tokens))
     eligible_BT = mask_BT
-    if config.name == LossName.clip_cov:
+    if selects == "drawn":
         eligible_BT = mask_BT & (covariance_BT > config.cov_low) & (covariance_BT < config.cov_high)
     places = eligible_BT.flatten().nonzero().flatten()
-    places = places[_lots(prox_BT, covariance_BT, seed).flatten()[places].argsort()]
-    if config.name == LossName.kl_cov:
+    places = places[_draws(prox_BT, covariance_BT, seed).flatten()[places].argsort()]
+    if selects == "highest":
         places = places[covariance_BT.flatten()[places].argsort(descending=True, stable=True)]
     selected_BT.view(-1)[places[:quota]] = True
     return selected_BT
 
 
-def _lots(prox_BT: Tensor, covariance_BT: Tensor, seed: int) -> Tensor:
+def _draws(prox_BT: Tensor, covariance_BT: Tensor, seed: int) -> Tensor:
     """A pseudo-random number in [0, 1) per token, from the seed, the position and the token's values."""
     column_T = torch.arange(prox_BT.shape[1], device=prox_BT.device, dtype=torch.float64)
     mixed_BT = torch.sin(prox_BT * 12.9898 + covariance_BT * 78.233 + column_T * 37.719 + (seed % 100003) * 4.581)

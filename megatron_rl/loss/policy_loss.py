@@ -1,4 +1,4 @@
-"""Policy losses: one formula per name (`loss_terms.py`), one reduction, and the terms beside them.
+"""Policy losses: one formula per name (`table.py`), one reduction, and the terms beside them.
 
 Every loss is a sum over tokens of (row coefficient) x (per-token loss), so that with `Totals` of the
 whole batch the sum over micro-batches and data-parallel ranks is the loss of the whole batch, and so is
@@ -15,17 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import Anchor, CorrectionConfig, KlOn, Level, LossConfig, LossName, Reduction
-from megatron_rl.loss.terms import TERMS, Terms, divergence
+from megatron_rl.config.schema import Anchor, CorrectionConfig, KlOn, Level, LossConfig, Reduction
+from megatron_rl.loss.table import LOSSES
+from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
 from megatron_rl.types import LossInputs
 
 __all__ = ["LossConfig", "LossInputs", "Totals", "count_totals", "policy_loss", "reduction_of", "seen_tokens"]
 
-RATIO_LOSSES = frozenset(
-    {LossName.ppo, LossName.gspo, LossName.cispo, LossName.sapo, LossName.gmpo, LossName.dppo}
-    | {LossName.clip_cov, LossName.kl_cov, LossName.rollout_is}
-)
 # what rollout_correction measures per token, so that micro-batches add up
 TOKEN_MEAN_METRICS = tuple(
     f"rollout_corr/{name}"
@@ -40,7 +37,6 @@ TOKEN_MEAN_METRICS = tuple(
     )
 )
 MASKED_FRACTION = "rollout_corr/rollout_rs_masked_fraction"
-ROW_LOSSES = frozenset({LossName.gspo, LossName.gmpo})
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def reduction_of(config: LossConfig) -> Reduction:
     """The reduction in force: the loss's own where the config names none."""
     if config.reduction is not None:
         return Reduction(config.reduction)
-    return Reduction.seq_mean_token_mean if config.name in ROW_LOSSES else Reduction.token_mean
+    return Reduction.seq_mean_token_mean if LOSSES[config.name].per_row else Reduction.token_mean
 
 
 def policy_loss(
@@ -112,7 +108,7 @@ def policy_loss(
         selected_BT=selected_BT,
     )
     scale_B = row_scale(inputs, reduction_of(config), totals).to(logprobs_BT.dtype)
-    per_token_BT, clipped = TERMS[LossName(config.name)](terms, config)
+    per_token_BT, clipped = LOSSES[config.name].formula(terms, config)
 
     loss = reduced(per_token_BT, mask_BT, scale_B)
     metrics = {"loss/policy": loss.detach()}
@@ -120,8 +116,7 @@ def policy_loss(
         loss = loss + coefficient * term
         metrics[name] = term.detach()
     metrics["loss/total"] = loss.detach()
-    against_anchor = config.name != LossName.cross_entropy
-    return loss, metrics | mismatch | _token_metrics(terms, clipped, totals, against_anchor)
+    return loss, metrics | mismatch | _token_metrics(terms, clipped, totals, not LOSSES[config.name].supervised)
 
 
 def reduced(values_BT: Tensor, mask_BT: Tensor, scale_B: Tensor) -> Tensor:
@@ -201,7 +196,7 @@ def _correct_by_current_policy(
     inputs: LossInputs, config: LossConfig, correction: CorrectionConfig, totals: Totals
 ) -> tuple[LossInputs, dict[str, Tensor]]:
     """`anchor: sampler`: d = sg(pi) - mu is known only now. Denominators stay those of the global batch."""
-    if correction.weight.level != Level.none and config.name in RATIO_LOSSES:
+    if correction.weight.level != Level.none and LOSSES[config.name].ratio:
         raise ValueError(
             f"correction.weight.level is {correction.weight.level} with correction.anchor sampler and loss.name "
             f"{config.name}, whose ratio already holds the mismatch; set correction.weight.level: none, "

@@ -11,7 +11,6 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,41 +18,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from megatron_rl.models.tensors import DTYPES, TensorSpec, torch_dtype
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# in the order in which the safetensors library lays tensors out
-DTYPES = {
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        size = self.dtype.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+_DTYPE_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}  # by their name in safetensors
 
 
 class HfFolder:
-    """Read side: `config`, `names`, `spec(name)` without touching data, `get(name)`."""
+    """Read side: `names` without touching data, `get(name)`."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -66,23 +40,11 @@ class HfFolder:
             for name in json.loads(raw):
                 if name != "__metadata__":
                     self._file_of[name] = file
-        self._entries = {file: json.loads(raw) for file, raw in self.headers.items()}
         self._open: dict[str, Any] = {}
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return read_config(self.path)
 
     @property
     def names(self) -> list[str]:
         return list(self._file_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
-
-    def spec(self, name: str) -> TensorSpec:
-        entry = self._entries[self._file(name)][name]
-        return TensorSpec(name, DTYPES[entry["dtype"]], tuple(entry["shape"]))
 
     def get(self, name: str) -> torch.Tensor:
         file = self._file(name)
@@ -94,13 +56,6 @@ class HfFolder:
         if name not in self._file_of:
             raise KeyError(f"{self.path} lacks the tensor {name}")
         return self._file_of[name]
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{folder} has no config.json; give a Hugging Face model folder") from None
 
 
 def read_header(path: Path) -> bytes:
@@ -154,7 +109,7 @@ class SafetensorsWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         entry = self._entries[name]
-        wanted = (DTYPES[entry["dtype"]], tuple(entry["shape"]))
+        wanted = (torch_dtype(_DTYPE_NAMES[entry["dtype"]]), tuple(entry["shape"]))
         if (tensor.dtype, tuple(tensor.shape)) != wanted:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, its place is {wanted[0]} {wanted[1]}")
         self._file.seek(self._base + entry["data_offsets"][0])
@@ -175,12 +130,12 @@ class SafetensorsWriter:
 
 def make_header(specs: Sequence[TensorSpec]) -> bytes:
     """Entries ordered as the safetensors library orders them: by dtype, then by name."""
-    order = list(DTYPES.values())
+    order = list(DTYPES)
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for spec in sorted(specs, key=lambda spec: (order.index(spec.dtype), spec.name)):
         entries[spec.name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
+            "dtype": DTYPES[spec.dtype][0],
             "shape": list(spec.shape),
             "data_offsets": [at, at + spec.nbytes],
         }
@@ -263,7 +218,7 @@ def copy_companions(source: Path, target: Path) -> list[str]:
 
 def write_folder(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     """A small model at once: its tensors and config.json."""
-    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
     with HfFolderWriter(path, specs) as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor)

@@ -1,6 +1,7 @@
 """How a learner's ranks share a model: which layers, experts and rows are whose. Torch-free, pure integers.
 
-The rules are those of megatron-core, restated so that a plan needs no process group.
+The rules are those of megatron-core, restated so that nobody needs a process group; `learner/parallel.py` compares the
+two at the start of every run.
 """
 
 from __future__ import annotations
@@ -97,16 +98,19 @@ class Layout:
         each = experts // self.ep
         return range(ep * each, (ep + 1) * each)
 
-    def places(self) -> Iterator[Place]:
-        """Every rank's place, in rank order: tensor parallel fastest, then context and data, then pipeline."""
+    def place(self, rank: int) -> Place:
+        """Tensor parallel fastest, then context and data, then pipeline."""
         per_stage = self.tp * self.cp * self.dp
-        for rank in range(self.world):
-            inner = rank % per_stage
-            yield Place(
-                tp=inner % self.tp,
-                pp=rank // per_stage,
-                ep=inner // self.expert_tp % self.ep,
-                etp=inner % self.expert_tp,
-                dp=inner // self.tp,
-                edp=inner // (self.expert_tp * self.ep),
-            )
+        inner = rank % per_stage
+        return Place(
+            tp=inner % self.tp,
+            pp=rank // per_stage,
+            ep=inner // self.expert_tp % self.ep,
+            etp=inner % self.expert_tp,
+            dp=inner // self.tp,
+            edp=inner // (self.expert_tp * self.ep),
+        )
+
+    def places(self) -> Iterator[Place]:
+        """Every rank's, in order."""
+        return (self.place(rank) for rank in range(self.world))

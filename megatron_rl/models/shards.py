@@ -54,17 +54,6 @@ def cut(param: Param, local: torch.Tensor, slices: tuple[HfSlice, ...]) -> list[
     return out
 
 
-def export_shard(
-    name: str, local: torch.Tensor, shape: ModelShape, layout: Layout, place: Place
-) -> list[tuple[HfSlice, torch.Tensor]]:
-    """(where it lies, the tensor) for every Hugging Face tensor that this rank's shard of `name` is a part of."""
-    param = find(name, shape)
-    wanted = param.local_shape(layout)
-    if tuple(local.shape) != wanted:
-        raise ValueError(f"{name} has local shape {tuple(local.shape)}, the layout says {wanted}")
-    return [] if param.row.copy else cut(param, local, param.slices(shape, layout, place))
-
-
 def full_tensors(hf: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
     """`get_hf` over tensors already in memory."""
 

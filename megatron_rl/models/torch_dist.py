@@ -26,9 +26,11 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Param, Split, params
+from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import assemble, cut
+from megatron_rl.models.table import Split
+from megatron_rl.models.tensors import TensorSpec, dtype_name
 
 BACKEND_FILE = "metadata.json"
 INDEX_FILE = ".metadata"
@@ -59,16 +61,16 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Home:
+class Entry:
     """Where a checkpoint keeps one parameter: a key, and its index along the leading axes stacked there."""
 
     key: str
     axes: tuple[tuple[int, int], ...]  # (index, length) of each leading axis
 
 
-def homes(param: Param, shape: ModelShape, stacked: bool) -> list[Home]:
+def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
     """Where megatron-core keeps it, in each spelling of its name; layers that are alike are `stacked` in one key."""
-    found: dict[str, Home] = {}
+    found: dict[str, Entry] = {}
     for spelling in param.row.megatron:
         key, axes = spelling, []
         if param.layer is not None:
@@ -78,15 +80,15 @@ def homes(param: Param, shape: ModelShape, stacked: bool) -> list[Home]:
             axes.append((param.expert, shape.experts))
             key = key.replace(".local_experts.{E}.", ".experts.")
             key = key.replace("mlp.experts.linear_fc", "mlp.experts.experts.linear_fc").removesuffix("{E}")
-        found[key] = Home(key, tuple(axes))
+        found[key] = Entry(key, tuple(axes))
     return list(found.values())
 
 
 def save(folder: Path, shape: ModelShape, get_hf: Callable[[str], torch.Tensor]) -> None:
-    """Write the model as a torch_dist checkpoint into an empty folder. Call it under a `__main__` guard."""
-    from megatron_rl.learner import host  # before megatron
+    """Write the model as a torch_dist checkpoint into an empty folder. Call it under a `__main__` guard.
 
-    host.install()
+    Where there is no CUDA, `learner.host.install` comes before.
+    """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing import save as megatron_save
 
@@ -97,12 +99,12 @@ def save(folder: Path, shape: ModelShape, get_hf: Callable[[str], torch.Tensor])
             raise CheckpointError(f"{', '.join(param.hf)} have different dtypes but share one megatron parameter")
         local = assemble(param, shape, Layout(), Place(), whole)
         # in every spelling: Transformer Engine fuses some norms into the linear layer that follows
-        for home in homes(param, shape, stacked=not shape.dense_layers):
-            state[f"{home.key} {home.axes}"] = ShardedTensor.from_rank_offsets(
-                home.key,
+        for entry in entries(param, shape, stacked=not shape.dense_layers):
+            state[f"{entry.key} {entry.axes}"] = ShardedTensor.from_rank_offsets(
+                entry.key,
                 local,
-                *((axis, index, length) for axis, (index, length) in enumerate(home.axes)),
-                prepend_axis_num=len(home.axes),
+                *((axis, index, length) for axis, (index, length) in enumerate(entry.axes)),
+                prepend_axis_num=len(entry.axes),
                 allow_shape_mismatch=param.row.split is Split.vocab,
             )
     with _alone():
@@ -137,41 +139,41 @@ class Reader:
         root = "embedding.word_embeddings.weight"
         self._prefix = next((key.removesuffix(root) for key in self._tensors if key.endswith(root)), "")
 
-    def find(self, param: Param, shape: ModelShape) -> Home:
+    def find(self, param: Param, shape: ModelShape) -> Entry:
         for stacked in (True, False):
-            for home in homes(param, shape, stacked):
-                if self._prefix + home.key in self._tensors:
-                    return home
+            for entry in entries(param, shape, stacked):
+                if self._prefix + entry.key in self._tensors:
+                    return entry
         raise CheckpointError(f"{self.folder} lacks the parameter {param.megatron} ({param.hf[0]})")
 
-    def dtype(self, home: Home) -> torch.dtype:
-        return self._tensors[self._prefix + home.key].properties.dtype
+    def dtype(self, entry: Entry) -> torch.dtype:
+        return self._tensors[self._prefix + entry.key].properties.dtype
 
     def parameter(self, param: Param, shape: ModelShape) -> list[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) for each tensor behind one parameter."""
-        home = self.find(param, shape)
+        entry = self.find(param, shape)
         wanted = param.local_shape(Layout())
-        stored = tuple(self._tensors[self._prefix + home.key].size)[len(home.axes) :]
+        stored = tuple(self._tensors[self._prefix + entry.key].size)[len(entry.axes) :]
         padded = param.row.split is Split.vocab and stored[0] >= wanted[0]
         if stored[1:] != wanted[1:] or (stored[0] != wanted[0] and not padded):
-            raise CheckpointError(f"{home.key} of {self.folder} has shape {stored}, config.json says {wanted}")
-        local = self._read(home, wanted)
+            raise CheckpointError(f"{entry.key} of {self.folder} has shape {stored}, config.json says {wanted}")
+        local = self._read(entry, wanted)
         slices = param.slices(shape, Layout(), Place())
         return [(piece.name, part.contiguous()) for piece, part in cut(param, local, slices)]
 
-    def _read(self, home: Home, size: tuple[int, ...]) -> torch.Tensor:
-        key = self._prefix + home.key
-        target = torch.empty((*(1 for _ in home.axes), *size), dtype=self.dtype(home))
-        offsets = torch.Size((*(index for index, _ in home.axes), *(0 for _ in size)))
+    def _read(self, entry: Entry, size: tuple[int, ...]) -> torch.Tensor:
+        key = self._prefix + entry.key
+        target = torch.empty((*(1 for _ in entry.axes), *size), dtype=self.dtype(entry))
+        offsets = torch.Size((*(index for index, _ in entry.axes), *(0 for _ in size)))
         chunk = ChunkStorageMetadata(offsets=offsets, sizes=target.size())
         items = create_read_items_for_chunk_list(key, self._tensors[key], [chunk])
         covered = sum(torch.Size(item.lengths).numel() for item in items)
         if covered != target.numel():
-            raise CheckpointError(f"{home.key} of {self.folder} is incomplete: {covered} of {target.numel()} values")
+            raise CheckpointError(f"{entry.key} of {self.folder} is incomplete: {covered} of {target.numel()} values")
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{home.key} of {self.folder} cannot be read: {error}") from error
+            raise CheckpointError(f"{entry.key} of {self.folder} cannot be read: {error}") from error
         return target.view(size)
 
 
@@ -247,13 +249,18 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {name: size for p in _own(shape) for name, size in zip(p.hf, p.shapes, strict=True)}
 
 
+def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
+    """The same, each with the dtype that the checkpoint holds it in."""
+    found = []
+    for param in _own(shape):
+        dtype = dtype_name(reader.dtype(reader.find(param, shape)))
+        found += [TensorSpec(name, dtype, size) for name, size in zip(param.hf, param.shapes, strict=True)]
+    return found
+
+
 def tensors(reader: Reader, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
     for param in _own(shape):
         yield from reader.parameter(param, shape)
-
-
-def dtypes(reader: Reader, shape: ModelShape) -> dict[str, torch.dtype]:
-    return {name: reader.dtype(reader.find(param, shape)) for param in _own(shape) for name in param.hf}
 
 
 def _own(shape: ModelShape) -> Iterator[Param]:

@@ -5,29 +5,29 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config import fleet as fleet_config
+from megatron_rl.config.correction_rules import SUPERVISED
 from megatron_rl.config.schema import (
     Config,
     Device,
     Estimator,
     Format,
     Fp8,
-    LossName,
     ModelInit,
     RolloutSection,
     RolloutSource,
     Transport,
 )
+from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.engine import engine_problems
-from megatron_rl.preflight.machine import Machine, detect, format_problem
+from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.preflight.sync_plan import config_problems
+from megatron_rl.quantization.formats import format_problem
 from megatron_rl.rewards.functions import resolve
 from megatron_rl.runs.wandb_log import resolve_mode
 
@@ -53,19 +53,6 @@ def check(config: Config) -> Machine:
     if found:
         raise ConfigError("\n".join(dict.fromkeys(found)))
     return machine
-
-
-def read_hf_config(config: Config) -> dict[str, Any]:
-    path = Path(config.model.path) / "config.json"
-    if not config.model.path or not path.is_file():
-        raise ConfigError(
-            f"model.path: no config.json in {config.model.path!r}; name a Hugging Face model folder "
-            "(`megatron-rl toy` makes a small one)"
-        )
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"model.path: {path} is not valid JSON ({error})") from None
 
 
 def _numbers(config: Config, machine: Machine) -> Iterator[str]:
@@ -118,7 +105,7 @@ def _numbers(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _model(config: Config, machine: Machine) -> Iterator[str]:
-    hf = read_hf_config(config)
+    hf = read_hf_config(config.model.path)
     unfit = config_problems(config, hf)
     yield from unfit or engine_problems(config, machine, ModelShape.from_hf(hf))
     if "quantization_config" in hf:
@@ -146,7 +133,7 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
 def _formats(config: Config, machine: Machine) -> Iterator[str]:
     key = "sampler.fleet.formats" if config.sampler.fleet.formats else "quantization.format"
     for format in dict.fromkeys(fleet_config.local_formats(config)):
-        problem = format_problem(format, machine)
+        problem = format_problem(format, machine.kind, machine.name, machine.capability)
         if problem:
             yield f"{key}: {format}: {problem}"
     smoothing = config.quantization.smoothing or 0.0
@@ -209,8 +196,9 @@ def _data(config: Config, machine: Machine) -> Iterator[str]:
 
 def _algorithm(config: Config, machine: Machine) -> Iterator[str]:
     supervised = config.rollout.source == RolloutSource.dataset
-    if supervised and config.loss.name != LossName.cross_entropy:
-        yield f"loss.name: {config.loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"
+    if supervised and config.loss.name not in SUPERVISED:
+        goes = ", ".join(SUPERVISED)
+        yield f"loss.name: {config.loss.name} needs sampled answers; rollout.source=dataset goes with {goes}"
     if supervised and config.advantage.estimator != Estimator.none:
         yield f"advantage.estimator: {config.advantage.estimator} on the data set's own answers is 0; use none"
     if supervised and config.rollout.samples_per_prompt != 1:

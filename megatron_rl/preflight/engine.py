@@ -12,8 +12,8 @@ from megatron_rl.config.schema import Config, Device, Format, KvCache, Sleep, Tr
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight.machine import FP8_CAPABILITY, Machine
-from megatron_rl.quantization.formats import is_quantized
+from megatron_rl.preflight.machine import Machine
+from megatron_rl.quantization.formats import FP8_CAPABILITY, is_quantized
 
 EXPERTS_PATTERN = r"re:.*\.experts\..*"  # every expert, for quantization.ignore
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.models.layout import Layout
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.model import Model
 from megatron_rl.preflight.sync_plan import SyncPlan
 
 
@@ -72,15 +71,16 @@ def links(plan: SyncPlan, sampler: SamplerLayout) -> list[Links]:
     return [each for each in found if each.count]
 
 
-def lower_bound(plan: SyncPlan, shape: ModelShape, layout: Layout, sampler: SamplerLayout) -> LowerBound:
+def lower_bound(plan: SyncPlan, model: Model, sampler: SamplerLayout) -> LowerBound:
     """Every byte leaves the learner once and each sampler rank receives its shard; samplers may pass bytes on."""
     stages: dict[int, int] = {}
     for (stage, _), nbytes in plan.writers.items():
         stages[stage] = stages.get(stage, 0) + nbytes
     # the ranks of a stage share what it holds, at best evenly: experts are split evenly as it is
+    layout = model.layout
     out = max(stages.values(), default=0) // (layout.tp * layout.cp * layout.dp)
     shard = plan.whole_bytes + plan.split_bytes // sampler.tp
-    shard += plan.key_value_bytes // min(sampler.tp, shape.kv_heads)
+    shard += plan.key_value_bytes // min(sampler.tp, model.shape.kv_heads)
     return LowerBound(out, shard, shard * sampler.world)
 
 

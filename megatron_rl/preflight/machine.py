@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import Device, Format
-
-BLACKWELL = 10.0  # compute capability from which vLLM has no INT8 W8A8 kernel
-FP8_CAPABILITY = 8.9
+from megatron_rl.config.schema import Device
 
 
 @dataclass(frozen=True)
@@ -52,17 +49,3 @@ def _gpu() -> Machine | None:
         return Machine(Device.cuda, name.strip(), float(capability), len(seen or answer.splitlines()))
     except ValueError:
         return None
-
-
-def format_problem(form: Format, machine: Machine) -> str | None:
-    """Why this machine's sampler cannot run a weight format; None where it can."""
-    if form == Format.int8 and machine.capability is not None and machine.capability >= BLACKWELL:
-        return f"INT8 W8A8 has no kernel on {machine.name} (compute capability {machine.capability}); use fp8"
-    if form == Format.int8 and machine.kind == Device.cpu and platform.machine() not in ("x86_64", "AMD64"):
-        return f"INT8 W8A8 is only known to run on x86-64 CPUs, this is {machine.name}; use none or fp8"
-    if form == Format.fp8_block and machine.kind == Device.cpu:
-        return "128x128 FP8 blocks have no CPU kernel; use fp8 (per output channel)"
-    if form in (Format.fp8, Format.fp8_block) and machine.capability is not None:
-        if machine.capability < FP8_CAPABILITY:
-            return f"FP8 W8A8 needs compute capability {FP8_CAPABILITY}, {machine.name} has {machine.capability}"
-    return None

@@ -8,17 +8,14 @@ from pathlib import Path
 from megatron_rl.config.fleet import is_fleet, replica_formats
 from megatron_rl.config.schema import Config
 from megatron_rl.launch import world_size
-from megatron_rl.models.layout import Layout
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight.checks import read_hf_config
+from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.sync_plan import plan_sync
 
 
 def describe(config: Config, machine: Machine) -> str:
     layout, rollout = config.learner, config.rollout
-    shape = ModelShape.from_hf(read_hf_config(config))
-    plan = plan_sync(shape, Layout.from_config(layout), config.quantization.format, config.quantization.ignore)
+    plan = plan_sync(Model.read(config.model.path, layout), config.quantization.format, config.quantization.ignore)
     axes = [
         f"{name}{size}"
         for name, size in (

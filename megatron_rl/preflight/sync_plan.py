@@ -13,22 +13,23 @@ from functools import partial
 from megatron_rl.config.fleet import distinct_formats
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Param, Row, Split, params
+from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.quantization.formats import BLOCK, Output, is_quantized, outputs
+from megatron_rl.models.table import Row, Split
+from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.quantization.formats import BLOCK, is_quantized, outputs, scale_name
 
 AXES = ("tensor", "pipeline", "context", "expert", "data")
 LARGEST = 4096  # where the search for a valid parallel size ends
+PLAIN = "bfloat16"  # what is not quantized
 
 
 @dataclass(frozen=True)
 class Transfer:
     """One Hugging Face tensor on its way: who writes it, out of how many shards."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
+    tensor: TensorSpec
     stage: int  # pipeline stage
     expert_rank: int | None  # expert-parallel rank of the writer; None: a dense parameter
     shards: int  # ranks it is gathered from
@@ -65,14 +66,13 @@ class SyncPlan:
 class _Kind:
     """One output of one kind of weight: the same for every layer and expert, so worked out once."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
+    tensor: TensorSpec  # of the first of its kind
     split: bool  # whether the ranks of a group hold different parts of it
     sent: tuple[int, ...]  # by every rank of the group but the first
 
 
-def plan_sync(shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str] = ()) -> SyncPlan:
+def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncPlan:
+    shape, layout = model.shape, model.layout
     stage_of = {
         layer: pp
         for pp in range(layout.pp)
@@ -98,32 +98,32 @@ def plan_sync(shape: ModelShape, layout: Layout, format: Format, ignore: Sequenc
         quantized = tuple(is_quantized(name, format, ignore) for name in param.hf)
         key = (param.row, quantized)
         if key not in kinds:
-            kinds[key] = _kinds(param, shape, layout, format, ignore)
+            kinds[key] = _kinds(param, model, format, ignore)
         group, writer = (stage, expert_rank), (stage, expert_rank or 0)
         size = layout.expert_tp if param.row.expert else layout.tp
         from_ranks = sent.setdefault(group, [0] * (size - 1))
         for name, made in zip(param.hf, kinds[key], strict=True):
-            names = (name, name.removesuffix("weight") + "weight_scale")
-            for out_name, kind in zip(names, made, strict=False):
-                shards = size if kind.split else 1
-                transfers.append(Transfer(out_name, kind.dtype, kind.shape, kind.nbytes, stage, expert_rank, shards))
-                writers[writer] = writers.get(writer, 0) + kind.nbytes
-                held[_held(name, kind)] += kind.nbytes
+            for out_name, kind in zip((name, scale_name(name)), made, strict=False):
+                tensor = TensorSpec(out_name, kind.tensor.dtype, kind.tensor.shape)
+                transfers.append(Transfer(tensor, stage, expert_rank, shards=size if kind.split else 1))
+                writers[writer] = writers.get(writer, 0) + tensor.nbytes
+                held[_held(name, kind)] += tensor.nbytes
                 for rank, nbytes in enumerate(kind.sent):
                     from_ranks[rank] += nbytes
             if size > 1 and len(made) == 2 and param.row.split is Split.row and not made[1].split:
-                maxima[group] = maxima.get(group, 0) + made[1].nbytes
-        plain += sum(_plain(s) for s in param.shapes)
+                maxima[group] = maxima.get(group, 0) + made[1].tensor.nbytes
+        plain += sum(TensorSpec(name, PLAIN, s).nbytes for name, s in zip(param.hf, param.shapes, strict=True))
     gathers = {group: tuple(of_ranks) for group, of_ranks in sent.items() if of_ranks}
     return SyncPlan(tuple(transfers), writers, gathers, maxima, plain, held["whole"], held["split"], held["key_value"])
 
 
-def _kinds(param: Param, shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str]) -> list[list[_Kind]]:
+def _kinds(param: Param, model: Model, format: Format, ignore: Sequence[str]) -> list[list[_Kind]]:
     """The outputs of each Hugging Face tensor behind a parameter."""
+    shape, layout = model.shape, model.layout
     size = layout.expert_tp if param.row.expert else layout.tp
     split = param.row.split is not Split.replicated
     of_ranks = [
-        [outputs(piece, format, ignore, "bfloat16", split) for piece in param.slices(shape, layout, Place(tp=r, etp=r))]
+        [outputs(piece, format, ignore, PLAIN, split) for piece in param.slices(shape, layout, Place(tp=r, etp=r))]
         for r in range(size)
     ]
     made = []
@@ -131,11 +131,9 @@ def _kinds(param: Param, shape: ModelShape, layout: Layout, format: Format, igno
         made.append(
             [
                 _Kind(
-                    first.dtype,
-                    first.shape,
-                    first.nbytes,
+                    first.tensor,
                     first.dim is not None,
-                    tuple(out.part_bytes if out.dim is not None else 0 for out in rest),
+                    tuple(out.part.nbytes if out.dim is not None else 0 for out in rest),
                 )
                 for first, *rest in zip(*pieces, strict=True)
             ]
@@ -149,10 +147,9 @@ def _held(name: str, kind: _Kind) -> str:
     return "key_value" if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj") else "split"
 
 
-def problems(
-    shape: ModelShape, layout: Layout, sampler_tp: int, format: Format, ignore: Sequence[str] = ()
-) -> list[str]:
+def problems(model: Model, sampler_tp: int, format: Format, ignore: Sequence[str] = ()) -> list[str]:
     """Every reason why these sizes do not go together; empty when they do."""
+    shape, layout = model.shape, model.layout
     found = []
     for check in (
         _learner_tensor(shape, layout, format, ignore),
@@ -178,7 +175,7 @@ def problems(
 def config_problems(config: Config, hf_config: dict[str, object]) -> list[str]:
     """`problems` of a run's config."""
     try:
-        shape = ModelShape.from_hf(hf_config)
+        model = Model.of(hf_config, Layout.from_config(config.learner))
     except ValueError as error:
         return [f"model.path={config.model.path}: {error}"]
     learner, quantization = config.learner, config.quantization
@@ -187,10 +184,9 @@ def config_problems(config: Config, hf_config: dict[str, object]) -> list[str]:
     below = [f"{key}: {value}, expected 1 or more" for key, value in sizes.items() if value < 1]
     if below:
         return below
-    layout = Layout.from_config(learner)
     found: dict[str, None] = {}  # formats share most of their problems
     for format in distinct_formats(config):
-        found |= dict.fromkeys(problems(shape, layout, config.sampler.tensor_parallel, format, quantization.ignore))
+        found |= dict.fromkeys(problems(model, config.sampler.tensor_parallel, format, quantization.ignore))
     return list(found)
 
 
@@ -317,7 +313,3 @@ def _pipeline(shape: ModelShape, layout: Layout) -> list[str]:
         each = shape.layers // layout.pp
         check.add(lambda vp: each % vp == 0, f"does not divide the {each} layers of a pipeline stage")
     return check.report()
-
-
-def _plain(shape: tuple[int, ...]) -> int:
-    return Output("", "bfloat16", shape, None, ()).nbytes

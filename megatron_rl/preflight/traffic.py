@@ -6,7 +6,6 @@ arithmetic on names and shapes: no process group, no weights, no torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,7 @@ from megatron_rl.config import ConfigError, load
 from megatron_rl.config.load import CONF
 from megatron_rl.config.schema import Config
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight.checks import read_hf_config
+from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.preflight.links import LowerBound, SamplerLayout, links, lower_bound
 from megatron_rl.preflight.sync_plan import SyncPlan, config_problems, plan_sync
 from megatron_rl.runs.console import table
@@ -46,12 +44,12 @@ def describe_plan(request: Request) -> str:
         found.append(f"--link-gbs {request.link_gbs:g}: expected GB/s above 0")
     if found:
         raise ConfigError("\n".join(found))
-    shape, layout = ModelShape.from_hf(hf_config), Layout.from_config(config.learner)
+    model = Model.of(hf_config, Layout.from_config(config.learner))
     sampler = SamplerLayout(config.sampler.tensor_parallel, request.replicas)
-    plan = plan_sync(shape, layout, config.quantization.format, config.quantization.ignore)
-    bound = lower_bound(plan, shape, layout, sampler)
+    plan = plan_sync(model, config.quantization.format, config.quantization.ignore)
+    bound = lower_bound(plan, model, sampler)
     sections = [
-        _who(config, shape, layout, sampler, plan),
+        _who(config, model, sampler, plan),
         _what(plan),
         _links(plan, sampler, request.link_gbs),
         _bound(plan, bound, request.link_gbs),
@@ -65,19 +63,12 @@ def _read(request: Request) -> tuple[Config, dict[str, Any]]:
     target = request.target / "config.json" if (request.target / "config.json").is_file() else request.target
     if target.suffix != ".json":
         config = load(target, request.overrides)
-        return config, read_hf_config(config)
-    if not target.is_file():
-        raise ConfigError(f"{target}: no such file; name a recipe, a model's config.json or its folder")
-    try:
-        hf_config = json.loads(target.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{target}: not valid JSON ({error})") from None
-    if not isinstance(hf_config, dict):
-        raise ConfigError(f"{target}: holds {type(hf_config).__name__}, expected the keys of a model's config.json")
-    return load(CONF / "base.yaml", [f"model.path={target}", *request.overrides]), hf_config
+        return config, read_hf_config(config.model.path)
+    return load(CONF / "base.yaml", [f"model.path={target}", *request.overrides]), read_hf_config(target)
 
 
-def _who(config: Config, shape: ModelShape, layout: Layout, sampler: SamplerLayout, plan: SyncPlan) -> list[str]:
+def _who(config: Config, model: Model, sampler: SamplerLayout, plan: SyncPlan) -> list[str]:
+    shape, layout = model.shape, model.layout
     axes = [("TP", layout.tp), ("PP", layout.pp), ("VP", layout.chunks), ("CP", layout.cp), ("EP", layout.ep)]
     axes += [("expert TP", layout.expert_tp if shape.experts else 1), ("DP", layout.dp)]
     sizes = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one rank"
@@ -93,10 +84,10 @@ def _who(config: Config, shape: ModelShape, layout: Layout, sampler: SamplerLayo
 def _what(plan: SyncPlan) -> list[str]:
     kinds: dict[str, tuple[int, int]] = {}
     for transfer in plan.transfers:
-        scale = transfer.name.endswith(".weight_scale")
-        kind = f"{transfer.dtype} scales" if scale else transfer.dtype
+        scale = transfer.tensor.name.endswith(".weight_scale")
+        kind = f"{transfer.tensor.dtype} scales" if scale else transfer.tensor.dtype
         count, nbytes = kinds.get(kind, (0, 0))
-        kinds[kind] = (count + 1, nbytes + transfer.nbytes)
+        kinds[kind] = (count + 1, nbytes + transfer.tensor.nbytes)
     rows = [(kind, f"{count:,}", _size(nbytes)) for kind, (count, nbytes) in sorted(kinds.items())]
     rows.append(("together", f"{len(plan.transfers):,}", _size(plan.nbytes)))
     rows.append(("(as BF16)", "", _size(plan.plain_bytes)))
@@ -145,8 +136,9 @@ def _writers(plan: SyncPlan, shown: int) -> list[str]:
 
 
 def _largest(plan: SyncPlan, count: int) -> list[str]:
-    ranked = sorted(plan.transfers, key=lambda transfer: (-transfer.nbytes, transfer.name))[:count] if count > 0 else []
-    rows = [(t.name, "x".join(map(str, t.shape)), t.dtype, f"{t.shards}", _size(t.nbytes)) for t in ranked]
+    ranked = sorted(plan.transfers, key=lambda one: (-one.tensor.nbytes, one.tensor.name))[:count] if count > 0 else []
+    pairs = [(one.tensor, one.shards) for one in ranked]
+    rows = [(t.name, "x".join(map(str, t.shape)), t.dtype, f"{shards}", _size(t.nbytes)) for t, shards in pairs]
     return table(("largest tensors", "shape", "dtype", "shards", "bytes"), rows) if rows else []
 
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from megatron_rl.quantization.quantize import FP8_MAX
-from megatron_rl.weight_sync.groups import Group
-from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.wire import TensorMeta
+from megatron_rl.distributed import Group
+from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.quantization.formats import FP8_MAX, SCALE_DTYPE
 
 
 class CacheScales:
@@ -28,18 +27,18 @@ class CacheScales:
         self._scales_L2: Tensor | None = None
 
     @property
-    def tensors(self) -> tuple[TensorMeta, ...]:
-        return tuple(TensorMeta(name, "float32", (1,)) for name in self._names())
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(name, SCALE_DTYPE, (1,)) for name in self._names())
 
     def begin_sync(self) -> None:
         """Every rank, at the start of a sync. A layer that nothing was seen of keeps the scale that it has."""
         amax_L2 = self._take().float()
         self._world.max_(amax_L2)
         if not bool(torch.isfinite(amax_L2).all()):
-            raise WeightSyncError("keys or values of the learner's forward pass are not finite: it has diverged")
+            raise ValueError("keys or values of the learner's forward pass are not finite: it has diverged")
         made_L2 = amax_L2 / FP8_MAX
         if self._scales_L2 is None and not bool((amax_L2 > 0).all()):
-            raise WeightSyncError(
+            raise ValueError(
                 "quantization.kv_cache=fp8: the learner has made no forward pass to measure keys and values on; "
                 "score a batch before the first sync"
             )

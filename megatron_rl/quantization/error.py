@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config.schema import Format
-from megatron_rl.quantization.quantize import BLOCK, FP8_MAX, INT8_MAX, dequantize
+from megatron_rl.quantization.formats import BLOCK, QUANTIZED
+from megatron_rl.quantization.quantize import dequantize
 
 ROWS = 64  # sampled per weight: the estimate costs a few percent of quantizing
 
@@ -51,14 +52,15 @@ class ErrorSummary:
 
 def sample_error(name: str, weight_OI: torch.Tensor, result: dict[str, torch.Tensor], format: Format) -> ErrorSample:
     quantized_OI, scale = result["weight"], result["weight_scale"]
-    if format == Format.fp8_block:
+    kind = QUANTIZED[format]
+    if kind.blocks:
         rows = slice(0, BLOCK)  # one row of blocks
         scale = scale[:1]
-        limit_OI = scale.repeat_interleave(BLOCK, 1)[:, : weight_OI.shape[1]] * FP8_MAX
+        limit_OI = scale.repeat_interleave(BLOCK, 1)[:, : weight_OI.shape[1]] * kind.largest
     else:
         rows = slice(0, None, -(-weight_OI.shape[0] // ROWS))
         scale = scale[rows]
-        limit_OI = scale * (INT8_MAX if format == Format.int8 else FP8_MAX)
+        limit_OI = scale * kind.largest
     original_OI = weight_OI[rows].float()
     difference_OI = dequantize(quantized_OI[rows], scale) - original_OI
     beyond_OI = original_OI.abs() > limit_OI * (1 + 1e-5)

@@ -1,31 +1,59 @@
-"""Which parameters a quantized engine holds quantized, and what tensors each of them becomes. Torch-free.
+"""What each weight format is: which layers it holds quantized, what tensors they become, where it runs. Torch-free.
 
 Runs are (start, length) along the split dimension of a full tensor. O output features, I input features.
 """
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import Format
+from megatron_rl.config.schema import Device, Format
 from megatron_rl.models.mapping import HfSlice
+from megatron_rl.models.tensors import TensorSpec
 
 BLOCK = 128
 BY_FORMAT = "by_format"  # the key of an update whose content differs from engine to engine, by their formats
-QUANTIZED_DTYPES = {Format.int8: "int8", Format.fp8: "float8_e4m3fn", Format.fp8_block: "float8_e4m3fn"}
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1}
+INT8_MAX = 127.0
+FP8_MAX = 448.0  # the largest finite float8_e4m3fn
+SCALE_DTYPE = "float32"
+BLACKWELL = 10.0  # compute capability from which vLLM has no INT8 W8A8 kernel
+FP8_CAPABILITY = 8.9
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How a format holds the weights of a quantized layer."""
+
+    dtype: str
+    largest: float  # magnitude that the dtype expresses
+    blocks: bool = False  # a scale for each 128x128 block; otherwise one for each output row
+
+
+QUANTIZED = {
+    Format.int8: Quantized("int8", INT8_MAX),
+    Format.fp8: Quantized("float8_e4m3fn", FP8_MAX),
+    Format.fp8_block: Quantized("float8_e4m3fn", FP8_MAX, blocks=True),
+}
 
 # the last module name of every linear layer that quantized engines hold quantized;
 # w1, w2, w3 are Mixtral's experts. Routers ("gate"), norms and embeddings are in no format.
 LINEAR_NAMES = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 EXPERT_NAMES = frozenset({"w1", "w2", "w3"})
+# the linear layers that this leaves out, as vLLM has to be told: routers decide too much, and it keeps a head in BF16
+NEVER_QUANTIZED = ("lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:
-    """Whether an ignore entry names this module: in full, or as a `re:` pattern matched from the start."""
+    """Whether an entry names this module: in full, or as a `re:` pattern matched from the start."""
     return any(re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in ignore)
+
+
+def all_ignored(ignore: Sequence[str]) -> list[str]:
+    """quantization.ignore, and what no format quantizes."""
+    return sorted({*ignore, *NEVER_QUANTIZED})
 
 
 def is_quantized(hf_name: str, format: Format, ignore: Sequence[str] = ()) -> bool:
@@ -38,45 +66,56 @@ def is_quantized(hf_name: str, format: Format, ignore: Sequence[str] = ()) -> bo
     return linear and not is_ignored(module, ignore)
 
 
+def format_problem(format: Format, kind: Device, name: str, capability: float | None) -> str | None:
+    """Why a machine's sampler cannot run a weight format; None where it can. `capability`: CUDA compute capability."""
+    if format == Format.int8 and capability is not None and capability >= BLACKWELL:
+        return f"INT8 W8A8 has no kernel on {name} (compute capability {capability}); use fp8"
+    if format == Format.int8 and kind == Device.cpu and platform.machine() not in ("x86_64", "AMD64"):
+        return f"INT8 W8A8 is only known to run on x86-64 CPUs, this is {name}; use none or fp8"
+    if format == Format.fp8_block and kind == Device.cpu:
+        return "128x128 FP8 blocks have no CPU kernel; use fp8 (per output channel)"
+    if format in (Format.fp8, Format.fp8_block) and capability is not None and capability < FP8_CAPABILITY:
+        return f"FP8 W8A8 needs compute capability {FP8_CAPABILITY}, {name} has {capability}"
+    return None
+
+
 @dataclass(frozen=True)
 class Output:
     """One tensor the sampler receives, and the part of it that comes from one rank."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]  # of the full tensor
+    tensor: TensorSpec
     dim: int | None  # None: every rank of the group holds the whole of it
     runs: tuple[tuple[int, int], ...]
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
+    def part(self) -> TensorSpec:
         if self.dim is None:
-            return self.shape
-        length = sum(length for _, length in self.runs)
-        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
-
-    @property
-    def part_bytes(self) -> int:
-        return _nbytes(self.part_shape, self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return _nbytes(self.shape, self.dtype)
+            return self.tensor
+        length, shape = sum(length for _, length in self.runs), self.tensor.shape
+        return TensorSpec(self.tensor.name, self.tensor.dtype, (*shape[: self.dim], length, *shape[self.dim + 1 :]))
 
 
 def outputs(piece: HfSlice, format: Format, ignore: Sequence[str], dtype: str, split: bool) -> list[Output]:
     """The tensors that one rank's part of a Hugging Face tensor becomes; `split` where the group shares it."""
     runs, dim = _runs(piece), piece.dim if split else None
     if not is_quantized(piece.name, format, ignore):
-        return [Output(piece.name, dtype, piece.shape, dim, runs)]
-    weight = Output(piece.name, QUANTIZED_DTYPES[format], piece.shape, dim, runs)
-    stem = piece.name.removesuffix("weight")
+        return [Output(TensorSpec(piece.name, dtype, piece.shape), dim, runs)]
+    kind = QUANTIZED[format]
+    weight = Output(TensorSpec(piece.name, kind.dtype, piece.shape), dim, runs)
     rows, columns = piece.shape
-    if format == Format.fp8_block:
-        blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
-        return [weight, Output(stem + "weight_scale", "float32", blocks, dim, _block_runs(piece, runs))]
+    scale = TensorSpec(scale_name(piece.name), SCALE_DTYPE, scale_shape(rows, columns, kind.blocks))
+    if kind.blocks:
+        return [weight, Output(scale, dim, _block_runs(piece, runs))]
     # one scale per output row: shards of the input dimension share it
-    return [weight, Output(stem + "weight_scale", "float32", (rows, 1), None if dim == 1 else dim, runs)]
+    return [weight, Output(scale, None if dim == 1 else dim, runs)]
+
+
+def scale_shape(rows: int, columns: int, blocks: bool) -> tuple[int, int]:
+    return (-(-rows // BLOCK), -(-columns // BLOCK)) if blocks else (rows, 1)
+
+
+def scale_name(weight: str) -> str:
+    return weight.removesuffix("weight") + "weight_scale"
 
 
 def _runs(piece: HfSlice) -> tuple[tuple[int, int], ...]:
@@ -98,10 +137,3 @@ def _block_runs(piece: HfSlice, runs: tuple[tuple[int, int], ...]) -> tuple[tupl
                 f"which cuts a {BLOCK}x{BLOCK} block"
             )
     return tuple((start // BLOCK, -(-length // BLOCK)) for start, length in runs)
-
-
-def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
-    size = ITEMSIZE[dtype]
-    for extent in shape:
-        size *= extent
-    return size

@@ -12,17 +12,12 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.config.schema import Format
-from megatron_rl.quantization.formats import BLOCK, is_ignored, is_quantized
+from megatron_rl.models.tensors import torch_dtype
+from megatron_rl.quantization.formats import BLOCK, FP8_MAX, QUANTIZED
 
-__all__ = ["BLOCK", "dequantize", "is_ignored", "is_quantized", "quantize", "relative_error", "row_amax"]
-
-INT8_MAX = 127.0
-FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 TINY = 1e-12  # an all-zero row keeps a scale that divides
 
 CACHED_ELEMENTS = 1 << 17  # FP32: half a megabyte
-
-DTYPES = {Format.int8: torch.int8, Format.fp8: torch.float8_e4m3fn, Format.fp8_block: torch.float8_e4m3fn}
 
 
 def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -50,16 +45,17 @@ def quantize(weight_OI: torch.Tensor, format: Format, amax_O: torch.Tensor | Non
     """
     if weight_OI.ndim != 2:
         raise ValueError(f"quantize takes a matrix, got the shape {tuple(weight_OI.shape)}")
-    if format == Format.fp8_block:
+    if format not in QUANTIZED:
+        raise ValueError(f"quantization.format={format} has no quantizer; take one of {[f.value for f in QUANTIZED]}")
+    kind = QUANTIZED[format]
+    if kind.blocks:
         return _quantize_blocks(weight_OI)
-    if format not in DTYPES:
-        raise ValueError(f"quantization.format={format} has no quantizer; take one of {[f.value for f in DTYPES]}")
     own = amax_O is None  # then nothing lies beyond it by more than rounding, which conversion undoes
     amax_O = row_amax(weight_OI) if amax_O is None else amax_O.float()
     _refuse_non_finite(amax_O)
-    scale_O1 = (amax_O.clamp(min=TINY) / _largest(format)).unsqueeze(1)
+    scale_O1 = (amax_O.clamp(min=TINY) / kind.largest).unsqueeze(1)
     weight_OI = weight_OI.detach()
-    rounded_OI = torch.empty(weight_OI.shape, dtype=DTYPES[format], device=weight_OI.device)
+    rounded_OI = torch.empty(weight_OI.shape, dtype=torch_dtype(kind.dtype), device=weight_OI.device)
     rows = _rows_at_once(weight_OI)
     scratch_OI = torch.empty((rows, weight_OI.shape[1]), dtype=torch.float32, device=weight_OI.device)
     for start in range(0, weight_OI.shape[0], rows):
@@ -68,7 +64,7 @@ def quantize(weight_OI: torch.Tensor, format: Format, amax_O: torch.Tensor | Non
         if format == Format.int8:
             scaled_OI.round_()
         if not own:
-            scaled_OI.clamp_(-_largest(format), _largest(format))
+            scaled_OI.clamp_(-kind.largest, kind.largest)
         rounded_OI[start : start + rows].copy_(scaled_OI)
     return {"weight": rounded_OI, "weight_scale": scale_O1}
 
@@ -82,13 +78,6 @@ def dequantize(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return weight_OI.float() * full_scale_OI
 
 
-def relative_error(weight_OI: torch.Tensor, quantized: dict[str, torch.Tensor]) -> float:
-    """|quantized - original| / |original| in Frobenius norms."""
-    original_OI = weight_OI.detach().float()
-    difference_OI = dequantize(quantized["weight"], quantized["weight_scale"]) - original_OI
-    return float(difference_OI.norm() / original_OI.norm().clamp(min=TINY))
-
-
 def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
     rows, columns = weight_OI.shape
     pad = (0, -columns % BLOCK, 0, -rows % BLOCK)
@@ -98,7 +87,7 @@ def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
     _refuse_non_finite(amax_PQ)
     scale_PQ = amax_PQ.clamp(min=TINY) / FP8_MAX
     scaled_OI = (blocks_PBQB / scale_PQ[:, None, :, None]).reshape(padded_OI.shape)[:rows, :columns]
-    return {"weight": scaled_OI.contiguous().to(DTYPES[Format.fp8]), "weight_scale": scale_PQ}
+    return {"weight": scaled_OI.contiguous().to(torch.float8_e4m3fn), "weight_scale": scale_PQ}
 
 
 def _rows_at_once(weight_OI: torch.Tensor) -> int:
@@ -107,10 +96,6 @@ def _rows_at_once(weight_OI: torch.Tensor) -> int:
     if weight_OI.device.type != "cpu":
         return max(rows, 1)
     return min(max(CACHED_ELEMENTS // max(columns, 1), 1), max(rows, 1))
-
-
-def _largest(format: Format) -> float:
-    return INT8_MAX if format == Format.int8 else FP8_MAX
 
 
 def _refuse_non_finite(amax: torch.Tensor) -> None:

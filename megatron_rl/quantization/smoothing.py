@@ -11,7 +11,7 @@ BF16, for what stays unquantized (norms, routers, ignored layers) too. Channels 
 are left as they are, so a layer without outliers loses nothing, and the rounding differences between layouts of the
 learner all but vanish.
 
-L layers, N norms of a layer (`mapping.Norm`), H hidden channels.
+L layers, N norms of a layer (`table.Norm`), H hidden channels.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rl.models.mapping import Norm, Param
+from megatron_rl.distributed import Group
+from megatron_rl.models.mapping import Param
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.weight_sync.groups import Group
+from megatron_rl.models.table import Norm
 
 LARGEST_EXPONENT = 20  # far inside BF16's range, far beyond any real outlier
 FLOAT32_BIAS = 127
@@ -47,12 +48,8 @@ class Smoothing:
         self._size = (shape.layers, len(Norm), shape.hidden)
         self._alpha, self._every, self._world = alpha, every, world
         self._take_activation_amax = take_activation_amax
-        self._scales_LNH = torch.ones(self._size)
+        self.scales_LNH = torch.ones(self._size)
         self._age: int | None = None  # syncs since the scales were made; None: there are none yet
-
-    @property
-    def scales_LNH(self) -> Tensor:
-        return self._scales_LNH
 
     def begin_sync(self, weight_amax: Callable[[], Tensor]) -> None:
         """Every rank calls this at the start of a sync; new scales are made where they are due.
@@ -66,7 +63,7 @@ class Smoothing:
         both = torch.stack((activations_LNH, weight_amax().to(activations_LNH)))
         self._world.max_(both)
         if both[0].any():
-            self._scales_LNH = scales(both[0], both[1], self._alpha)
+            self.scales_LNH = scales(both[0], both[1], self._alpha)
             self._age = 0
 
     def fold(self, param: Param, local: Tensor) -> Tensor:
@@ -74,7 +71,7 @@ class Smoothing:
         if param.row.norm is None or self._age is None:
             return local
         assert param.layer is not None
-        scale_H = self._scales_LNH[param.layer, param.row.norm].to(local)
+        scale_H = self.scales_LNH[param.layer, param.row.norm].to(local)
         return local / scale_H if local.ndim == 1 else local * scale_H
 
 

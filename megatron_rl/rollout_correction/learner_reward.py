@@ -18,7 +18,7 @@ from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT
 def learner_reward(
     rewards_N: Tensor, prox_logprobs_NT: Tensor, sampler_logprobs_NT: Tensor, mask_NT: Tensor
 ) -> dict[str, float]:
-    """`reward/sampler_mean`, `reward/learner_estimate` and its standard error, self-normalised.
+    """`reward/learner_estimate` and its standard error, self-normalised; beside it stands `reward/sampler_mean`.
 
     Hand over all generated rollouts: a filter that looked at rewards has already moved the mean. Tokens
     without a ratio count as ratio 1; rollouts without a finite reward are left out.
@@ -36,7 +36,6 @@ def learner_reward(
     estimate = (weights_N * rewards).sum()
     error = (weights_N * (rewards - estimate)).square().sum().sqrt()
     return {
-        "reward/sampler_mean": float(rewards.mean()),
         "reward/learner_estimate": float(estimate),
         "reward/learner_estimate_stderr": float(error),
     }

@@ -5,7 +5,6 @@ Shape suffixes: B sequences, T response positions (right-padded); row i belongs 
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import time
@@ -18,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
 
 import yaml
 
-from megatron_rl.config.schema import Config, Wandb
+from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
+from megatron_rl.runs.metrics_file import append_to, encode_line
 from megatron_rl.runs.run_dir import ENDED, RunDir, mark_status, open_run, read_status
 from megatron_rl.runs.wandb_log import WandbLog, resolve_mode
 from megatron_rl.types import Scored
@@ -110,14 +110,20 @@ class Recorder:
     """
 
     def __init__(
-        self, config: Config, resolved_yaml: str, run_dir: Path, n_steps: int, display: Display | None = None
+        self,
+        config: LogSection,
+        resolved_yaml: str,
+        run_dir: Path,
+        n_steps: int,
+        display: Display | None = None,
+        if_exists: IfExists = IfExists.refuse,
     ) -> None:
-        mode = resolve_mode(config.log.wandb)
-        said = ""
+        mode = resolve_mode(config.wandb)
+        moved = ""
         if read_status(run_dir).get("state") == "starting":
             self.run = RunDir(run_dir)
         else:
-            self.run, said = open_run(run_dir, config.run.if_exists, resolved_yaml)
+            self.run, moved = open_run(run_dir, if_exists, resolved_yaml)
         mark_status(run_dir, "running")
         self._n_steps = n_steps
         self._clock = PhaseClock()
@@ -126,12 +132,12 @@ class Recorder:
         self._last_step: int | None = None
         self._unknown: set[str] = set()
         self._closed = False
-        self._metrics = _append_to(self.run.metrics)
-        self._text = _append_to(self.run.logs / "driver.log")
+        self._metrics = append_to(self.run.metrics)
+        self._text = append_to(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
         self._display = display or choose_display(run_dir.name, n_steps)
-        if said:
-            self.note(said)
+        if moved:
+            self.note(moved)
         if mode is not Wandb.none:
             self._wandb = WandbLog(config, yaml.safe_load(resolved_yaml), run_dir, mode)
         self._say_where()
@@ -237,21 +243,6 @@ class Recorder:
         self._text.flush()
 
 
-def encode_line(metrics: Mapping[str, float]) -> str:
-    """One line of strict JSON. NaN and infinities become null, and "non_finite" says which was which."""
-    odd = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
-    line: dict[str, Any] = {name: None if name in odd else value for name, value in metrics.items()}
-    if odd:
-        line["non_finite"] = odd
-    return json.dumps(line, sort_keys=True, allow_nan=False)
-
-
-def decode_line(text: str) -> dict[str, float]:
-    line = json.loads(text)
-    odd = line.pop("non_finite", {})
-    return {name: float(odd[name]) if name in odd else value for name, value in line.items()}
-
-
 def describe_contents(run: RunDir) -> str:
     n_rollouts = len(list(run.rollouts.glob("step_*.parquet")))
     n_checkpoints = sum(1 for entry in run.checkpoints.iterdir() if entry.is_dir()) if run.checkpoints.is_dir() else 0
@@ -280,12 +271,3 @@ def _derived(line: Mapping[str, float]) -> dict[str, float]:
 def _number(value: Any) -> float:
     """Also takes one-element tensors and NumPy scalars."""
     return value if isinstance(value, int) and not isinstance(value, bool) else float(value)
-
-
-def _append_to(path: Path) -> Any:
-    """Opens for appending after the last whole line: a killed run may have left half of one."""
-    torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-    file = path.open("a", encoding="utf-8")
-    if torn:
-        file.write("\n")
-    return file

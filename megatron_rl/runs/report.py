@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 from plotly.offline import get_plotlyjs
 
+from megatron_rl.files import write_whole
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report_figures import PALETTE
 from megatron_rl.runs.report_sections import Panel, sections, supervised
@@ -21,10 +21,7 @@ STYLE = Path(__file__).with_name("report.css")
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> None:
-    runs = load_runs(run_dirs)
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    partial.write_text(page(runs), encoding="utf-8")
-    partial.replace(output)
+    write_whole(output, page(load_runs(run_dirs)))
 
 
 def page(runs: Sequence[RunData]) -> str:

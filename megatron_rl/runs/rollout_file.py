@@ -6,7 +6,6 @@ are null. Shape suffixes: B sequences, T response positions (right-padded).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.files import replacing
 from megatron_rl.types import Batch, Prompt, Rollout, Scored, collate, padded
 
 if TYPE_CHECKING:
@@ -75,9 +75,8 @@ def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Colum
         "kept": _rows(columns.get("mask_BT"), lengths, "mask_BT"),
         "advantage": [None] * len(scored) if advantages_B is None else advantages_B.tolist(),
     }
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    pq.write_table(pa.table(table, schema=SCHEMA), partial, compression="zstd")
-    partial.replace(path)
+    with replacing(path) as partial:
+        pq.write_table(pa.table(table, schema=SCHEMA), partial, compression="zstd")
 
 
 def read_rollouts(path: Path) -> pa.Table:

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, pooled
-from megatron_rl.runs.record import decode_line
+from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.rollout_file import load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir, read_status
 
@@ -127,19 +127,6 @@ def load_runs(paths: Sequence[Path]) -> list[RunData]:
     return [
         run if names.count(run.name) == 1 else RunData(str(run.path), *list(vars(run).values())[1:6]) for run in runs
     ]
-
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """One line per step: of a step that a resumed run did again, the latest counts. Torn lines are skipped."""
-    by_step: dict[int, dict[str, float]] = {}
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = decode_line(text)
-            except json.JSONDecodeError:
-                continue
-            by_step[int(line["progress/step"])] = line
-    return [by_step[step] for step in sorted(by_step)]
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.schema import IfExists
+from megatron_rl.files import write_whole
 
 PACKAGES = (
     *("megatron-rl", "megatron-core", "torch", "vllm", "transformers", "transformer-engine", "nvidia-modelopt"),
@@ -111,24 +112,24 @@ def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDi
     put its children's logs there, before the driver rank exists.
     """
     check_run_dir(path, if_exists)
-    said = ""
+    moved = ""
     if _used(path):
         archived = archive_name(path)
         path.rename(archived)
-        said = f"the old {path} is now {archived}"
+        moved = f"the old {path} is now {archived}"
     run = RunDir(path)
     for folder in (run.rollouts, run.checkpoints, path / "logs" / "attempt_1"):
         folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(run.config, _redacted_yaml(resolved_yaml))
-    write_atomically(run.env, json.dumps(environment(), indent=2) + "\n")
+    write_whole(run.config, _redacted_yaml(resolved_yaml))
+    write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
     mark_status(path, "starting")
-    return run, said
+    return run, moved
 
 
 def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
     """Also for a launcher whose driver rank died without a word."""
     status = {**read_status(path), "state": state, "reason": reason, "time": _now(), **more}
-    write_atomically(RunDir(path).status, json.dumps(status, indent=2) + "\n")
+    write_whole(RunDir(path).status, json.dumps(status, indent=2) + "\n")
 
 
 def read_status(path: Path) -> dict[str, Any]:
@@ -136,15 +137,6 @@ def read_status(path: Path) -> dict[str, Any]:
         return json.loads(RunDir(path).status.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def environment() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import Config, Wandb
+from megatron_rl.config.schema import LogSection, Wandb
 from megatron_rl.runs.run_dir import ENDED, redact
 
 HOST = "api.wandb.ai"
@@ -38,7 +38,7 @@ def resolve_mode(asked: Wandb) -> Wandb:
 
 
 class WandbLog:
-    def __init__(self, config: Config, resolved: Mapping[str, Any], run_dir: Path, mode: Wandb) -> None:
+    def __init__(self, config: LogSection, resolved: Mapping[str, Any], run_dir: Path, mode: Wandb) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
@@ -46,8 +46,8 @@ class WandbLog:
         self._wandb = wandb
         self._run = wandb.init(
             mode="online" if mode is Wandb.online else "offline",
-            project=config.log.project,
-            group=config.log.group,
+            project=config.project,
+            group=config.group,
             name=run_dir.name,
             dir=str(run_dir),
             config=redact(resolved),

@@ -18,7 +18,7 @@ REAP_S = 5.0
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-# a learner's rendezvous and thread limits are not the engine's; credentials are nobody's here
+# an engine gets neither the learner's rendezvous and thread limits nor any credentials
 _DROPPED_VARIABLES = frozenset(
     {
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",

@@ -1,8 +1,8 @@
 """Shared memory that an engine's processes leave behind when they are killed.
 
-An engine of several workers makes segments that only an orderly end removes, and a worker that was killed has none.
-Segments are known as the engine's own by the maps of its processes, never by their names alone: other engines of the
-same user look the same.
+The workers of an engine share memory in segments that they remove when they end by themselves, not when they are
+killed. Which segments are this engine's is read from the memory maps of its processes, never from names alone: those
+of other engines look the same.
 """
 
 from __future__ import annotations

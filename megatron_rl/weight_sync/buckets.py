@@ -11,11 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config.schema import Format
-from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import HfSlice, Param, Split, stage_params
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.distributed import Group
+from megatron_rl.models.groups import ShardGroups
+from megatron_rl.models.layout import Place
+from megatron_rl.models.mapping import HfSlice, Param, stage_params
+from megatron_rl.models.model import Model
+from megatron_rl.models.table import Split
+from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.formats import Output, outputs
-from megatron_rl.weight_sync.groups import Group, Ranks
 
 
 @dataclass(frozen=True)
@@ -45,22 +48,22 @@ class Bucket:
     size: int
 
     def sent_bytes(self, rank: int) -> int:
-        return sum(out.part_bytes for job in self.jobs for out in job.travelling(rank))
+        return sum(out.part.nbytes for job in self.jobs for out in job.travelling(rank))
 
 
-def plan_buckets(
-    shape: ModelShape, layout: Layout, ranks: Ranks, format: Format, ignore: Sequence[str], dtype: str, size_bytes: int
+def make_buckets(
+    model: Model, groups: ShardGroups, format: Format, ignore: Sequence[str], dtype: str, size_bytes: int
 ) -> list[Bucket]:
     """Dense parameters first, then experts: within each kind every rank of a group walks the same buckets.
 
     Empty on ranks that are not of the first replica, which speaks for all.
     """
-    place = ranks.place
+    shape, layout, place = model.shape, model.layout, groups.place
     params = [param for param in stage_params(shape, layout, place) if not param.row.copy]
     buckets: list[Bucket] = []
     for expert, replica, group in (
-        (False, place.dp, ranks.tensor),
-        (True, place.edp, ranks.expert_tensor),
+        (False, place.dp, groups.tensor),
+        (True, place.edp, groups.expert_tensor),
     ):
         size, rank = (layout.expert_tp, place.etp) if expert else (layout.tp, place.tp)
         jobs: list[Job] = []
@@ -74,7 +77,7 @@ def plan_buckets(
                 tuple(tuple(outputs(piece, format, ignore, dtype, split)) for piece in pieces) for pieces in of_ranks
             )
             jobs.append(Job(param, of_ranks[rank], made))
-            filled += sum(out.nbytes for of_slice in made[0] for out in of_slice)
+            filled += sum(out.tensor.nbytes for of_slice in made[0] for out in of_slice)
             if filled >= size_bytes:
                 buckets.append(Bucket(tuple(jobs), group, rank, size))
                 jobs, filled = [], 0
@@ -114,8 +117,8 @@ def gather(
             if out.dim is None:
                 continue
             if made is not None:
-                sent[at : at + out.part_bytes].copy_(made[index].reshape(-1).view(torch.uint8))
-            at += out.part_bytes
+                sent[at : at + out.part.nbytes].copy_(made[index].reshape(-1).view(torch.uint8))
+            at += out.part.nbytes
     bucket.group.gather(sent, [], bucket.rank)
     return []
 
@@ -129,21 +132,22 @@ def full_tensors(
         outs = [[out for of_slice in of_rank for out in of_slice] for of_rank in job.outputs]
         for index, (own, tensor) in enumerate(zip(outs[0], made, strict=True)):
             if own.dim is None or bucket.size == 1:
-                yield own.name, _without_padding(tensor, own)
+                yield own.tensor.name, _without_padding(tensor, own.tensor)
                 continue
-            full = torch.empty(own.shape, dtype=tensor.dtype, device=tensor.device)
-            _place(full, own, tensor)
+            full = torch.empty(own.tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            _fill(full, own, tensor)
             for rank in range(1, bucket.size):
                 out = outs[rank][index]
-                raw = received[rank - 1][at[rank] : at[rank] + out.part_bytes]
-                at[rank] += out.part_bytes
-                _place(full, out, _typed(raw, tensor.dtype).view(out.part_shape))
-            yield own.name, full
+                part = out.part
+                raw = received[rank - 1][at[rank] : at[rank] + part.nbytes]
+                at[rank] += part.nbytes
+                _fill(full, out, _typed(raw, tensor.dtype).view(part.shape))
+            yield own.tensor.name, full
 
 
-def _without_padding(tensor: torch.Tensor, out: Output) -> torch.Tensor:
-    if tuple(tensor.shape) != out.shape:
-        raise ValueError(f"{out.name} came out as {tuple(tensor.shape)}, expected {out.shape}")
+def _without_padding(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if tuple(tensor.shape) != spec.shape:
+        raise ValueError(f"{spec.name} came out as {tuple(tensor.shape)}, expected {spec.shape}")
     return tensor
 
 
@@ -152,7 +156,7 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)
 
 
-def _place(full: torch.Tensor, out: Output, part: torch.Tensor) -> None:
+def _fill(full: torch.Tensor, out: Output, part: torch.Tensor) -> None:
     assert out.dim is not None
     at = 0
     for start, length in out.runs:

@@ -57,7 +57,7 @@ def apply_patch(target: np.ndarray, data: np.ndarray, changes: int) -> None:
 
 
 def _bridged(positions: np.ndarray) -> np.ndarray:
-    """With positions in between wherever two are further apart than a gap can say; their bytes are the same anyway."""
+    """With positions in between wherever two are too far apart for one gap; the bytes there are the same anyway."""
     gaps = np.diff(positions, prepend=0)
     bridges: Iterable[np.ndarray] = (
         np.arange(positions[i] - gaps[i] + LONGEST_GAP, positions[i], LONGEST_GAP)

@@ -10,29 +10,25 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from megatron_rl.config.schema import Config
-from megatron_rl.models.hf_folder import INDEX, copy_companions, read_config
-from megatron_rl.models.layout import Layout
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.weight_sync.groups import Ranks
+from megatron_rl.models.hf_folder import INDEX, copy_companions
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import LearnerWeights
 
 FILE_BYTES = 4 << 30
 
 
-def export_hf(learner: LearnerWeights, config: Config, folder: Path) -> None:
-    """Called on every rank. `folder` appears under its name only when it is whole."""
-    origin = Path(config.model.path)
+def export_hf(learner: LearnerWeights, origin: Path, folder: Path) -> None:
+    """Called on every rank. `folder` appears under its name only when it is whole.
+
+    `origin`: where the model came from, for its config.json and tokenizer.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     partial = folder.with_name(f".{folder.name}.partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _wait()
-    source = ShardSource(
-        ModelShape.from_hf(read_config(origin)), Layout.from_config(config.learner), Ranks.from_megatron()
-    )
+    source = ShardSource(learner.model, learner.groups)
     held: dict[str, torch.Tensor] = {}
     size = files = 0
     for name, tensor in source.tensors(dict(learner.named_parameters())):

@@ -7,13 +7,12 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.fleet import is_fleet
-from megatron_rl.config.schema import Config, Format
+from megatron_rl.config.schema import Format, SyncSection
 from megatron_rl.distributed import exchange
 from megatron_rl.quantization.error import summarize
 from megatron_rl.quantization.formats import BY_FORMAT
@@ -23,9 +22,7 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.report import Contribution, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.sync_dir import SyncDir
-
-if TYPE_CHECKING:
-    from megatron_rl.weight_sync.transports import SamplerClient
+from megatron_rl.weight_sync.transports import SamplerClient
 
 WRITE_AHEAD = 16  # tensors between gathering and writing
 WRITER_POLL_S = 0.5
@@ -36,12 +33,14 @@ Handover = queue.Queue[tuple[str, torch.Tensor] | BaseException | None]  # None:
 class FilePush:
     """See transports.Push. Without a sampler the written version is the result."""
 
-    def __init__(self, sources: dict[Format, ShardSource], sampler: SamplerClient | None, config: Config) -> None:
-        self._sources, self._sampler, self._config = sources, sampler, config
+    def __init__(
+        self, sources: dict[Format, ShardSource], sampler: SamplerClient | None, sync: SyncSection, fleet: bool
+    ) -> None:
+        self._sources, self._sampler, self._sync, self._fleet = sources, sampler, sync, fleet
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._kept: list[int] = []  # rank 0: versions that engines may still ask for, or that patches build on
-        self._lineage = Lineage(config.sync.full_every if config.sync.delta else 1)
-        self._sent = {format: Sent() for format in sources} if config.sync.delta else {}
+        self._lineage = Lineage(sync.full_every if sync.delta else 1)
+        self._sent = {format: Sent() for format in sources} if sync.delta else {}
         self._sync_dir: SyncDir | None = None
         self._writer, self._writers, self._nbytes = self._writer_number()
         self.directory = self._open_directory()
@@ -84,12 +83,12 @@ class FilePush:
             self.forget(version)
             return
         self._kept.append(version)
-        needed = set(self._lineage.versions) if self._config.sync.delta else set()
-        if is_fleet(self._config):
+        needed = set(self._lineage.versions) if self._sync.delta else set()
+        if self._fleet:
             needed.add(version)
         # on a shared file system another host may have pages of the old content at hand, and a server that is just
         # starting may still be reading it
-        recycle = self._config.sync.dir is None and not is_fleet(self._config)
+        recycle = self._sync.dir is None and not self._fleet
         for old in [old for old in self._kept if old not in needed]:
             self._kept.remove(old)
             for format in self._sources:
@@ -109,7 +108,7 @@ class FilePush:
         failure: str | None = None
         if self._rank == 0:
             try:
-                self._sync_dir = SyncDir(self._config.sync.dir)
+                self._sync_dir = SyncDir(self._sync.dir)
                 self._sync_dir.require_free(self._nbytes)
             except WeightSyncError as error:
                 failure = str(error)
@@ -133,7 +132,7 @@ class FilePush:
     def _update_info(self, version: int) -> dict[str, Any]:
         """What the sampler needs to find the version; by format where its engines differ."""
         # a fleet's servers finish on their own, as soon as they have accepted
-        background = not is_fleet(self._config)
+        background = not self._fleet
         infos = {one.value: update_info(self._folder(one), version, self._writers, background) for one in self._sources}
         return {BY_FORMAT: infos} if len(infos) > 1 else next(iter(infos.values()))
 
@@ -176,7 +175,7 @@ class FilePush:
                 format=format.value,
                 writer=self._writer,
                 writers=self._writers,
-                bucket_bytes=self._config.sync.bucket_mib << 20,
+                bucket_bytes=self._sync.bucket_mib << 20,
                 sent=self._sent.get(format),
                 base=self._lineage.base,
             )

@@ -3,7 +3,7 @@
 On one host the directory is shared memory, across hosts a shared file system. Each writer (one per pipeline
 stage) writes its own buckets and then, last and atomically, its manifest: a version is complete when all its
 manifests exist. With `delta` a version may hold patches of the version before (`delta.py`), which then has to stay
-beside it. The receiving half is `receiver.py`.
+beside it. The receiving half is `engine/receiver.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.delta import Sent
 from megatron_rl.weight_sync.manifest import Manifest, TensorEntry, WeightSyncError
@@ -133,7 +134,8 @@ class _Buckets:
         self._name = ""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.dtype not in manifests.DTYPE_NAMES:
+        spec = TensorSpec.of(name, tensor)
+        if spec.dtype not in manifests.CARRIED:
             raise WeightSyncError(
                 f"tensor {name} has the dtype {tensor.dtype}, which the file transport does not carry"
             )
@@ -144,9 +146,9 @@ class _Buckets:
         file, offset = self._write(data if patch is None else patch.data)
         self.entries.append(
             TensorEntry(
-                name,
-                manifests.DTYPE_NAMES[tensor.dtype],
-                tuple(tensor.shape),
+                spec.name,
+                spec.dtype,
+                spec.shape,
                 file,
                 offset,
                 data.nbytes,

@@ -11,18 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
 import xxhash
 
-DTYPE_NAMES = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+from megatron_rl.models.tensors import DTYPES, TensorSpec
 
+CARRIED = frozenset({"bfloat16", "float16", "float32", "int8", "float8_e4m3fn"})  # dtypes of an update
 PROBLEMS_SHOWN = 8
 NO_VERSION = -1  # policy version of an engine that holds its dummy weights: any version is newer
 BYTES_PER_CHANGE = 3  # of a patch: 16 bits say where, 8 what
@@ -34,6 +27,8 @@ class WeightSyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorEntry:
+    """A tensor and where it lies. Its fields are those of the JSON."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -42,6 +37,10 @@ class TensorEntry:
     nbytes: int
     checksum: str  # of the tensor, not of its patch
     changes: int | None = None  # the file holds a patch with so many changes; None: it holds the tensor
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.dtype, self.shape)
 
     @property
     def stored_bytes(self) -> int:
@@ -57,14 +56,6 @@ class Manifest:
     files: dict[str, int]  # file name -> bytes
     tensors: tuple[TensorEntry, ...]
     base: int | None = None  # the policy version that patches build on
-
-
-@dataclass(frozen=True)
-class Expected:
-    """One tensor that a receiver must get."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -113,25 +104,24 @@ def verify_version(policy_version: int, current: int, announced: int) -> None:
         raise WeightSyncError(f"stale policy version {policy_version}: the engine already serves version {current}")
 
 
-def verify_entries(entries: Iterable[TensorEntry], expected: Mapping[str, Expected]) -> None:
+def verify_tensors(tensors: Iterable[TensorEntry | TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
     """Missing, unexpected, misshapen and mistyped tensors, all of them at once, each by name."""
     problems: list[str] = []
     seen: set[str] = set()
-    for entry in entries:
-        seen.add(entry.name)
-        want = expected.get(entry.name)
+    for sent in tensors:
+        seen.add(sent.name)
+        want = expected.get(sent.name)
         if want is None:
-            problems.append(f"unexpected tensor {entry.name}")
+            problems.append(f"unexpected tensor {sent.name}")
             continue
-        if entry.shape != want.shape:
-            problems.append(f"misshapen tensor {entry.name}: shape {entry.shape}, the engine expects {want.shape}")
-        if entry.dtype != want.dtype:
-            problems.append(f"mistyped tensor {entry.name}: {entry.dtype}, the engine expects {want.dtype}")
-        size = DTYPES[entry.dtype].itemsize if entry.dtype in DTYPES else 0
-        for extent in entry.shape:
-            size *= extent
-        if entry.nbytes != size:
-            problems.append(f"tensor {entry.name} claims {entry.nbytes} bytes, its shape and dtype make {size}")
+        if sent.shape != want.shape:
+            problems.append(f"misshapen tensor {sent.name}: shape {sent.shape}, the engine expects {want.shape}")
+        if sent.dtype != want.dtype:
+            problems.append(f"mistyped tensor {sent.name}: {sent.dtype}, the engine expects {want.dtype}")
+        if isinstance(sent, TensorEntry):
+            size = sent.spec.nbytes if sent.dtype in DTYPES else 0
+            if sent.nbytes != size:
+                problems.append(f"tensor {sent.name} claims {sent.nbytes} bytes, its shape and dtype make {size}")
     problems += [f"missing tensor {name}" for name in expected if name not in seen]
     if problems:
         more = f" and {len(problems) - PROBLEMS_SHOWN} more" if len(problems) > PROBLEMS_SHOWN else ""

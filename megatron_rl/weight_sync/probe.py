@@ -46,8 +46,17 @@ class ProbeResult:
         return {"sync/probe_abs_diff": self.mean_abs, "sync/probe_budget": self.budget}
 
 
-def budget_of(format: Format, override: float | None = None) -> float:
-    return BUDGETS[format] if override is None else override
+@dataclass(frozen=True)
+class Probe:
+    """What the comparison after one sync is about."""
+
+    version: int  # the policy just synced
+    vocab: int
+    tied: bool
+    budget: float | None = None  # in place of the format's own
+
+    def budget_of(self, format: Format) -> float:
+        return BUDGETS[format] if self.budget is None else self.budget
 
 
 def compare(
@@ -73,85 +82,51 @@ def check(
     sampler_logprobs_BT: torch.Tensor,
     learner_logprobs_BT: torch.Tensor,
     mask_BT: torch.Tensor,
-    *,
     format: Format,
-    version: int,
-    budget: float | None = None,
-    vocab: int | None = None,
-    tied: bool = False,
+    probe: Probe,
 ) -> ProbeResult:
     """Raises SyncMismatch with a diagnosis when the difference exceeds the format's budget.
 
     Both logprobs must be of the version just synced.
     """
-    result = compare(sampler_logprobs_BT, learner_logprobs_BT, mask_BT, budget_of(format, budget))
+    result = compare(sampler_logprobs_BT, learner_logprobs_BT, mask_BT, probe.budget_of(format))
     if result.ok:
         return result
-    causes = diagnose(sampler_logprobs_BT[mask_BT].cpu(), learner_logprobs_BT[mask_BT].cpu(), result, vocab, tied)
+    causes = diagnose(sampler_logprobs_BT[mask_BT].cpu(), result, probe)
     raise SyncMismatch(
-        f"after the sync of policy version {version} ({format.value}) sampler and learner disagree: mean |difference| "
-        f"{result.mean_abs:.4g} nats over {result.tokens} tokens, budget {result.budget:g} (largest "
+        f"after the sync of policy version {probe.version} ({format.value}) sampler and learner disagree: mean "
+        f"|difference| {result.mean_abs:.4g} nats over {result.tokens} tokens, budget {result.budget:g} (largest "
         f"{result.max_abs:.3g}, mean signed {result.mean:+.3g}; {result.missing} sampler and {result.learner_missing} "
         f"learner logprobs missing or NaN). {' '.join(causes)}"
     )
 
 
-def check_batch(
-    batch: Batch,
-    learner_logprobs_BT: torch.Tensor,
-    *,
-    format: Format,
-    version: int,
-    budget: float | None = None,
-    vocab: int | None = None,
-    tied: bool = False,
-) -> ProbeResult:
+def check_batch(batch: Batch, learner_logprobs_BT: torch.Tensor, format: Format, probe: Probe) -> ProbeResult:
     """`check` on the rows that the sampler sampled with the version just synced; older ones differ rightly."""
-    fresh_B = batch.versions_B == version
+    fresh_B = batch.versions_B == probe.version
     if not bool(fresh_B.any()):
         versions = sorted(set(batch.versions_B.tolist()))
-        raise ValueError(f"the probe needs rollouts of policy version {version}, the batch holds versions {versions}")
-    return check(
-        batch.sampler_logprobs_BT[fresh_B],
-        learner_logprobs_BT[fresh_B],
-        batch.mask_BT[fresh_B],
-        format=format,
-        version=version,
-        budget=budget,
-        vocab=vocab,
-        tied=tied,
-    )
+        raise ValueError(
+            f"the probe needs rollouts of policy version {probe.version}, the batch holds versions {versions}"
+        )
+    rows = batch.rows(fresh_B)
+    return check(rows.sampler_logprobs_BT, learner_logprobs_BT[fresh_B], rows.mask_BT, format, probe)
 
 
 def check_formats(
-    batch: Batch,
-    learner_logprobs_BT: torch.Tensor,
-    formats: Sequence[Format],
-    *,
-    version: int,
-    budget: float | None = None,
-    vocab: int | None = None,
-    tied: bool = False,
+    batch: Batch, learner_logprobs_BT: torch.Tensor, formats: Sequence[Format], probe: Probe
 ) -> dict[str, float]:
     """`check_batch` of every weight format of the sampler by itself, under its own budget; its metrics.
 
     A format whose servers are all away has no rows, and is checked when they are back.
     """
     results: dict[Format, ProbeResult] = {}
-    for format in formats:
+    for format in map(Format, formats):  # names, where they came from another rank
         rows_B = torch.ones(len(batch), dtype=torch.bool)
         if len(formats) > 1 and batch.formats_B is not None:
             rows_B = batch.formats_B == format_number(format)
         if bool(rows_B.any()):
-            results[format] = check_batch(
-                batch.rows(rows_B),
-                learner_logprobs_BT[rows_B],
-                format=format,
-                version=version,
-                budget=budget,
-                vocab=vocab,
-                tied=tied,
-            )
+            results[format] = check_batch(batch.rows(rows_B), learner_logprobs_BT[rows_B], format, probe)
     if not results:
         raise ValueError(f"the probe needs rollouts of {', '.join(formats)} engines, the batch holds none")
     worst = max(results.values(), key=lambda result: result.mean_abs / result.budget)
@@ -160,10 +135,8 @@ def check_formats(
     return worst.metrics() | {f"sync/probe_abs_diff/{one}": result.mean_abs for one, result in results.items()}
 
 
-def diagnose(
-    sampler: torch.Tensor, learner: torch.Tensor, result: ProbeResult, vocab: int | None, tied: bool
-) -> list[str]:
-    """What the numbers look like, most specific first; flat tensors of the masked tokens."""
+def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> list[str]:
+    """What the numbers look like, most specific first. `sampler`: its logprobs of the masked tokens."""
     if result.tokens == 0:
         return ["No tokens to compare: the sampler returned empty answers."]
     if result.learner_missing:
@@ -178,12 +151,12 @@ def diagnose(
         causes.append(
             "Its logprobs are constant whatever the token: the kernel state of a quantized layer was not rebuilt."
         )
-    elif len(finite) > 1 and vocab and abs(float(finite.mean()) + math.log(vocab)) < UNIFORM_MARGIN:
+    elif len(finite) > 1 and abs(float(finite.mean()) + math.log(probe.vocab)) < UNIFORM_MARGIN:
         causes.append(
             "Its logprobs are those of a uniform guess: the output layer holds dummy or stale weights"
-            + (", the tied lm_head was not refreshed from the embedding." if tied else ".")
+            + (", the tied lm_head was not refreshed from the embedding." if probe.tied else ".")
         )
-    elif result.mean_abs > 10 * result.budget and tied:
+    elif result.mean_abs > 10 * result.budget and probe.tied:
         causes.append(
             "Logits of another model: with tied embeddings, a lm_head that was not refreshed after the embedding "
             "changed looks like this; so does a layer loaded under another's name."

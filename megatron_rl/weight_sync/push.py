@@ -1,34 +1,35 @@
 """One weight sync, from the learner's shards to a sampler that serves the new version.
 
 Every rank of the learner calls `push`; rank 0 also drives the sampler. Whatever goes wrong on any rank, or in the
-sampler, is raised on all of them, and the sampler keeps serving the version before (`transports` says which of them
-promise that).
+sampler, is raised on all of them, and the sampler keeps serving the version before; with `sync.staged: false` it may be
+left without one, and then refuses to generate.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.config.fleet import distinct_formats
-from megatron_rl.config.schema import Config, Format, KvCache
+from megatron_rl.config.schema import (
+    Format,
+    KvCache,
+    QuantizationSection,
+    SamplerSection,
+    SyncSection,
+    Transport,
+)
 from megatron_rl.distributed import exchange
-from megatron_rl.models.hf_folder import read_config
-from megatron_rl.models.layout import Layout
-from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.error import ErrorSummary
 from megatron_rl.quantization.smoothing import Smoothing
-from megatron_rl.weight_sync.groups import Ranks
+from megatron_rl.weight_sync.file_push import FilePush
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.report import Contribution, SyncReport, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import LearnerWeights, Push, SamplerClient, open_push
+from megatron_rl.weight_sync.transports import LearnerWeights, Push, SamplerClient
 
 PHASES = ("quantize", "gather", "transfer")
 
@@ -40,38 +41,46 @@ class WeightSync:
         self,
         learner: LearnerWeights,
         sampler: SamplerClient | None,
-        config: Config,
-        hf_config: Mapping[str, Any] | None = None,
-        ranks: Ranks | None = None,
+        formats: Sequence[Format],
+        *,
+        quantization: QuantizationSection,
+        sync: SyncSection,
+        engines: SamplerSection,
+        fleet: bool,
     ) -> None:
+        """`formats`: those of the sampler's engines, each once. `fleet`: the engines are servers of their own."""
         started = time.perf_counter()
-        shape = ModelShape.from_hf(hf_config or read_config(Path(config.model.path)))
-        ranks = ranks or Ranks.from_megatron()
-        quantization = config.quantization
+        shape, world = learner.model.shape, learner.groups.world
         smoothing = None
         if quantization.smoothing:
-            every = quantization.smoothing_every
-            smoothing = Smoothing(shape, quantization.smoothing, every, ranks.world, learner.take_activation_amax)
+            every, take = quantization.smoothing_every, learner.take_activation_amax
+            smoothing = Smoothing(shape, quantization.smoothing, every, world, take)
         cache_scales = None
         if quantization.kv_cache == KvCache.fp8:
-            cache_scales = CacheScales(shape.layers, ranks.world, learner.take_cache_amax)
-        layout = Layout.from_config(config.learner)
-        sources = {  # one for each weight format among the engines
+            cache_scales = CacheScales(shape.layers, world, learner.take_cache_amax)
+        sources = {
             format: ShardSource(
-                shape,
-                layout,
-                ranks,
+                learner.model,
+                learner.groups,
                 format,
                 quantization.ignore,
-                bucket_bytes=config.sync.bucket_mib << 20,
+                bucket_bytes=sync.bucket_mib << 20,
                 smoothing=smoothing if format == Format.int8 else None,
                 cache_scales=cache_scales,
             )
-            for format in distinct_formats(config)
+            for format in formats
         }
         self._learner = learner
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self.transport: Push = open_push(sources, sampler, config)
+        self.transport: Push
+        if sync.transport == Transport.file:
+            self.transport = FilePush(sources, sampler, sync, fleet)
+        else:
+            # vLLM's trainer side is the one part of vLLM that learner ranks import, and only for its transports
+            from megatron_rl.weight_sync.vllm_push import VllmPush
+
+            (source,) = sources.values()  # a fleet's mixed formats travel as files: the config has made sure
+            self.transport = VllmPush(source, sampler, sync, engines)
         self._refused = False  # the last version, by the sampler
         self._plan_seconds = time.perf_counter() - started
 
@@ -115,7 +124,7 @@ class WeightSync:
         self.transport.close()
 
     def _load(self, version: int) -> float:
-        """Seconds that rank 0 waited for the sampler; what the sampler says against the version, on every rank."""
+        """Seconds that rank 0 waited for the sampler. The sampler's refusal is raised on every rank."""
         started, waited, outcome = time.perf_counter(), 0.0, None
         if self._rank == 0:
             try:

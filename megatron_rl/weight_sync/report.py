@@ -1,4 +1,4 @@
-"""What a sync says of itself: each rank's contribution, and the report made of all of them."""
+"""What a sync reports: each rank's contribution, and the whole made of all of them."""
 
 from __future__ import annotations
 

@@ -18,18 +18,18 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config.schema import Format
-from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Norm, find
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.groups import ShardGroups
+from megatron_rl.models.layout import Place
+from megatron_rl.models.mapping import find
+from megatron_rl.models.model import Model
 from megatron_rl.models.shards import cut
+from megatron_rl.models.table import Norm
+from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.error import ErrorSample, sample_error
 from megatron_rl.quantization.quantize import quantize, row_amax
 from megatron_rl.quantization.smoothing import Smoothing, column_amax
-from megatron_rl.weight_sync.buckets import Bucket, Job, Workspace, full_tensors, gather, plan_buckets
-from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.manifest import DTYPE_NAMES, WeightSyncError
-from megatron_rl.weight_sync.wire import TensorMeta
+from megatron_rl.weight_sync.buckets import Bucket, Job, Workspace, full_tensors, gather, make_buckets
 
 FIRST = Place()  # the rank that sends what belongs to no rank's weights
 SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
@@ -44,9 +44,8 @@ class Seconds:
 class ShardSource:
     def __init__(
         self,
-        shape: ModelShape,
-        layout: Layout,
-        ranks: Ranks,
+        model: Model,
+        groups: ShardGroups,
         format: Format = Format.none,
         ignore: Sequence[str] = (),
         dtype: torch.dtype = torch.bfloat16,
@@ -58,12 +57,12 @@ class ShardSource:
         self.failure: str | None = None
         self.seconds = Seconds()
         self.errors: list[ErrorSample] = []
-        self._shape, self._layout = shape, layout
-        self._format, self._dtype, self._smoothing = format, dtype, smoothing
-        self._place = ranks.place
+        self.format = format
+        self._model, self._place = model, groups.place
+        self._dtype, self._smoothing = dtype, smoothing
         self._cache_scales = cache_scales
         self._workspace = Workspace()
-        self._buckets = plan_buckets(shape, layout, ranks, format, ignore, DTYPE_NAMES[dtype], bucket_bytes)
+        self._buckets = make_buckets(model, groups, format, ignore, dtype_name(dtype), bucket_bytes)
 
     @property
     def writes(self) -> bool:
@@ -111,7 +110,7 @@ class ShardSource:
         if self._cache_scales is not None:
             try:
                 self._cache_scales.begin_sync()
-            except WeightSyncError as error:
+            except ValueError as error:
                 self._fail(str(error))
         return shards
 
@@ -126,15 +125,10 @@ class ShardSource:
         return [*keys, SCALES_KEY] if self._writes_scales else keys
 
     @property
-    def bucket_tensors(self) -> list[tuple[TensorMeta, ...] | None]:
+    def bucket_tensors(self) -> list[tuple[TensorSpec, ...] | None]:
         """Of each bucket: what this rank yields, None where another rank of the group does."""
         weights = [
-            tuple(
-                TensorMeta(out.name, out.dtype, out.shape)
-                for job in bucket.jobs
-                for of_slice in job.outputs[0]
-                for out in of_slice
-            )
+            tuple(out.tensor for job in bucket.jobs for of_slice in job.outputs[0] for out in of_slice)
             if bucket.rank == 0
             else None
             for bucket in self._buckets
@@ -146,18 +140,18 @@ class ShardSource:
         return self._cache_scales is not None and self._place == FIRST
 
     @property
-    def _scale_tensors(self) -> tuple[TensorMeta, ...]:
+    def _scale_tensors(self) -> tuple[TensorSpec, ...]:
         return () if self._cache_scales is None else self._cache_scales.tensors
 
     def _by_table_name(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shards: dict[str, torch.Tensor] = {}
         for name, tensor in parameters.items():
             try:
-                param = find(name, self._shape)
+                param = find(name, self._model.shape)
             except KeyError as error:
                 self._fail(str(error.args[0]))
                 continue
-            wanted = param.local_shape(self._layout)
+            wanted = param.local_shape(self._model.layout)
             if tuple(tensor.shape) != wanted:
                 self._fail(f"{name} has the local shape {tuple(tensor.shape)}, the layout says {wanted}")
                 continue
@@ -198,8 +192,8 @@ class ShardSource:
     @torch.no_grad()
     def _column_amax(self, shards: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """[layer, norm, channel]: the largest weight of each column over the quantized readers of a norm held here."""
-        device = next(iter(shards.values())).device if shards else None
-        amax_LNH = torch.zeros(self._shape.layers, len(Norm), self._shape.hidden, device=device)
+        shape, device = self._model.shape, next(iter(shards.values())).device if shards else None
+        amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=device)
         for bucket in self._buckets:
             for job in bucket.jobs:
                 local, norm, layer = shards.get(job.param.megatron), job.param.row.norm, job.param.layer
@@ -243,7 +237,7 @@ class ShardSource:
     def _convert(
         self, job: Job, parts: Sequence[torch.Tensor] | None, rank: int, amax: Mapping[str, torch.Tensor]
     ) -> list[torch.Tensor] | None:
-        """This rank's outputs of one parameter in the order of its plan; None where they cannot be made."""
+        """This rank's outputs of one parameter in the order of its job; None where they cannot be made."""
         if parts is None or self.failure is not None:
             return None
         made: list[torch.Tensor] = []
@@ -252,12 +246,12 @@ class ShardSource:
                 made.append(part.to(self._dtype).contiguous())
                 continue
             try:
-                result = quantize(part, self._format, amax.get(job.param.megatron))
+                result = quantize(part, self.format, amax.get(job.param.megatron))
             except ValueError as error:
                 self._fail(f"{piece.name}: {error}")
                 return None
             if part.numel():
-                self.errors.append(sample_error(piece.name, part, result, self._format))
+                self.errors.append(sample_error(piece.name, part, result, self.format))
             made += [result["weight"].contiguous(), result["weight_scale"].contiguous()]
         return made
 

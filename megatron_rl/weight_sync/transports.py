@@ -1,22 +1,26 @@
-"""How a version travels from the learner's ranks to the sampler: the seam between a sync and its transports."""
+"""What a sync asks of the learner, of the sampler, and of whatever carries a version between the two."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rl.config.schema import Config, Format, Transport
-from megatron_rl.weight_sync.file_push import FilePush
-from megatron_rl.weight_sync.report import Contribution
-
 if TYPE_CHECKING:
     import torch
 
-    from megatron_rl.weight_sync.source import ShardSource
+    from megatron_rl.models.groups import ShardGroups
+    from megatron_rl.models.model import Model
+    from megatron_rl.weight_sync.report import Contribution
 
 
 class LearnerWeights(Protocol):
-    """What a sync asks of the learner."""
+    """One rank of the learner."""
+
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def groups(self) -> ShardGroups: ...
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """This rank's shards by global megatron name (see mapping.global_name)."""
@@ -59,14 +63,3 @@ class Push(Protocol):
         """Every rank, after a version did not arrive: whether it is worth sending again, in another way."""
 
     def close(self) -> None: ...
-
-
-def open_push(sources: dict[Format, ShardSource], sampler: SamplerClient | None, config: Config) -> Push:
-    """The transport of `sync.transport`, ready to send. Collective; what is wrong is raised on every rank."""
-    if config.sync.transport == Transport.file:
-        return FilePush(sources, sampler, config)
-    # vLLM's trainer side is the one part of vLLM that learner ranks import, and only for its transports
-    from megatron_rl.weight_sync.vllm_push import VllmPush
-
-    (source,) = sources.values()  # a fleet's mixed formats travel as files: the config has made sure
-    return VllmPush(source, sampler, config)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,18 +30,17 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from megatron_rl.config.schema import Config, Transport
+from megatron_rl.config.schema import SamplerSection, SyncSection, Transport
 from megatron_rl.distributed import exchange
+from megatron_rl.models.tensors import torch_dtype
 from megatron_rl.quantization.error import summarize
-from megatron_rl.weight_sync import ipc_handles, wire
-from megatron_rl.weight_sync.manifest import DTYPES, WeightSyncError
+from megatron_rl.weight_sync import wire
+from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.report import Contribution, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
+from megatron_rl.weight_sync.transports import SamplerClient
 from megatron_rl.weight_sync.whole_source import WholeSource
 from megatron_rl.weight_sync.wire import Announcement, Seal
-
-if TYPE_CHECKING:
-    from megatron_rl.weight_sync.transports import SamplerClient
 
 LOOPBACK = "127.0.0.1"  # the embedded engine lives on the host of rank 0
 
@@ -49,13 +48,16 @@ LOOPBACK = "127.0.0.1"  # the embedded engine lives on the host of rank 0
 class VllmPush:
     """See transports.Push. Rank 0 is vLLM's sender; every rank takes part."""
 
-    def __init__(self, source: ShardSource, sampler: SamplerClient | None, config: Config) -> None:
+    def __init__(
+        self, source: ShardSource, sampler: SamplerClient | None, sync: SyncSection, engine: SamplerSection
+    ) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         missing = self._rank == 0 and sampler is None
         if any(exchange(missing)):
-            raise WeightSyncError(f"sync.transport={config.sync.transport} needs a sampler to send to; take file")
-        self._config, self._relay = config, Relay(sampler)
-        self._source = WholeSource(source, everywhere=config.sync.transport == Transport.ipc)
+            raise WeightSyncError(f"sync.transport={sync.transport} needs a sampler to send to; take file")
+        self._sync, self._workers, self._patience_s = sync, engine.tensor_parallel, engine.request_timeout_s
+        self._relay = Relay(sampler)
+        self._source = WholeSource(source, everywhere=sync.transport == Transport.ipc)
         self._engine: TrainerWeightTransferEngine | None = None
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
@@ -65,7 +67,7 @@ class VllmPush:
             return Contribution(failure if self._rank == 0 else None)
         self._source.begin(parameters)
         try:
-            with bounded(self._config.sampler.request_timeout_s, f"sending policy version {version}"):
+            with bounded(self._patience_s, f"sending policy version {version}"):
                 self._engine_or_raise().send_weights()
             failure = self._relay.failure
         except Exception as error:  # of vLLM's, of NCCL's: the other ranks wait for this one's outcome
@@ -102,11 +104,10 @@ class VllmPush:
             self._engine = None
 
     def _prepare(self, version: int) -> None:
-        """Rank 0: tell the sampler what comes, and hear whether it is what the engine expects."""
+        """Rank 0: announce what comes; raises where it is not what the engine expects."""
         if self._rank == 0:
-            staged = self._config.sync.staged
-            format = self._config.quantization.format.value
-            self._relay.announce(Announcement(version, format, staged, self._source.tensors))
+            format = self._source.shards.format.value
+            self._relay.announce(Announcement(version, format, self._sync.staged, self._source.tensors))
 
     def _engine_or_raise(self) -> TrainerWeightTransferEngine:
         assert self._engine is not None
@@ -128,12 +129,12 @@ class VllmPush:
         port = exchange(free_port() if self._rank == 0 else 0)[0]
         failure = None
         try:
-            info = init_info(self._config, self._rank, port)
+            info = init_info(self._sync, self._workers, self._rank, port)
             self._engine = WeightTransferTrainerFactory.trainer_init(
                 info, client=self._relay, source=WholeTensors(self._source)
             )
         except Exception as error:  # every kind, as above
-            failure = f"sync.transport={self._config.sync.transport}: {type(error).__name__}: {error}"
+            failure = f"sync.transport={self._sync.transport}: {type(error).__name__}: {error}"
         failure = next((each for each in exchange(failure) if each), None)
         if failure:
             self.close()
@@ -167,7 +168,7 @@ class WholeTensors(WeightSource):
         self._source = source
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(each.name, DTYPES[each.dtype], each.shape) for each in self._source.tensors]
+        return [ParamMeta(each.name, torch_dtype(each.dtype), each.shape) for each in self._source.tensors]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._source)
@@ -178,7 +179,7 @@ class Relay:
 
     def __init__(self, sampler: SamplerClient | None) -> None:
         self._sampler = sampler
-        self.failure: str | None = None  # what the sampler said while vLLM was sending
+        self.failure: str | None = None  # why the sampler refused while vLLM was sending
 
     def announce(self, announced: Announcement) -> None:
         self.failure = None
@@ -196,7 +197,7 @@ class Relay:
         if self.failure is not None:
             return
         if update_info.get("ipc_handles") is not None:
-            update_info = update_info | {"ipc_handles": ipc_handles.encode(update_info["ipc_handles"])}
+            update_info = update_info | {"ipc_handles": wire.encode_handles(update_info["ipc_handles"])}
         try:
             self._client.update_weights({name: value for name, value in update_info.items() if value is not None})
         except Exception as error:  # every kind, see above
@@ -226,12 +227,11 @@ class Relay:
         return self._sampler
 
 
-def init_info(config: Config, rank: int, port: int) -> TrainerInitInfo:
+def init_info(sync: SyncSection, workers: int, rank: int, port: int) -> TrainerInitInfo:
     """vLLM's own settings of a transport; the workers get theirs from rank 0."""
-    buffer = config.sync.bucket_mib << 20
-    if config.sync.transport == Transport.ipc:
+    buffer = sync.bucket_mib << 20
+    if sync.transport == Transport.ipc:
         return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer)
-    workers = config.sampler.tensor_parallel
     return NCCLTrainerInitInfo(LOOPBACK, port, 1 + workers, rank=rank, packed_buffer_size_bytes=buffer)
 
 

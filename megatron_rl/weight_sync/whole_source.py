@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed import exchange
-from megatron_rl.weight_sync.manifest import DTYPES, WeightSyncError
+from megatron_rl.models.tensors import TensorSpec, torch_dtype
+from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.wire import TensorMeta, checksum
+from megatron_rl.weight_sync.wire import checksum
 
 Key = tuple[int, ...]
 
@@ -31,7 +32,7 @@ class Step:
 
     key: Key
     writer: int
-    tensors: tuple[TensorMeta, ...]
+    tensors: tuple[TensorSpec, ...]
 
 
 class WholeSource:
@@ -50,7 +51,7 @@ class WholeSource:
         self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
 
     @property
-    def tensors(self) -> tuple[TensorMeta, ...]:
+    def tensors(self) -> tuple[TensorSpec, ...]:
         """The whole model, in the order of iteration, on every rank."""
         return tuple(tensor for step in self._steps for tensor in step.tensors)
 
@@ -74,7 +75,7 @@ class WholeSource:
             if tensors is not None
         ]
         steps = [
-            Step(tuple(key), writer, tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors))
+            Step(tuple(key), writer, tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors))
             for writer, written in enumerate(exchange(mine))
             for key, tensors in written
         ]
@@ -96,29 +97,29 @@ class WholeSource:
                     yield tensor.name, here
 
     def _deliver(
-        self, writer: int, meta: TensorMeta, tensor: torch.Tensor | None, device: torch.device
+        self, writer: int, spec: TensorSpec, tensor: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
         """The tensor where it is wanted. A writer that has failed delivers zeros: its failure stops the version."""
         if writer == self._rank and tensor is None:
-            tensor = torch.zeros(meta.shape, dtype=DTYPES[meta.dtype], device=device)
+            tensor = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
         if self._everywhere and dist.is_initialized() and dist.get_world_size() > 1:
-            data = _bytes(tensor) if tensor is not None else torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
+            data = _bytes(tensor) if tensor is not None else torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
             dist.broadcast(data, src=writer)
-            return _typed(data, meta)
+            return _typed(data, spec)
         if writer == 0 or self._rank not in (0, writer):
             return tensor if self._rank == 0 else None
         if self._rank == writer:
             assert tensor is not None
             dist.send(_bytes(tensor), dst=0)
             return None
-        data = torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
+        data = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
         dist.recv(data, src=writer)
-        return _typed(data, meta)
+        return _typed(data, spec)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _typed(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    return data.view(DTYPES[meta.dtype]).view(meta.shape)
+def _typed(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return data.view(torch_dtype(spec.dtype)).view(spec.shape)

@@ -2,7 +2,8 @@
 
 vLLM's engines carry names, dtypes and shapes. The announcement adds the policy version and is compared with what the
 engine expects before anything moves; the seal adds a checksum of every tensor, and is compared with what arrived
-before anything is served. Both are plain data, and travel as `update_weights` messages of their own.
+before anything is served. Both are plain data, and travel as `update_weights` messages of their own. So are the
+handles of shared device memory that `ipc` hands over: nothing on the way is ever unpickled.
 
 Checksums are computed where the tensor lies: a copy to the host to hash it would cost more than the transfer.
 """
@@ -16,7 +17,8 @@ from typing import Any
 import msgspec
 import torch
 
-from megatron_rl.weight_sync.manifest import DTYPE_NAMES, DTYPES, TensorEntry, WeightSyncError
+from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.weight_sync.manifest import WeightSyncError
 
 BACKEND_PREFIX = "checked_"  # + sync.transport: the names of these transports in vLLM's registry of engines
 ANNOUNCE, SEAL, ABANDON = "announce", "seal", "abandon"
@@ -25,23 +27,18 @@ CHUNK = 1 << 22  # words hashed at once: what bounds the memory of the temporari
 PERIOD = 65521  # of the weights that make the checksum notice a change of order
 STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: chunks enter with weights of their own
 
+# torch reduces a CUDA tensor to the arguments of `rebuild_cuda_tensor`: numbers and bytes, and among them classes, a
+# dtype and a size. Those travel as text, and are looked up in closed lists
+CLASSES: dict[str, Any] = {
+    "torch.Tensor": torch.Tensor,
+    "torch.UntypedStorage": torch.UntypedStorage,
+    "torch.TypedStorage": torch.storage.TypedStorage,
+}
+CLASS_NAMES = {value: name for name, value in CLASSES.items()}
+TYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+PLAIN = (bool, int, bytes, type(None))
 
-@dataclass(frozen=True)
-class TensorMeta:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        size = DTYPES[self.dtype].itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
-
-    def entry(self) -> TensorEntry:
-        """As the `file` transport's manifests name it, so that both are verified by one function."""
-        return TensorEntry(self.name, self.dtype, self.shape, "", 0, self.nbytes, "")
+Handle = dict[str, tuple[Any, ...]]  # physical device -> arguments of rebuild_cuda_tensor
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Announcement:
     policy_version: int
     format: str
     staged: bool  # hold the update beside the live weights until it is verified
-    tensors: tuple[TensorMeta, ...]
+    tensors: tuple[TensorSpec, ...]
 
     def message(self) -> dict[str, Any]:
         return {ANNOUNCE: msgspec.to_builtins(self)}
@@ -70,12 +67,6 @@ def announcement(message: Mapping[str, Any]) -> Announcement:
 
 def seal(message: Mapping[str, Any]) -> Seal:
     return msgspec.convert(message[SEAL], Seal)
-
-
-def meta(name: str, tensor: torch.Tensor) -> TensorMeta:
-    if tensor.dtype not in DTYPE_NAMES:
-        raise WeightSyncError(f"tensor {name} has the dtype {tensor.dtype}, which no transport carries")
-    return TensorMeta(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 @torch.no_grad()
@@ -120,3 +111,44 @@ def verify(sealed: Seal, announced: Announcement, arrived: Mapping[str, tuple[in
     ]
     if problems:
         raise WeightSyncError("; ".join(problems[:8]))
+
+
+def encode_handles(handles: list[Handle] | Handle) -> Any:
+    if isinstance(handles, list):
+        return [encode_handles(handle) for handle in handles]
+    return {device: [_encode(value) for value in arguments] for device, arguments in handles.items()}
+
+
+def decode_handles(handles: Any) -> list[Handle] | Handle:
+    if isinstance(handles, list):
+        return [decode_handles(handle) for handle in handles]  # type: ignore[misc]
+    return {device: tuple(_decode(value) for value in arguments) for device, arguments in handles.items()}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, (torch.Size, tuple, list)):
+        return ["size", *(int(extent) for extent in value)]
+    if isinstance(value, torch.dtype):
+        return ["dtype", str(value)]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    if isinstance(value, PLAIN):
+        return value
+    if value in CLASS_NAMES:
+        return ["class", CLASS_NAMES[value]]
+    raise WeightSyncError(f"an IPC handle holds a {type(value).__name__}, which does not travel")
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, list):
+        return bytes(value) if isinstance(value, (bytearray, memoryview)) else value
+    kind, *content = value
+    if kind == "size":
+        return torch.Size(content)
+    if kind == "dtype" and content[0] in TYPES:
+        return TYPES[content[0]]
+    if kind == "device":
+        return torch.device(content[0])
+    if kind == "class" and content[0] in CLASSES:
+        return CLASSES[content[0]]
+    raise WeightSyncError(f"an IPC handle names {kind} {content}, which is not on the list")

@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from megatron_rl.engine.child import Engine
 from megatron_rl.engine.vllm_receiver import Checked
+from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.vllm_push import Relay
@@ -89,7 +90,7 @@ class Sender:
         case, sent = self.case, self.case.tensors(seed)
         version = case.version + 1
         format = case.config.quantization.format.value
-        announced = [wire.meta(name, tensor) for name, tensor in sent.items()]
+        announced = [TensorSpec.of(name, tensor) for name, tensor in sent.items()]
         sums = {name: wire.checksum(tensor) for name, tensor in sent.items()}
         InMemoryEngine.memory = {name: tensor.clone() for name, tensor in sent.items()}
         chunks = [list(sent)[i : i + 7] for i in range(0, len(sent), 7)]

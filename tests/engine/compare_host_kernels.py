@@ -1,4 +1,4 @@
-"""Prints, as JSON, how far our host kernels are from the vLLM kernels they replace.
+"""Prints, as JSON, how far our host kernels are from the vLLM kernels they replace, and which attention is chosen.
 
 A process of its own: vLLM changes the threads and settings of whoever imports it.
 """
@@ -14,6 +14,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLine
 from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticChannelSym
+from vllm.v1.attention.backends import cpu_attn
 
 from megatron_rl.config.schema import Format
 from megatron_rl.engine import host_kernels
@@ -23,14 +24,15 @@ NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
 FP8_NAMES = ["weight", "weight_scale", "input_scale", "input_scale_ub"]
 
 
-def layer_with(tensors: dict[str, torch.Tensor], transposed: bool) -> torch.nn.Module:
+def layer_with(tensors: dict[str, torch.Tensor], transposed: bool, bias: torch.Tensor) -> torch.nn.Module:
     layer = torch.nn.Module()
     weight = tensors["weight"].t() if transposed else tensors["weight"].clone()
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     layer.weight_scale = torch.nn.Parameter(tensors["weight_scale"].clone(), requires_grad=False)
     layer.params_dtype = torch.bfloat16
     layer.logical_widths = [tensors["weight"].shape[0]]
-    for name in ("input_scale", "input_scale_ub", "input_zero_point", "azp_adj", "bias"):
+    layer.bias = torch.nn.Parameter(bias.clone(), requires_grad=False)
+    for name in ("input_scale", "input_scale_ub", "input_zero_point", "azp_adj"):
         layer.register_parameter(name, None)
     return layer
 
@@ -68,16 +70,18 @@ def main() -> None:
         out_dtype=torch.bfloat16,
     )
     int8_config = Int8ScaledMMLinearLayerConfig(is_static_input_scheme=False, is_channelwise=True, input_symmetric=True)
+    attention = torch.bfloat16, 128, 64  # dtype, tokens of a cache block, size of a head
+    vllms_attention = cpu_attn._get_attn_isa(*attention)
     host_kernels.install()
     host_kernels.install()
     chosen = choose_scaled_mm_linear_kernel(config, FP8_KERNELS, quantization="fp8_w8a8")
     chosen_int8 = choose_scaled_mm_linear_kernel(int8_config, INT8_KERNELS, quantization="int8_w8a8")
-    fast = outputs_of(chosen(config, FP8_NAMES), layer_with(fp8, True), inputs, bias)
+    fast = outputs_of(chosen(config, FP8_NAMES), layer_with(fp8, True, bias), inputs, bias)
     slow_kernel = ChannelWiseTorchFP8ScaledMMLinearKernel(config, FP8_NAMES)
-    slow = outputs_of(slow_kernel, layer_with(fp8, True), inputs, bias)
+    slow = outputs_of(slow_kernel, layer_with(fp8, True, bias), inputs, bias)
     unrounded = [x @ weight_OI.t() + b for x in inputs for b in (torch.zeros(320), bias)]
-    mine = outputs_of(chosen_int8(int8_config, NAMES), layer_with(int8, False), inputs, bias)
-    theirs = outputs_of(OneDnnInt8Kernel(int8_config, NAMES), layer_with(int8, False), inputs, bias)
+    mine = outputs_of(chosen_int8(int8_config, NAMES), layer_with(int8, False, bias), inputs, bias)
+    theirs = outputs_of(OneDnnInt8Kernel(int8_config, NAMES), layer_with(int8, False, bias), inputs, bias)
     print(
         json.dumps(
             {
@@ -86,6 +90,8 @@ def main() -> None:
                 "fp8_slow_to_bf16": relative(slow, unrounded),
                 "int8_kernel": chosen_int8.__name__,
                 "int8_equal": all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)),
+                "has_tiles": torch.cpu._is_amx_tile_supported(),
+                "attention": [vllms_attention, cpu_attn._get_attn_isa(*attention)],
                 "shapes_equal": [tuple(x.shape) for x in fast] == [tuple(x.shape) for x in slow],
             }
         )

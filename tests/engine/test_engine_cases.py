@@ -5,11 +5,11 @@ All of it happens in one process (`engine_cases.py`); here is what has to have c
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from preloaded import run
 
 PATIENCE_S = 240.0
 
@@ -23,11 +23,8 @@ def found(tmp_path_factory) -> dict:
         "VLLM_NO_USAGE_STATS": "1",
     }
     script = Path(__file__).with_name("engine_cases.py")
-    with (folder / "log").open("wb") as log:
-        run = subprocess.run(
-            [sys.executable, script, folder], env=environment, stdout=log, stderr=log, timeout=PATIENCE_S, check=False
-        )
-    assert run.returncode == 0, (folder / "log").read_text()[-3000:]
+    done = run("vllm", [sys.executable, script, folder], timeout=PATIENCE_S, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
 
 

@@ -1,26 +1,29 @@
-"""The host kernels answer with the numbers of the vLLM kernels they replace."""
+"""The host kernels answer with the numbers of the vLLM kernels they replace; attention stays off AMX tiles."""
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from preloaded import run
 
 pytestmark = pytest.mark.engine
 
 BF16_ROUNDING = 2.0**-9
 
 
-def test_the_host_kernels_agree_with_vllm_s_own():
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
     script = Path(__file__).with_name("compare_host_kernels.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = run("vllm", [sys.executable, script], timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_host_kernels_agree_with_vllm_s_own(result):
     if result["fp8_kernel"] == "RoundedFp8Kernel":  # a host with FP8 matrix units keeps vLLM's
         # one rounding of the output against two: FP8 itself rounds ten times coarser
         assert result["fp8_fast_to_slow"] < 2.5 * BF16_ROUNDING
@@ -28,3 +31,10 @@ def test_the_host_kernels_agree_with_vllm_s_own():
     assert result["int8_kernel"] == "SymmetricInt8Kernel"
     assert result["int8_equal"]
     assert result["shapes_equal"]
+
+
+def test_attention_never_runs_on_tiles(result):
+    vllms, ours = result["attention"]
+    assert ours == ("vec" if result["has_tiles"] else vllms)
+    if result["has_tiles"]:
+        assert vllms == "amx", "vLLM avoids tiles by itself: host_kernels.attention_kernel can go"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from preloaded import forking
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -21,7 +22,8 @@ from megatron_rl.config.schema import (
     RunSection,
     SamplerSection,
 )
-from megatron_rl.quantization.quantize import is_quantized, quantize
+from megatron_rl.quantization.formats import is_quantized
+from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.model_folder import write_engine_folder
@@ -130,7 +132,7 @@ class Live:
 
     def restart(self) -> None:
         """Start the engine, with the faults of faulty_receiver.py at hand."""
-        with pytest.MonkeyPatch.context() as patch:
+        with forking(), pytest.MonkeyPatch.context() as patch:
             here = str(Path(__file__).parent)
             patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
             self.sampler.launch()
@@ -161,5 +163,5 @@ def fresh_rollouts(live: Live, seed: int, tmp_path: Path) -> list[Rollout]:
     write_engine_folder(live.model.folder, folder, settings.quantization)
     save_file(live.model.quantized(seed, live.format), folder / "model.safetensors", {"format": "pt"})
     assert json.loads((folder / "config.json").read_text())["architectures"]
-    with EmbeddedSampler(settings, live.model.folder, tmp_path) as sampler:
+    with forking(), EmbeddedSampler(settings, live.model.folder, tmp_path) as sampler:
         return sampler.generate(PROMPTS, SAMPLING, seed=1, first_group=0, step=0)

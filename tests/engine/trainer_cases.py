@@ -7,11 +7,12 @@ from simulated import local_parameters, quantized_whole, random_hf
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-from megatron_rl.config.schema import Config, Format, SamplerSection, SyncSection, Transport
+from megatron_rl.config.schema import Format, SamplerSection, SyncSection, Transport
 from megatron_rl.engine.vllm_receiver import Checked
+from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.vllm_push import VllmPush, WholeTensors, init_info
 from megatron_rl.weight_sync.whole_source import WholeSource
@@ -42,7 +43,7 @@ def run_trainer() -> dict[str, Any]:
     hf, found = random_hf(shape), {}
 
     def source() -> ShardSource:
-        return ShardSource(shape, Layout(), Ranks(tensor=Alone(), expert_tensor=Alone()), Format.int8)
+        return ShardSource(Model(shape, Layout(), {}), ShardGroups(tensor=Alone(), expert_tensor=Alone()), Format.int8)
 
     whole = WholeSource(source(), everywhere=False)
     tensors = WholeTensors(whole)
@@ -59,11 +60,11 @@ def run_trainer() -> dict[str, Any]:
     for name in Transport:
         if name == Transport.file:
             continue
-        config = Config(sync=SyncSection(transport=name, bucket_mib=3), sampler=SamplerSection(tensor_parallel=2))
-        info = init_info(config, 0, 12345)
+        section, engine = SyncSection(transport=name, bucket_mib=3), SamplerSection(tensor_parallel=2)
+        info = init_info(section, 2, 0, 12345)
         found[f"{name} settings"] = [info.backend, info.is_sender, getattr(info, "packed_buffer_size_bytes", None)]
         listener = Recorder()
-        push = VllmPush(source(), listener, config)
+        push = VllmPush(source(), listener, section, engine)
         found[f"{name} without a GPU"] = push.send(1, shards).failure
         push.close()
         assert set(listener.calls) <= {"init"}, "nothing was announced that cannot be sent"

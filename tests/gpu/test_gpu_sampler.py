@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import hf_config, local_parameters, random_hf
+from simulated import hf_config, local_parameters, open_sync, random_hf
 from tiny_engine import PROMPTS, SAMPLING
 
 from megatron_rl.config.schema import (
@@ -30,16 +30,15 @@ from megatron_rl.config.schema import (
     SyncSection,
     Transport,
 )
+from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.model import Model
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.sampler.sleep_schedule import SleepSchedule
 from megatron_rl.types import Rollout
-from megatron_rl.weight_sync.groups import Ranks
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.push import WeightSync
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,21 +63,21 @@ class Weights:
     """A learner of one rank whose weights are drawn anew by seed."""
 
     def __init__(self, hf: dict[str, Any]) -> None:
-        self.shape = ModelShape.from_hf(hf)
+        self.model, self.groups = Model.of(hf, Layout()), GROUPS
         self.draw(0)
 
     def draw(self, seed: int) -> None:
         drawn = {
             name: ((1 + 0.02 * tensor if tensor.ndim == 1 else 0.08 * tensor).bfloat16().cuda())
-            for name, tensor in random_hf(self.shape, torch.float32, seed).items()
+            for name, tensor in random_hf(self.model.shape, torch.float32, seed).items()
         }
-        self._parameters = local_parameters(drawn, self.shape, Layout(), Place())
+        self._parameters = local_parameters(drawn, self.model.shape, Layout(), Place())
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._parameters.items())
 
     def take_cache_amax(self) -> torch.Tensor:
-        return torch.full((self.shape.layers, 2), 4.0, device="cuda")
+        return torch.full((self.model.shape.layers, 2), 4.0, device="cuda")
 
 
 class Alone:
@@ -89,7 +88,7 @@ class Alone:
         pass
 
 
-RANKS = Ranks(tensor=Alone(), expert_tensor=Alone(), world=Alone())
+GROUPS = ShardGroups(tensor=Alone(), expert_tensor=Alone(), world=Alone())
 
 
 class Run:
@@ -103,7 +102,7 @@ class Run:
             Weights(hf),
         )
         self.sampler.start()
-        self.sync = WeightSync(self.weights, self.sampler, config, hf, RANKS)
+        self.sync = open_sync(self.weights, self.sampler, config)
         self.version = 0
 
     def push(self, seed: int) -> list[tuple]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from preloaded import Process
 
 from megatron_rl.types import Batch, Targets
 
@@ -107,13 +108,13 @@ def run_ranks(world: int, jobs: list[dict[str, Any]], folder: Path, timeout: flo
     work, out = folder / f"jobs_{world}.json", folder / f"results_{world}.json"
     work.write_text(json.dumps(jobs))
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("learner_worker.py")), str(work), str(out)]
-    ranks = []
+    command = [sys.executable, str(Path(__file__).with_name("learner_worker.py")), str(work), str(out)]
+    ranks: list[Process] = []
     for rank in range(world):
         place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
         log = (folder / f"rank_{world}_{rank}.log").open("w")
         env = {**os.environ, **place, "PYTHONPATH": str(root)}
-        ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        ranks.append(Process("megatron", command, env=env, stdout=log, stderr=subprocess.STDOUT))
         log.close()
     try:
         codes = [process.wait(timeout) for process in ranks]

@@ -32,6 +32,10 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.learner.learner import Learner, NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model
+
+SECTIONS = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
 
 
 def build(job: dict[str, Any]) -> Learner:
@@ -57,7 +61,9 @@ def build(job: dict[str, Any]) -> Learner:
         optim=OptimSection(lr=1e-3, warmup_steps=2),
         rollout=RolloutSection(temperature=0.8),
     )
-    made = Learner(config, job["hf"], dump_dir=Path(job["dump"]) if "dump" in job else None)
+    model = Model.of(job["hf"], Layout.from_config(learner))
+    sections = {name: getattr(config, name) for name in SECTIONS}
+    made = Learner(model, **sections, dump_dir=Path(job["dump"]) if "dump" in job else None)
     if "folder" in job:
         made.load_hf(job["folder"])
     else:
@@ -151,12 +157,17 @@ def dead_rank(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(job: dict[str, Any]) -> str:
-    """The error that a configuration is refused with."""
+    """The error that a configuration is refused with. `reversed`: with the ranks in another order than megatron's."""
+    place = Layout.place
+    if job.get("reversed"):
+        Layout.place = lambda layout, rank: place(layout, layout.world - 1 - rank)
     try:
-        build(job)
-    except ValueError as error:
+        build(job).close()
+    except (ValueError, RuntimeError) as error:
         leave()
         return str(error)
+    finally:
+        Layout.place = place
     return ""
 
 
@@ -176,7 +187,8 @@ def main() -> None:
     for job in jobs:
         if job.get("kind") == "refused":
             results[job["name"]] = refused(job)
-            out.write_text(json.dumps(results))
+            if os.environ["RANK"] == "0":
+                out.write_text(json.dumps(results))
             continue
         learner = build(job)
         results[job["name"]] = KINDS[job.get("kind", "train")](learner, job)

@@ -1,9 +1,9 @@
 """The host profile may not change what else runs in its process."""
 
-import subprocess
 import sys
 
 import pytest
+from preloaded import run
 
 DEVICE_CONTEXT = """
 import megatron_rl.learner.host
@@ -18,5 +18,5 @@ assert torch.empty(2, device="meta").is_meta and torch.zeros(2, device="cuda").d
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="nothing is patched where CUDA exists")
 def test_a_device_context_still_places_tensors() -> None:
     """transformers builds its models under torch.device("meta"); elsewhere their buffers stay uninitialised."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", DEVICE_CONTEXT], capture_output=True, text=True)
+    done = run("megatron", [sys.executable, "-c", DEVICE_CONTEXT], timeout=60)
     assert done.returncode == 0, done.stderr

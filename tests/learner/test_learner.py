@@ -6,6 +6,7 @@ The learner runs in two spawns of processes, one rank and two ranks, which do al
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.config.schema import KlOn
+from megatron_rl.models.layout import Place
 
 pytestmark = pytest.mark.ranks
 FAMILIES = {
@@ -31,6 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_sp": {"tensor_parallel": 2, "sequence_parallel": True},
     "vp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
 }
+ORDERED = ("tp2", "pp2", "dp2")
 STEPS = 3
 ACTIVATIONS = {"dense": cases.QWEN3, "experts": cases.QWEN3_MOE}
 ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
@@ -112,6 +115,8 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         jobs.append(_train(f"bf16_{name}", cases.QWEN3, layout, precision="bf16", loss="cross_entropy"))
         jobs.append(_train(f"untied_{name}", cases.LLAMA, layout))
         jobs.append({"name": f"qwen2_{name}", "hf": cases.QWEN2, "layout": layout, "folder": str(folders["qwen2"])})
+    for name in ORDERED:
+        jobs.append({**_train(f"order_{name}", cases.QWEN3, LAYOUTS[name]), "kind": "refused", "reversed": True})
     experts = {
         "ep2": {"data_parallel": 2, "expert_parallel": 2},
         "pp2": LAYOUTS["pp2"],
@@ -218,14 +223,15 @@ def transformers_activations(hf: dict[str, Any], folder: Path) -> tuple[torch.Te
 
     from megatron_rl.learner.weights import random_tensors
     from megatron_rl.models.hf_folder import write_folder
+    from megatron_rl.models.layout import Layout
     from megatron_rl.models.mapping import params
-    from megatron_rl.models.shape import ModelShape
+    from megatron_rl.models.model import Model
 
-    shape = ModelShape.from_hf(hf)
-    get = random_tensors(shape, hf, 7)
+    model = Model.of(hf, Layout())
+    shape, get = model.shape, random_tensors(model, 7)
     tensors = {name: get(name) for param in params(shape) for name in param.hf}
     write_folder(folder, tensors, hf)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     amax_LNH = torch.zeros(shape.layers, 2, shape.hidden)
     cache_L2 = torch.zeros(shape.layers, 2)
 
@@ -235,14 +241,14 @@ def transformers_activations(hf: dict[str, Any], folder: Path) -> tuple[torch.Te
 
         norm.register_forward_hook(see)
 
-    for layer, block in enumerate(model.model.layers):
+    for layer, block in enumerate(reference.model.layers):
         watch(amax_LNH[layer, 0], block.input_layernorm)
         watch(amax_LNH[layer, 1], block.post_attention_layernorm)
     batch = cases.make_batch()
     lengths_B = batch.prompt_lengths_B + batch.response_lengths_B
     with torch.no_grad():
         for tokens_S, length in zip(batch.tokens_BS, lengths_B, strict=True):
-            cached = model(tokens_S[None, :length], use_cache=True).past_key_values
+            cached = reference(tokens_S[None, :length], use_cache=True).past_key_values
             for layer, of_layer in enumerate(cached.layers):
                 seen_2 = torch.stack([of_layer.keys.abs().amax(), of_layer.values.abs().amax()])
                 cache_L2[layer] = torch.maximum(cache_L2[layer], seen_2)
@@ -297,6 +303,16 @@ def test_names_count_over_the_whole_model(one: dict[str, Any], two: dict[str, An
 def test_what_cannot_work_is_refused_by_name(case: str, one: dict[str, Any]) -> None:
     for words in REFUSED[case][2]:
         assert words in one[f"no_{case}"]
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_another_order_of_ranks_than_megatron_s_is_refused(name: str, two: dict[str, Any]) -> None:
+    """Such a rank would load one shard and send another."""
+    error = two[f"order_{name}"]
+    assert "in another order than megatron-core's: rank 0 is at Place(" in error
+    ours, megatrons = re.findall(r"Place\([^)]*\)", error)
+    assert ours != megatrons == str(Place())
+    assert "2 of 2 ranks differ" in error
 
 
 @pytest.mark.parametrize("case", ["raise", "skip", "dump"])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import make_batch
 
-from megatron_rl.learner.packing import Pack, pack, plan
+from megatron_rl.learner.packing import Pack, assign_rows, pack
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=40)
 
@@ -18,7 +18,7 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=40)
 def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
     lengths: list[int], replicas: int, budget: int, at_least: int, same_count: bool
 ) -> None:
-    shares = plan(lengths, replicas, budget, at_least, same_count)
+    shares = assign_rows(lengths, replicas, budget, at_least, same_count)
     assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
     assert len(shares) == replicas
     assert all(share for share in shares)
@@ -29,21 +29,21 @@ def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
             assert len(group) <= 1 or sum(lengths[row] for row in group) <= budget
     if same_count:
         assert len({len(share) for share in shares}) == 1
-    assert plan(lengths, replicas, budget, at_least, same_count) == shares
+    assert assign_rows(lengths, replicas, budget, at_least, same_count) == shares
 
 
 @given(LENGTHS, st.integers(1, 3), st.integers(20, 150), st.integers(1, 3))
 def test_the_number_of_microbatches_can_be_rounded_up(
     lengths: list[int], replicas: int, budget: int, multiple: int
 ) -> None:
-    shares = plan(lengths, replicas, budget, count_multiple=multiple)
+    shares = assign_rows(lengths, replicas, budget, count_multiple=multiple)
     assert all(len(share) % multiple == 0 for share in shares)
     assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
 
 
 def test_replicas_get_similar_loads() -> None:
     lengths = [100, 90, 10, 10, 10, 10, 80, 70, 5, 5]
-    loads = [sum(lengths[row] for group in share for row in group) for share in plan(lengths, 2, 1000)]
+    loads = [sum(lengths[row] for group in share for row in group) for share in assign_rows(lengths, 2, 1000)]
     assert max(loads) - min(loads) <= 10
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import CorrectionConfig, NonFinite, Reduction, RejectRule, WeightConfig
-from megatron_rl.loss import LossConfig, LossInputs, count_totals, policy_loss, seen_tokens
+from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss, seen_tokens
 from megatron_rl.rollout_correction import Correction, apply_conditional_rules, rollout_correction
 
 B, T = 6, 5

@@ -14,8 +14,8 @@ import torch
 from loss_oracle import expected
 
 from megatron_rl.config.schema import LossName, Reduction
-from megatron_rl.loss import LossConfig, LossInputs, Totals, count_totals, policy_loss, reduction_of
 from megatron_rl.loss.covariance import select_by_covariance
+from megatron_rl.loss.policy_loss import LossConfig, LossInputs, Totals, count_totals, policy_loss, reduction_of
 from megatron_rl.rollout_correction import (
     CorrectionConfig,
     RejectRule,

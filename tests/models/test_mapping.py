@@ -8,7 +8,7 @@ from simulated import hf_config, random_hf
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import find, global_name, params, stage_params
 from megatron_rl.models.shape import FAMILIES, ModelShape
-from megatron_rl.models.shards import export_shard, full_tensors, local_shard
+from megatron_rl.models.shards import cut, full_tensors, local_shard
 
 LAYER = "decoder.layers.1."
 
@@ -74,7 +74,7 @@ def test_padding_rows_of_the_vocabulary_are_zero_and_not_exported() -> None:
     local = local_shard(name, shape, layout, place, full_tensors(random_hf(shape)))
     assert local.shape == (26, 64)  # 101 rows padded to 104
     assert not local[23:].any()
-    ((piece, part),) = export_shard(name, local, shape, layout, place)
+    ((piece, part),) = cut(find(name, shape), local, find(name, shape).slices(shape, layout, place))
     assert part.shape == (23, 64)
     assert piece.spans[0].full == 78
 
@@ -87,7 +87,7 @@ def test_the_last_stage_of_a_tied_model_holds_a_copy_that_is_never_exported() ->
     assert "output_layer.weight" not in {param.megatron for param in stage_params(shape, Layout(), Place())}
     local = local_shard("output_layer.weight", shape, layout, last, full_tensors(hf))
     assert (local == hf["model.embed_tokens.weight"]).all()
-    assert export_shard("output_layer.weight", local, shape, layout, last) == []
+    assert find("output_layer.weight", shape).row.copy
 
 
 def test_wrong_shapes_are_named() -> None:
@@ -96,9 +96,6 @@ def test_wrong_shapes_are_named() -> None:
     hf["model.norm.weight"] = hf["model.norm.weight"][:-1]
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(63,\), config.json says \(64,\)"):
         local_shard("decoder.final_layernorm.weight", shape, Layout(), Place(), full_tensors(hf))
-    local = hf["model.norm.weight"]
-    with pytest.raises(ValueError, match=r"local shape \(63,\), the layout says \(64,\)"):
-        export_shard("decoder.final_layernorm.weight", local, shape, Layout(), Place())
 
 
 LAYOUTS = [

@@ -10,6 +10,7 @@ from simulated import hf_config, random_hf, run_sources
 
 from megatron_rl.config.schema import Config, Format, LearnerSection, QuantizationSection, SamplerSection
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.sync_plan import config_problems, plan_sync, problems
 
@@ -19,9 +20,9 @@ def test_the_plan_is_what_is_yielded(format: Format) -> None:
     shape = ModelShape.from_hf(hf_config("qwen3_moe", tie_word_embeddings=True))
     layout = Layout(tp=2, pp=2, ep=2, etp=1)
     sources, yielded = run_sources(random_hf(shape), shape, layout, format)
-    plan = plan_sync(shape, layout, format)
+    plan = plan_sync(Model(shape, layout, {}), format)
     real = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.nbytes) for y in yielded for name, t in y}
-    assert {t.name: (t.shape, t.dtype, t.nbytes) for t in plan.transfers} == real
+    assert {t.name: (t.shape, t.dtype, t.nbytes) for t in (one.tensor for one in plan.transfers)} == real
     assert sorted(plan.writers.values()) == sorted(source.nbytes for source in sources)
     assert plan.nbytes == sum(source.nbytes for source in sources)
 
@@ -46,15 +47,15 @@ def test_every_problem_at_once_with_the_nearest_values() -> None:
 
 def test_blocks_that_straddle_shards() -> None:
     shape = ModelShape.from_hf(hf_config("llama", head_dim=128, hidden_size=256, intermediate_size=512))
-    assert problems(shape, Layout(tp=4), 4, Format.fp8_block) == []
+    assert problems(Model(shape, Layout(tp=4), {}), 4, Format.fp8_block) == []
     shape = ModelShape.from_hf(hf_config("llama", head_dim=64, hidden_size=256, intermediate_size=512))
-    found = problems(shape, Layout(tp=4), 1, Format.fp8_block)
+    found = problems(Model(shape, Layout(tp=4), {}), 1, Format.fp8_block)
     assert found == [
         "learner.tensor_parallel=4 cuts 128x128 blocks of k_proj: 256 / 4 is not a multiple of 128 (nearest valid: 2)",
         "learner.tensor_parallel=4 cuts 128x128 blocks of v_proj: 256 / 4 is not a multiple of 128 (nearest valid: 2)",
     ]
-    assert problems(shape, Layout(tp=2), 4, Format.fp8_block)[0].startswith("sampler.tensor_parallel=4 cuts 128x128")
-    assert problems(shape, Layout(tp=4), 4, Format.fp8) == []
+    assert problems(Model(shape, Layout(tp=2), {}), 4, Format.fp8_block)[0].startswith("sampler.tensor_parallel=4 cuts")
+    assert problems(Model(shape, Layout(tp=4), {}), 4, Format.fp8) == []
 
 
 @pytest.mark.parametrize(
@@ -66,13 +67,13 @@ def test_blocks_that_straddle_shards() -> None:
     ],
 )
 def test_pipelines_and_experts(layout: Layout, message: str) -> None:
-    found = problems(ModelShape.from_hf(hf_config("llama")), layout, 1, Format.none)
+    found = problems(Model.of(hf_config("llama"), layout), 1, Format.none)
     assert len(found) == 1
     assert message in found[0]
 
 
 def test_expert_groups_must_fit_a_stage() -> None:
-    found = problems(ModelShape.from_hf(hf_config("mixtral")), Layout(ep=2), 1, Format.none)
+    found = problems(Model.of(hf_config("mixtral"), Layout(ep=2)), 1, Format.none)
     assert found == [
         "learner.expert_parallel=2 x expert tensor parallel 1 does not divide the 1 ranks of a pipeline stage: raise "
         "learner.data_parallel, or set learner.megatron.expert_tensor_parallel_size"

@@ -4,16 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import hf_config
 
 from megatron_rl.config.schema import Format
-from megatron_rl.quantization.quantize import (
-    BLOCK,
-    dequantize,
-    is_quantized,
-    quantize,
-    relative_error,
-    row_amax,
-)
+from megatron_rl.models.mapping import params
+from megatron_rl.models.shape import FAMILIES, ModelShape
+from megatron_rl.quantization.engine_layout import quantization_config
+from megatron_rl.quantization.error import sample_error, summarize
+from megatron_rl.quantization.formats import BLOCK, is_ignored, is_quantized
+from megatron_rl.quantization.quantize import dequantize, quantize, row_amax
 
 CHANNEL_FORMATS = [Format.int8, Format.fp8]
 
@@ -88,8 +87,12 @@ def test_zero_rows_stay_zero_and_non_finite_weights_are_refused(format):
 
 def test_relative_error_is_that_of_the_format():
     weight_OI = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
-    assert relative_error(weight_OI, quantize(weight_OI, Format.int8)) < 0.012
-    assert 0.015 < relative_error(weight_OI, quantize(weight_OI, Format.fp8)) < 0.04
+
+    def relative_error(format: Format) -> float:
+        return summarize([sample_error("x", weight_OI, quantize(weight_OI, format), format)]).worst[0][1]
+
+    assert relative_error(Format.int8) < 0.012
+    assert 0.015 < relative_error(Format.fp8) < 0.04
 
 
 @pytest.mark.parametrize(
@@ -117,3 +120,14 @@ def test_ignore_takes_names_and_patterns():
     assert not is_quantized(name, Format.fp8, ["model.layers.1.mlp.down_proj"])
     assert not is_quantized(name, Format.fp8, [r"re:.*down_proj$"])
     assert is_quantized(name, Format.fp8, ["down_proj", r"re:layers.*", "model.layers.1.mlp"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_engine_is_told_what_the_sender_quantizes(family):
+    """vLLM quantizes every linear layer that it is not told to leave: a matrix is one or the other."""
+    ignored = quantization_config(Format.int8, ["re:.*o_proj"])["ignore"]
+    for param in params(ModelShape.from_hf(hf_config(family))):
+        for name, shape in zip(param.hf, param.shapes, strict=True):
+            if len(shape) == 2 and "embed_tokens" not in name:
+                module = name.removesuffix(".weight")
+                assert is_quantized(name, Format.int8, ["re:.*o_proj"]) is not is_ignored(module, ignored), name

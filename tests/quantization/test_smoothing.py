@@ -24,13 +24,16 @@ from simulated import (
 )
 
 from megatron_rl.config.schema import Format
+from megatron_rl.distributed import TorchGroup
+from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import Norm, params
+from megatron_rl.models.mapping import params
+from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.shards import export_shard
+from megatron_rl.models.shards import cut
+from megatron_rl.models.table import Norm
 from megatron_rl.quantization.quantize import dequantize, quantize
 from megatron_rl.quantization.smoothing import LARGEST_EXPONENT, Smoothing, column_amax, scales
-from megatron_rl.weight_sync.groups import Ranks, TorchGroup
 from megatron_rl.weight_sync.source import ShardSource
 
 ALPHA = 0.5
@@ -118,7 +121,7 @@ def smoothing_of(shape: ModelShape, amax_LNH: torch.Tensor, every: int = 1) -> S
 
 
 def sync(smoothing: Smoothing | None, shape: ModelShape, hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    source = ShardSource(shape, Layout(), Ranks(), Format.int8, smoothing=smoothing)
+    source = ShardSource(Model(shape, Layout(), {}), ShardGroups(), Format.int8, smoothing=smoothing)
     received = dict(source.tensors(local_parameters(hf, shape, Layout(), Place())))
     assert source.failure is None
     return received
@@ -144,7 +147,7 @@ def test_the_function_stays_the_same(family: str, tied: bool, dtype: torch.dtype
     for param in params(shape):
         if param.megatron in local:
             whole = smoothing.fold(param, local[param.megatron])
-            pieces = export_shard(param.megatron, whole, shape, Layout(), Place())
+            pieces = cut(param, whole, param.slices(shape, Layout(), Place()))
             folded |= {piece.name: part.contiguous() for piece, part in pieces}
     changed = {name for name in hf if not torch.equal(hf[name], folded[name])}
     assert len(changed) >= 5 * shape.layers
@@ -195,7 +198,7 @@ def test_scales_stay_until_they_are_due() -> None:
     smoothing = smoothing_of(shape, seen(shape))
     local = local_parameters(hf, shape, Layout(), Place())
     kept = {n: tensor.clone() for n, tensor in local.items()}
-    list(ShardSource(shape, Layout(), Ranks(), Format.int8, smoothing=smoothing).tensors(local))
+    list(ShardSource(Model(shape, Layout(), {}), ShardGroups(), Format.int8, smoothing=smoothing).tensors(local))
     assert all(torch.equal(local[n], kept[n]) for n in local)
 
 
@@ -206,7 +209,8 @@ def test_layers_that_are_ignored_still_compute_the_same() -> None:
     names = [f"model.layers.0.self_attn.{letter}_proj" for letter in "qkv"]
     hf[names[1] + ".weight"] *= 1000
     smoothing = smoothing_of(shape, amax_LNH)
-    source = ShardSource(shape, Layout(), Ranks(), Format.int8, [names[1], "lm_head"], smoothing=smoothing)
+    model = Model(shape, Layout(), {})
+    source = ShardSource(model, ShardGroups(), Format.int8, [names[1], "lm_head"], smoothing=smoothing)
     received = dict(source.tensors(local_parameters(hf, shape, Layout(), Place())))
     weight_H = torch.cat([hf[names[0] + ".weight"], hf[names[2] + ".weight"]]).abs().amax(0).float()
     scale_H = scales(amax_LNH[0, 0], weight_H, ALPHA)

@@ -14,8 +14,8 @@ import torch
 from megatron_rl.advantage import AdvantageConfig, group_advantages, overlong_penalty
 from megatron_rl.config.correction_rules import check_correction, check_loss
 from megatron_rl.config.schema import Format, Reduction
-from megatron_rl.loss import LossConfig, LossInputs, count_totals, policy_loss
 from megatron_rl.loss.covariance import select_by_covariance
+from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
 from megatron_rl.rollout_correction import (
     CorrectionConfig,
     RejectRule,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.advantage import AdvantageConfig, group_advantages
 from megatron_rl.config.schema import Aggregate, LossName, NonFinite, Outside, Reduce, Reduction, Stat
-from megatron_rl.loss import LossConfig, LossInputs, count_totals, policy_loss
+from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
 from megatron_rl.rollout_correction import (
     Correction,
     CorrectionConfig,

@@ -59,7 +59,7 @@ def make_run(
     folder: Path, name: str, steps: int = 60, level: Level = Level.token, fmt: Format = Format.int8, seed: int = 0
 ) -> Path:
     config, draw = make_config(level, fmt), random.Random(seed)
-    recorder = Recorder(config, make_yaml(config, name), folder / name, steps, quiet(steps))
+    recorder = Recorder(config.log, make_yaml(config, name), folder / name, steps, quiet(steps))
     recorder.log(0, {"eval/accuracy": 0.31, "eval/n": 256})
     kl = {Format.none: 1e-4, Format.int8: 3e-3, Format.fp8: 4e-3}[fmt]
     for step in range(1, steps + 1):

@@ -14,16 +14,17 @@ from run_factory import make_config, make_scored, make_yaml, quiet
 
 from megatron_rl.config.schema import Config, IfExists, LogSection, RunSection, Wandb
 from megatron_rl.runs.metrics import UnknownMetricWarning
-from megatron_rl.runs.record import PhaseClock, Recorder, SilentRecorder, decode_line, encode_line
+from megatron_rl.runs.metrics_file import decode_line, encode_line, read_metrics
+from megatron_rl.runs.record import PhaseClock, Recorder, SilentRecorder
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
-from megatron_rl.runs.run_data import read_metrics
 from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, check_run_dir, open_run, read_status, redact
 from megatron_rl.runs.wandb_log import resolve_mode
 
 
 def start(path, config=None, steps=3):
     config = config or make_config()
-    return Recorder(config, make_yaml(config, path.name), path, steps, quiet(steps))
+    text = make_yaml(config, path.name)
+    return Recorder(config.log, text, path, steps, quiet(steps), config.run.if_exists)
 
 
 def strict(text):
@@ -219,7 +220,7 @@ def test_no_secret_and_no_environment_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_SETTING", "value-of-the-environment")
     config = make_config()
     text = make_yaml(config, "run") + "extra:\n  api_key: sesame\n  hf_token: sesame\n"
-    Recorder(config, text, tmp_path / "run", 1, quiet(1)).close()
+    Recorder(config.log, text, tmp_path / "run", 1, quiet(1)).close()
     written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert "value-of-the-environment" not in written
     assert "sesame" not in written

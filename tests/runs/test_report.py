@@ -120,7 +120,7 @@ def test_the_cuts_are_shown_where_they_cut(runs):
 
 def test_a_run_that_stopped_at_once_still_has_a_report(tmp_path):
     config = make_config()
-    recorder = Recorder(config, make_yaml(config, "short"), tmp_path / "short", 5, quiet(5))
+    recorder = Recorder(config.log, make_yaml(config, "short"), tmp_path / "short", 5, quiet(5))
     recorder.log(0, {})
     recorder.close("failed", "ValueError: <no> & more")
     html = (tmp_path / "short/report.html").read_text()
@@ -131,7 +131,7 @@ def test_a_run_that_stopped_at_once_still_has_a_report(tmp_path):
 
 def test_a_supervised_run_shows_no_mismatch(tmp_path):
     config = Config(rollout=RolloutSection(source=RolloutSource.dataset))
-    with Recorder(config, make_yaml(config, "warm"), tmp_path / "warm", 2, quiet(2)) as recorder:
+    with Recorder(config.log, make_yaml(config, "warm"), tmp_path / "warm", 2, quiet(2)) as recorder:
         for step in (1, 2):
             recorder.log(step, {"loss/total": 1.0, "rollout_corr/kl": 0.0, "reward/mean": 1.0, "eval/accuracy": 0.1})
     shown = panels((tmp_path / "warm/report.html").read_text())

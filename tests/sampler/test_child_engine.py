@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from preloaded import forking
 from tiny_engine import make_model, make_settings
 
 from megatron_rl.config.schema import Format
@@ -111,9 +112,12 @@ def test_a_start_that_fails_says_why_and_shows_the_log(tmp_path):
     model = make_model(tmp_path, True)
     settings = make_settings(vllm={"max_model_len": 1 << 20})
     sampler = EmbeddedSampler(settings, model.folder, tmp_path)
-    with pytest.raises(
-        SamplerError, match=r"(?s)`start` failed in the sampler.*max_model_len.*sampler\.log:\n"
-    ) as caught:
+    with (
+        forking(),
+        pytest.raises(
+            SamplerError, match=r"(?s)`start` failed in the sampler.*max_model_len.*sampler\.log:\n"
+        ) as caught,
+    ):
         sampler.start()
     assert "Traceback" in str(caught.value) or "Error" in str(caught.value)
     assert sampler._engine.process is None

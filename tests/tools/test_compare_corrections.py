@@ -24,12 +24,12 @@ from io import StringIO
 from pathlib import Path
 from megatron_rl.runs.console import PlainDisplay
 from megatron_rl.runs.record import Recorder
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import LogSection
 
 options = dict(word.split("=", 1) for word in sys.argv[2:])
 name = options["run.name"]
 text = "run: {name: " + name + "}\\narguments: " + repr(sys.argv[1:])
-with Recorder(Config(), text, Path(options["run.root"]) / name, 2, PlainDisplay(2, StringIO())) as recorder:
+with Recorder(LogSection(), text, Path(options["run.root"]) / name, 2, PlainDisplay(2, StringIO())) as recorder:
     recorder.log(0, {"eval/accuracy": 0.25})
     if options["correction"] == "broken":
         raise RuntimeError("no such luck")

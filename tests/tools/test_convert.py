@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from megatron_rl.models import torch_dist
-from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter, TensorSpec, write_folder
+from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter, write_folder
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.models.torch_dist import CheckpointError
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +101,7 @@ def test_several_files_a_tied_copy_and_old_buffers(tmp_path: Path) -> None:
     tensors = random_hf(config)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
-    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
     source = tmp_path / "hf"
     with HfFolderWriter(source, specs, max_file_bytes=16_000) as writer:
         for name, tensor in tensors.items():
@@ -121,10 +122,13 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
     from megatron.core import dist_checkpointing  # isort: skip
 
     from megatron_rl.config.schema import Config
+    from megatron_rl.models.layout import Layout
+    from megatron_rl.models.model import Model
 
     source = make(tmp_path / "hf", config)
     assert convert.main(["import", str(source), str(tmp_path / "checkpoint")]) == 0
-    learner = Learner(Config(), config)
+    sections = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
+    learner = Learner(Model.of(config, Layout()), **{name: getattr(Config(), name) for name in sections})
     try:
         learner.init_random(3)
         loaded = dist_checkpointing.load(weights_of(learner.modules[0]), str(tmp_path / "checkpoint"))

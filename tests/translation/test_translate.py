@@ -22,7 +22,7 @@ from translation_cases_two_policies import BYPASSES, TWO_POLICIES
 from translation_oracle import ADVANTAGES, Native, data, rho, row_mean, slime_mis, verl_rs
 
 from megatron_rl.config.schema import CorrectionConfig, LossName, Reduction
-from megatron_rl.loss import LossConfig, LossInputs, policy_loss
+from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
 from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
 from megatron_rl.translation.translate import TranslationError, translate
 

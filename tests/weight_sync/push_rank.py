@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from simulated import hf_config, local_parameters, random_hf
+from simulated import hf_config, local_parameters, open_sync, random_hf
 
 from megatron_rl.config.schema import Config, Format, LearnerSection, QuantizationSection, SyncSection
+from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tensors import torch_dtype
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.file_transport import manifest_path, version_directory
-from megatron_rl.weight_sync.groups import Ranks, TorchGroup
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
 
@@ -28,8 +30,10 @@ NAME = "model.layers.1.mlp.down_proj.weight"  # row-parallel: its scale needs bo
 
 class Weights:
     def __init__(self, rank: int, tp: int) -> None:
-        shape = ModelShape.from_hf(HF_CONFIG)
-        self.parameters = local_parameters(random_hf(shape), shape, Layout(tp=tp), Place(tp=rank, etp=rank))
+        place = Place(tp=rank, etp=rank)
+        self.model, self.groups = Model.of(HF_CONFIG, Layout(tp=tp)), ShardGroups(place)
+        shape, layout = self.model.shape, self.model.layout
+        self.parameters = local_parameters(random_hf(shape), shape, layout, place)
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
         return list(self.parameters.items())
@@ -59,7 +63,7 @@ class Client:
             data = (version_directory(directory, version) / entry.file).read_bytes()
             data = data[entry.offset : entry.offset + entry.nbytes]
             assert manifest.checksum(data) == entry.checksum
-            flat = torch.frombuffer(bytearray(data), dtype=manifest.DTYPES[entry.dtype])
+            flat = torch.frombuffer(bytearray(data), dtype=torch_dtype(entry.dtype))
             self.tensors[entry.name] = flat.view(entry.shape)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -76,8 +80,7 @@ def join_pair(rank: int, rendezvous: str, folder: str) -> tuple[WeightSync, Weig
         sync=SyncSection(dir=folder, bucket_mib=1),
     )
     client, learner = Client(), Weights(rank, 2)
-    ranks = Ranks(Place(tp=rank), TorchGroup(), TorchGroup())
-    return WeightSync(learner, client if rank == 0 else None, config, HF_CONFIG, ranks), learner, client
+    return open_sync(learner, client if rank == 0 else None, config), learner, client
 
 
 def run_rank(rank: int, rendezvous: str, folder: str, out: str) -> None:

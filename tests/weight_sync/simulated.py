@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.schema import Format
+from megatron_rl.config.fleet import distinct_formats, is_fleet
+from megatron_rl.config.schema import Config, Format
+from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import params, stage_params
+from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import full_tensors, local_shard
-from megatron_rl.quantization.quantize import is_quantized, quantize
+from megatron_rl.quantization.formats import is_quantized
+from megatron_rl.quantization.quantize import quantize
 from megatron_rl.quantization.smoothing import Smoothing
-from megatron_rl.weight_sync.groups import Ranks
+from megatron_rl.weight_sync.push import WeightSync
 from megatron_rl.weight_sync.source import ShardSource
 
 TIMEOUT_S = 120.0
@@ -78,6 +82,19 @@ def random_hf(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, seed: int 
     }
 
 
+def open_sync(learner: Any, client: Any, config: Config) -> WeightSync:
+    """The sections of the config handed out as the loop does."""
+    return WeightSync(
+        learner,
+        client,
+        distinct_formats(config),
+        quantization=config.quantization,
+        sync=config.sync,
+        engines=config.sampler,
+        fleet=is_fleet(config),
+    )
+
+
 def quantized_whole(
     hf: Mapping[str, torch.Tensor], format: Format, ignore: Sequence[str] = ("lm_head",)
 ) -> dict[str, torch.Tensor]:
@@ -129,9 +146,9 @@ def run_sources(
     for place in layout.places():
         dense = groups.setdefault(("tp", place.pp, place.dp), ThreadGroup(layout.tp))
         expert = groups.setdefault(("etp", place.pp, place.ep, place.edp), ThreadGroup(layout.expert_tp))
-        ranks = Ranks(place, dense, expert, world)
+        ranks = ShardGroups(place, dense, expert, world)
         smooth = smoothing(place, world) if smoothing else None
-        sources.append(ShardSource(shape, layout, ranks, format, smoothing=smooth, **source_args))
+        sources.append(ShardSource(Model(shape, layout, {}), ranks, format, smoothing=smooth, **source_args))
         work.append(local_parameters(hf, shape, layout, place))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # every rank would start a team of its own

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.engine.file_reader import Staged, stage
+from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.delta import LONGEST_GAP, Lineage, Sent, apply_patch, changed_bytes, make_patch
-from megatron_rl.weight_sync.manifest import DTYPE_NAMES, Expected, WeightSyncError
+from megatron_rl.weight_sync.manifest import WeightSyncError
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -76,7 +77,7 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-EXPECTED = {name: Expected(DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors_of(0).items()}
+EXPECTED = {name: TensorSpec.of(name, tensor) for name, tensor in tensors_of(0).items()}
 
 
 class Sender:
@@ -173,5 +174,5 @@ def test_files_that_are_used_again_hold_the_new_version_alone(tmp_path: Path) ->
     assert transport.spare_bytes(tmp_path) == 64 * 48
     (second,) = write(1, 10).glob("*.bin")
     assert (second.stat().st_ino, second.stat().st_size) == (inode, 480)
-    staged = stage(tmp_path, 1, 1, {NAME: Expected("int8", (10, 48))}, 0)
+    staged = stage(tmp_path, 1, 1, {NAME: TensorSpec(NAME, "int8", (10, 48))}, 0)
     assert bool((staged.tensors[NAME] == 1).all())

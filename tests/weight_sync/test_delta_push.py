@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from push_rank import HF_CONFIG, NAME, Weights
-from simulated import assert_same_bits, quantized_whole, random_hf
+from simulated import assert_same_bits, open_sync, quantized_whole, random_hf
 
 from megatron_rl.config.schema import Config, Format, QuantizationSection, SyncSection
 from megatron_rl.engine.file_reader import stage
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.file_transport import manifest_path, remove_version, version_directory
-from megatron_rl.weight_sync.groups import Ranks
-from megatron_rl.weight_sync.manifest import Expected, WeightSyncError
-from megatron_rl.weight_sync.push import WeightSync
+from megatron_rl.weight_sync.manifest import WeightSyncError
 
 SHARD = "decoder.layers.1.mlp.linear_fc2.weight"
 
@@ -41,7 +39,7 @@ class Receiver:
     def update_weights(self, info: Any) -> None:
         directory, version = Path(info["directory"]), info["policy_version"]
         entries = manifest.read(manifest_path(directory, version, 0)).tensors
-        expected = {entry.name: Expected(entry.dtype, entry.shape) for entry in entries}
+        expected = {entry.name: entry.spec for entry in entries}
         try:
             staged = stage(directory, version, info["writers"], expected, self.version)
         except WeightSyncError as error:
@@ -61,7 +59,7 @@ class Training:
         config = Config(
             quantization=QuantizationSection(format=format), sync=SyncSection(dir=str(folder), delta=True, full_every=4)
         )
-        self.sync = WeightSync(self.weights, self.receiver, config, HF_CONFIG, Ranks())
+        self.sync = open_sync(self.weights, self.receiver, config)
 
     def push(self, version: int):
         self.weights.parameters[SHARD][:, version] *= -1

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron_rl.engine.file_reader import Staged, stage
+from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import file_transport as transport
-from megatron_rl.weight_sync.manifest import DTYPE_NAMES, Expected, WeightSyncError
+from megatron_rl.weight_sync.manifest import WeightSyncError
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(60, dtype=torch.float32).reshape(12, 5).bfloat16(),
@@ -17,7 +18,7 @@ TENSORS = {
     "model.layers.1.mlp.up_proj.weight": torch.randn(4, 8).to(torch.float8_e4m3fn),
     "model.norm.weight": torch.ones(5).bfloat16(),
 }
-EXPECTED = {name: Expected(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in TENSORS.items()}
+EXPECTED = {name: TensorSpec.of(name, tensor) for name, tensor in TENSORS.items()}
 VICTIM = "model.layers.0.mlp.up_proj.weight"
 
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import assert_same_bits, hf_config, quantized_whole, random_hf, run_sources
+from simulated import assert_same_bits, hf_config, local_parameters, quantized_whole, random_hf, run_sources
 
 from megatron_rl.config.schema import Format
-from megatron_rl.models.layout import Layout
+from megatron_rl.models.groups import ShardGroups
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.weight_sync.source import ShardSource
 
 PIPELINES = {
     "pp1": {},
@@ -160,3 +163,12 @@ def test_a_diverged_shard_is_named_and_does_not_hang() -> None:
     assert sources[0].failure is None
     assert sources[1].failure is not None
     assert name in sources[1].failure
+
+
+def test_a_shard_of_another_shape_is_named() -> None:
+    model = Model.of(hf_config("llama"), Layout(tp=2))
+    shards = local_parameters(random_hf(model.shape), model.shape, model.layout, Place())
+    name = "decoder.final_layernorm.weight"
+    source = ShardSource(model, ShardGroups())
+    list(source.buckets(shards | {name: shards[name][:-1]}))
+    assert source.failure == f"{name} has the local shape (63,), the layout says (64,)"

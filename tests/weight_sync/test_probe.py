@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.config.schema import Format, format_number
 from megatron_rl.types import Batch
-from megatron_rl.weight_sync.probe import SyncMismatch, check, check_batch, check_formats
+from megatron_rl.weight_sync.probe import Probe, SyncMismatch, check, check_batch, check_formats
 
 B, T, VOCAB = 8, 32, 64
 
@@ -25,9 +25,14 @@ def mask() -> torch.Tensor:
     return mask_BT
 
 
+def about(version: int) -> Probe:
+    return Probe(version, VOCAB, tied=False)
+
+
 def run(sampler_BT: torch.Tensor, learner_BT: torch.Tensor | None = None, **changes: object):
-    arguments = {"format": Format.int8, "version": 7, "vocab": VOCAB, "tied": True} | changes
-    return check(sampler_BT, logprobs() if learner_BT is None else learner_BT, mask(), **arguments)  # type: ignore[arg-type]
+    format = Format(str(changes.pop("format", Format.int8)))
+    probe = replace(Probe(7, VOCAB, tied=True), **changes)  # type: ignore[arg-type]
+    return check(sampler_BT, logprobs() if learner_BT is None else learner_BT, mask(), format, probe)
 
 
 def test_within_budget() -> None:
@@ -77,7 +82,7 @@ def test_a_broken_learner_is_not_blamed_on_the_sampler() -> None:
 
 def test_empty_answers_are_not_a_pass() -> None:
     with pytest.raises(SyncMismatch, match="No tokens to compare"):
-        check(logprobs(), logprobs(), torch.zeros(B, T, dtype=torch.bool), format=Format.none, version=1)
+        check(logprobs(), logprobs(), torch.zeros(B, T, dtype=torch.bool), Format.none, about(1))
 
 
 def test_only_rows_of_the_synced_version_count() -> None:
@@ -86,11 +91,11 @@ def test_only_rows_of_the_synced_version_count() -> None:
     sampler_BT = logprobs()
     sampler_BT[4:] += 5  # sampled by an older policy
     batch = Batch(zeros_B[:, None], zeros_B, zeros_B + T, mask(), sampler_BT, zeros_B.float(), zeros_B, versions_B)
-    assert check_batch(batch, logprobs(), format=Format.none, version=2).mean_abs == 0
+    assert check_batch(batch, logprobs(), Format.none, about(2)).mean_abs == 0
     with pytest.raises(SyncMismatch):
-        check_batch(batch, logprobs(), format=Format.none, version=1)
+        check_batch(batch, logprobs(), Format.none, about(1))
     with pytest.raises(ValueError, match=r"version 3, the batch holds versions \[1, 2\]"):
-        check_batch(batch, logprobs(), format=Format.none, version=3)
+        check_batch(batch, logprobs(), Format.none, about(3))
 
 
 def test_a_mixed_fleet_is_probed_format_by_format() -> None:
@@ -102,10 +107,10 @@ def test_a_mixed_fleet_is_probed_format_by_format() -> None:
         zeros_B[:, None], zeros_B, zeros_B + T, mask(), sampler_BT, zeros_B.float(), zeros_B, zeros_B, formats_B
     )
     both = (Format.none, Format.int8)
-    metrics = check_formats(batch, logprobs(), both, version=0)
+    metrics = check_formats(batch, logprobs(), both, about(0))
     assert metrics["sync/probe_abs_diff/none"] == 0
     assert metrics["sync/probe_abs_diff/int8"] == pytest.approx(0.05, abs=1e-3) == metrics["sync/probe_abs_diff"]
     assert metrics["sync/probe_budget"] == 0.08
     with pytest.raises(SyncMismatch, match="\\(none\\)"):
-        check_formats(replace(batch, formats_B=formats_B.flip(0)), logprobs(), both, version=0)
-    assert "sync/probe_abs_diff/int8" not in check_formats(batch.rows(torch.arange(4)), logprobs()[:4], both, version=0)
+        check_formats(replace(batch, formats_B=formats_B.flip(0)), logprobs(), both, about(0))
+    assert "sync/probe_abs_diff/int8" not in check_formats(batch.rows(torch.arange(4)), logprobs()[:4], both, about(0))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import Process
 
 ROOT = Path(__file__).parents[2]
 CASES = [
@@ -37,13 +38,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]
     here = [str(ROOT / "tests" / "weight_sync"), str(ROOT)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(here), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).with_name("loader_rank.py"))]
-    ranks = []
+    ranks: list[Process] = []
     for rank in range(2):
         # names that differ keep vLLM from sharing memory between the two, which would outlive them
         env["VLLM_DIST_IDENT"] = f"shards{rank}"
         with (folder / f"rank{rank}.log").open("w") as log:
             arguments = [*command, str(rank), str(folder), json.dumps(CASES)]
-            ranks.append(subprocess.Popen(arguments, env=env, stdout=log, stderr=subprocess.STDOUT))
+            ranks.append(Process("vllm", arguments, env=env, stdout=log, stderr=subprocess.STDOUT))
     try:
         codes = [process.wait(TIMEOUT_S) for process in ranks]
     finally:

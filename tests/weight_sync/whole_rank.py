@@ -12,11 +12,14 @@ import torch.distributed as dist
 from simulated import assert_same_bits, hf_config, local_parameters, quantized_whole, random_hf
 
 from megatron_rl.config.schema import Format
+from megatron_rl.distributed import TorchGroup
+from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.weight_sync import wire
-from megatron_rl.weight_sync.groups import Ranks, TorchGroup
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.whole_source import WholeSource
 
@@ -34,7 +37,6 @@ def make(
     """This rank's source with the scales of an FP8 cache, its shards, and what has to arrive."""
     shape = ModelShape.from_hf(hf_config(family))
     hf, place = random_hf(shape), list(layout.places())[rank]
-    ranks = Ranks(place, TorchGroup(), TorchGroup())
 
     def seen() -> torch.Tensor:  # each rank has seen its own layers
         amax_L2 = torch.zeros(shape.layers, 2)
@@ -42,7 +44,8 @@ def make(
         return amax_L2
 
     scales = CacheScales(shape.layers, TorchGroup(), seen)
-    source = ShardSource(shape, layout, ranks, Format.int8, bucket_bytes=20_000, cache_scales=scales)
+    model = Model(shape, layout, {})
+    source = ShardSource(model, ShardGroups(place), Format.int8, bucket_bytes=20_000, cache_scales=scales)
     wanted = quantized_whole(hf, Format.int8)
     for layer in range(shape.layers):
         for kind, scale in (("k", 1.0), ("v", 2.0)):
@@ -61,7 +64,7 @@ def run_case(rank: int, family: str, layout: Layout, everywhere: bool) -> dict[s
         passes.append(len(received))
         if received:
             assert_same_bits(received, wanted)
-            assert tuple(wire.meta(name, tensor) for name, tensor in received) == whole.tensors
+            assert tuple(TensorSpec.of(name, tensor) for name, tensor in received) == whole.tensors
             sums = {name: wire.checksum(tensor) for name, tensor in wanted.items()}
             assert wire.read_checksums(whole.sums) == wire.read_checksums(sums)
     return {"metas": metas, "passes": passes}

@@ -29,7 +29,8 @@ import torch
 
 from megatron_rl.config.schema import Config, FleetSection, Format, QuantizationSection, RolloutSection, SamplerSection
 from megatron_rl.models.hf_folder import HfFolder
-from megatron_rl.quantization.quantize import is_quantized, quantize
+from megatron_rl.quantization.formats import is_quantized
+from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import HfFolder, copy_companions
 from megatron_rl.models.mapping import params
+from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +60,7 @@ def main() -> None:
 def with_outliers(origin: Path, folder: Path, factor: int, channels: int) -> None:
     """The same function, with some channels of each norm's output `factor` times as large."""
     source = HfFolder(origin)
-    shape = ModelShape.from_hf(source.config)
+    shape = ModelShape.from_hf(read_hf_config(origin))
     scale_H = torch.ones(shape.hidden, dtype=torch.float32)
     scale_H[:: -(-shape.hidden // channels)] = factor
     tensors = {name: source.get(name) for name in source.names}

@@ -44,15 +44,16 @@ from megatron_rl.config.schema import (
     SamplerSection,
     SyncSection,
 )
+from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import params, stage_params
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.quantization.quantize import is_quantized, quantize
+from megatron_rl.models.model import Model
+from megatron_rl.quantization.formats import is_quantized
+from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.types import Prompt, SamplingParams
 from megatron_rl.weight_sync.file_transport import remove_version, update_info, write_version
-from megatron_rl.weight_sync.groups import Ranks, TorchGroup
 from megatron_rl.weight_sync.push import WeightSync
 from megatron_rl.weight_sync.source import ShardSource
 
@@ -63,11 +64,12 @@ PHASES = ("quantize", "gather", "transfer", "load")
 class RandomWeights:
     """A learner's shards without the learner."""
 
-    def __init__(self, shape: ModelShape, layout: Layout, place: Place) -> None:
+    def __init__(self, model: Model, place: Place) -> None:
+        self.model, self.groups = model, ShardGroups(place)
         generator = torch.Generator().manual_seed(place.tp)
         self._parameters = [
-            (param.megatron, (torch.randn(param.local_shape(layout), generator=generator) * 0.02).bfloat16())
-            for param in stage_params(shape, layout, place)
+            (param.megatron, (torch.randn(param.local_shape(model.layout), generator=generator) * 0.02).bfloat16())
+            for param in stage_params(model.shape, model.layout, place)
         ]
 
     def named_parameters(self) -> list[tuple[str, torch.Tensor]]:
@@ -191,10 +193,9 @@ def copy_seconds(nbytes: int, repeats: int = 5) -> float:
 def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(given.threads)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=given.tensor_parallel)
-    model = hf_config(given)
-    shape, layout, place = ModelShape.from_hf(model), Layout(tp=given.tensor_parallel), Place(tp=rank)
-    weights, ranks = RandomWeights(shape, layout, place), Ranks(place, TorchGroup(), TorchGroup())
-    plain_bytes = sum(tensor.nbytes for param in params(shape) for tensor in _meta(param.shapes))
+    model = Model.of(hf_config(given), Layout(tp=given.tensor_parallel))
+    weights = RandomWeights(model, Place(tp=rank))
+    plain_bytes = sum(tensor.nbytes for param in params(model.shape) for tensor in _meta(param.shapes))
     copy = copy_seconds(plain_bytes) if rank == 0 else 0.0
     dist.barrier()
     results = []
@@ -220,7 +221,7 @@ def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str)
         if sampler is not None:
             sampler.start()
         try:
-            result = measure(weights, sampler, config, model, ranks, given.repeats)
+            result = measure(weights, sampler, config, given.repeats)
         finally:
             if sampler is not None:
                 sampler.close()
@@ -235,14 +236,20 @@ def measure(
     weights: RandomWeights,
     sampler: EmbeddedSampler | None,
     config: Config,
-    model: dict[str, Any],
-    ranks: Ranks,
     repeats: int,
 ) -> dict[str, Any]:
-    shape, layout = ModelShape.from_hf(model), Layout.from_config(config.learner)
-    sync = WeightSync(weights, sampler, config, model, ranks)
-    plain = ShardSource(shape, layout, ranks)
-    quantized = ShardSource(shape, layout, ranks, config.quantization.format, config.quantization.ignore)
+    model, groups, quantization = weights.model, weights.groups, config.quantization
+    sync = WeightSync(
+        weights,
+        sampler,
+        [quantization.format],
+        quantization=quantization,
+        sync=config.sync,
+        engines=config.sampler,
+        fleet=False,
+    )
+    plain = ShardSource(model, groups)
+    quantized = ShardSource(model, groups, quantization.format, quantization.ignore)
     reports, naive_s, tuned_s, engine, versions = [], [], [], [], iter(range(1000))
     sync.push(next(versions))  # warms both sides up
     ordinary = sync.transport.directory / "ordinary_versions"

@@ -23,7 +23,7 @@ import torch
 from summary_figure import nice_ticks
 from torch import Tensor
 
-from megatron_rl.loss import LossConfig, LossInputs, policy_loss
+from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
 from megatron_rl.rollout_correction import CorrectionConfig, WeightConfig, rollout_correction
 
 VOCABULARY, LENGTH = 4, 4

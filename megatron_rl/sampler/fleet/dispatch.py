@@ -1,7 +1,7 @@
 """Prompts to replicas: the least loaded one answers next, and what a dying one leaves undone goes to the others.
 
-Every job's answers come back exactly once, in the order of the jobs, whichever replica they come from. All waits are
-bounded: an answer by the replica's own deadline, a job by its number of tries, and having no replica by `patience_s`.
+Every job's answers come back exactly once, in the order of the jobs, whichever replica they come from. Every wait has
+a limit: the replica's own deadline for an answer, `TRIES` for a job, `patience_s` while there is no replica.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Dispatcher:
 
     def _collect(self, task: asyncio.Task[list[Answer]]) -> None:
         index, replica = self._release(task)
-        if task.cancelled():  # somebody else found the replica gone
+        if task.cancelled():  # its supervisor took the replica out
             self._retry(index, replica.reason)
             return
         try:

@@ -44,7 +44,7 @@ class ServerSettings:
     workers: int
     cores: str = ALL_CORES
     host: str = LOOPBACK
-    hidden: str | None = None  # a variable of this process's environment that is none of the server's business
+    hidden: str | None = None  # a variable of this process's environment that the server does not get
 
 
 def server_settings(

@@ -34,7 +34,7 @@ class FleetState:
     max_tokens: int  # of a prompt and its answer together: what every server must take
     note: Callable[[str], None]
     version: int = NO_VERSION  # the current policy's
-    update: Mapping[Format, Mapping[str, Any]] = field(default_factory=dict)  # its weights, kept for re-syncs
+    kept_update: Mapping[Format, Mapping[str, Any]] = field(default_factory=dict)  # its weights, for re-syncs
     restarted: int = 0  # servers, so far
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # a replica came back, or was given up
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # one update of the fleet, or one re-sync, at a time
@@ -95,10 +95,10 @@ class Supervisor:
         await replica.forget_version()
         await replica.generate((0,), 0, WARM_UP)  # the first generation loads and compiles for seconds
         async with state.updating:
-            if state.update:
+            if state.kept_update:
                 await replica.call_workers("init_weight_transfer_engine", init_info={})
                 await replica.start_update()
-                await replica.stage_update(state.update[replica.format])
+                await replica.stage_update(state.kept_update[replica.format])
                 await replica.finish_update()
             replica.ready, replica.reason = True, ""
         if self.first_start.done():

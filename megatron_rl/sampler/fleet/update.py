@@ -1,8 +1,8 @@
 """One update, or one question, to every server of a fleet at once.
 
-An update has three parts: every server begins it, every server verifies it, every server loads it. One that refuses
-it in the second part refuses it for all, and nothing has changed. A server that dies in any part is taken out; its
-supervisor brings it back with whatever version the fleet then serves.
+An update has three parts: every server begins it, then every server verifies it, then every server loads it. If one
+refuses it while verifying, none loads it. A server that dies in any part is taken out; its supervisor brings it back
+with the version that the fleet serves by then.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FleetUpdates:
             await self.on_all(lambda one: one.stage_update(updates[one.format]))
         except BaseException:
             self._end()
-            with contextlib.suppress(SamplerError):  # the reason why is on its way up already
+            with contextlib.suppress(SamplerError):  # the first error is the one to report
                 await self.on_all(lambda one: one.abort_update())
             raise
 
@@ -74,7 +74,7 @@ class FleetUpdates:
         try:
             states = await self.on_all(lambda one: one.finish_update())
             slowest = max(states, key=lambda answer: answer["load_s"])
-            state.version, state.update = slowest["policy_version"], self._staged
+            state.version, state.kept_update = slowest["policy_version"], self._staged
             return slowest
         except (WeightSyncError, SamplerError):
             for replica in self._replicas:

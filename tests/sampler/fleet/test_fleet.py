@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from preloaded import forking
 from tiny_engine import PROMPTS, TinyModel, make_config, make_model, make_settings
 
 from megatron_rl.config import to_yaml
@@ -118,9 +119,10 @@ def live(tmp_path_factory, quick_starts) -> Iterator[LiveFleet]:
 
 @pytest.fixture(scope="module")
 def embedded(live, tmp_path_factory) -> Iterator[EmbeddedSampler]:
-    """Launched and not waited for: it starts on one core while the killed server starts again on the other."""
+    """Launched and not waited for: it starts while the killed server starts again."""
     sampler = EmbeddedSampler(make_settings(), live.model.folder, tmp_path_factory.mktemp("embedded"))
-    sampler.launch()
+    with forking():
+        sampler.launch()
     yield sampler
     sampler.close()
 

@@ -1,0 +1,191 @@
+"""The table of policy losses: each one's formula, and what the rest of the project has to know about it.
+
+A new loss is a function here and a row of `LOSSES`; `loss.name`, the checks of the config and the default reduction
+follow the table. The config reads it too, which loads no torch: formulas call the methods of their tensors, and one
+that needs torch itself imports it inside.
+
+A formula returns the loss of every token, weighted, and where its clip was active. Positions outside the mask may
+hold anything: the reduction drops them. a: anchor logprob, x = pi - a, r = exp(x).
+
+Shape legend: B sequences, T response positions; B1 broadcasts along T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_rl.config.schema import LossConfig
+    from megatron_rl.loss.terms import Terms
+
+    Result = tuple[Tensor, dict[str, Tensor]]
+
+GSPO_EXPONENT_LIMIT = 10.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    formula: Callable[[Terms, LossConfig], Result]
+    reads: tuple[str, ...] = ()  # the keys of the `loss` section that are its own
+    ratio: bool = True  # r is a factor: what lies between pi and the anchor is corrected for
+    band: Literal["", "closed", "open"] = ""  # r is bounded by 1 - clip_low and 1 + clip_high; open: dropped there too
+    per_row: bool = False  # one ratio for each answer: a mean over answers, not over tokens
+    selects: Literal["", "highest", "drawn"] = ""  # tokens by covariance: the highest ones, or drawn inside a band
+    against_sampler: bool = False  # its anchor has to be the sampler
+    supervised: bool = False  # of the data set's own answers: no anchor, and advantages do not matter
+
+
+def _clipped_surrogate(terms: Terms, ratio_BT: Tensor, config: LossConfig) -> Result:
+    """The unweighted PPO loss for a given ratio."""
+    a_B1 = terms.advantages_B1
+    plain_BT = -a_B1 * ratio_BT
+    bounded_BT = -a_B1 * ratio_BT.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    loss_BT = plain_BT.maximum(bounded_BT)
+    active_BT = bounded_BT > plain_BT
+    clipped = {"clip_fraction_high": active_BT & (a_B1 > 0), "clip_fraction_low": active_BT & (a_B1 < 0)}
+    if config.dual_clip is not None:
+        ceiling_BT = (-config.dual_clip * a_B1).expand_as(loss_BT)
+        clipped["dual_clip_fraction"] = (a_B1 < 0) & (loss_BT > ceiling_BT)
+        loss_BT = loss_BT.minimum(ceiling_BT).where(a_B1 < 0, loss_BT)
+    return loss_BT, clipped
+
+
+def ppo(terms: Terms, config: LossConfig) -> Result:
+    loss_BT, clipped = _clipped_surrogate(terms, terms.ratio_BT, config)
+    return loss_BT * terms.weights_BT, clipped
+
+
+def gspo(terms: Terms, config: LossConfig) -> Result:
+    """The row's geometric ratio at every token; each token still carries its own gradient."""
+    logprobs_BT = terms.logprobs_BT
+    row_B1 = terms.row_mean(terms.shift_BT).detach()
+    exponent_BT = (row_B1 + logprobs_BT - logprobs_BT.detach()).clamp(max=GSPO_EXPONENT_LIMIT)
+    loss_BT, clipped = _clipped_surrogate(terms, exponent_BT.exp(), config)
+    return loss_BT * terms.weights_BT, clipped
+
+
+def cispo(terms: Terms, config: LossConfig) -> Result:
+    """Clips the weight of the gradient, never the gradient itself."""
+    ratio_BT = terms.ratio_BT.detach()
+    low = None if config.absolute else 1.0 - config.clip_low
+    high = config.clip_high if config.absolute else 1.0 + config.clip_high
+    clipped = {"clip_fraction_high": ratio_BT > high}
+    if low is not None:
+        clipped["clip_fraction_low"] = ratio_BT < low
+    loss_BT = -ratio_BT.clamp(min=low, max=high) * terms.advantages_B1 * terms.logprobs_BT
+    return loss_BT * terms.weights_BT, clipped
+
+
+def sapo(terms: Terms, config: LossConfig) -> Result:
+    # filled in the advantages' dtype: two plain numbers would make a float32 tensor
+    tau_B1 = terms.advantages_B1.new_full(terms.advantages_B1.shape, config.tau_negative)
+    tau_B1 = tau_B1.masked_fill(terms.advantages_B1 > 0, config.tau_positive)
+    gate_BT = (tau_B1 * (terms.ratio_BT - 1.0)).sigmoid() * 4.0 / tau_B1
+    return -terms.advantages_B1 * gate_BT * terms.weights_BT, {}
+
+
+def gmpo(terms: Terms, config: LossConfig) -> Result:
+    """One loss per row, spread over its tokens; token weights enter as their geometric mean."""
+    sign_B1 = terms.advantages_B1.sign()
+    shift_BT = terms.shift_BT
+    plain_BT = sign_B1 * shift_BT
+    bounded_BT = sign_B1 * shift_BT.clamp(-config.clip_low, config.clip_high)
+    row_B1 = terms.row_mean(sign_B1 * plain_BT.minimum(bounded_BT))
+    weight_B1 = terms.row_mean(terms.weights_BT.masked_fill(~terms.mask_BT, 1.0).log()).exp()
+    active_BT = bounded_BT < plain_BT
+    clipped = {"clip_fraction_high": active_BT & (sign_B1 > 0), "clip_fraction_low": active_BT & (sign_B1 < 0)}
+    loss_B1 = -terms.advantages_B1 * terms.exp(row_B1) * weight_B1
+    return loss_B1.expand_as(shift_BT), clipped
+
+
+def dppo(terms: Terms, config: LossConfig) -> Result:
+    """A token counts inside a trust region of probabilities, or when its step leads back towards it."""
+    logprobs_BT, anchor_BT = terms.logprobs_BT.detach(), terms.anchor_BT
+    prob_BT = logprobs_BT.clamp(max=0.0).exp()
+    anchor_prob_BT = anchor_BT.clamp(max=0.0).exp()
+    gap_BT = prob_BT - anchor_prob_BT
+    if config.trust_region == "total_variation":
+        too_high_BT, too_low_BT = gap_BT > config.clip_high, gap_BT < -config.clip_low
+    elif config.trust_region == "binary_kl":
+        kl_BT = _binary_kl(anchor_prob_BT, anchor_BT.clamp(max=0.0), prob_BT, logprobs_BT.clamp(max=0.0))
+        too_high_BT, too_low_BT = (kl_BT > config.clip_high) & (gap_BT > 0), (kl_BT > config.clip_low) & (gap_BT < 0)
+    else:
+        raise ValueError(f"loss.trust_region is {config.trust_region!r}; one of total_variation, binary_kl")
+    positive_B1 = terms.advantages_B1 > 0
+    leaving_BT = too_high_BT.where(positive_B1, too_low_BT)
+    clipped = {"clip_fraction_high": leaving_BT & positive_B1, "clip_fraction_low": leaving_BT & ~positive_B1}
+    return -terms.advantages_B1 * terms.ratio_BT * ~leaving_BT * terms.weights_BT, clipped
+
+
+def _binary_kl(p_BT: Tensor, log_p_BT: Tensor, q_BT: Tensor, log_q_BT: Tensor) -> Tensor:
+    """KL between two coins, heads p and q. Tails use log1p, bounded where a probability rounds to 1."""
+    import torch
+
+    tiny = torch.finfo(p_BT.dtype).eps
+    log_tail_p_BT = (-p_BT.clamp(max=1.0 - tiny)).log1p()
+    log_tail_q_BT = (-q_BT.clamp(max=1.0 - tiny)).log1p()
+    return p_BT * (log_p_BT - log_q_BT) + (1.0 - p_BT) * (log_tail_p_BT - log_tail_q_BT)
+
+
+def _selected(terms: Terms, name: str) -> Tensor:
+    if terms.selected_BT is None:
+        raise ValueError(f"loss.name {name} needs LossInputs.selected_BT: select_by_covariance on the global batch")
+    return terms.selected_BT
+
+
+def clip_cov(terms: Terms, config: LossConfig) -> Result:
+    """PPO whose selected tokens, those with the highest covariance, give no gradient."""
+    selected_BT = _selected(terms, "clip_cov")
+    loss_BT, clipped = _clipped_surrogate(terms, terms.ratio_BT, config)
+    loss_BT = loss_BT.detach().where(selected_BT, loss_BT)
+    return loss_BT * terms.weights_BT, clipped | {"selected_fraction": selected_BT}
+
+
+def kl_cov(terms: Terms, config: LossConfig) -> Result:
+    """PPO whose selected tokens pay for their distance from the anchor."""
+    selected_BT = _selected(terms, "kl_cov")
+    loss_BT, clipped = _clipped_surrogate(terms, terms.ratio_BT, config)
+    loss_BT = loss_BT + config.cov_kl_coef * terms.shift_BT.abs() * selected_BT
+    return loss_BT * terms.weights_BT, clipped | {"selected_fraction": selected_BT}
+
+
+def reinforce(terms: Terms, config: LossConfig) -> Result:
+    return -terms.advantages_B1 * terms.logprobs_BT * terms.weights_BT, {}
+
+
+def rollout_is(terms: Terms, config: LossConfig) -> Result:
+    """The ratio as a detached weight inside an open band, nothing outside."""
+    ratio_BT = terms.ratio_BT.detach()
+    high_BT, low_BT = ratio_BT >= 1.0 + config.clip_high, ratio_BT <= 1.0 - config.clip_low
+    loss_BT = -ratio_BT * ~(high_BT | low_BT) * terms.advantages_B1 * terms.logprobs_BT
+    return loss_BT * terms.weights_BT, {"clip_fraction_high": high_BT, "clip_fraction_low": low_BT}
+
+
+def cross_entropy(terms: Terms, config: LossConfig) -> Result:
+    return -terms.logprobs_BT * terms.weights_BT, {}
+
+
+CLIP = ("clip_low", "clip_high")
+PPO = (*CLIP, "dual_clip")
+LOSSES = {
+    "ppo": Loss(ppo, PPO, band="closed"),
+    "gspo": Loss(gspo, PPO, band="closed", per_row=True),
+    "cispo": Loss(cispo, (*CLIP, "absolute"), band="closed"),
+    "sapo": Loss(sapo, ("tau_positive", "tau_negative")),
+    "gmpo": Loss(gmpo, CLIP, per_row=True),
+    "dppo": Loss(dppo, (*CLIP, "trust_region")),
+    "clip_cov": Loss(clip_cov, (*PPO, "cov_fraction", "cov_low", "cov_high"), band="closed", selects="drawn"),
+    "kl_cov": Loss(kl_cov, (*PPO, "cov_fraction", "cov_kl_coef"), band="closed", selects="highest"),
+    "reinforce": Loss(reinforce, ratio=False),
+    "rollout_is": Loss(rollout_is, CLIP, band="open", against_sampler=True),
+    "cross_entropy": Loss(cross_entropy, ratio=False, supervised=True),
+}
+
+
+def losses(holds: Callable[[Loss], object]) -> tuple[str, ...]:
+    """The names of those for which it holds."""
+    return tuple(name for name, loss in LOSSES.items() if holds(loss))

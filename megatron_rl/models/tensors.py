@@ -1,0 +1,52 @@
+"""A named tensor without its content: name, dtype, shape, bytes. Torch-free, as is the one table of dtypes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# torch's name -> (safetensors' name, bytes of an element), in the order in which that library lays tensors out
+DTYPES = {
+    "int64": ("I64", 8),
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "int32": ("I32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    dtype: str  # as torch calls it
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> TensorSpec:
+        return cls(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return DTYPES[self.dtype][1] * math.prod(self.shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Of the names in the table alone: they come out of files and messages."""
+    import torch
+
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return getattr(torch, name)

@@ -1,0 +1,290 @@
+"""Python processes that start with their imports done: forks of a parent that has imported vLLM or megatron.
+
+A fresh engine spends 14 seconds of a core on imports and one on everything else. The session owns one parent of each
+kind, for all of its workers; a parent imports at its first request, makes no thread pool and no process group, and
+only ever forks. Each fork runs a program as `python` would, with its own arguments, environment and streams, and ends
+with whoever asked for it. Tests of the start itself, and of what a user types, start real interpreters instead.
+
+`python preloaded.py KIND SOCKET_FD` is a parent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+from unittest import mock
+
+import megatron_rl.process
+from megatron_rl import launch
+from megatron_rl.process import SHORT_SPIN, collect_rarely, die_with_parent
+from megatron_rl.sampler import child_engine
+from megatron_rl.sampler.engine_process import engine_environment
+
+VARIABLE = "MEGATRON_RL_TESTS_PRELOADED"  # the folder of the parents' sockets
+QUANTIZATIONS = ("compressed_tensors.compressed_tensors", "quark.quark", "inc", "online.base", "auto_gptq", "modelopt")
+MODULES = {
+    "torch": ("torch.distributed", "megatron_rl.weight_sync.push"),
+    "megatron": ("megatron_rl.learner.host", "megatron_rl.train", "megatron_rl.learner.learner"),
+    "vllm": (
+        "vllm.entrypoints.llm",
+        "vllm.entrypoints.openai.models.protocol",
+        "vllm.distributed.elastic_ep.elastic_execute",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.core.sched.scheduler",
+        "vllm.model_executor.models.qwen3",
+        "vllm.model_executor.models.qwen3_moe",
+        "vllm.model_executor.models.mixtral",
+        # these it asks for, or compiles with, when it makes an engine
+        *(f"vllm.model_executor.layers.quantization.{name}" for name in QUANTIZATIONS),
+        "torch._inductor.compile_fx",
+        "torch._inductor.codegen.cpp_wrapper_gpu",
+        "torch._inductor.codegen.cuda_combined_scheduling",
+        "torch._higher_order_ops.passes.inline_invoke_subgraph",
+        "torch.distributed.tensor.experimental._attention",
+        "sympy.tensor.tensor",
+        "megatron_rl.engine.child",
+        "megatron_rl.engine.receiver",
+    ),
+}
+# modules that this project starts by `python -m`, and the parent that has imported what they need
+STARTED = {"megatron_rl.rank": "megatron", "megatron_rl.engine.child": "vllm"}
+
+
+class Process:
+    """A fork of a parent, with as much of subprocess.Popen's surface as the tests and the package use."""
+
+    def __init__(
+        self,
+        kind: str,
+        args: Sequence[str | Path],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        stdin: int | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+        pass_fds: Sequence[int] = (),
+        start_new_session: bool = False,
+    ) -> None:
+        self.args, self.returncode = args, None
+        request = {
+            "arguments": [str(word) for word in args[1:]],  # the first is the interpreter
+            "environment": dict(os.environ if env is None else env),
+            "folder": str(cwd or Path.cwd()),
+            "session": start_new_session,
+            "descriptors": [0, 1, 2, *pass_fds],
+        }
+        null = os.open(os.devnull, os.O_RDWR)
+        out = _descriptor(stdout, 1, null)
+        err = out if stderr == subprocess.STDOUT else _descriptor(stderr, 2, null)
+        self._line = socket.socket(socket.AF_UNIX)
+        self._line.connect(str(Path(os.environ[VARIABLE]) / kind))
+        content = json.dumps(request).encode()
+        self._line.sendall(len(content).to_bytes(4, "big") + content)
+        socket.send_fds(self._line, [b"f"], [_descriptor(stdin, 0, null), out, err, *pass_fds])
+        os.close(null)
+        self._answers = self._line.makefile("r")
+        self.pid = int(self._answers.readline() or _refuse(kind))
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._line], [], [], 0)[0]:
+            self.returncode = int(self._answers.readline() or -signal.SIGKILL)
+            self._answers.close()
+            self._line.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._line], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(list(map(str, self.args)), timeout or 0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _refuse(kind: str) -> str:
+    raise RuntimeError(f"the parent of {kind} processes has ended: its log is {kind}.log in {os.environ[VARIABLE]}")
+
+
+def _descriptor(stream: int | IO[Any] | None, inherited: int, null: int) -> int:
+    if stream is None:
+        return inherited
+    if isinstance(stream, int):
+        return null if stream == subprocess.DEVNULL else stream
+    return stream.fileno()
+
+
+def run(kind: str, args: Sequence[str | Path], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """subprocess.run, of a fork: until its end, or its time is over; what it has said is text."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = Process(kind, args, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **options)
+        try:
+            late = None
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            late = error
+        finally:
+            process.kill()
+            process.wait()
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read())
+    if late:
+        raise AssertionError(f"{late}: {texts[0][-3000:]}{texts[1][-3000:]}")
+    return subprocess.CompletedProcess(list(map(str, args)), code, *texts)
+
+
+def start(args: Sequence[str], **options: Any) -> Process | subprocess.Popen[Any]:
+    """In the place of subprocess.Popen: a fork where a parent has imported the program, else a fresh process."""
+    kind = STARTED.get(args[2]) if args[1] == "-m" else None
+    return Process(kind, args, **options) if kind else subprocess.Popen(args, **options)
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """The package starts its engines and ranks as forks, and so do those."""
+    forks = SimpleNamespace(**vars(subprocess) | {"Popen": start})
+    with mock.patch.object(child_engine, "subprocess", forks), mock.patch.object(launch, "subprocess", forks):
+        yield
+
+
+@contextmanager
+def parents() -> Iterator[None]:
+    """The parents of a session. They wait, empty, for their first request."""
+    processes = []
+    helpers = [str(folder) for folder in (Path(__file__).parent, *Path(__file__).parent.iterdir()) if folder.is_dir()]
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-tests-") as folder:
+        for kind in MODULES:
+            environment = dict(engine_environment() if kind == "vllm" else os.environ) | SHORT_SPIN
+            environment["PYTHONPATH"] = os.pathsep.join([*helpers, os.environ.get("PYTHONPATH", "")])
+            with socket.socket(socket.AF_UNIX) as door, Path(folder, f"{kind}.log").open("wb") as log:
+                door.bind(f"{folder}/{kind}")
+                door.listen(64)
+                command = [sys.executable, "-W", "ignore", __file__, kind, str(door.fileno())]
+                parent = subprocess.Popen(command, env=environment, pass_fds=[door.fileno()], stdout=log, stderr=log)
+            processes.append(parent)
+        try:
+            with mock.patch.dict(os.environ, {VARIABLE: folder}):
+                yield
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def serve(kind: str, door: socket.socket) -> None:
+    """Fork for every request, until the session ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    line, _ = door.accept()
+    collect_rarely()
+    for name in MODULES[kind]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection would copy the pages that the forks share
+    while True:
+        if os.fork() == 0:
+            die_with_parent()
+            door.close()
+            keep(line)
+        line.close()
+        line, _ = door.accept()
+
+
+def keep(line: socket.socket) -> None:
+    """Start the program of one request, tell its end, and end it when whoever asked is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size = int.from_bytes(line.recv(4, socket.MSG_WAITALL), "big")
+    request = json.loads(line.recv(size, socket.MSG_WAITALL))
+    wanted = request["descriptors"]
+    _, received, _, _ = socket.recv_fds(line, 1, len(wanted))
+    child = os.fork()
+    if child == 0:
+        die_with_parent()
+        line.close()
+        become(request, dict(zip(wanted, received, strict=True)))
+    for descriptor in received:
+        os.close(descriptor)
+    end = os.pidfd_open(child)
+    line.sendall(f"{child}\n".encode())
+    ready, _, _ = select.select([end, line], [], [])
+    if end not in ready:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    with suppress(OSError):
+        line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def become(request: dict[str, Any], descriptors: Mapping[int, int]) -> None:
+    """Run the program as a fresh interpreter would, and end with its status."""
+    if request["session"]:
+        os.setsid()
+    above = max(descriptors) + 1
+    for wanted, moved in [(n, fcntl.fcntl(received, fcntl.F_DUPFD, above)) for n, received in descriptors.items()]:
+        os.dup2(moved, wanted)
+        os.close(moved)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    # whoever asked is no parent of this process, whose keeper looks after that
+    megatron_rl.process.die_with_parent = lambda *_, **__: None
+    words = request["arguments"]
+    here = os.getcwd() if words[0] == "-m" else str(Path(words[0]).parent)
+    paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:0] = [path for path in paths if path not in sys.path]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    status: Any = 0
+    try:
+        with forking():
+            if words[0] == "-m":
+                sys.argv = words[1:]
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            elif words[0] == "-c":
+                sys.argv = ["-c", *words[2:]]
+                exec(words[1], {"__name__": "__main__"})
+            else:
+                sys.argv = words
+                runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
