@@ -22,7 +22,7 @@ from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
-from megatron_rl.runs.record import Recorder, RecorderLike, SilentRecorder
+from megatron_rl.runs.record import Recorder, SilentRecorder
 from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import Sampler, SamplerStats
@@ -41,7 +41,7 @@ class Follower:
     sampler: Sampler | None = None
 
     def __init__(self) -> None:
-        self.recorder: RecorderLike = SilentRecorder()
+        self.recorder = SilentRecorder()
 
     def syncing(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -19,24 +19,10 @@ from megatron_rl.config.schema import Anchor, CorrectionConfig, KlOn, Level, Los
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
+from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, PREFIX, TOKEN_MEANS
 from megatron_rl.types import LossInputs
 
 __all__ = ["LossConfig", "LossInputs", "Totals", "count_totals", "policy_loss", "reduction_of", "seen_tokens"]
-
-# what rollout_correction measures per token, so that micro-batches add up
-TOKEN_MEAN_METRICS = tuple(
-    f"rollout_corr/{name}"
-    for name in (
-        "kl",
-        "k3_kl",
-        "chi2_token",
-        "rho_mean",
-        "mult_prob_error",
-        "logp_abs_diff_mean",
-        "probs_diff_mean",
-    )
-)
-MASKED_FRACTION = "rollout_corr/rollout_rs_masked_fraction"
 
 
 @dataclass(frozen=True)
@@ -209,9 +195,9 @@ def _correct_by_current_policy(
     # where the sampler reported nothing, and the policy says to go on, the ratio is 1
     anchor_BT = torch.where(torch.isfinite(sampler_BT), sampler_BT, current_BT.to(sampler_BT.dtype))
     # a mean over these rows' tokens, as its share of the mean over the batch
-    share = found.measured / max(1, totals.measured)
-    judged = int(inputs.mask_BT.sum()) - found.metrics["rollout_corr/non_finite_learner"]
-    shares = dict.fromkeys(TOKEN_MEAN_METRICS, share) | {MASKED_FRACTION: judged / max(1, totals.tokens)}
+    judged = int(inputs.mask_BT.sum()) - found.metrics[PREFIX + "non_finite_learner"]
+    shares = dict.fromkeys(TOKEN_MEANS, found.measured / max(1, totals.measured))
+    shares[MASKED_FRACTION] = judged / max(1, totals.tokens)
     mismatch = {name: torch.tensor(found.metrics[name] * shares[name], device=current_BT.device) for name in shares}
     corrected = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
     return corrected, mismatch
