@@ -72,15 +72,7 @@ class WeightSync:
         }
         self._learner = learner
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self.transport: Push
-        if sync.transport == Transport.file:
-            self.transport = FilePush(sources, sampler, sync, fleet)
-        else:
-            # vLLM's trainer side is the one part of vLLM that learner ranks import, and only for its transports
-            from megatron_rl.weight_sync.vllm_push import VllmPush
-
-            (source,) = sources.values()  # a fleet's mixed formats travel as files: the config has made sure
-            self.transport = VllmPush(source, sampler, sync, engines)
+        self.transport = _transport(sources, sampler, sync, engines, fleet)
         self._refused = False  # the last version, by the sampler
         self._plan_seconds = time.perf_counter() - started
 
@@ -140,6 +132,22 @@ class WeightSync:
         if message is not None:
             raise WeightSyncError(f"the sampler did not take policy version {version}: {message}")
         return waited
+
+
+def _transport(
+    sources: dict[Format, ShardSource],
+    sampler: SamplerClient | None,
+    sync: SyncSection,
+    engines: SamplerSection,
+    fleet: bool,
+) -> Push:
+    if sync.transport == Transport.file:
+        return FilePush(sources, sampler, sync, fleet)
+    # vLLM's trainer side is the one part of vLLM that learner ranks import, and only for its transports
+    from megatron_rl.weight_sync.vllm_push import VllmPush
+
+    (source,) = sources.values()  # a fleet's mixed formats travel as files: the config has made sure
+    return VllmPush(source, sampler, sync, engines)
 
 
 @contextmanager
