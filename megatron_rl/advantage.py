@@ -15,13 +15,6 @@ from torch import Tensor
 
 from megatron_rl.config.schema import GROUP_ESTIMATORS, AdvantageConfig, Estimator
 
-__all__ = [
-    "AdvantageConfig",
-    "group_advantages",
-    "has_spread",
-    "overlong_penalty",
-]
-
 EPSILON = 1e-6
 SPREAD = 1e-6  # rewards closer than this are the same
 

@@ -33,7 +33,7 @@ from unittest import mock
 
 import megatron_rl.process
 from megatron_rl import launch
-from megatron_rl.process import SHORT_SPIN, collect_rarely, die_with_parent
+from megatron_rl.process import SHORT_SPIN, die_with_parent, rare_collections
 from megatron_rl.sampler import child_engine
 from megatron_rl.sampler.engine_process import engine_environment
 
@@ -201,11 +201,10 @@ def parents() -> Iterator[None]:
 
 def serve(kind: str, door: socket.socket) -> None:
     """Fork for every request, until the session ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     line, _ = door.accept()
-    collect_rarely()
-    for name in MODULES[kind]:
-        importlib.import_module(name)
+    with rare_collections():
+        for name in MODULES[kind]:
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would copy the pages that the forks share
     while True:
@@ -215,11 +214,13 @@ def serve(kind: str, door: socket.socket) -> None:
             keep(line)
         line.close()
         line, _ = door.accept()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def keep(line: socket.socket) -> None:
     """Start the program of one request, tell its end, and end it when whoever asked is gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size = int.from_bytes(line.recv(4, socket.MSG_WAITALL), "big")
     request = json.loads(line.recv(size, socket.MSG_WAITALL))
     wanted = request["descriptors"]

@@ -18,24 +18,10 @@ from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, LossConfi
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
+from megatron_rl.rollout_correction.metrics import TOKEN_MEANS
 from megatron_rl.types import LossInputs
 
 __all__ = ["LossConfig", "LossInputs", "Totals", "count_totals", "policy_loss", "reduction_of"]
-
-# what rollout_correction measures per token, so that micro-batches add up
-TOKEN_MEAN_METRICS = tuple(
-    f"rollout_corr/{name}"
-    for name in (
-        "kl",
-        "k3_kl",
-        "chi2_token",
-        "rho_mean",
-        "mult_prob_error",
-        "logp_abs_diff_mean",
-        "probs_diff_mean",
-        "rollout_rs_masked_fraction",
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -186,8 +172,6 @@ def _correct_by_current_policy(
     anchor_BT = torch.where(torch.isfinite(sampler_BT), sampler_BT, current_BT.to(sampler_BT.dtype))
     # a mean over these rows' tokens, as its share of the mean over the batch
     share = int(inputs.mask_BT.sum()) / max(1, totals.tokens)
-    mismatch = {
-        name: torch.tensor(found.metrics[name] * share, device=current_BT.device) for name in TOKEN_MEAN_METRICS
-    }
+    mismatch = {name: torch.tensor(found.metrics[name] * share, device=current_BT.device) for name in TOKEN_MEANS}
     corrected = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
     return corrected, mismatch

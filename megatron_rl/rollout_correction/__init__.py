@@ -1,10 +1,8 @@
 """(p, mu, mask) -> weights, mask, metrics. Pure. `correction.py` is the file to read first."""
 
+from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
 from megatron_rl.rollout_correction.correction import (
     Correction,
-    CorrectionConfig,
-    RejectRule,
-    WeightConfig,
     apply_conditional_rules,
     correct,
     keep_rows,

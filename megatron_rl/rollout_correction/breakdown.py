@@ -32,7 +32,6 @@ class Slice:
     by: str  # one of CUTS
     label: str
     tokens: int
-    sequences: int
     kl: float
     k3_kl: float
     abs_diff: float  # mean |d|
@@ -126,7 +125,6 @@ class _Tokens:
                 by=by,
                 label=label,
                 tokens=len(d),
-                sequences=len(self.row_N[inside_N].unique()),
                 kl=float(-d.mean()),
                 k3_kl=float((bounded_exp(d) - 1.0 - d).mean()),
                 abs_diff=float(d.abs().mean()),
@@ -149,7 +147,6 @@ def _pool(parts: Sequence[Slice]) -> Slice:
         by=parts[0].by,
         label=parts[0].label,
         tokens=tokens,
-        sequences=sum(part.sequences for part in parts),
         **{name: sum(part.tokens * getattr(part, name) for part in parts) / tokens for name in means},
     )
 

@@ -24,23 +24,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.advantage import group_advantages
-from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, RejectRule, WeightConfig
+from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
 from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
 from megatron_rl.rollout_correction.metrics import PREFIX
 from megatron_rl.rollout_correction.ratio import filled, log_ratio, row_chunks
 from megatron_rl.rollout_correction.rules import violations
 from megatron_rl.types import Batch
-
-__all__ = [
-    "Correction",
-    "CorrectionConfig",
-    "RejectRule",
-    "WeightConfig",
-    "apply_conditional_rules",
-    "correct",
-    "keep_rows",
-    "rollout_correction",
-]
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
 def budget_cutoff(values: Tensor, budget: float) -> float:
     """The smallest excluded value: those below it average at most `budget`; infinite when all do.
 
-    Equal values share their fate, so that the answer does not depend on the order of rows.
+    Equal values are kept or excluded together, so that the answer does not depend on the order of rows.
     """
     ascending = values.flatten().sort().values
     running_mean = ascending.double().cumsum(0) / torch.arange(1, len(ascending) + 1, device=values.device)

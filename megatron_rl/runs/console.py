@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -33,16 +33,6 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
 LIVE_ONLY = {"reward/mean", "loss/entropy", "rollout/response_tokens_mean"}
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 32
-
-
-class Display(Protocol):
-    def phase(self, name: str | None) -> None: ...
-
-    def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def choose_display(title: str, n_steps: int, stream: TextIO | None = None) -> Display:
@@ -161,3 +151,6 @@ class LiveDisplay:
                 label = "seconds" if label == "s" else label
                 table.add_row(label, format(values[-1], form), sparkline(values[-TREND:]))
         return Group(head, table, self._spinner)
+
+
+Display = PlainDisplay | LiveDisplay

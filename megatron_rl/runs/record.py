@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import yaml
-
+from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
@@ -31,20 +30,8 @@ if TYPE_CHECKING:
 ETA_STEPS = 20  # the steps that the estimate of the time left looks back at
 
 
-class RecorderLike(Protocol):
-    def phase(self, name: str) -> AbstractContextManager[None]: ...
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]: ...
-
-    def note(self, text: str) -> None: ...
-
-    def rollouts(self, step: int, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None: ...
-
-    def close(self, state: str = "finished", reason: str = "") -> None: ...
-
-
 class SilentRecorder:
-    """The same surface for ranks that have nothing to say."""
+    """What the loop asks of a recorder, for ranks that have nothing to write."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -53,18 +40,6 @@ class SilentRecorder:
         return dict(metrics)
 
     def note(self, text: str) -> None:
-        pass
-
-    def rollouts(self, step: int, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
-        pass
-
-    def close(self, state: str = "finished", reason: str = "") -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
         pass
 
 
@@ -139,8 +114,8 @@ class Recorder:
         if moved:
             self.note(moved)
         if mode is not Wandb.none:
-            self._wandb = WandbLog(config, yaml.safe_load(resolved_yaml), run_dir, mode)
-        self._say_where()
+            self._wandb = WandbLog(config, read_yaml(resolved_yaml), run_dir, mode)
+        self._note_places()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -218,7 +193,7 @@ class Recorder:
         except Exception as error:  # a report must never hide how the run itself ended
             self.note(f"report.html was not written: {type(error).__name__}: {error}")
 
-    def _say_where(self) -> None:
+    def _note_places(self) -> None:
         path = shlex.quote(str(self.run.path))
         self.note(f"run      {path}")
         self.note(f"metrics  tail -f {path}/metrics.jsonl")

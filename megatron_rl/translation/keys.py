@@ -70,8 +70,8 @@ class Keys:
         self.notes: list[str] = []
 
     def error(self, name: str, reason: str) -> TranslationError:
-        said = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
-        return TranslationError(f"{self.framework}: {name}{said}: {reason}")
+        value = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
+        return TranslationError(f"{self.framework}: {name}{value}: {reason}")
 
     def raw(self, name: str, default: Any = None) -> Any:
         value = self._values.get(name, default)
@@ -267,11 +267,11 @@ def _summary(paths: list[str], used: Collection[str]) -> list[str]:
     children: dict[str, list[str]] = {}
     for path in paths:
         children.setdefault(path.rpartition(".")[0], []).append(path)
-    said = []
+    summary = []
     for parent, names in children.items():
         if not parent or len(names) < 4:
-            said += names
+            summary += names
             continue
         inside = [path[len(parent) + 1 :].partition(".")[0] for path in used if path.startswith(f"{parent}.")]
-        said.append(f"{parent} (all but {', '.join(sorted(set(inside)))})")
-    return sorted(said)
+        summary.append(f"{parent} (all but {', '.join(sorted(set(inside)))})")
+    return sorted(summary)

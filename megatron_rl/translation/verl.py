@@ -207,8 +207,8 @@ def _rules(keys: Keys) -> list[RejectRule]:
     names = list(dict.fromkeys(_words(keys, "rollout_rs")))
     unknown = [name for name in names if name not in RULES]
     if unknown or not names:
-        said = f"no rule {unknown[0]}" if unknown else "no rule"
-        raise keys.error("rollout_rs", f"{said}; known are {', '.join(RULES)}")
+        found = f"no rule {unknown[0]}" if unknown else "no rule"
+        raise keys.error("rollout_rs", f"{found}; known are {', '.join(RULES)}")
     bounds = _words(keys, "rollout_rs_threshold")
     _note_unquoted(keys, "rollout_rs_threshold", keys.text("rollout_rs_threshold") or "")
     if len(bounds) == 1:

@@ -50,11 +50,7 @@ def test_every_cut_adds_up_to_the_batch() -> None:
 def test_labels() -> None:
     found = cut(*batch())
     assert [one.label for one in found["length"]] == ["1 to 1", "2 to 3", "8 to 15", "16 to 31"]
-    assert [(one.label, one.tokens, one.sequences) for one in found["staleness"]] == [
-        ("0", 41, 3),
-        ("1", 10, 1),
-        ("3", 3, 1),
-    ]
+    assert [(one.label, one.tokens) for one in found["staleness"]] == [("0", 41), ("1", 10), ("3", 3)]
     assert Counter({one.label: one.tokens for one in found["finish"]}) == Counter(stop=33, length=20, abort=1)
     assert [one.label for one in found["position"]] == [f"{10 * i}-{10 * i + 10} %" for i in range(10)]
     assert found["probability"][0].label == "0.01 to 0.1"
