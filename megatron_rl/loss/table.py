@@ -1,8 +1,8 @@
 """The table of policy losses: each one's formula, and what the rest of the project has to know about it.
 
 A new loss is a function here and a row of `LOSSES`; `loss.name`, the checks of the config and the default reduction
-follow the table. The config reads it too, which loads no torch: formulas call the methods of their tensors, and one
-that needs torch itself imports it inside.
+follow the table. The config reads it too, which loads no torch: formulas call the methods of their tensors, and what
+needs torch itself is a method of `Terms`.
 
 A formula returns the loss of every token, weighted, and where its clip was active. Positions outside the mask may
 hold anything: the reduction drops them. a: anchor logprob, x = pi - a, r = exp(x).
@@ -111,7 +111,8 @@ def dppo(terms: Terms, config: LossConfig) -> Result:
     if config.trust_region == "total_variation":
         too_high_BT, too_low_BT = gap_BT > config.clip_high, gap_BT < -config.clip_low
     elif config.trust_region == "binary_kl":
-        kl_BT = _binary_kl(anchor_prob_BT, anchor_BT.clamp(max=0.0), prob_BT, logprobs_BT.clamp(max=0.0))
+        coins = (anchor_prob_BT, anchor_BT.clamp(max=0.0), prob_BT, logprobs_BT.clamp(max=0.0))
+        kl_BT = _binary_kl(*coins, terms.rounding)
         too_high_BT, too_low_BT = (kl_BT > config.clip_high) & (gap_BT > 0), (kl_BT > config.clip_low) & (gap_BT < 0)
     else:
         raise ValueError(f"loss.trust_region is {config.trust_region!r}; one of total_variation, binary_kl")
@@ -121,11 +122,8 @@ def dppo(terms: Terms, config: LossConfig) -> Result:
     return -terms.advantages_B1 * terms.ratio_BT * ~leaving_BT * terms.weights_BT, clipped
 
 
-def _binary_kl(p_BT: Tensor, log_p_BT: Tensor, q_BT: Tensor, log_q_BT: Tensor) -> Tensor:
+def _binary_kl(p_BT: Tensor, log_p_BT: Tensor, q_BT: Tensor, log_q_BT: Tensor, tiny: float) -> Tensor:
     """KL between two coins, heads p and q. Tails use log1p, bounded where a probability rounds to 1."""
-    import torch
-
-    tiny = torch.finfo(p_BT.dtype).eps
     log_tail_p_BT = (-p_BT.clamp(max=1.0 - tiny)).log1p()
     log_tail_q_BT = (-q_BT.clamp(max=1.0 - tiny)).log1p()
     return p_BT * (log_p_BT - log_q_BT) + (1.0 - p_BT) * (log_tail_p_BT - log_tail_q_BT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Divergence
@@ -35,6 +36,11 @@ class Terms:
     @staticmethod
     def exp(exponent: Tensor) -> Tensor:
         return bounded_exp(exponent)
+
+    @property
+    def rounding(self) -> float:
+        """The distance from 1 to the next number."""
+        return torch.finfo(self.logprobs_BT.dtype).eps
 
     def row_mean(self, values_BT: Tensor) -> Tensor:
         counts_B1 = self.mask_BT.sum(dim=1, keepdim=True).clamp(min=1)

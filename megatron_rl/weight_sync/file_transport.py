@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from megatron_rl.files import replacing
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.delta import Sent
@@ -85,9 +86,8 @@ def write_version(
         content = manifests.encode(
             Manifest(policy_version, format, writer, writers, buckets.files, tuple(buckets.entries), base)
         )
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        with replacing(path) as partial:
+            partial.write_bytes(content)
     except OSError as error:
         buckets.discard()
         raise WeightSyncError(
