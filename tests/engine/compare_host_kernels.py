@@ -71,7 +71,7 @@ def main() -> None:
     )
     int8_config = Int8ScaledMMLinearLayerConfig(is_static_input_scheme=False, is_channelwise=True, input_symmetric=True)
     attention = torch.bfloat16, 128, 64  # dtype, tokens of a cache block, size of a head
-    vllms_attention = cpu_attn._get_attn_isa(*attention)
+    vllms_attention = host_kernels._vllms_choice(*attention)
     host_kernels.install()
     host_kernels.install()
     chosen = choose_scaled_mm_linear_kernel(config, FP8_KERNELS, quantization="fp8_w8a8")
