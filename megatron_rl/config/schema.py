@@ -339,6 +339,11 @@ class TrustRegion(StrEnum):
     binary_kl = "binary_kl"
 
 
+class KlOn(StrEnum):
+    trained = "trained"
+    counted = "counted"
+
+
 @dataclass(frozen=True)
 class LossConfig:
     name: LossName = "ppo"
@@ -362,6 +367,7 @@ class LossConfig:
     kl_coef: float = field(default=0.0, metadata=COEFFICIENT)
     kl_estimator: Divergence = Divergence.k3
     entropy_coef: float = 0.0
+    kl_on: KlOn = KlOn.trained  # tokens of KL and entropy: those trained on, or rejected ones that are counted too
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.optimizer import clip, optimizer_config
 from megatron_rl.learner.packing import Pack, assign_rows, pack
 from megatron_rl.learner.schedule import learning_rate
-from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss
+from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
@@ -254,8 +254,9 @@ class Learner:
     def update(self, targets: Targets) -> dict[str, float]:
         """One optimizer step on the global minibatch; the same metrics on every rank."""
         counted_BT, groups_B = targets.denominator_mask_BT.to(self.device), targets.batch.groups_B.to(self.device)
-        totals = count_totals(counted_BT, groups_B, self.rollout.max_response_tokens)
-        rows = targets.mask_BT.any(dim=1).nonzero().flatten().tolist()  # the others add nothing
+        totals = count_totals(counted_BT, groups_B, self.rollout.max_response_tokens, targets.weights_BT)
+        seen_BT = seen_tokens(self.loss, targets.mask_BT, targets.denominator_mask_BT)
+        rows = seen_BT.any(dim=1).nonzero().flatten().tolist()  # the others add nothing
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -9,19 +9,20 @@ Shape legend: B sequences (rows of a micro-batch), T response positions, P promp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, LossConfig, Reduction
+from megatron_rl.config.schema import Anchor, CorrectionConfig, KlOn, Level, LossConfig, Reduction
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
 from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
-from megatron_rl.rollout_correction.metrics import TOKEN_MEANS
+from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, PREFIX, TOKEN_MEANS
 from megatron_rl.types import LossInputs
 
-__all__ = ["LossConfig", "LossInputs", "Totals", "count_totals", "policy_loss", "reduction_of"]
+__all__ = ["LossConfig", "LossInputs", "Totals", "count_totals", "policy_loss", "reduction_of", "seen_tokens"]
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,25 @@ class Totals:
     prompt_ids_P: Tensor  # ascending; prompts with a counted token
     prompt_tokens_P: Tensor
     horizon: int  # what seq_mean_token_sum_norm divides by
+    measured: int  # tokens with a log-ratio, under `anchor: sampler`
 
     @property
     def prompts(self) -> int:
         return len(self.prompt_ids_P)
 
 
-def count_totals(denominator_mask_BT: Tensor, prompt_ids_B: Tensor, horizon: int) -> Totals:
+def count_totals(
+    denominator_mask_BT: Tensor, prompt_ids_B: Tensor, horizon: int, weights_BT: Tensor | None = None
+) -> Totals:
+    """`weights_BT` of `anchor: sampler`, before the loss, are 0 where a token has no log-ratio."""
     counts_B = denominator_mask_BT.bool().sum(dim=1)
     filled_B = counts_B > 0
     prompt_ids_P, place_F = prompt_ids_B[filled_B].unique(return_inverse=True)
     prompt_tokens_P = torch.zeros(len(prompt_ids_P), dtype=torch.int64, device=counts_B.device)
     prompt_tokens_P.index_add_(0, place_F, counts_B[filled_B])
-    return Totals(int(counts_B.sum()), int(filled_B.sum()), prompt_ids_P, prompt_tokens_P, horizon)
+    tokens = int(counts_B.sum())
+    measured = tokens if weights_BT is None else int((weights_BT > 0).sum())
+    return Totals(tokens, int(filled_B.sum()), prompt_ids_P, prompt_tokens_P, horizon, measured)
 
 
 def reduction_of(config: LossConfig) -> Reduction:
@@ -67,7 +74,8 @@ def policy_loss(
     where the correction is formed here, from the policy's own logprobs.
     """
     if totals is None:
-        totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, _extent(inputs.denominator_mask_BT))
+        counted_BT = inputs.denominator_mask_BT
+        totals = count_totals(counted_BT, inputs.prompt_ids_B, _extent(counted_BT), inputs.weights_BT)
     mismatch: dict[str, Tensor] = {}
     if correction is not None and correction.anchor == Anchor.sampler:
         inputs, mismatch = _correct_by_current_policy(inputs, config, correction, totals)
@@ -88,27 +96,43 @@ def policy_loss(
     scale_B = row_scale(inputs, reduction_of(config), totals).to(logprobs_BT.dtype)
     per_token_BT, clipped = LOSSES[config.name].formula(terms, config)
 
-    def reduce(values_BT: Tensor) -> Tensor:
-        return (values_BT.masked_fill(~mask_BT, 0.0).sum(dim=1) * scale_B).sum()
+    loss = reduced(per_token_BT, mask_BT, scale_B)
+    metrics = {"loss/policy": loss.detach()}
+    for name, coefficient, term in _beside(inputs, config, logprobs_BT, mask_BT, scale_B):
+        loss = loss + coefficient * term
+        metrics[name] = term.detach()
+    metrics["loss/total"] = loss.detach()
+    return loss, metrics | mismatch | _token_metrics(terms, clipped, totals, not LOSSES[config.name].supervised)
 
-    policy = reduce(per_token_BT)
-    loss = policy
-    metrics = {"loss/policy": policy.detach()}
+
+def reduced(values_BT: Tensor, mask_BT: Tensor, scale_B: Tensor) -> Tensor:
+    return (values_BT.masked_fill(~mask_BT, 0.0).sum(dim=1) * scale_B).sum()
+
+
+def seen_tokens(config: LossConfig, mask_BT: Tensor, denominator_mask_BT: Tensor) -> Tensor:
+    """bool [B, T]: tokens that some term of the loss looks at; the others need no forward pass."""
+    beside = config.kl_coef != 0.0 or config.entropy_coef != 0.0
+    return mask_BT | denominator_mask_BT if beside and config.kl_on == KlOn.counted else mask_BT
+
+
+def _beside(
+    inputs: LossInputs, config: LossConfig, logprobs_BT: Tensor, mask_BT: Tensor, scale_B: Tensor
+) -> Iterator[tuple[str, float, Tensor]]:
+    """The reference KL and the entropy: name, coefficient and value of each that is on."""
+    seen_BT = seen_tokens(config, mask_BT, inputs.denominator_mask_BT.bool())
+    if seen_BT is not mask_BT:
+        # rejected tokens are seen where the policy has a number for them
+        seen_BT = mask_BT | (seen_BT & inputs.logprobs_BT.isfinite())
+        logprobs_BT = inputs.logprobs_BT.to(logprobs_BT.dtype).masked_fill(~seen_BT, 0.0)
     if config.kl_coef != 0.0:
         if inputs.ref_logprobs_BT is None:
             raise ValueError(f"loss.kl_coef is {config.kl_coef}, which needs reference logprobs; there are none")
-        ref_BT = inputs.ref_logprobs_BT.detach().to(logprobs_BT.dtype).masked_fill(~mask_BT, 0.0)
-        kl = reduce(divergence(config.kl_estimator, logprobs_BT, ref_BT))
-        loss = loss + config.kl_coef * kl
-        metrics["loss/kl"] = kl.detach()
+        ref_BT = inputs.ref_logprobs_BT.detach().to(logprobs_BT.dtype).masked_fill(~seen_BT, 0.0)
+        yield "loss/kl", config.kl_coef, reduced(divergence(config.kl_estimator, logprobs_BT, ref_BT), seen_BT, scale_B)
     if config.entropy_coef != 0.0:
         if inputs.entropy_BT is None:
             raise ValueError(f"loss.entropy_coef is {config.entropy_coef}, which needs the entropy; there is none")
-        entropy = reduce(inputs.entropy_BT.to(logprobs_BT.dtype))
-        loss = loss - config.entropy_coef * entropy
-        metrics["loss/entropy"] = entropy.detach()
-    metrics["loss/total"] = loss.detach()
-    return loss, metrics | mismatch | _token_metrics(terms, clipped, totals, not LOSSES[config.name].supervised)
+        yield "loss/entropy", -config.entropy_coef, reduced(inputs.entropy_BT.to(logprobs_BT.dtype), seen_BT, scale_B)
 
 
 @torch.no_grad()
@@ -171,7 +195,9 @@ def _correct_by_current_policy(
     # where the sampler reported nothing, and the policy says to go on, the ratio is 1
     anchor_BT = torch.where(torch.isfinite(sampler_BT), sampler_BT, current_BT.to(sampler_BT.dtype))
     # a mean over these rows' tokens, as its share of the mean over the batch
-    share = int(inputs.mask_BT.sum()) / max(1, totals.tokens)
-    mismatch = {name: torch.tensor(found.metrics[name] * share, device=current_BT.device) for name in TOKEN_MEANS}
+    judged = int(inputs.mask_BT.sum()) - found.metrics[PREFIX + "non_finite_learner"]
+    shares = dict.fromkeys(TOKEN_MEANS, found.measured / max(1, totals.measured))
+    shares[MASKED_FRACTION] = judged / max(1, totals.tokens)
+    mismatch = {name: torch.tensor(found.metrics[name] * shares[name], device=current_BT.device) for name in shares}
     corrected = replace(inputs, anchor_logprobs_BT=anchor_BT, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
     return corrected, mismatch

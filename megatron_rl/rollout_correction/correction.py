@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.advantage import group_advantages
+from megatron_rl.config.bounds import sound
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
 from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
 from megatron_rl.rollout_correction.metrics import PREFIX
@@ -42,6 +43,7 @@ class Correction:
     metrics: dict[str, float]
     rejected_B: Tensor  # bool: rows that had a response token and lost all to the unconditional rules
     source: Source
+    measured: int = 0  # tokens with a ratio: what the means over tokens in `metrics` are of
     cap: float | None = None  # in force: weight.high, or what was solved for weight.target_ess
 
     def baseline_keep_B(self, config: CorrectionConfig) -> Tensor:
@@ -78,6 +80,7 @@ def rollout_correction(
     `config` to `policy_loss`, which finishes the correction from the policy's own logprobs.
     """
     source = Source(prox_logprobs_BT, sampler_logprobs_BT, mask_BT.bool())
+    _check(source, config)
     if prox_logprobs_BT is None:
         return _without_prox(source, config)
     work = BatchWork(source, config)
@@ -94,7 +97,22 @@ def rollout_correction(
     # a copy, in memory that is free by now: the mask and the denominators are narrowed one without the other
     denominator_BT = work.stays_BT.copy_(work.kept_BT) if config.renormalize else work.stays_BT
     rejected_B = filled(source.mask_BT) & ~filled(work.kept_BT)
-    return Correction(work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, work.cap)
+    measured = int(work.mismatch.moments.n)
+    return Correction(work.weights_BT, work.kept_BT, denominator_BT, metrics, rejected_B, source, measured, work.cap)
+
+
+def _check(source: Source, config: CorrectionConfig) -> None:
+    """Tensors that broadcast and words that are none of an enum's would pass for something else."""
+    shape = source.mask_BT.shape
+    for name, logprobs_BT in (("proximal", source.prox_logprobs_BT), ("sampler", source.sampler_logprobs_BT)):
+        if logprobs_BT is not None and logprobs_BT.shape != shape:
+            raise ValueError(
+                f"the {name} logprobs are {list(logprobs_BT.shape)} and the mask is {list(shape)}: "
+                "hand over one logprob and one mask entry for each position of each row"
+            )
+    unknown = list(sound(config, "correction")[1].values())
+    if unknown:
+        raise ValueError("; ".join(unknown))
 
 
 def _without_prox(source: Source, config: CorrectionConfig) -> Correction:

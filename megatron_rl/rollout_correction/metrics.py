@@ -16,9 +16,10 @@ from torch import Tensor
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
 
 PREFIX = "rollout_corr/"
-# means over tokens: those of micro-batches add up
+# means over tokens with a ratio, and one over all tokens: those of micro-batches add up
 MEANS = ("kl", "k3_kl", "chi2_token", "rho_mean", "mult_prob_error", "logp_abs_diff_mean", "probs_diff_mean")
-TOKEN_MEANS = tuple(PREFIX + name for name in (*MEANS, "rollout_rs_masked_fraction"))
+TOKEN_MEANS = tuple(PREFIX + name for name in MEANS)
+MASKED_FRACTION = PREFIX + "rollout_rs_masked_fraction"
 # whose products MismatchSums needs: each quantity with itself, and the two probabilities
 PAIRS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (3, 4))
 SMALLEST_SPREAD = 1e-12  # product of two deviations of probabilities; below it is rounding

@@ -18,6 +18,7 @@ from learner_cases import make_batch, make_targets
 from megatron_rl.config.schema import (
     Config,
     Format,
+    KlOn,
     KvCache,
     LearnerSection,
     LossConfig,
@@ -49,7 +50,12 @@ def build(job: dict[str, Any]) -> Learner:
             Format.int8, smoothing=job.get("smoothing"), kv_cache=KvCache(job.get("kv_cache", "none"))
         ),
         learner=learner,
-        loss=LossConfig(name=LossName(job.get("loss", "ppo")), entropy_coef=job.get("entropy_coef", 0.0)),
+        loss=LossConfig(
+            name=LossName(job.get("loss", "ppo")),
+            entropy_coef=job.get("entropy_coef", 0.0),
+            kl_coef=job.get("kl_coef", 0.0),
+            kl_on=KlOn(job.get("kl_on", "trained")),
+        ),
         optim=OptimSection(lr=1e-3, warmup_steps=2),
         rollout=RolloutSection(temperature=0.8),
     )
@@ -75,6 +81,15 @@ def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "steps": steps,
         "names": sorted(name for name, _ in learner.named_parameters()),
     }
+
+
+def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
+    """A minibatch whose rows are all rejected and still counted, with a reference that is 0.5 below the policy."""
+    batch = make_batch()
+    before_BT = learner.logprobs(batch)
+    targets = make_targets(batch, before_BT)
+    nothing_BT = torch.zeros_like(batch.mask_BT)
+    return learner.update(replace(targets, ref_logprobs_BT=before_BT - 0.5, mask_BT=nothing_BT))
 
 
 def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
@@ -157,6 +172,7 @@ def refused(job: dict[str, Any]) -> str:
 KINDS = {
     "train": train,
     "nonfinite": nonfinite,
+    "rejected": rejected,
     "broadcast": broadcast,
     "dead_rank": dead_rank,
     "activations": activations,

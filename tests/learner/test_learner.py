@@ -5,6 +5,7 @@ The learner runs in two spawns of processes, one rank and two ranks, which do al
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megatron_rl.config.schema import KlOn
 from megatron_rl.models.layout import Place
 
 pytestmark = pytest.mark.ranks
@@ -98,6 +100,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _train("unpacked", cases.QWEN3, {"tokens_per_microbatch": 1}),
         _train("recompute", cases.QWEN3, {"megatron": RECOMPUTE}),
         *(_activations(model) for model in ACTIVATIONS),
+        *({"name": on, "kind": "rejected", "hf": cases.QWEN3, "kl_coef": 0.1, "kl_on": on} for on in KlOn),
         {**bad, "name": "raise"},
         {**bad, "name": "skip", "on_nonfinite": "skip"},
         {**bad, "name": "dump", "on_nonfinite": "skip_and_dump", "dump": str(work / "dump")},
@@ -280,6 +283,14 @@ def test_warmup_is_applied(one: dict[str, Any]) -> None:
 
 def test_entropy_bonus_raises_entropy(one: dict[str, Any]) -> None:
     assert one["entropy"]["steps"][-1]["loss/entropy"] > one["fp32"]["steps"][-1]["loss/entropy"]
+
+
+def test_the_kl_of_rejected_rows_is_computed_where_it_counts(one: dict[str, Any]) -> None:
+    assert "loss/kl" not in one["trained"]
+    assert one["trained"]["optim/grad_norm"] == 0.0
+    assert one["counted"]["loss/kl"] == pytest.approx(math.exp(-0.5) - 0.5, rel=1e-4)
+    assert one["counted"]["loss/policy"] == 0.0
+    assert one["counted"]["optim/grad_norm"] > 0.0
 
 
 def test_names_count_over_the_whole_model(one: dict[str, Any], two: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from preloaded import forking
 from tiny_engine import make_model, make_settings
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.protocol import SamplerError
@@ -145,6 +146,6 @@ def test_a_child_that_dies_is_an_error_at_once(tmp_path):
 
 def test_a_folder_without_config_is_refused_before_anything_starts(tmp_path):
     sampler = EmbeddedSampler(make_settings(Format.int8), tmp_path, tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"model\.path=.* has no config\.json"):
+    with pytest.raises(ConfigError, match=r"model\.path: no config\.json in"):
         sampler.launch()
     assert sampler._engine.process is None
