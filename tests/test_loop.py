@@ -23,7 +23,7 @@ run: {{steps: 2, name: loop}}
 model: {{path: {folder}/toy/model, init: random}}
 data: {{train: {folder}/toy/train.jsonl, eval: {folder}/toy/test.jsonl}}
 rollout: {{prompts_per_step: 16, samples_per_prompt: 4, max_gen_batches: 2}}
-sampler: {{max_sequences: 64}}
+sampler: {{vllm: {{max_num_seqs: 64}}}}
 reward: {{name: "uneven_reward:by_answer"}}
 learner: {{tensor_parallel: 1, n_minibatches: 2}}
 loss: {{kl_coef: 0.1}}  # so that the learner keeps a reference; the cases switch it off

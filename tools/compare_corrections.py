@@ -3,8 +3,8 @@
     python tools/compare_corrections.py recipes/quickstart.yaml --corrections none tis icepop \
         --steps 40 --seeds 1 2 quantization.format=fp8
 
-Each run is `megatron-rl train RECIPE correction=NAME run.name=... log.group=...`. A run that fails does not stop
-the next ones: it is named at the end, and the exit status is 1. Ctrl-C stops the run in progress and still
+Each run is `megatron-rl train RECIPE correction=NAME run.name=...` under one WANDB_RUN_GROUP. A run that fails does not
+stop the next ones: it is named at the end, and the exit status is 1. Ctrl-C stops the run in progress and still
 writes the report of what there is.
 """
 
@@ -87,7 +87,6 @@ def arguments_of(experiment: Experiment, options: argparse.Namespace, group: str
         f"correction={experiment.correction}",
         f"run.name={experiment.name}",
         f"run.root={options.root}",
-        f"log.group={group}",
     ]
     if experiment.seed is not None:
         arguments.append(f"run.seed={experiment.seed}")
@@ -109,6 +108,7 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
             file=sys.stderr,
         )
         return 2
+    os.environ["WANDB_RUN_GROUP"] = group  # which W&B reads in every run
     runner, outcomes = Runner(train), {}
     for number, experiment in enumerate(experiments, start=1):
         if runner.interrupted:
@@ -174,7 +174,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if len(set(getattr(options, name))) != len(getattr(options, name)):
             parser.error(f"--{name} names one twice")
     for override in overrides:
-        if override.split("=", 1)[0] in ("run.name", "run.root", "log.group", "correction"):
+        if override.split("=", 1)[0] in ("run.name", "run.root", "correction"):
             parser.error(f"{override}: this tool sets that key itself; see --group, --root and --corrections")
     return options
 

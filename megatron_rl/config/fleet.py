@@ -14,6 +14,7 @@ from megatron_rl.config.schema import Format, QuantizationSection, SamplerSectio
 
 KEY_VARIABLE = "MEGATRON_RL_FLEET_KEY"  # of the environment: holds the key of servers given by address
 SHORTEST_KEY = 16
+MAX_SEQUENCES = 256  # decoded at once, where sampler.vllm.max_num_seqs names no other number
 HOST_CACHE_BYTES = 1 << 30  # of an engine without a GPU, where sampler.vllm.kv_cache_memory_bytes names no other
 LOOPBACK = "127.0.0.1"
 
@@ -40,6 +41,11 @@ def distinct_formats(sampler: SamplerSection, quantization: QuantizationSection)
     """What every sync has to produce, in a fixed order."""
     wanted = set(replica_formats(sampler, quantization))
     return tuple(format for format in Format if format in wanted)
+
+
+def max_sequences(sampler: SamplerSection) -> int:
+    """How many sequences an engine decodes at once."""
+    return int(sampler.vllm.get("max_num_seqs", MAX_SEQUENCES))
 
 
 def is_loopback(address: str) -> bool:

@@ -5,6 +5,7 @@ _UNFILTERED = "the learner does not filter its own probabilities, so every ratio
 REMOVED = {
     "rollout.top_p": _UNFILTERED,
     "rollout.top_k": _UNFILTERED,
+    "sampler.max_sequences": "set sampler.vllm.max_num_seqs",
     "sampler.memory_gib": "set sampler.vllm.kv_cache_memory_bytes",
     "sampler.fleet.port": "servers of a run take free ports of the loopback interface; leave it out",
     "sampler.fleet.key_variable": "the key is read from the environment variable MEGATRON_RL_FLEET_KEY",
@@ -21,5 +22,6 @@ REMOVED = {
     "learner.fp8": "set learner.megatron.fp8",
     "learner.recompute": "set learner.megatron.recompute_granularity=full, recompute_method=uniform and "
     "recompute_num_layers=1",
+    "log.group": "set the environment variable WANDB_RUN_GROUP",
     "log.project": "set the environment variable WANDB_PROJECT",
 }

@@ -40,7 +40,7 @@ Rule = Callable[..., Iterable[Any]]
 OWNED_ARGUMENTS = frozenset(
     {
         "model", "quantization", "load_format", "logprobs_mode", "skip_tokenizer_init", "generation_config",
-        "tensor_parallel_size", "weight_transfer_config", "worker_extension_cls", "max_num_seqs",
+        "tensor_parallel_size", "weight_transfer_config", "worker_extension_cls",
         "api_key", "host", "port", "uds", "middleware", "tokens_only", "root_path",
     }
 )  # fmt: skip
@@ -182,6 +182,8 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
                 f"sampler.devices: {sampler.devices!r} are {len(devices)} GPUs for "
                 f"sampler.tensor_parallel={sampler.tensor_parallel}; name as many"
             )
+    if fleet.max_sequences(sampler) < 1:
+        yield f"sampler.vllm.max_num_seqs: {fleet.max_sequences(sampler)}, expected 1 or more"
     for name in sorted(OWNED_ARGUMENTS & set(sampler.vllm)):
         yield f"sampler.vllm.{name}: is set by the sampler itself; remove it"
 

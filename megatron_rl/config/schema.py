@@ -157,7 +157,6 @@ class FleetSection:
 @dataclass(frozen=True)
 class SamplerSection:
     tensor_parallel: int = field(default=1, metadata=POSITIVE)
-    max_sequences: int = field(default=256, metadata=POSITIVE)  # decoded at once
     devices: str | None = None  # GPUs of the engine, such as "4,5", counted among those this job sees; null: all
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
@@ -405,7 +404,6 @@ class EvalSection:
 @dataclass(frozen=True)
 class LogSection:
     wandb: Wandb = Wandb.none
-    group: str | None = None
     record_every: int = 10  # rollouts with both logprobs, as parquet; 0: never
     export: bool = False  # the final policy as a Hugging Face folder
 

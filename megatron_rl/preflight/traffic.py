@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.load import CONF
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, QuantizationSection, SyncSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.preflight.links import LowerBound, SamplerLayout, links, lower_bound
@@ -52,7 +52,7 @@ def describe_plan(request: Request) -> str:
     plan = plan_sync(model, config.quantization.format, config.quantization.ignore)
     bound = lower_bound(plan, model, sampler)
     sections = [
-        _who(config, model, sampler, plan),
+        _who(config.model.path, config.quantization, config.sync, model, sampler, plan),
         _what(plan),
         _links(plan, sampler, request.link_gbs),
         _bound(plan, bound, request.link_gbs),
@@ -70,17 +70,24 @@ def _read(request: Request) -> tuple[Config, dict[str, Any]]:
     return load(CONF / "base.yaml", [f"model.path={target}", *request.overrides]), read_hf_config(target)
 
 
-def _who(config: Config, model: Model, sampler: SamplerLayout, plan: SyncPlan) -> list[str]:
+def _who(
+    path: str,
+    quantization: QuantizationSection,
+    sync: SyncSection,
+    model: Model,
+    sampler: SamplerLayout,
+    plan: SyncPlan,
+) -> list[str]:
     shape, layout = model.shape, model.layout
     axes = [("TP", layout.tp), ("PP", layout.pp), ("VP", layout.chunks), ("CP", layout.cp), ("EP", layout.ep)]
     axes += [("expert TP", layout.expert_tp if shape.experts else 1), ("DP", layout.dp)]
     sizes = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one rank"
     return [
-        f"model     {config.model.path}: {shape.family}, {plan.plain_bytes / 2e6:,.1f} M parameters",
+        f"model     {path}: {shape.family}, {plan.plain_bytes / 2e6:,.1f} M parameters",
         f"learner   {layout.world:,} ranks ({sizes}), of which {len(plan.writers):,} write",
         f"sampler   {sampler.world:,} ranks (TP{sampler.tp} x {sampler.replicas:,} engines)",
-        f"sync      quantization.format={config.quantization.format}, sync.transport={config.sync.transport}, "
-        f"every {config.sync.every} step(s)",
+        f"sync      quantization.format={quantization.format}, sync.transport={sync.transport}, "
+        f"every {sync.every} step(s)",
     ]
 
 

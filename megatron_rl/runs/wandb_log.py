@@ -48,7 +48,6 @@ class WandbLog:
         self._run = wandb.init(
             mode="online" if mode is Wandb.online else "offline",
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            group=config.group,
             name=run_dir.name,
             dir=str(run_dir),
             config=redact(resolved),

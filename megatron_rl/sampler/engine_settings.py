@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.fleet import HOST_CACHE_BYTES, is_fleet, replica_formats
+from megatron_rl.config.fleet import HOST_CACHE_BYTES, MAX_SEQUENCES, is_fleet, replica_formats
 from megatron_rl.config.schema import Config, Device, Format, KvCache, QuantizationSection, SamplerSection, Transport
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
@@ -65,7 +65,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": sampler.tensor_parallel,
         "max_model_len": settings.max_tokens,
-        "max_num_seqs": sampler.max_sequences,
+        "max_num_seqs": MAX_SEQUENCES,
         "max_num_batched_tokens": max(settings.max_tokens, 4096),
         "seed": settings.seed,
         "disable_log_stats": True,

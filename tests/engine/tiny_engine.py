@@ -40,7 +40,8 @@ def make_config(format: Format = Format.none, **sampler) -> Config:
         quantization=QuantizationSection(format=format),
         rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
         sampler=replace(
-            SamplerSection(max_sequences=16, start_timeout_s=240, vllm={"kv_cache_memory_bytes": 100 << 20}), **sampler
+            SamplerSection(start_timeout_s=240, vllm={"max_num_seqs": 16, "kv_cache_memory_bytes": 100 << 20}),
+            **sampler,
         ),
     )
 

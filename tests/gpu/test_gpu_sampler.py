@@ -126,9 +126,8 @@ def make_config(transport: Transport = Transport.file, format: Format = Format.f
         quantization=QuantizationSection(format=format),
         rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
         sampler=SamplerSection(
-            max_sequences=16,
             devices="1" if transport == Transport.nccl else "0",
-            vllm={"gpu_memory_utilization": 0.2, "enforce_eager": True},
+            vllm={"max_num_seqs": 16, "gpu_memory_utilization": 0.2, "enforce_eager": True},
         ),
         sync=SyncSection(transport=transport, bucket_mib=1),
     )

@@ -245,7 +245,8 @@ def test_wandb_modes(tmp_path, monkeypatch):
 
 def test_wandb_offline_needs_no_network_and_no_key(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
-    config = Config(log=LogSection(wandb=Wandb.offline, group="a_group"))
+    monkeypatch.setenv("WANDB_RUN_GROUP", "a_group")
+    config = Config(log=LogSection(wandb=Wandb.offline))
     with start(tmp_path / "run", config) as recorder:
         recorder.log(1, {"loss/total": 1.0, "optim/grad_norm": math.nan})
     (file,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")

@@ -79,7 +79,8 @@ def test_a_failed_run_does_not_stop_the_next_and_the_exit_status_says_so(tool, p
     assert "recipe_corrections_broken" in html
     assert "recipe_corrections_tis" in html
     config = (place / "runs/recipe_corrections_tis/config.yaml").read_text()
-    for word in ("correction=tis", "log.group=recipe_corrections", "run.steps=2", "optim.lr=0.1"):
+    assert os.environ["WANDB_RUN_GROUP"] == "recipe_corrections"
+    for word in ("correction=tis", "run.steps=2", "optim.lr=0.1"):
         assert f"'{word}'" in config
     assert call(tool, place, "--corrections", "tis") == 2  # used: said before anything is started
     assert "run.if_exists=archive" in capfd.readouterr().err

@@ -133,7 +133,8 @@ def main() -> None:
     if options.bare:
         serve_bare(json.loads(options.bare))
         return
-    config = Config(data=DataSection(train=options.data), rollout=ROLLOUT, sampler=SamplerSection(max_sequences=1024))
+    sampler = SamplerSection(vllm={"max_num_seqs": 1024})
+    config = Config(data=DataSection(train=options.data), rollout=ROLLOUT, sampler=sampler)
     tokenizer = FolderTokenizer(options.model)
     dataset = load_dataset("train", config.data, tokenizer, ROLLOUT.max_prompt_tokens)
     measure(config, options.model, dataset, tokenizer, options.repeats)

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_rl.config.fleet import KEY_VARIABLE
+from megatron_rl.config.fleet import KEY_VARIABLE, max_sequences
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.fleet.dispatch import Dispatched, Dispatcher, Job
 from megatron_rl.sampler.fleet.replica import Replica
@@ -62,7 +62,7 @@ class Servers:
             jobs,
             params,
             version=state.version,
-            max_sequences=self._sampler.max_sequences,
+            max_sequences=max_sequences(self._sampler),
             patience_s=state.start_timeout_s,
             changed=state.changed,
             on_gone=state.take_out,
