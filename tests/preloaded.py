@@ -201,7 +201,6 @@ def parents() -> Iterator[None]:
 
 def serve(kind: str, door: socket.socket) -> None:
     """Fork for every request, until the session ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     line, _ = door.accept()
     with rare_collections():
         for name in MODULES[kind]:
@@ -215,11 +214,13 @@ def serve(kind: str, door: socket.socket) -> None:
             keep(line)
         line.close()
         line, _ = door.accept()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def keep(line: socket.socket) -> None:
     """Start the program of one request, tell its end, and end it when whoever asked is gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size = int.from_bytes(line.recv(4, socket.MSG_WAITALL), "big")
     request = json.loads(line.recv(size, socket.MSG_WAITALL))
     wanted = request["descriptors"]

@@ -43,7 +43,8 @@ def metrics(place: Path, run: str) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def warm_start(place: Path) -> Path:
-    done = train(place, "toy_sft.yaml", "run.steps=10", "eval.max_prompts=16", "rollout.prompts_per_step=64")
+    settings = ["run.steps=10", "eval.max_prompts=16", "rollout.prompts_per_step=64"]
+    done = train(place, "toy_sft.yaml", *settings, fresh=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return place
 

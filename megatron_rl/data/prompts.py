@@ -163,8 +163,12 @@ def read_rows(key: str, path: Path) -> list[dict[str, Any]]:
             return pyarrow.parquet.read_table(path).to_pylist()
         except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{key}: {path} is not a readable parquet file ({error})") from None
-    if path.suffix != ".jsonl":
-        raise ConfigError(f"{key}: {path} ends in {path.suffix!r}; .jsonl and .parquet are read")
+    if path.suffix == ".jsonl":
+        return _json_lines(key, path)
+    raise ConfigError(f"{key}: {path} ends in {path.suffix!r}; .jsonl and .parquet are read")
+
+
+def _json_lines(key: str, path: Path) -> list[dict[str, Any]]:
     rows = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

@@ -23,7 +23,7 @@ def quantization_config(
     """The `quantization_config` of config.json: W8A8, weights per output channel, activations per token."""
     if format == Format.none:
         return None if kv_cache == KvCache.none else {**_CACHE_ONLY, **_CACHE}
-    kind = "int" if format == Format.int8 else "float"
+    kind = "int" if QUANTIZED[format].integer else "float"
     weights: dict[str, Any] = {
         "num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False
     }  # fmt: skip

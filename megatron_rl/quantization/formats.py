@@ -31,6 +31,10 @@ class Quantized:
     largest: float  # magnitude that the dtype expresses
     blocks: bool = False  # a scale for each 128x128 block; otherwise one for each output row
 
+    @property
+    def integer(self) -> bool:
+        return self.dtype.startswith("int")
+
 
 QUANTIZED = {
     Format.int8: Quantized("int8", INT8_MAX),

@@ -61,7 +61,7 @@ def quantize(weight_OI: torch.Tensor, format: Format, amax_O: torch.Tensor | Non
     for start in range(0, weight_OI.shape[0], rows):
         some_OI = weight_OI[start : start + rows]
         scaled_OI = scratch_OI[: len(some_OI)].copy_(some_OI).div_(scale_O1[start : start + rows])
-        if format == Format.int8:
+        if kind.integer:
             scaled_OI.round_()
         if not own:
             scaled_OI.clamp_(-kind.largest, kind.largest)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loss_cases import rows_of
 from loss_oracle import expected
 
 from megatron_rl.config.schema import LossName, Reduction
@@ -73,10 +74,6 @@ def example(seed: int = 0, dtype: torch.dtype = torch.float64) -> LossInputs:
         prompt_ids_B=torch.tensor([7, 7, 3, 3, 3, 9, 9, 7]),
         selected_BT=torch.rand(B, T, generator=generator) > 0.6,
     )
-
-
-def rows(inputs: LossInputs, index: slice | torch.Tensor) -> LossInputs:
-    return LossInputs(**{name: None if value is None else value[index] for name, value in vars(inputs).items()})
 
 
 def loss_and_gradient(
@@ -192,7 +189,7 @@ def test_micro_batches_add_up(name: str, reduction: Reduction) -> None:
     whole, gradient = loss_and_gradient(inputs, config, totals)
     whole_metrics = policy_loss(inputs, config, totals)[1]
     for parts in ([[0, 3, 6], [1, 2], [4], [5, 7]], [[7, 6, 5, 4, 3, 2, 1, 0]], [[i] for i in range(B)]):
-        found = [policy_loss(rows(inputs, torch.tensor(part)), config, totals) for part in parts]
+        found = [policy_loss(rows_of(inputs, torch.tensor(part)), config, totals) for part in parts]
         total = sum(loss for loss, _ in found)
         assert float(total.detach()) == pytest.approx(whole, abs=1e-12)
         (split_gradient,) = torch.autograd.grad(total, inputs.logprobs_BT)
@@ -325,7 +322,7 @@ class TestAnchorSampler:
         totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, horizon=T)
         whole, whole_metrics = policy_loss(inputs, LossConfig(), totals, correction)
         found = [
-            policy_loss(rows(inputs, torch.tensor(part)), LossConfig(), totals, correction)
+            policy_loss(rows_of(inputs, torch.tensor(part)), LossConfig(), totals, correction)
             for part in ([0, 4], [1, 2, 3], [7, 6, 5])
         ]
         torch.testing.assert_close(sum(loss for loss, _ in found), whole)

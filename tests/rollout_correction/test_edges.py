@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from loss_cases import BYPASS, LOG2, inputs_of
 
 from megatron_rl.advantage import AdvantageConfig, group_advantages, overlong_penalty
 from megatron_rl.config.correction_rules import check_correction, check_loss
@@ -28,26 +30,14 @@ from megatron_rl.rollout_correction.breakdown import breakdowns, mismatch_by_for
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.types import Batch
 
-LOG2 = math.log(2.0)
-BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False)
-
 
 def inputs(shift: list[list[float]], advantages: list[float], anchor: float = -2.0, **changes: object) -> LossInputs:
     """A policy that moved by `shift` from the anchor; one token per row and column, each of weight 1."""
     anchor_BT = torch.full_like(torch.tensor(shift), anchor)
     mask_BT = torch.ones_like(anchor_BT).bool()
-    found = LossInputs(
-        logprobs_BT=(anchor_BT + torch.tensor(shift)).requires_grad_(),
-        anchor_logprobs_BT=anchor_BT,
-        sampler_logprobs_BT=anchor_BT,
-        ref_logprobs_BT=None,
-        entropy_BT=None,
-        advantages_B=torch.tensor(advantages),
-        weights_BT=mask_BT.float(),
-        mask_BT=mask_BT,
-        denominator_mask_BT=mask_BT,
-        prompt_ids_B=torch.zeros(len(advantages), dtype=torch.int64),
-    )
+    pi_BT = (anchor_BT + torch.tensor(shift)).requires_grad_()
+    weights = SimpleNamespace(weights_BT=mask_BT.float(), mask_BT=mask_BT, denominator_mask_BT=mask_BT)
+    found = inputs_of(pi_BT, anchor_BT, anchor_BT, weights, torch.tensor(advantages))
     return replace(found, **changes)  # type: ignore[arg-type]
 
 

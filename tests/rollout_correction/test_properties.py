@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_cases import inputs_of
 
 from megatron_rl.advantage import AdvantageConfig, group_advantages
 from megatron_rl.config.schema import Aggregate, LossName, NonFinite, Outside, Reduce, Reduction, Stat
@@ -220,16 +221,9 @@ def loss_inputs(batch: Batch, found: Correction, advantages_B: torch.Tensor) -> 
     generator = torch.Generator().manual_seed(0)
     row_B1 = torch.arange(len(prox_BT))[:, None] * 0.1
     pi_BT = (prox_BT - 0.2 * mu_BT.cos() + row_B1).detach().requires_grad_()
-    return LossInputs(
-        logprobs_BT=pi_BT,
-        anchor_logprobs_BT=prox_BT,
-        sampler_logprobs_BT=mu_BT,
+    return replace(
+        inputs_of(pi_BT, prox_BT, mu_BT, found, advantages_B),
         ref_logprobs_BT=mu_BT,
-        entropy_BT=None,
-        advantages_B=advantages_B,
-        weights_BT=found.weights_BT,
-        mask_BT=found.mask_BT,
-        denominator_mask_BT=found.denominator_mask_BT,
         prompt_ids_B=torch.randint(0, 3, (len(prox_BT),), generator=generator),
         selected_BT=mu_BT.frac() < -0.5,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loss_cases import BYPASS, LOG2, inputs_of, rows_of
 
 from megatron_rl.advantage import AdvantageConfig, group_advantages
 from megatron_rl.config.correction_rules import check_correction, check_objective
@@ -31,8 +32,6 @@ from megatron_rl.rollout_correction.breakdown import breakdowns
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.translation.translate import TranslationError, translate, translate_file
 
-LOG2 = math.log(2.0)
-BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False)
 RATIO_LOSSES = [name for name in LossName if name not in ("reinforce", "cross_entropy")]
 
 
@@ -47,20 +46,9 @@ def corrected(d: list[list[float]], mask: list[list[int]] | None = None, **confi
 def inputs_for(correction: Correction, advantages: list[float], **changes: torch.Tensor) -> LossInputs:
     source = correction.source
     assert source.prox_logprobs_BT is not None
-    found = LossInputs(
-        logprobs_BT=source.prox_logprobs_BT.clone().requires_grad_(),
-        anchor_logprobs_BT=source.prox_logprobs_BT,
-        sampler_logprobs_BT=source.sampler_logprobs_BT,
-        ref_logprobs_BT=None,
-        entropy_BT=None,
-        advantages_B=torch.tensor(advantages),
-        weights_BT=correction.weights_BT,
-        mask_BT=correction.mask_BT,
-        denominator_mask_BT=correction.denominator_mask_BT,
-        prompt_ids_B=torch.zeros(len(advantages), dtype=torch.int64),
-        selected_BT=torch.zeros_like(correction.mask_BT),
-    )
-    return replace(found, **changes)
+    prox_BT, mu_BT = source.prox_logprobs_BT, source.sampler_logprobs_BT
+    found = inputs_of(prox_BT.clone().requires_grad_(), prox_BT, mu_BT, correction, torch.tensor(advantages))
+    return replace(found, **{"selected_BT": torch.zeros_like(correction.mask_BT)} | changes)
 
 
 def test_bounds_are_on_the_named_stat_not_on_its_inverse() -> None:
@@ -389,14 +377,7 @@ def test_normalisation_is_global_and_losses_do_not_know_their_micro_batch() -> N
     assert float(found.weights_BT[0].mean()) > 1.1  # rows are not normalised by themselves
     inputs = inputs_for(found, [1.0, -2.0])
     totals = count_totals(found.denominator_mask_BT, inputs.prompt_ids_B, horizon=2)
-    parts = [
-        policy_loss(
-            LossInputs(**{k: None if v is None else v[i : i + 1] for k, v in vars(inputs).items()}),
-            LossConfig(),
-            totals,
-        )[0]
-        for i in range(2)
-    ]
+    parts = [policy_loss(rows_of(inputs, [row]), LossConfig(), totals)[0] for row in range(2)]
     torch.testing.assert_close(parts[0] + parts[1], policy_loss(inputs, LossConfig(), totals)[0])
 
 
@@ -414,9 +395,7 @@ def test_parts_of_any_width_add_up_in_every_reduction(reduction: Reduction, bypa
     whole, whole_metrics = policy_loss(inputs, config, totals, correction)
     parts = []
     for row, width in ((1, 1), (0, 3), (2, 2)):
-        cut = {key: None if value is None else value[row : row + 1] for key, value in vars(inputs).items()}
-        cut = {key: value[:, :width] if value is not None and value.dim() == 2 else value for key, value in cut.items()}
-        parts.append(policy_loss(LossInputs(**cut), config, totals, correction))
+        parts.append(policy_loss(rows_of(inputs, [row], width), config, totals, correction))
     assert float(sum(loss.detach() for loss, _ in parts)) == pytest.approx(float(whole.detach()), abs=1e-6)
     for key in set(whole_metrics) - {"loss/empty_microbatches"}:
         assert float(sum(metrics[key] for _, metrics in parts)) == pytest.approx(float(whole_metrics[key]), abs=1e-6)

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from loss_cases import inputs_of
 from torch import Tensor
 from translation_cases_two_policies import surrogate, verl_in_loss
 from translation_oracle import ADVANTAGES, data, rho, row_mean, slime_mis, verl_rs
 
 from megatron_rl.config.schema import CorrectionConfig, Level, LossName, NonFinite, Reduction
-from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
+from megatron_rl.loss.policy_loss import LossConfig, policy_loss
 from megatron_rl.rollout_correction import rollout_correction
 from megatron_rl.translation.translate import TranslationError, translate, translate_file
 
@@ -61,26 +62,11 @@ def test_verl_losses_that_divide_by_all_rows(mode: str, name: str, tokens: Calla
     pi_BT = prox_BT + 0.3 * torch.randn(mask_BT.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
     assert 0 < int(found.rejected_B.sum()) < len(mask_BT)
-    loss, _ = policy_loss(inputs(pi_BT, prox_BT, mu_BT, found), loss_config)
+    loss, _ = policy_loss(inputs_of(pi_BT, prox_BT, mu_BT, found, ADVANTAGES.double()), loss_config)
     losses_BT = tokens(prox_BT, mu_BT, pi_BT - prox_BT, ADVANTAGES[:, None].double(), mask_BT)
     inside_B1 = (row_mean(mu_BT - prox_BT, mask_BT).exp() - 1.025).abs() <= 0.225
     expected = (row_mean(losses_BT, mask_BT) * inside_B1).sum() / len(mask_BT)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-
-
-def inputs(pi_BT: Tensor, anchor_BT: Tensor, mu_BT: Tensor, found: Any) -> LossInputs:
-    return LossInputs(
-        logprobs_BT=pi_BT,
-        anchor_logprobs_BT=anchor_BT,
-        sampler_logprobs_BT=mu_BT,
-        ref_logprobs_BT=None,
-        entropy_BT=None,
-        advantages_B=ADVANTAGES.double(),
-        weights_BT=found.weights_BT,
-        mask_BT=found.mask_BT,
-        denominator_mask_BT=found.denominator_mask_BT,
-        prompt_ids_B=torch.zeros(len(pi_BT), dtype=torch.int64),
-    )
 
 
 @pytest.mark.parametrize(

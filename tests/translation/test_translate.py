@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from loss_cases import inputs_of
 from torch import Tensor
 from translation_cases_flat import CASES as FLAT_CASES
 from translation_cases_sections import CASES as SECTION_CASES
@@ -22,7 +23,7 @@ from translation_cases_two_policies import BYPASSES, TWO_POLICIES
 from translation_oracle import ADVANTAGES, Native, data, rho, row_mean, slime_mis, verl_rs
 
 from megatron_rl.config.schema import CorrectionConfig, LossName, Reduction
-from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
+from megatron_rl.loss.policy_loss import LossConfig, policy_loss
 from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
 from megatron_rl.translation.translate import TranslationError, translate
 
@@ -93,18 +94,7 @@ def test_losses_with_two_policies(
         pi_BT, mu_BT, mask_BT = data(seed, spread=0.3)
         advantages_B = ADVANTAGES.double()
         start = rollout_correction(None, mu_BT, mask_BT, config)
-        inputs = LossInputs(
-            logprobs_BT=pi_BT,
-            anchor_logprobs_BT=mu_BT,
-            sampler_logprobs_BT=mu_BT,
-            ref_logprobs_BT=None,
-            entropy_BT=None,
-            advantages_B=advantages_B,
-            weights_BT=start.weights_BT,
-            mask_BT=start.mask_BT,
-            denominator_mask_BT=start.denominator_mask_BT,
-            prompt_ids_B=torch.zeros(len(pi_BT), dtype=torch.int64),
-        )
+        inputs = inputs_of(pi_BT, mu_BT, mu_BT, start, advantages_B)
         loss, _ = policy_loss(inputs, loss_config, correction=config)
         per_token_BT = native(pi_BT - mu_BT, pi_BT, advantages_B[:, None], mask_BT) * mask_BT
         expected = per_token_BT.sum() / mask_BT.sum()

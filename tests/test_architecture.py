@@ -1,0 +1,98 @@
+"""docs/architecture.md: every "how to add" is carried out, in a copy of the tree, as it is written there.
+
+A section is an example. Its blocks are edits, by what follows the word python (or yaml) on their first line: new=PATH,
+append=PATH, after="LINE" in=PATH, replace="LINE" in=PATH. The one called `try` fails before the edits and passes after.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+COPIED = ("megatron_rl", "conf", "recipes", "docs")
+
+
+@dataclass
+class Example:
+    title: str
+    touches: set[str]
+    edits: list[tuple[dict[str, str], str]] = field(default_factory=list)
+    attempt: str = ""
+
+
+def examples() -> list[Example]:
+    found = []
+    for section in PAGE.partition("\n## How to add")[2].split("\n### ")[1:]:
+        title, _, text = section.partition("\n")
+        touches = re.search(r"^Touches (.*?)\n\n", text, re.M | re.S)
+        assert touches, f"{title}: no line 'Touches ...'"
+        example = Example(title, set(re.findall(r"`([\w./-]+)`", touches[1])))
+        for info, content in re.findall(r"^```(?:python|yaml|json) (.*?)\n(.*?)^```$", text, re.M | re.S):
+            if info == "try":
+                example.attempt = content
+            else:
+                example.edits.append((dict(word.split("=", 1) for word in shlex.split(info)), content))
+        found.append(example)
+    return found
+
+
+def path_of(place: dict[str, str]) -> str:
+    return place.get("in") or place.get("new") or place["append"]
+
+
+def apply(place: dict[str, str], content: str, root: Path) -> None:
+    path = root / path_of(place)
+    if "new" in place:
+        assert not path.exists(), f"{path} is there already"
+        path.write_text(content)
+        return
+    text = path.read_text()
+    if "append" in place:
+        path.write_text(text + content)
+        return
+    anchor = place.get("after") or place["replace"]
+    lines = [line for line in text.splitlines(keepends=True) if line.strip() == anchor]
+    assert len(lines) == 1, f"{path}: {anchor!r} stands there {len(lines)} times"
+    before, after = text.split(lines[0])
+    path.write_text(before + (lines[0] if "after" in place else "") + content + after)
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda example: example.title)
+def test_the_worked_example_works(example: Example, tmp_path: Path) -> None:
+    for name in COPIED:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def attempt() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", example.attempt]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    assert example.attempt, "no block that tries it"
+    assert attempt().returncode != 0, "it works without the edits"
+    for place, content in example.edits:
+        apply(place, content, tmp_path)
+    done = attempt()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {path_of(place) for place, _ in example.edits} == example.touches
+
+
+def test_every_kind_has_its_example() -> None:
+    kinds = ["model family", "loss", "advantage", "reward", "data layout", "weight format", "transport", "recipe"]
+    assert [example.title.removeprefix("A ").removeprefix("An ") for example in examples()] == kinds
+
+
+def test_the_rooms_on_the_page_are_those_of_the_tree() -> None:
+    rooms = {path.name + "/" for path in (ROOT / "megatron_rl").iterdir() if (path / "__init__.py").is_file()}
+    table = PAGE.partition("| room |")[2].partition("\n\n")[0]
+    assert rooms == set(re.findall(r"^\| `(\w+/)`", table, re.M))
+    for room, names in re.findall(r"^\| `(\w+/)` \|.*\| (.*) \|$", table, re.M):
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert (ROOT / "megatron_rl" / room / name).is_file(), f"{room}{name}"
