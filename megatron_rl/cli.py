@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config import ConfigError, load, to_yaml
+from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.schema import Config, Format
 
 
@@ -41,6 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     _recipe(train)
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    train.add_argument(
+        "--on", metavar="NODESxGPUSxNAME-GIB", help="with --dry-run: check for this machine, such as 1x8xH100-80"
+    )
     train.add_argument(
         "--ranks",
         choices=("local", "env", "slurm"),
@@ -104,11 +107,13 @@ def _recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    config = load(options.recipe, options.overrides)
     if options.print_config:
-        print(to_yaml(config), end="")
+        print(to_yaml(load(options.recipe, options.overrides)), end="")
         return 0
-    return run(config, options.ranks, dry=options.dry_run)
+    if options.on is not None and not options.dry_run:
+        raise ConfigError(f"--on {options.on}: a machine to check for, not one to run on; add --dry-run")
+    config, found = read(options.recipe, options.overrides)
+    return plan_run(config, found, options.on) if options.dry_run else run(config, options.ranks, found)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -122,38 +127,53 @@ def _serve(options: argparse.Namespace) -> int:
     return serve(settings, Path(config.model.path), options.host, options.port)
 
 
-def run(config: Config, ranks: str = "local", dry: bool = False) -> int:
-    """Checks a configuration, then plans or runs it."""
-    from megatron_rl.data.prompts import check_datasets
+def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
+    """What a run would do, here or on a machine that is only named."""
     from megatron_rl.preflight.checks import check
-    from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
+    from megatron_rl.preflight.machine import named
+    from megatron_rl.preflight.summary import describe
 
-    machine = check(config)
-    check_datasets(config.model, config.data, config.rollout, config.reward)
-    run_dir = Path(config.run.root) / str(config.run.name)
-    try:
-        if ranks == "local" or _rank(ranks) == 0:
-            check_run_dir(run_dir, config.run.if_exists)
-    except RunDirectoryUsed as error:
-        raise ConfigError(f"run.name: {error}") from None
-    if dry:
-        from megatron_rl.preflight.summary import describe
+    checked = check(config, found, named(on) if on else None)
+    if on is None:
+        _check_place(config)
+    print(describe(config, checked))
+    return 0
 
-        print(describe(config, machine))
-        return 0
-    from megatron_rl.launch import launch, world_size
+
+def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
+    """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
+    from megatron_rl.preflight.checks import check
+
+    check(config, found, here=ranks == "local")
+    _check_place(config, writes=ranks == "local" or _rank(ranks) == 0)
+    from megatron_rl.launch import launch
+    from megatron_rl.models.layout import Layout
     from megatron_rl.rank import run_rank
 
     if ranks == "local":
         return launch(config)
     os.environ.update(_slurm_environment() if ranks == "slurm" else {})
-    if os.environ.get("WORLD_SIZE") != str(world_size(config)):
+    world = Layout.from_config(config.learner).world
+    if os.environ.get("WORLD_SIZE") != str(world):
         raise ConfigError(
             f"--ranks {ranks}: {os.environ.get('WORLD_SIZE', 'no WORLD_SIZE')} processes were started, but the product "
-            f"of the learner's tensor, pipeline, context and data parallel sizes is {world_size(config)}"
+            f"of the learner's tensor, pipeline and data parallel sizes is {world}"
         )
-    run_rank(config, run_dir)
+    run_rank(config, Path(config.run.root) / str(config.run.name))
     return 0
+
+
+def _check_place(config: Config, writes: bool = True) -> None:
+    """The data can be read, and the run's directory is free."""
+    from megatron_rl.data.prompts import check_datasets
+    from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
+
+    check_datasets(config.model, config.data, config.rollout, config.reward)
+    try:
+        if writes:
+            check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
+    except RunDirectoryUsed as error:
+        raise ConfigError(f"run.name: {error}") from None
 
 
 def _rank(ranks: str) -> int:

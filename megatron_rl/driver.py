@@ -119,7 +119,8 @@ class Driver:
             max_tokens = config.eval.max_response_tokens or config.rollout.max_response_tokens
             self._evaluator = Evaluator(held_out.prompts[: config.eval.max_prompts], self.sampler, scorer, max_tokens)
         # idle servers are given a prompt each, so that the probe meets every one
-        self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, len(replica_formats(config)))]
+        engines = len(replica_formats(config.sampler, config.quantization))
+        self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, engines)]
         self._calibration_prompts = train.prompts[:CALIBRATION_PROMPTS]
         short = replace(
             config.rollout,
@@ -145,7 +146,7 @@ class Driver:
     def _fleet_news(self) -> dict[str, float]:
         """What became of a fleet's servers since the last step; nothing for an embedded engine."""
         before, self._seen = self._seen, self.sampler.stats
-        if not is_fleet(self._config):
+        if not is_fleet(self._config.sampler):
             return {}
         return {
             "rollout/retried": self._seen.retried - before.retried,
@@ -167,7 +168,9 @@ class Driver:
         """Fresh answers of the sampler as it is now, unscored, and the formats that it runs."""
         self._sleep_schedule.wake()
         fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
-        return collate([Scored(one, reward=0.0) for one in fresh]), distinct_formats(self._config)
+        return collate([Scored(one, reward=0.0) for one in fresh]), distinct_formats(
+            self._config.sampler, self._config.quantization
+        )
 
     def evaluate(self, step: int) -> dict[str, float]:
         self._sleep_schedule.wake()

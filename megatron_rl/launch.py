@@ -21,6 +21,7 @@ from types import FrameType
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
+from megatron_rl.models.layout import Layout
 from megatron_rl.runs.run_dir import ENDED, RunDir, mark_status, open_run, read_status
 
 STOP_GRACE_S = 6.0  # for the driver to close its engines and write down what happened
@@ -29,18 +30,13 @@ LOG_LINES_SHOWN = 25
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe", re.I)
 
 
-def world_size(config: Config) -> int:
-    layout = config.learner
-    return layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel * layout.data_parallel
-
-
 def launch(config: Config) -> int:
     """Runs every rank to its end; returns the exit status of the run."""
     run, moved = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
     if moved:
         print(moved, flush=True)
     store = Path(tempfile.mkdtemp(prefix="megatron-rl-rendezvous-"))
-    ranks = RankProcesses(run, world_size(config), store)
+    ranks = RankProcesses(run, Layout.from_config(config.learner).world, store)
     try:
         status = ranks.wait()
     finally:

@@ -8,9 +8,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
+from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.process import SHORT_SPIN, die_with_parent, rare_collections
 
@@ -19,7 +18,7 @@ def main(run_dir: Path) -> None:
     die_with_parent(by=signal.SIGTERM)
     for name, value in SHORT_SPIN.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
-    config = from_mapping(OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml")))  # type: ignore[arg-type]
+    config = from_mapping(read_yaml((run_dir / "config.yaml").read_text(encoding="utf-8")))
     try:
         run_rank(config, run_dir)
     except ConfigError as error:  # its text is meant for the user; where it was raised says nothing more

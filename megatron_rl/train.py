@@ -68,11 +68,11 @@ def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
         sync = WeightSync(
             learner,
             driver.sampler,
-            distinct_formats(config),
+            distinct_formats(config.sampler, config.quantization),
             quantization=config.quantization,
             sync=config.sync,
             engines=config.sampler,
-            fleet=is_fleet(config),
+            fleet=is_fleet(config.sampler),
         )
         with closing(sync):
             load_policy(learner, config.model, config.run.seed, config.loss.kl_coef)

@@ -42,7 +42,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
         )  # fmt: skip
         load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
         sync = WeightSync(
-            learner, driver.sampler, distinct_formats(base),
+            learner, driver.sampler, distinct_formats(base.sampler, base.quantization),
             quantization=base.quantization, sync=base.sync, engines=base.sampler, fleet=False,
         )  # fmt: skip
         try:

@@ -41,18 +41,21 @@ def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("run.device=cuda", ["run.device", "cuda", "cpu or auto"]),
         ("sync.transport=nccl", ["sync.transport", "nccl", "file"]),
         ("learner.megatron.num_moe_expert=2", ["learner.megatron.num_moe_expert", "num_moe_experts"]),
-        ("learner.fp8=hybrid", ["learner.fp8", "none"]),
+        ("learner.megatron.fp8=hybrid", ["learner.megatron.fp8", "GPU", "leave it out"]),
         ("reward.name=exact_macth", ["reward.name", "exact_match"]),
         ("loss.name=ppo", ["loss.name", "rollout.source=dataset"]),
         ("correction={weight: {high: -1}}", ["correction.weight.high", "-1"]),
         ("optim.lr=0", ["optim.lr", "above 0"]),
-        ("learner.virtual_pipeline=2", ["learner.virtual_pipeline", "null"]),
+        (
+            "learner.megatron.virtual_pipeline_model_parallel_size=2",
+            ["virtual_pipeline_model_parallel_size: 2", "null"],
+        ),
         ("eval.max_response_tokens=0", ["eval.max_response_tokens", "null"]),
         ("model=foo", ["model", "foo", "path"]),
-        ("learner.context_parallel=2", ["learner.context_parallel", "use 1"]),
+        ("learner.context_parallel=2", ["learner.context_parallel", "not built", "leave it out"]),
         ("optim.decay=step", ["optim.decay", "step", "cosine"]),
         ("data.answer_key=anwser", ["data.answer_key", "anwser", "answer"]),
-        ("rollout.top_p=0.9", ["rollout.top_p", "1.0"]),
+        ("rollout.top_p=0.9", ["rollout.top_p", "does not filter", "leave it out"]),
         ("sampler.vllm.logprobs_mode=raw_logprobs", ["sampler.vllm.logprobs_mode", "remove it"]),
         ("sampler.devices='4,x'", ["sampler.devices", "4,x"]),
         ("sampler.devices='4,5'", ["sampler.devices", "2 GPUs", "sampler.tensor_parallel=1"]),
@@ -94,9 +97,13 @@ def test_int8_is_refused_where_it_has_no_kernel(
 
 def test_formats_by_machine() -> None:
     hopper, ada = Machine(Device.cuda, "H", 9.0), Machine(Device.cuda, "A", 8.0)
-    assert all(format_problem(form, hopper) is None for form in Format)
-    assert format_problem(Format.int8, ada) is None
-    assert "8.9" in str(format_problem(Format.fp8, ada))
+
+    def problem(form: Format, machine: Machine) -> str | None:
+        return format_problem(form, machine.kind, machine.name, machine.capability)
+
+    assert all(problem(form, hopper) is None for form in Format)
+    assert problem(Format.int8, ada) is None
+    assert "8.9" in str(problem(Format.fp8, ada))
 
 
 def test_a_dry_run_says_the_plan_and_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

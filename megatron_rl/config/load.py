@@ -18,13 +18,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config import correction_rules as objective
-from megatron_rl.config.fleet import address_problems
+from megatron_rl.config.bounds import as_written
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
+from megatron_rl.config.rules import check
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import all_keys, defaults, misfits, say
+from megatron_rl.config.shape import all_keys, defaults, misfits
 
-__all__ = ["ConfigError", "all_keys", "from_mapping", "load", "to_yaml"]
+__all__ = ["ConfigError", "all_keys", "from_mapping", "load", "read", "to_yaml"]
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 PRESET_SECTIONS = ("correction", "quantization")
@@ -36,22 +36,28 @@ class ConfigError(Exception):
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The typed configuration of a recipe with overrides applied; `run.name` defaults to the file's stem."""
+    config, found = read(recipe, overrides)
+    if found:
+        raise ConfigError("\n".join(found))
+    return config
+
+
+def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """The configuration, and what the recipe alone shows to be wrong: those values stand at null or their defaults."""
     path = Path(recipe)
     merged = _read(path, seen=())
     for item in overrides:
         merged = _merge(merged, _override(item), path)
     misfit = {section: list(misfits({section: value})) for section, value in merged.items()}
-    found = [line for lines in misfit.values() for line in lines]
+    unreadable = [section for section, lines in misfit.items() if lines]
     # sections that cannot be read stand at their defaults, of which nothing is said
-    config = _typed({section: value for section, value in merged.items() if not misfit[section]})
-    for line in (*objective.problems(config), *address_problems(config)):
-        if not any(lines and f"{section}." in line for section, lines in misfit.items()):
-            found.append(line)
-    if found:
-        raise ConfigError("\n".join(found))
+    config, found = check(_typed({section: value for section, value in merged.items() if section not in unreadable}))
+    if unreadable:
+        found = [line for line in found if not any(f"{section}." in line for section in unreadable)]
+        raise ConfigError("\n".join([*(line for lines in misfit.values() for line in lines), *found]))
     if config.run.name is None:
         config = replace(config, run=replace(config.run, name=path.stem))
-    return config
+    return config, found
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Config:
@@ -88,11 +94,11 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: holds {say(loaded)}, expected keys such as `run:` or `learner:`")
+        raise ConfigError(f"{path}: holds {as_written(loaded)}, expected keys such as `run:` or `learner:`")
     bases = loaded.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"{path}: base is {say(bases)}: name a file or a list of files")
+        raise ConfigError(f"{path}: base is {as_written(bases)}: name a file or a list of files")
     merged: dict[str, Any] = {}
     for base in bases:
         merged = _merge(merged, _read(path.parent / base, (*seen, path.resolve())), path)
@@ -130,8 +136,8 @@ def _preset(section: str, name: object) -> dict[str, Any]:
     if not isinstance(name, str) or name not in presets:
         near = difflib.get_close_matches(Path(str(name)).stem.lower(), presets, n=1) if isinstance(name, str) else []
         hint = f"did you mean {near[0]}? " if near else ""
-        known = ", ".join(presets)
-        raise ConfigError(f"{section} is {say(name)}: no preset; {hint}presets are {known}; or write a section of keys")
+        ways_out = f"{hint}presets are {', '.join(presets)}; or write a section of keys"
+        raise ConfigError(f"{section} is {as_written(name)}: no preset; {ways_out}")
     return read_yaml(presets[name].read_text(encoding="utf-8")) or {}
 
 

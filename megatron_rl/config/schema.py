@@ -1,15 +1,22 @@
 """Every configuration key, typed: the dataclasses that recipes fill in.
 
 Imports nothing heavy, so that a mistyped recipe is refused before torch is loaded. Defaults here are
-the defaults of the project; `conf/base.yaml` only repeats those a reader should see.
-`config.py` turns YAML into these objects; checks that need two keys at once live in `checks.py`.
+the defaults of the project; `conf/base.yaml` only repeats those a reader should see. The bounds of a value stand
+beside its field; rules about two keys at once are in `rules.py`.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.config.bounds import above, at_least, expect, need
 from megatron_rl.loss.table import LOSSES
+
+POSITIVE = at_least(1)
+NOT_NEGATIVE = at_least(0)
+ABOVE_0 = above(0)
+COEFFICIENT = need(lambda value: value >= 0, "use 0 or more")
+TEMPERATURE = need(lambda value: value > 0, "use a temperature above 0")
 
 
 class IfExists(StrEnum):
@@ -66,12 +73,6 @@ class Precision(StrEnum):
     fp32 = "fp32"
 
 
-class Fp8(StrEnum):
-    none = "none"
-    hybrid = "hybrid"
-    e4m3 = "e4m3"
-
-
 class OnNonFinite(StrEnum):
     # `raise` is a Python keyword and cannot name a member; its value is what recipes write
     raise_ = "raise"
@@ -102,8 +103,8 @@ class Wandb(StrEnum):
 class RunSection:
     name: str | None = None  # null: the recipe file's stem
     root: str = "runs"
-    seed: int = 1
-    steps: int = 100
+    seed: int = field(default=1, metadata=NOT_NEGATIVE)
+    steps: int = field(default=100, metadata=NOT_NEGATIVE)
     if_exists: IfExists = IfExists.refuse
     device: Device = Device.auto
     stop_metric: str | None = None  # stop once this metric ...
@@ -130,39 +131,34 @@ class DataSection:
 @dataclass(frozen=True)
 class RolloutSection:
     source: RolloutSource = RolloutSource.sampler
-    prompts_per_step: int = 64
-    samples_per_prompt: int = 8
-    max_prompt_tokens: int = 512
-    max_response_tokens: int = 512
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1  # -1: all
+    prompts_per_step: int = field(default=64, metadata=POSITIVE)
+    samples_per_prompt: int = field(default=8, metadata=POSITIVE)
+    max_prompt_tokens: int = field(default=512, metadata=POSITIVE)
+    max_response_tokens: int = field(default=512, metadata=POSITIVE)
+    temperature: float = field(default=1.0, metadata=above(0, "above 0 (greedy is for evaluation)"))
     dynamic_sampling: bool = True  # DAPO: groups without spread are replaced by new ones
-    max_gen_batches: int = 4  # generation calls per step at most
+    max_gen_batches: int = field(default=4, metadata=POSITIVE)  # generation calls per step at most
 
 
 @dataclass(frozen=True)
 class FleetSection:
     """vLLM servers over HTTP in place of the embedded engine; their number is replicas plus addresses."""
 
-    replicas: int = 0  # servers that the run starts on this machine
+    # servers that the run starts on this machine
+    replicas: int = field(default=0, metadata=at_least(0, "0 (none, or only addresses) or more"))
     addresses: list[str] = field(default_factory=list)  # servers started elsewhere, such as http://node7:8000
     formats: list[Format] = field(
         default_factory=list
     )  # of each server, started ones first; empty: quantization.format
+    restarts: int = field(default=3, metadata=at_least(0, "0 (never) or more"))  # of each started server within a run
     devices: list[str] = field(default_factory=list)  # GPUs of each started server, such as ["0,1", "2,3"]
-    port: int | None = None  # of the first started server, the next ones follow; null: free ones
-    key_variable: str = "MEGATRON_RL_FLEET_KEY"  # the environment variable that holds the key of `addresses`
-    restarts: int = 3  # of each started server within a run
-    probe_every_s: float = 2.0  # between two looks at every server
 
 
 @dataclass(frozen=True)
 class SamplerSection:
-    tensor_parallel: int = 1
-    max_sequences: int = 256  # decoded at once
+    tensor_parallel: int = field(default=1, metadata=POSITIVE)
+    max_sequences: int = field(default=256, metadata=POSITIVE)  # decoded at once
     devices: str | None = None  # GPUs of the engine, such as "4,5", counted among those this job sees; null: all
-    memory_gib: float = 1.0  # KV cache on hosts; on GPUs vllm.gpu_memory_utilization rules
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
     sleep: Sleep = Sleep.none  # of an engine that shares its GPU with the learner, while the learner works
@@ -176,19 +172,23 @@ class QuantizationSection:
     ignore: list[str] = field(default_factory=lambda: ["lm_head"])  # names or re:patterns, as in checkpoints
     kv_cache: KvCache = KvCache.none  # fp8: scales measured on the learner's forward pass, sent with the weights
     # int8: how far outliers of the activations move into the weights, such as 0.5; null or 0: not at all
-    smoothing: float | None = None
-    smoothing_every: int = 10  # syncs between new smoothing scales
+    smoothing: float | None = field(
+        default=None, metadata=expect(lambda alpha: 0 <= alpha < 1, "0 < alpha < 1 such as 0.5, or null (off)")
+    )
+    smoothing_every: int = field(default=10, metadata=POSITIVE)  # syncs between new smoothing scales
 
 
 @dataclass(frozen=True)
 class SyncSection:
     transport: Transport = Transport.file
     dir: str | None = None  # file: null is a private folder in shared memory; a shared filesystem across hosts
-    every: int = 1  # steps between updates of the sampler; above 1 it samples from an older policy
-    bucket_mib: int = 64
-    delta: bool = False  # file: only what changed since the version before travels
-    full_every: int = 20  # with delta: every so many versions a whole one
-    verify_every: int = 10  # the logprob probe: after the first sync, then every so many; 0: the first only
+    # steps between updates of the sampler; above 1 it samples from an older policy
+    every: int = field(default=1, metadata=POSITIVE)
+    bucket_mib: int = field(default=64, metadata=POSITIVE)
+    # file: every so many versions a whole one, in between patches of what changed; 1: always whole ones
+    full_every: int = field(default=1, metadata=POSITIVE)
+    # the logprob probe: after the first sync, then every so many; 0: the first only
+    verify_every: int = field(default=10, metadata=NOT_NEGATIVE)
     probe_budget: float | None = None  # null: by format
     # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the
     # next request, which takes no memory and cannot fall back on the version before
@@ -198,10 +198,12 @@ class SyncSection:
 @dataclass(frozen=True)
 class RewardSection:
     name: str = "exact_match"  # exact_match | package.module:function
-    workers: int = 1
-    timeout_s: float = 10.0
+    workers: int = field(default=1, metadata=POSITIVE)
+    timeout_s: float = field(default=10.0, metadata=ABOVE_0)
     overlong_buffer: int = 0  # DAPO: linear penalty inside the last so many response tokens
-    overlong_penalty: float = 1.0
+    overlong_penalty: float = field(
+        default=1.0, metadata=need(lambda value: value >= 0, "it is subtracted; use 0 or more")
+    )
     learner_estimate: bool = False  # log the mean reward under the learner; one more forward pass over all answers
     overlong_filter: bool = False  # DAPO: truncated answers leave the mask
 
@@ -260,9 +262,15 @@ class WeightConfig:
     level: Level = Level.token
     aggregate: Aggregate = Aggregate.product
     outside: Outside = Outside.truncate
-    low: float | None = None
-    high: float | None = 2.0
-    target_ess: float | None = None
+    low: float | None = field(
+        default=None,
+        metadata=need(lambda low: low >= 0, "ratios are never negative; use 0 or more, or null for no lower bound"),
+    )
+    high: float | None = field(default=2.0, metadata=need(lambda cap: cap > 0, "a cap is above 0, or null for no cap"))
+    target_ess: float | None = field(
+        default=None,
+        metadata=need(lambda share: 0 < share <= 1, "it is a share of the kept tokens, above 0 and at most 1"),
+    )
     normalize: bool = False
 
 
@@ -340,19 +348,24 @@ class KlOn(StrEnum):
 @dataclass(frozen=True)
 class LossConfig:
     name: LossName = "ppo"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float | None = None  # ppo family
+    clip_low: float = field(default=0.2, metadata=COEFFICIENT)
+    clip_high: float = field(default=0.28, metadata=COEFFICIENT)
+    dual_clip: float | None = field(  # ppo family
+        default=None, metadata=need(lambda clip: clip > 1, "it bounds the loss at dual_clip x |A|; use more than 1")
+    )
     absolute: bool = False  # cispo: clip_high is a cap on the ratio itself, without a lower bound
-    tau_positive: float = 1.0  # sapo
-    tau_negative: float = 1.05
+    tau_positive: float = field(default=1.0, metadata=TEMPERATURE)  # sapo
+    tau_negative: float = field(default=1.05, metadata=TEMPERATURE)
     trust_region: TrustRegion = TrustRegion.total_variation  # dppo
-    cov_fraction: float = 2e-4  # clip_cov, kl_cov: share of tokens that are selected
+    # clip_cov, kl_cov: share of tokens that are selected
+    cov_fraction: float = field(
+        default=2e-4, metadata=need(lambda share: 0 < share <= 1, "it is a share of the tokens, above 0 and at most 1")
+    )
     cov_low: float = 1.0  # clip_cov: band of covariances to draw from
     cov_high: float = 5.0
-    cov_kl_coef: float = 1.0  # kl_cov
+    cov_kl_coef: float = field(default=1.0, metadata=COEFFICIENT)  # kl_cov
     reduction: Reduction | None = None  # null: token_mean, and seq_mean_token_mean for gspo and gmpo
-    kl_coef: float = 0.0
+    kl_coef: float = field(default=0.0, metadata=COEFFICIENT)
     kl_estimator: Divergence = Divergence.k3
     entropy_coef: float = 0.0
     kl_on: KlOn = KlOn.trained  # tokens of KL and entropy: those trained on, or rejected ones that are counted too
@@ -360,46 +373,38 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class OptimSection:
-    lr: float = 1e-6
+    lr: float = field(default=1e-6, metadata=ABOVE_0)
     min_lr: float = 0.0
-    warmup_steps: int = 10
+    warmup_steps: int = field(default=10, metadata=NOT_NEGATIVE)
     decay: Decay = Decay.constant
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.98
-    eps: float = 1e-8
-    clip_grad: float = 1.0
+    megatron: dict[str, Any] = field(default_factory=dict)  # OptimizerConfig fields, such as weight_decay, clip_grad
 
 
 @dataclass(frozen=True)
 class LearnerSection:
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    virtual_pipeline: int | None = None  # chunks per stage; null: plain 1F1B
-    context_parallel: int = 1
-    expert_parallel: int = 1
-    data_parallel: int = 1
-    sequence_parallel: bool = False
+    tensor_parallel: int = field(default=1, metadata=POSITIVE)
+    pipeline_parallel: int = field(default=1, metadata=POSITIVE)
+    expert_parallel: int = field(default=1, metadata=POSITIVE)
+    data_parallel: int = field(default=1, metadata=POSITIVE)
     precision: Precision = Precision.bf16
-    fp8: Fp8 = Fp8.none
-    tokens_per_microbatch: int = 8192
-    n_minibatches: int = 1
-    recompute: bool = False
+    tokens_per_microbatch: int = field(default=8192, metadata=POSITIVE)
+    n_minibatches: int = field(default=1, metadata=POSITIVE)
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
-    megatron: dict[str, Any] = field(default_factory=dict)  # TransformerConfig fields, handed over as is
+    # TransformerConfig fields, handed over as is, such as sequence_parallel, fp8, recompute_granularity
+    megatron: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EvalSection:
-    every: int = 10  # 0: never
-    max_prompts: int = 256
-    max_response_tokens: int | None = None  # null: as in rollout
+    every: int = field(default=10, metadata=at_least(0, "0 (never) or more"))  # 0: never
+    max_prompts: int = field(default=256, metadata=POSITIVE)
+    # null: as in rollout
+    max_response_tokens: int | None = field(default=None, metadata=at_least(1, "1 or more, or null"))
 
 
 @dataclass(frozen=True)
 class LogSection:
     wandb: Wandb = Wandb.none
-    project: str = "megatron-rl"
     group: str | None = None
     record_every: int = 10  # rollouts with both logprobs, as parquet; 0: never
     export: bool = False  # the final policy as a Hugging Face folder

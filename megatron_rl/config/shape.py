@@ -16,6 +16,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_rl.config.bounds import as_written, members
+from megatron_rl.config.removed import REMOVED
 from megatron_rl.config.schema import Config
 
 WANTED = {
@@ -28,15 +30,6 @@ WANTED = {
 }
 
 
-def say(value: object) -> str:
-    """A value as YAML writes it."""
-    if value is None:
-        return "null"
-    if isinstance(value, str):
-        return repr(value) if value in ("", "null") or value != value.strip() else value
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def misfits(mapping: Mapping[Any, Any], schema: type = Config, prefix: str = "") -> Iterator[str]:
     """What in `mapping` is no key of `schema`, or no value that its key can take."""
     types = get_type_hints(schema)
@@ -44,7 +37,8 @@ def misfits(mapping: Mapping[Any, Any], schema: type = Config, prefix: str = "")
     for key, value in mapping.items():
         full = f"{prefix}{key}"
         if key not in names:
-            yield f"{full}: unknown key{_suggest(str(key), prefix, names)}"
+            hint = f"; {REMOVED[full]}" if full in REMOVED else _suggest(str(key), prefix, names)
+            yield f"{full}: unknown key{hint}"
         elif is_dataclass(types[key]):
             yield from _section(value, types[key], full)
         elif get_origin(types[key]) is list and is_dataclass(get_args(types[key])[0]):
@@ -58,14 +52,15 @@ def _section(value: object, schema: Any, full: str) -> Iterator[str]:
         yield from misfits(value, schema, f"{full}.")
     else:
         inner = ", ".join(field.name for field in fields(schema))
-        yield f"{full} is {say(value)}: it is a section; its keys are {inner}"
+        yield f"{full} is {as_written(value)}: it is a section; its keys are {inner}"
 
 
 def _sections(value: object, schema: Any, full: str) -> Iterator[str]:
     required = {field.name: field.metadata["choices"] for field in fields(schema) if "choices" in field.metadata}
     if not isinstance(value, list):
         keys = ", ".join(f"{name}: {choices[0]}" for name, choices in required.items())
-        yield f"{full} is {say(value)}: it is a list, such as [{{{keys}, ...}}], and an override replaces all of it"
+        wanted = f"it is a list, such as [{{{keys}, ...}}], and an override replaces all of it"
+        yield f"{full} is {as_written(value)}: {wanted}"
         return
     for index, element in enumerate(value):
         yield from _section(element, schema, f"{full}[{index}]")
@@ -74,23 +69,23 @@ def _sections(value: object, schema: Any, full: str) -> Iterator[str]:
 
 
 def _leaf(value: object, kind: Any, schema: type, full: str) -> Iterator[str]:
-    members = _members(kind)
+    possible = members(kind)
     if isinstance(value, str) and "${" in value:  # an interpolation: what it stands for is known at the end
         return
     if value is None:
-        fits = NoneType in members
-    elif any(isinstance(one, type) and issubclass(one, StrEnum) for one in members):
+        fits = NoneType in possible
+    elif any(isinstance(one, type) and issubclass(one, StrEnum) for one in possible):
         # a member's name too: OmegaConf writes `raise_`, which is how configurations of earlier runs say `raise`
-        fits = any(value in [*map(str, one), *one.__members__] for one in members if one is not NoneType)
-    elif isinstance(value, str) and "_" in value and float in members:
-        yield f"{full} is {say(value)}: one number, without `_`; where two bounds are meant, they are two keys"
+        fits = any(value in [*map(str, one), *one.__members__] for one in possible if one is not NoneType)
+    elif isinstance(value, str) and "_" in value and float in possible:
+        yield f"{full} is {as_written(value)}: one number, without `_`; where two bounds are meant, they are two keys"
         return
-    elif type(value) is int and bool in members:
+    elif type(value) is int and bool in possible:
         fits = value in (0, 1)
     else:
         fits = True
     if not fits:
-        yield f"{full} is {say(value)}: {_way_out(value, kind)}"
+        yield f"{full} is {as_written(value)}: {_way_out(value, kind)}"
         return
     try:
         OmegaConf.merge(defaults(schema), {full.rpartition(".")[2]: value})
@@ -99,7 +94,7 @@ def _leaf(value: object, kind: Any, schema: type, full: str) -> Iterator[str]:
         if element:
             yield f"{full}[{element}: {str(error.msg or error).splitlines()[0]}"
         else:
-            yield f"{full} is {say(value)}: {_way_out(value, kind)}"
+            yield f"{full} is {as_written(value)}: {_way_out(value, kind)}"
 
 
 @cache
@@ -108,22 +103,17 @@ def defaults(schema: type) -> Any:
     return OmegaConf.structured(schema)
 
 
-def _members(kind: Any) -> tuple[Any, ...]:
-    """float | None -> (float, NoneType); list[str] -> (list,)."""
-    return tuple(get_origin(one) or one for one in (get_args(kind) if NoneType in get_args(kind) else (kind,)))
-
-
 def _way_out(value: object, kind: Any) -> str:
-    members = _members(kind)
-    enum = next((one for one in members if isinstance(one, type) and issubclass(one, StrEnum)), None)
+    possible = members(kind)
+    enum = next((one for one in possible if isinstance(one, type) and issubclass(one, StrEnum)), None)
     if enum is not None:
-        near = difflib.get_close_matches(say(value).lower().replace("-", "_"), list(enum), n=1, cutoff=0.85)
+        near = difflib.get_close_matches(as_written(value).lower().replace("-", "_"), list(enum), n=1, cutoff=0.85)
         wanted = f"one of {', '.join(enum)}"
         hint = f"did you mean {near[0]}? " if near else ""
     else:
-        wanted = " or ".join(WANTED[one] for one in members if one in WANTED)
+        wanted = " or ".join(WANTED[one] for one in possible if one in WANTED)
         hint = ""
-    return f"{hint}use {wanted}{', or null' if NoneType in members else ''}"
+    return f"{hint}use {wanted}{', or null' if NoneType in possible else ''}"
 
 
 def _suggest(key: str, prefix: str, siblings: Sequence[str]) -> str:

@@ -102,6 +102,7 @@ class Learner:
                 self._cache.watch(module, self.layout.layers(self.shape.layers, self.place.pp, chunk).start)
         self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         settings = optimizer_config(optim, learner.precision, self.megatron_config.params_dtype)
+        self.clip_grad = settings.clip_grad
         self.optimizer = get_megatron_optimizer(
             settings, self.chunks, use_gloo_process_groups=self.device.type != "cpu"
         )
@@ -296,7 +297,7 @@ class Learner:
         norm = float(self.optimizer.get_grad_norm())
         finite = math.isfinite(norm) and math.isfinite(metrics.get("loss/total", 0.0))
         if finite:
-            clip(self.optimizer, norm, self.optim.clip_grad)
+            clip(self.optimizer, norm, self.clip_grad)
             self.optimizer.step_with_ready_grads()
             self.steps += 1
         else:
@@ -307,7 +308,7 @@ class Learner:
             "optim/lr": rate,
             "optim/updates": float(finite),
             "optim/skipped": float(not finite),
-            "optim/clipped": float(finite and 0 < self.optim.clip_grad < norm),
+            "optim/clipped": float(finite and 0 < self.clip_grad < norm),
         }
 
     def _non_finite(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:

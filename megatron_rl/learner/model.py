@@ -5,8 +5,6 @@ S positions of a pack, H hidden width, N response tokens, V columns of this rank
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +31,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_rl.config.schema import Fp8, LearnerSection, Precision
+from megatron_rl.config.rules import virtual_pipeline
+from megatron_rl.config.schema import LearnerSection, Precision
+from megatron_rl.learner import limits
 from megatron_rl.learner.layers import HostSpecProvider, PackedRows, RMSNorm
 from megatron_rl.learner.packing import Pack
 from megatron_rl.models.model import Model
@@ -43,26 +43,26 @@ from megatron_rl.models.shape import ModelShape
 def transformer_config(model: Model, learner: LearnerSection) -> TransformerConfig:
     """What config.json and the learner's section say, in megatron-core's words."""
     shape = model.shape
-    if host.ON_HOST and learner.fp8 is not Fp8.none:
-        raise ValueError(f"learner.fp8={learner.fp8.value} needs CUDA and Transformer Engine: use none here")
+    found = limits.problems(shape, model.hf_config, learner)
+    if found:
+        raise ValueError("\n".join(found))
+    if host.ON_HOST and limits.fp8(learner):
+        raise ValueError(
+            f"learner.megatron.fp8={limits.fp8(learner)} needs CUDA and Transformer Engine: leave it out here"
+        )
+    chunks = virtual_pipeline(learner)
     dtype = torch.bfloat16 if learner.precision is Precision.bf16 else torch.float32
     fields: dict[str, Any] = {
         **_architecture(shape, model.hf_config),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": learner.precision is Precision.bf16,
-        "fp8": None if learner.fp8 is Fp8.none else learner.fp8.value,
         "tensor_model_parallel_size": learner.tensor_parallel,
         "pipeline_model_parallel_size": learner.pipeline_parallel,
-        "virtual_pipeline_model_parallel_size": learner.virtual_pipeline,
         # interleaved chunks send both ways at once: in one batch of two neighbours the two could be swapped
-        "overlap_p2p_comm": learner.virtual_pipeline is not None,
-        "batch_p2p_comm": learner.virtual_pipeline is None,
+        "overlap_p2p_comm": chunks is not None,
+        "batch_p2p_comm": chunks is None,
         "expert_model_parallel_size": learner.expert_parallel,
-        "sequence_parallel": learner.sequence_parallel and learner.tensor_parallel > 1,
-        "recompute_granularity": "full" if learner.recompute else None,
-        "recompute_method": "uniform" if learner.recompute else None,
-        "recompute_num_layers": 1 if learner.recompute else None,
         "variable_seq_lengths": True,  # packs differ in length
         "moe_token_dispatcher_type": "alltoall",  # the only one that allows it
         "calculate_per_token_loss": True,  # megatron-core then averages nothing by itself
@@ -71,23 +71,13 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
         "init_method": _leave,
         "output_layer_init_method": _leave,
         **(_host_fields() if host.ON_HOST else _device_fields()),
+        **learner.megatron,
+        "sequence_parallel": limits.sequence_parallel(learner),
     }
-    _override(fields, learner.megatron)
-    if shape.experts and learner.tensor_parallel > 1 and not fields["sequence_parallel"]:
-        raise ValueError("learner.sequence_parallel=false: a mixture of experts with tensor_parallel > 1 needs true")
     return TransformerConfig(**fields)
 
 
 def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    bias = [shape.has(feature) for feature in ("proj_bias", "dense_mlp_bias")]
-    if any(bias):
-        raise ValueError(
-            "attention_bias / mlp_bias of config.json: biases beyond query, key and value are not supported"
-        )
-    if hf_config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={hf_config['hidden_act']!r} of config.json is not supported, only 'silu' is")
-    if hf_config.get("use_sliding_window") or (shape.family == "mixtral" and hf_config.get("sliding_window")):
-        raise ValueError("sliding-window attention of config.json is not supported")
     fields: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -106,16 +96,12 @@ def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, 
         "attention_dropout": 0.0,
     }
     if shape.experts:
-        if shape.dense_layers:
-            raise ValueError(
-                "mlp_only_layers / decoder_sparse_step of config.json: dense layers among experts are not supported"
-            )
         fields |= {
             "num_moe_experts": shape.experts,
             "moe_ffn_hidden_size": shape.expert_ffn,
-            "moe_router_topk": int(hf_config.get("num_experts_per_tok", 2)),
+            "moe_router_topk": limits.experts_per_token(hf_config),
             # a softmax over the chosen logits is the softmax over all, renormalised over the chosen
-            "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", shape.family == "mixtral"),
+            "moe_router_pre_softmax": not limits.renormalized(shape, hf_config),
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32",
@@ -142,37 +128,13 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-def _override(fields: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """learner.megatron: fields of TransformerConfig, handed over as they are."""
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    for name, value in given.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean learner.megatron.{close[0]}?" if close else ""
-            raise ValueError(f"learner.megatron.{name}: megatron-core's TransformerConfig has no such field{hint}")
-        fields[name] = value
-
-
 def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
     """Rotary frequencies per channel pair, with the scaling that config.json asks for."""
-    # newer configs keep everything in rope_parameters, older ones split it in two keys
-    rope = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
-    # older Llama configs leave it out and mean this; other families have defaults of their own
-    missing = 10000.0 if hf_config.get("model_type") == "llama" else None
-    theta = rope.get("rope_theta") or hf_config.get("rope_theta") or missing
-    if theta is None:
-        raise ValueError(f"config.json of a {hf_config.get('model_type')} model lacks rope_theta")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if float(rope.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor of config.json: partial rotary embeddings are not supported")
-    frequencies = 1.0 / float(theta) ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
+    rope = limits.rope_settings(hf_config)
+    frequencies = 1.0 / float(rope["rope_theta"]) ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope["kind"] == "linear":
         return frequencies / float(rope["factor"])
-    if kind == "llama3":
-        return _llama3(frequencies, rope)
-    raise ValueError(f"rope_type {kind!r} of config.json is not supported (supported: default, linear, llama3)")
+    return _llama3(frequencies, rope) if rope["kind"] == "llama3" else frequencies
 
 
 def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:

@@ -13,20 +13,19 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_rl.config.schema import OptimSection, Precision
 
+# where `optim.megatron` names no others
+DEFAULTS = {"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_eps": 1e-8, "clip_grad": 1.0}
+
 
 def optimizer_config(optim: OptimSection, precision: Precision, params_dtype: torch.dtype) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
         min_lr=optim.min_lr,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.beta1,
-        adam_beta2=optim.beta2,
-        adam_eps=optim.eps,
-        clip_grad=optim.clip_grad,
         bf16=precision is Precision.bf16,
         params_dtype=params_dtype,
         use_distributed_optimizer=True,
+        **{**DEFAULTS, **optim.megatron},
     )
 
 

@@ -20,6 +20,7 @@ from megatron_rl.learner import host  # before megatron
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
+from megatron_rl.config.rules import pipeline
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.distributed import TorchGroup, exchange
 from megatron_rl.models.groups import ShardGroups
@@ -48,8 +49,7 @@ class LearnerRank:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=learner.tensor_parallel,
             pipeline_model_parallel_size=learner.pipeline_parallel,
-            virtual_pipeline_model_parallel_size=learner.virtual_pipeline,
-            context_parallel_size=learner.context_parallel,
+            virtual_pipeline_model_parallel_size=self.layout.vp,
             expert_model_parallel_size=learner.expert_parallel,
             expert_tensor_parallel_size=self.layout.etp,
             distributed_timeout_minutes=int(PATIENCE.total_seconds() // 60),
@@ -62,20 +62,12 @@ class LearnerRank:
         if self.world_size != self.layout.world:
             raise ValueError(
                 f"the learner's layout needs {self.layout.world} processes (tensor_parallel {learner.tensor_parallel} "
-                f"x pipeline_parallel {learner.pipeline_parallel} x context_parallel {learner.context_parallel} x "
+                f"x pipeline_parallel {learner.pipeline_parallel} x "
                 f"data_parallel {learner.data_parallel}), but WORLD_SIZE is {self.world_size}: "
                 "start that many, or change learner.data_parallel"
             )
-        if learner.context_parallel > 1:
-            raise ValueError(
-                f"learner.context_parallel={learner.context_parallel} is not supported yet: "
-                "use 1, and learner.recompute or learner.sequence_parallel against long sequences"
-            )
-        if learner.virtual_pipeline is not None and not (learner.pipeline_parallel > 1 < learner.virtual_pipeline):
-            raise ValueError(
-                f"learner.virtual_pipeline={learner.virtual_pipeline} with pipeline_parallel "
-                f"{learner.pipeline_parallel}: interleaving needs at least 2 of each; null turns it off"
-            )
+        for problem in pipeline(learner):
+            raise ValueError(problem)
 
     @property
     def groups(self) -> ShardGroups:

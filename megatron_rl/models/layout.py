@@ -43,10 +43,9 @@ class Layout:
         return cls(
             tp=learner.tensor_parallel,
             pp=learner.pipeline_parallel,
-            vp=learner.virtual_pipeline,
+            vp=given.get("virtual_pipeline_model_parallel_size"),
             ep=learner.expert_parallel,
             etp=given.get("expert_tensor_parallel_size"),
-            cp=learner.context_parallel,
             dp=learner.data_parallel,
             first_layers=given.get("num_layers_in_first_pipeline_stage"),
             last_layers=given.get("num_layers_in_last_pipeline_stage"),

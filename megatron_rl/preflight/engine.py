@@ -8,28 +8,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config.fleet import is_fleet, replica_formats
-from megatron_rl.config.schema import Config, Device, Format, KvCache, Sleep, Transport
+from megatron_rl.config.schema import (
+    Device,
+    Format,
+    KvCache,
+    LearnerSection,
+    QuantizationSection,
+    SamplerSection,
+    Sleep,
+    SyncSection,
+    Transport,
+)
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.machine import Machine
+from megatron_rl.preflight.placement import gpus_of_engines
 from megatron_rl.quantization.formats import FP8_CAPABILITY, is_quantized
 
 EXPERTS_PATTERN = r"re:.*\.experts\..*"  # every expert, for quantization.ignore
 
 
-def engine_problems(config: Config, machine: Machine, shape: ModelShape) -> Iterator[str]:
-    """One message per problem, naming key, value and way out."""
-    for format in dict.fromkeys(replica_formats(config)):
-        yield from _experts(config, machine, shape, format)
-    yield from _cache(config, machine)
-    yield from _sleep(config, machine)
-    if config.sync.transport != Transport.file and not is_fleet(config):  # a fleet has its own word on that
-        yield from _transport(config, machine)
+def experts(
+    machine: Machine, shape: ModelShape, sampler: SamplerSection, quantization: QuantizationSection
+) -> Iterator[str]:
+    for format in dict.fromkeys(replica_formats(sampler, quantization)):
+        yield from _experts(machine, shape, format, quantization.ignore)
 
 
-def _experts(config: Config, machine: Machine, shape: ModelShape, format: Format) -> Iterator[str]:
-    ignore = config.quantization.ignore
+def _experts(machine: Machine, shape: ModelShape, format: Format, ignore: list[str]) -> Iterator[str]:
     if not shape.experts or format == Format.none:
         return
     counts: dict[int, tuple[int, int]] = {}  # layer -> (quantized expert tensors, all expert tensors)
@@ -52,44 +59,50 @@ def _experts(config: Config, machine: Machine, shape: ModelShape, format: Format
         )
 
 
-def _cache(config: Config, machine: Machine) -> Iterator[str]:
-    if config.quantization.kv_cache == KvCache.none:
+def cache(machine: Machine, quantization: QuantizationSection) -> Iterator[str]:
+    if quantization.kv_cache == KvCache.none:
         return
-    value = f"quantization.kv_cache: {config.quantization.kv_cache}"
+    value = f"quantization.kv_cache: {quantization.kv_cache}"
     if machine.kind == Device.cpu:
         yield f"{value} is for GPUs; use none"
     elif machine.capability is not None and machine.capability < FP8_CAPABILITY:
         yield f"{value} needs compute capability {FP8_CAPABILITY}, {machine.name} has {machine.capability}; use none"
 
 
-def _sleep(config: Config, machine: Machine) -> Iterator[str]:
-    sleep = config.sampler.sleep
-    if sleep == Sleep.none:
+def sleep(machine: Machine, sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
+    wanted = sampler.sleep
+    if wanted == Sleep.none:
         return
     if machine.kind == Device.cpu:
-        yield f"sampler.sleep: {sleep} gives GPU memory back, and there is no GPU here; use none"
-    if is_fleet(config):
-        yield f"sampler.sleep: {sleep} is for an engine that shares its GPU with the learner, not for a fleet; use none"
-    if sleep == Sleep.discard and config.sync.every > 1:
+        yield f"sampler.sleep: {wanted} gives GPU memory back, and there is no GPU here; use none"
+    if is_fleet(sampler):
         yield (
-            f"sampler.sleep: discard with sync.every={config.sync.every}: only a sync brings discarded weights back; "
+            f"sampler.sleep: {wanted} is for an engine that shares its GPU with the learner, not for a fleet; use none"
+        )
+    if wanted == Sleep.discard and sync.every > 1:
+        yield (
+            f"sampler.sleep: discard with sync.every={sync.every}: only a sync brings discarded weights back; "
             "use sampler.sleep=offload, or sync.every=1"
         )
 
 
-def _transport(config: Config, machine: Machine) -> Iterator[str]:
-    transport, learner = config.sync.transport, Layout.from_config(config.learner)
-    if machine.kind == Device.cpu:
-        yield f"sync.transport: {transport} needs GPUs; use file"
+def transport(
+    machine: Machine, shape: ModelShape, sampler: SamplerSection, learner: LearnerSection, sync: SyncSection
+) -> Iterator[str]:
+    name, layout = sync.transport, Layout.from_config(learner)
+    if name == Transport.file or is_fleet(sampler):  # a fleet has its own word on that
         return
-    local = min(learner.world, machine.gpus or learner.world)  # ranks take the first GPUs of their host
-    engine = _devices(config)
+    if machine.kind == Device.cpu:
+        yield f"sync.transport: {name} needs GPUs; use file"
+        return
+    local = min(layout.world, machine.gpus or layout.world)  # ranks take the first GPUs of their host
+    engine = gpus_of_engines(sampler)
     shared = sorted(engine & set(range(local)))
     named = ",".join(map(str, sorted(engine)))
-    if transport == Transport.ipc:
-        if learner.world > local:
+    if name == Transport.ipc:
+        if layout.world > local:
             yield (
-                f"sync.transport: ipc shares memory within one host, but the learner has {learner.world} ranks and "
+                f"sync.transport: ipc shares memory within one host, but the learner has {layout.world} ranks and "
                 f"this host {machine.gpus} GPUs; use nccl with the engine on GPUs of its own, or file"
             )
         elif len(shared) < len(engine):
@@ -99,16 +112,11 @@ def _transport(config: Config, machine: Machine) -> Iterator[str]:
             )
         return
     if shared:
-        free = ",".join(str(local + number) for number in range(config.sampler.tensor_parallel))
+        free = ",".join(str(local + number) for number in range(sampler.tensor_parallel))
         yield (
-            f"sync.transport: {transport} needs a GPU for each of its ranks, but engine and learner both take "
+            f"sync.transport: {name} needs a GPU for each of its ranks, but engine and learner both take "
             f"{','.join(map(str, shared))}; give the engine GPUs of its own (sampler.devices='{free}'), or use ipc"
         )
 
 
-def _devices(config: Config) -> set[int]:
-    """GPUs of the embedded engine: what is no number is reported elsewhere."""
-    named = config.sampler.devices
-    if named is None:
-        return set(range(config.sampler.tensor_parallel))
-    return {int(device) for device in named.split(",") if device.isdecimal()}
+RULES = (experts, cache, sleep, transport)

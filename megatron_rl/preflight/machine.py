@@ -1,9 +1,10 @@
-"""What this machine can run, found out without importing torch."""
+"""What a machine can run: this one, found out without importing torch, or one that is only named."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -12,13 +13,44 @@ from importlib import metadata
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Device
 
+# name -> compute capability, GiB of memory
+GPUS = {
+    "A100": (8.0, 80),
+    "L4": (8.9, 24),
+    "L40S": (8.9, 48),
+    "H20": (9.0, 96),
+    "H100": (9.0, 80),
+    "H200": (9.0, 141),
+    "B200": (10.0, 180),
+    "B300": (10.3, 288),
+}
+NAMED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([A-Za-z]\w*?)(?:-([1-9]\d*))?")
+
 
 @dataclass(frozen=True)
 class Machine:
     kind: Device  # cpu | cuda
     name: str
     capability: float | None = None  # CUDA compute capability
-    gpus: int = 0  # that this job sees; 0: not known
+    gpus: int = 0  # of a node, that this job sees; 0: not known
+    nodes: int = 1
+
+    def __str__(self) -> str:
+        if not self.gpus:
+            return self.name
+        return f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.gpus} x {self.name}"
+
+
+def named(text: str) -> Machine:
+    """The machine that NODESxGPUSxNAME-GIB stands for; the memory may be left out."""
+    match = NAMED.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--on {text}: expected NODESxGPUSxNAME or NODESxGPUSxNAME-GIB, such as 1x8xH100-80")
+    nodes, gpus, name, gib = match.groups()
+    if name.upper() not in GPUS:
+        raise ConfigError(f"--on {text}: {name} is not known; use one of {', '.join(GPUS)}")
+    capability, usual = GPUS[name.upper()]
+    return Machine(Device.cuda, f"{name.upper()} ({gib or usual} GiB)", capability, int(gpus), int(nodes))
 
 
 def detect(wanted: Device = Device.auto) -> Machine:

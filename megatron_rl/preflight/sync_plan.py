@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megatron_rl.config.fleet import distinct_formats
-from megatron_rl.config.schema import Config, Format
+from megatron_rl.config.schema import Format, QuantizationSection, SamplerSection
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.model import Model
@@ -20,7 +20,6 @@ from megatron_rl.models.table import Row, Split
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.formats import BLOCK, is_quantized, outputs, scale_name
 
-AXES = ("tensor", "pipeline", "context", "expert", "data")
 LARGEST = 4096  # where the search for a valid parallel size ends
 PLAIN = "bfloat16"  # what is not quantized
 
@@ -172,21 +171,11 @@ def problems(model: Model, sampler_tp: int, format: Format, ignore: Sequence[str
     return found + _pipeline(shape, layout)
 
 
-def config_problems(config: Config, hf_config: dict[str, object]) -> list[str]:
-    """`problems` of a run's config."""
-    try:
-        model = Model.of(hf_config, Layout.from_config(config.learner))
-    except ValueError as error:
-        return [f"model.path={config.model.path}: {error}"]
-    learner, quantization = config.learner, config.quantization
-    sizes = {f"learner.{axis}_parallel": getattr(learner, f"{axis}_parallel") for axis in AXES}
-    sizes["sampler.tensor_parallel"] = config.sampler.tensor_parallel
-    below = [f"{key}: {value}, expected 1 or more" for key, value in sizes.items() if value < 1]
-    if below:
-        return below
+def size_problems(policy: Model, sampler: SamplerSection, quantization: QuantizationSection) -> list[str]:
+    """`problems` of a run's sections."""
     found: dict[str, None] = {}  # formats share most of their problems
-    for format in distinct_formats(config):
-        found |= dict.fromkeys(problems(model, config.sampler.tensor_parallel, format, quantization.ignore))
+    for format in distinct_formats(sampler, quantization):
+        found |= dict.fromkeys(problems(policy, sampler.tensor_parallel, format, quantization.ignore))
     return list(found)
 
 
@@ -309,7 +298,7 @@ def _pipeline(shape: ModelShape, layout: Layout) -> list[str]:
         check = Check("learner.pipeline_parallel", layout.pp, shape.layers)
         check.add(lambda pp: shape.layers % pp == 0, f"does not divide {shape.layers} layers")
     else:
-        check = Check("learner.virtual_pipeline", layout.chunks, shape.layers)
+        check = Check("learner.megatron.virtual_pipeline_model_parallel_size", layout.chunks, shape.layers)
         each = shape.layers // layout.pp
         check.add(lambda vp: each % vp == 0, f"does not divide the {each} layers of a pipeline stage")
     return check.report()

@@ -17,7 +17,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.preflight.links import LowerBound, SamplerLayout, links, lower_bound
-from megatron_rl.preflight.sync_plan import SyncPlan, config_problems, plan_sync
+from megatron_rl.preflight.sync_plan import SyncPlan, plan_sync, size_problems
 from megatron_rl.runs.console import table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -37,14 +37,17 @@ class Request:
 def describe_plan(request: Request) -> str:
     """The report; every reason at once where the sizes do not go together."""
     config, hf_config = _read(request)
-    found = config_problems(config, hf_config)
+    try:
+        model = Model.of(hf_config, Layout.from_config(config.learner))
+    except ValueError as error:
+        raise ConfigError(f"model.path={config.model.path}: {error}") from None
+    found = size_problems(model, config.sampler, config.quantization)
     if request.replicas < 1:
         found.append(f"--replicas {request.replicas}: expected 1 or more")
     if request.link_gbs is not None and request.link_gbs <= 0:
         found.append(f"--link-gbs {request.link_gbs:g}: expected GB/s above 0")
     if found:
         raise ConfigError("\n".join(found))
-    model = Model.of(hf_config, Layout.from_config(config.learner))
     sampler = SamplerLayout(config.sampler.tensor_parallel, request.replicas)
     plan = plan_sync(model, config.quantization.format, config.quantization.ignore)
     bound = lower_bound(plan, model, sampler)

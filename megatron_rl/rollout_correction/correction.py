@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.advantage import group_advantages
-from megatron_rl.config.correction_values import unknown_words
+from megatron_rl.config.bounds import sound
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
 from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
 from megatron_rl.rollout_correction.metrics import PREFIX
@@ -110,7 +110,7 @@ def _check(source: Source, config: CorrectionConfig) -> None:
                 f"the {name} logprobs are {list(logprobs_BT.shape)} and the mask is {list(shape)}: "
                 "hand over one logprob and one mask entry for each position of each row"
             )
-    unknown = unknown_words(config)
+    unknown = list(sound(config, "correction")[1].values())
     if unknown:
         raise ValueError("; ".join(unknown))
 

@@ -206,7 +206,7 @@ _TABLE: list[Metric] = [
         ("version", "last", "", "policy version that was sent"),
         ("bytes", "sum", "bytes", "bytes that were sent"),
         ("tensors", "last", "", "tensors that were sent"),
-        ("changed_fraction", "mean", "", "values that differ from the version before, with sync.delta"),
+        ("changed_fraction", "mean", "", "values that differ from the version before, with sync.full_every above 1"),
         ("plan_s", "sum", "s", "deciding what goes where"),
         ("quantize_s", "sum", "s", "quantizing on the shards, row maxima over tensor-parallel ranks included"),
         ("gather_s", "sum", "s", "gathering over the tensor-parallel group"),

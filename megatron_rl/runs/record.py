@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import yaml
-
+from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
@@ -115,7 +114,7 @@ class Recorder:
         if moved:
             self.note(moved)
         if mode is not Wandb.none:
-            self._wandb = WandbLog(config, yaml.safe_load(resolved_yaml), run_dir, mode)
+            self._wandb = WandbLog(config, read_yaml(resolved_yaml), run_dir, mode)
         self._note_places()
 
     @contextmanager

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
 from plotly.offline import get_plotlyjs
 
+from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.files import write_whole
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report_figures import PALETTE
@@ -135,7 +135,7 @@ def _differences(runs: Sequence[RunData]) -> str:
 def _appendix(runs: Sequence[RunData]) -> str:
     parts = ["<h2>Setup</h2>"]
     for run in runs:
-        config = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True)
+        config = write_yaml(dict(run.config))
         parts.append(
             f"<details><summary>{escape(run.name)}: configuration</summary><pre>{escape(config)}</pre></details>"
             f"<details><summary>{escape(run.name)}: environment</summary>"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
+from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, pooled
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.rollout_file import load_recorded, read_rollouts, recorded_steps
@@ -115,7 +115,7 @@ def load_run(path: Path) -> RunData:
     run = RunDir(path)
     if not run.metrics.is_file():
         raise NotARun(f"{path} is not a run directory: it has no metrics.jsonl. Give the folder of a run, as runs/NAME")
-    config = yaml.safe_load(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
+    config = read_yaml(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
     env = json.loads(run.env.read_text(encoding="utf-8")) if run.env.is_file() else {}
     return RunData(path.resolve().name, path, config or {}, env, read_status(path), tuple(read_metrics(run.metrics)))
 

@@ -26,8 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
 
@@ -201,9 +200,9 @@ def redact(value: Any) -> Any:
 
 
 def _redacted_yaml(text: str) -> str:
-    config = yaml.safe_load(text)
+    config = read_yaml(text)
     hidden = redact(config)
-    return text if hidden == config else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
+    return text if hidden == config else write_yaml(hidden)
 
 
 def _now() -> str:

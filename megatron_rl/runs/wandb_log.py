@@ -12,6 +12,7 @@ from megatron_rl.config.schema import LogSection, Wandb
 from megatron_rl.runs.run_dir import ENDED, redact
 
 HOST = "api.wandb.ai"
+PROJECT = "megatron-rl"
 
 
 def has_key() -> bool:
@@ -46,7 +47,7 @@ class WandbLog:
         self._wandb = wandb
         self._run = wandb.init(
             mode="online" if mode is Wandb.online else "offline",
-            project=config.project,
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
             group=config.group,
             name=run_dir.name,
             dir=str(run_dir),

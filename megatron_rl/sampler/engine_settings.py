@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.fleet import is_fleet, replica_formats
+from megatron_rl.config.fleet import HOST_CACHE_BYTES, is_fleet, replica_formats
 from megatron_rl.config.schema import Config, Device, Format, KvCache, QuantizationSection, SamplerSection, Transport
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
@@ -35,8 +35,8 @@ class EngineSettings:
         return cls(
             sampler=config.sampler,
             quantization=config.quantization,
-            formats=replica_formats(config),
-            is_fleet=is_fleet(config),
+            formats=replica_formats(config.sampler, config.quantization),
+            is_fleet=is_fleet(config.sampler),
             transport=config.sync.transport,
             max_tokens=config.rollout.max_prompt_tokens + response,
             seed=config.run.seed,
@@ -82,7 +82,7 @@ def engine_arguments(
     if gpu:
         arguments["enable_sleep_mode"] = True
     else:
-        arguments["kv_cache_memory_bytes"] = int(sampler.memory_gib * (1 << 30))
+        arguments["kv_cache_memory_bytes"] = HOST_CACHE_BYTES
     if sampler.tensor_parallel > 1:
         arguments["distributed_executor_backend"] = "mp"
     return arguments | sampler.vllm

@@ -39,8 +39,8 @@ class FilePush:
         self._sources, self._sampler, self._sync, self._fleet = sources, sampler, sync, fleet
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._kept: list[int] = []  # rank 0: versions that engines may still ask for, or that patches build on
-        self._lineage = Lineage(sync.full_every if sync.delta else 1)
-        self._sent = {format: Sent() for format in sources} if sync.delta else {}
+        self._lineage = Lineage(sync.full_every)
+        self._sent = {format: Sent() for format in sources} if sync.full_every > 1 else {}
         self._sync_dir: SyncDir | None = None
         self._writer, self._writers, self._nbytes = self._writer_number()
         self.directory = self._open_directory()
@@ -83,7 +83,7 @@ class FilePush:
             self.forget(version)
             return
         self._kept.append(version)
-        needed = set(self._lineage.versions) if self._sync.delta else set()
+        needed = set(self._lineage.versions) if self._sync.full_every > 1 else set()
         if self._fleet:
             needed.add(version)
         # on a shared file system another host may have pages of the old content at hand, and a server that is just

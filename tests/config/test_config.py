@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from megatron_rl.config import ConfigError, all_keys, from_mapping, load, to_yaml
 from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.config.removed import REMOVED
 from megatron_rl.config.schema import (
     Aggregate,
     Divergence,
@@ -123,7 +124,17 @@ def test_broken_yaml_names_the_file(tmp_path: Path) -> None:
 
 
 def test_the_number_of_keys_stays_graspable() -> None:
-    assert len(all_keys()) < 130
+    assert len(all_keys()) <= 100
+
+
+def test_a_removed_key_says_what_stands_in_its_place(recipe: Path) -> None:
+    assert not REMOVED.keys() & set(all_keys())
+    page = (ROOT / "docs" / "decisions" / "config_keys.md").read_text()
+    for key, hint in REMOVED.items():
+        with pytest.raises(ConfigError) as caught:
+            load(recipe, [f"{key}=secret"])
+        assert str(caught.value) == f"{key}: unknown key; {hint}"
+        assert f"`{key}`" in page
 
 
 BAD_VALUES = [

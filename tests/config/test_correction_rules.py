@@ -14,8 +14,8 @@ from megatron_rl.config.correction_rules import (
     check_correction,
     check_loss,
     check_objective,
-    problems,
 )
+from megatron_rl.config.rules import check
 from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,
     AdvantageConfig,
@@ -92,7 +92,8 @@ def test_corrections_that_are_refused(config: CorrectionConfig, path: str) -> No
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    config = CorrectionConfig(weight=WeightConfig(low=-1.0, high=-2.0), reject=[replace(RULE, reduce=None)])
+    reject = [replace(RULE, reduce=None), replace(RULE, stat="k4")]
+    config = CorrectionConfig(weight=WeightConfig(low=-1.0, high=-2.0), reject=reject)
     assert len(check_correction(config)) == 4
 
 
@@ -208,15 +209,15 @@ WARM_START = Config(
     ],
 )
 def test_sections_that_do_not_go_together(config: Config, said: str) -> None:
-    found = problems(config)
+    found = check(config)[1]
     assert len(found) == 1, found
     assert found[0].startswith(said)
-    assert problems(WARM_START) == []
+    assert check(WARM_START) == (WARM_START, [])
 
 
 def test_defaults_and_plain_strings_are_clean() -> None:
-    assert problems(Config()) == []
-    assert problems(Config(loss=LossConfig(name="cross_entropy"))) == []  # of sampled answers: self-imitation
+    assert check(Config()) == (Config(), [])
+    assert check(Config(loss=LossConfig(name="cross_entropy")))[1] == []  # of sampled answers: self-imitation
     assert check_correction(rule(stat="k2", low=0.1, high=None)) == []  # odd, but it says what it does
     for level, outside in itertools.product(["token", "sequence"], ["truncate", "zero"]):
         assert check_correction(weight(level=level, outside=outside, low=0.5)) == []

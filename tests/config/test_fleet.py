@@ -1,6 +1,5 @@
 """What is wrong with a fleet's keys is said before anything starts: key, value, way out."""
 
-import socket
 from dataclasses import replace
 
 import pytest
@@ -8,15 +7,17 @@ from tiny_engine import make_config
 
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.fleet import (
-    address_problems,
+    addresses,
     distinct_formats,
     is_fleet,
     is_loopback,
     local_formats,
-    problems,
     replica_formats,
 )
+from megatron_rl.config.rules import check, findings
 from megatron_rl.config.schema import Config, Device, FleetSection, Format, Transport
+from megatron_rl.preflight import placement
+from megatron_rl.preflight.machine import Machine
 
 KEY = "MEGATRON_RL_FLEET_KEY"
 DISTANT = "http://node7:8000"
@@ -27,23 +28,28 @@ def config(sampler: dict | None = None, **fleet) -> Config:
 
 
 def found(config: Config, kind: Device = Device.cpu) -> str:
-    return "\n".join(problems(config, kind))
+    facts = vars(config) | {"machine": Machine(kind, "a machine", gpus=8 if kind == Device.cuda else 0)}
+    rules = (placement.fleet_gpus, placement.host_memory, placement.reach)
+    return "\n".join([*check(config)[1], *findings(rules, facts)])
 
 
 def test_formats_of_embedded_engines_and_fleets():
-    assert not is_fleet(config())
-    assert replica_formats(config()) == distinct_formats(config()) == (Format.int8,)
-    assert replica_formats(config(replicas=2, addresses=[DISTANT])) == (Format.int8,) * 3
+    def of(config: Config, function=replica_formats) -> tuple[Format, ...]:
+        return function(config.sampler, config.quantization)
+
+    assert not is_fleet(config().sampler)
+    assert of(config()) == of(config(), distinct_formats) == (Format.int8,)
+    assert of(config(replicas=2, addresses=[DISTANT])) == (Format.int8,) * 3
     mixed = config(replicas=2, addresses=[DISTANT], formats=[Format.fp8, Format.none, Format.fp8])
-    assert distinct_formats(mixed) == (Format.none, Format.fp8)
-    assert local_formats(mixed) == (Format.fp8, Format.none)
+    assert of(mixed, distinct_formats) == (Format.none, Format.fp8)
+    assert of(mixed, local_formats) == (Format.fp8, Format.none)
 
 
 def test_a_sound_fleet_has_no_problems(monkeypatch):
     monkeypatch.setenv(KEY, "k" * 32)
     sound = config(replicas=1, addresses=["http://127.0.0.1:8000"], formats=[Format.none, Format.int8])
     assert found(sound) == ""
-    assert address_problems(sound) == []
+    assert addresses(sound.sampler) == []
     on_gpus = config({"tensor_parallel": 2}, replicas=2, devices=["0,1", "2,3"])
     assert found(on_gpus, Device.cuda) == ""
 
@@ -55,10 +61,6 @@ def test_a_sound_fleet_has_no_problems(monkeypatch):
         ({}, {"replicas": 2, "formats": [Format.int8]}, Device.cpu, ["sampler.fleet.formats", "1 formats for 2"]),
         ({}, {"formats": [Format.int8]}, Device.cpu, ["sampler.fleet.formats", "without servers"]),
         ({}, {"replicas": 1, "restarts": -1}, Device.cpu, ["sampler.fleet.restarts", "-1"]),
-        ({}, {"replicas": 1, "probe_every_s": 0.0}, Device.cpu, ["sampler.fleet.probe_every_s", "above 0"]),
-        ({}, {"replicas": 3, "port": 65534}, Device.cpu, ["sampler.fleet.port", "65534 to 65536", "null"]),
-        ({}, {"replicas": 1, "port": 80}, Device.cpu, ["sampler.fleet.port", "80", "1024"]),
-        ({}, {"addresses": ["http://[::1]:1"], "port": 8000}, Device.cpu, ["sampler.fleet.port", "remove it"]),
         ({}, {"replicas": 1, "devices": ["0"]}, Device.cpu, ["sampler.fleet.devices", "no GPU"]),
         ({}, {"replicas": 2}, Device.cuda, ["sampler.fleet.devices", "share the same GPUs"]),
         ({}, {"replicas": 2, "devices": ["0"]}, Device.cuda, ["sampler.fleet.devices", "1 entries"]),
@@ -66,22 +68,16 @@ def test_a_sound_fleet_has_no_problems(monkeypatch):
         ({}, {"replicas": 2, "devices": ["0", "one"]}, Device.cuda, ["sampler.fleet.devices", "one"]),
         ({}, {"replicas": 1, "devices": ["0,1"]}, Device.cuda, ["sampler.fleet.devices", "tensor_parallel=1"]),
         ({"devices": "0"}, {"replicas": 1}, Device.cuda, ["sampler.devices", "sampler.fleet.devices"]),
-        ({"memory_gib": 1e6}, {"replicas": 2}, Device.cpu, ["sampler.memory_gib", "2e+06 GiB"]),
+        ({"vllm": {"kv_cache_memory_bytes": 1 << 50}}, {"replicas": 2}, Device.cpu,
+         ["sampler.vllm.kv_cache_memory_bytes", "2.09715e+06 GiB"]),
         ({}, {"addresses": [DISTANT]}, Device.cpu, ["sync.dir", "null", "node7"]),
     ],
 )  # fmt: skip
-def test_nonsense_is_named(sampler, fleet, kind, words):
+def test_nonsense_is_named(sampler, fleet, kind, words, monkeypatch):
+    monkeypatch.setenv(KEY, "k" * 32)
     said = found(config(sampler, **fleet), kind)
     assert len(said.splitlines()) == 1
     assert all(word in said for word in words), said
-
-
-def test_a_port_in_use_is_named():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert f"sampler.fleet.port: {port} is in use" in found(config(replicas=1, port=port))
 
 
 def test_other_transports_do_not_reach_a_fleet_yet():
@@ -102,7 +98,7 @@ def test_other_transports_do_not_reach_a_fleet_yet():
 )
 def test_addresses_that_cannot_be_meant(address, words, monkeypatch):
     monkeypatch.setenv(KEY, "k" * 32)
-    (said,) = address_problems(config(addresses=[address]))
+    (said,) = addresses(config(addresses=[address]).sampler)
     assert said.startswith("sampler.fleet.addresses")
     assert words in said
     assert "secret" not in said
@@ -110,7 +106,7 @@ def test_addresses_that_cannot_be_meant(address, words, monkeypatch):
 
 def test_the_same_server_twice(monkeypatch):
     monkeypatch.setenv(KEY, "k" * 32)
-    (said,) = address_problems(config(addresses=[DISTANT, DISTANT]))
+    (said,) = addresses(config(addresses=[DISTANT, DISTANT]).sampler)
     assert "twice" in said
 
 
@@ -120,7 +116,7 @@ def test_the_same_server_twice(monkeypatch):
 def test_loopback(address, monkeypatch):
     monkeypatch.delenv(KEY, raising=False)
     assert is_loopback(address)
-    assert address_problems(config(addresses=[address])) == []
+    assert addresses(config(addresses=[address]).sampler) == []
 
 
 @pytest.mark.parametrize(
@@ -131,7 +127,7 @@ def test_elsewhere_a_key_is_needed_when_the_recipe_is_loaded(address, monkeypatc
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"sampler: {{fleet: {{addresses: ['{address}']}}}}\n")
     monkeypatch.delenv(KEY, raising=False)
-    with pytest.raises(ConfigError, match=rf"sampler\.fleet\.key_variable: {KEY} is not set"):
+    with pytest.raises(ConfigError, match=rf"sampler\.fleet\.addresses: .*{KEY} is not set"):
         load(recipe)
     monkeypatch.setenv(KEY, "k" * 32)
     assert load(recipe).sampler.fleet.addresses == [address]
@@ -140,12 +136,6 @@ def test_elsewhere_a_key_is_needed_when_the_recipe_is_loaded(address, monkeypatc
 @pytest.mark.parametrize("key", ["short", "with spaces in the middle of it", "k" * 20 + "\n", "ä" * 20])
 def test_weak_keys_are_refused_and_never_shown(key, monkeypatch):
     monkeypatch.setenv(KEY, key)
-    (said,) = address_problems(config(addresses=[DISTANT]))
+    (said,) = addresses(config(addresses=[DISTANT]).sampler)
     assert f"the key in {KEY} has {len(key)} characters" in said
     assert key not in said
-
-
-def test_a_key_in_place_of_the_variable_is_not_repeated():
-    (said,) = address_problems(config(addresses=[DISTANT], key_variable="sk-very-secret"))
-    assert "sampler.fleet.key_variable" in said
-    assert "very-secret" not in said

@@ -39,7 +39,9 @@ def make_config(format: Format = Format.none, **sampler) -> Config:
         run=RunSection(device=Device.cpu),
         quantization=QuantizationSection(format=format),
         rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
-        sampler=replace(SamplerSection(memory_gib=0.1, max_sequences=16, start_timeout_s=240), **sampler),
+        sampler=replace(
+            SamplerSection(max_sequences=16, start_timeout_s=240, vllm={"kv_cache_memory_bytes": 100 << 20}), **sampler
+        ),
     )
 
 

@@ -18,7 +18,6 @@ from learner_cases import make_batch, make_targets
 from megatron_rl.config.schema import (
     Config,
     Format,
-    Fp8,
     KlOn,
     KvCache,
     LearnerSection,
@@ -40,11 +39,10 @@ SECTIONS = ("run", "learner", "optim", "loss", "correction", "rollout", "quantiz
 
 def build(job: dict[str, Any]) -> Learner:
     os.environ[RENDEZVOUS] = job["meeting"]
-    section = dict(job.get("layout", {}))
+    section = job.get("layout", {})
     learner = LearnerSection(
         precision=Precision(job.get("precision", "fp32")),
         on_nonfinite=OnNonFinite(job.get("on_nonfinite", "raise")),
-        fp8=Fp8(section.pop("fp8", "none")),
         **section,
     )
     config = Config(

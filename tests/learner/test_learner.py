@@ -26,12 +26,14 @@ FAMILIES = {
     "qwen3_moe": cases.QWEN3_MOE,
     "mixtral": cases.MIXTRAL,
 }
+CHUNKS = {"virtual_pipeline_model_parallel_size": 2}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel": 2},
     "pp2": {"pipeline_parallel": 2},
     "dp2": {"data_parallel": 2},
-    "tp2_sp": {"tensor_parallel": 2, "sequence_parallel": True},
-    "vp2": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+    "tp2_sp": {"tensor_parallel": 2, "megatron": {"sequence_parallel": True}},
+    "vp2": {"pipeline_parallel": 2, "megatron": CHUNKS},
 }
 ORDERED = ("tp2", "pp2", "dp2")
 STEPS = 3
@@ -45,9 +47,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("learner.megatron.num_layer", "learner.megatron.num_layers"),
     ),
     "world": (cases.QWEN3, {"tensor_parallel": 2}, ("needs 2 processes", "WORLD_SIZE is 1")),
-    "chunks": (cases.QWEN3, {"virtual_pipeline": 2}, ("learner.virtual_pipeline=2",)),
+    "chunks": (cases.QWEN3, {"megatron": CHUNKS}, ("learner.megatron.virtual_pipeline_model_parallel_size: 2",)),
     "rope": ({**cases.QWEN3, "rope_scaling": {"rope_type": "yarn"}}, {}, ("rope_type 'yarn'", "llama3")),
-    "fp8": (cases.QWEN3, {"fp8": "hybrid"}, ("learner.fp8=hybrid",)),
+    "fp8": (cases.QWEN3, {"megatron": {"fp8": "hybrid"}}, ("learner.megatron.fp8=hybrid",)),
     "activation": ({**cases.QWEN3, "hidden_act": "gelu"}, {}, ("hidden_act='gelu'",)),
     "family": ({**cases.QWEN3, "model_type": "qwen4"}, {}, ("'qwen4'", "qwen3")),
 }
@@ -96,7 +98,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _train("entropy", cases.QWEN3, entropy_coef=0.1),
         _train("packs_of_80", cases.QWEN3, {"tokens_per_microbatch": 80}),
         _train("unpacked", cases.QWEN3, {"tokens_per_microbatch": 1}),
-        _train("recompute", cases.QWEN3, {"recompute": True}),
+        _train("recompute", cases.QWEN3, {"megatron": RECOMPUTE}),
         *(_activations(model) for model in ACTIVATIONS),
         *({"name": on, "kind": "rejected", "hf": cases.QWEN3, "kl_coef": 0.1, "kl_on": on} for on in KlOn),
         {**bad, "name": "raise"},
@@ -122,7 +124,11 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         "pp2": LAYOUTS["pp2"],
         "dp2": LAYOUTS["dp2"],
         "tp2_sp": LAYOUTS["tp2_sp"],
-        "tp2_ep2": {**LAYOUTS["tp2_sp"], "expert_parallel": 2, "megatron": {"expert_tensor_parallel_size": 1}},
+        "tp2_ep2": {
+            **LAYOUTS["tp2_sp"],
+            "expert_parallel": 2,
+            "megatron": {"sequence_parallel": True, "expert_tensor_parallel_size": 1},
+        },
     }
     jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout) for name, layout in experts.items()]
     jobs += [_activations("dense", layout, name) for name, layout in LAYOUTS.items()]

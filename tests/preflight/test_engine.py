@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from simulated import hf_config
 
+from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import (
     Config,
     Device,
@@ -18,7 +19,7 @@ from megatron_rl.config.schema import (
     Transport,
 )
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight.engine import EXPERTS_PATTERN, engine_problems
+from megatron_rl.preflight.engine import EXPERTS_PATTERN, RULES
 from megatron_rl.preflight.machine import Machine
 
 HOST = Machine(Device.cpu, "CPU")
@@ -26,7 +27,8 @@ NODE = Machine(Device.cuda, "H100", 9.0, gpus=8)
 
 
 def problems(config: Config, machine: Machine = NODE, family: str = "qwen3", **changes) -> list[str]:
-    return list(engine_problems(config, machine, ModelShape.from_hf(hf_config(family, **changes))))
+    shape = ModelShape.from_hf(hf_config(family, **changes))
+    return list(findings(RULES, vars(config) | {"machine": machine, "shape": shape}))
 
 
 def quantized(format: Format, *ignore: str) -> Config:

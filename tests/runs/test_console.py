@@ -5,7 +5,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from megatron_rl.runs.console import LiveDisplay, PlainDisplay, choose_display, duration, sparkline, step_line
+from megatron_rl.runs.console import LiveDisplay, PlainDisplay, choose_display, duration, sparkline, step_line, table
 
 METRICS = {"reward/mean": 0.25, "reward/sampler_mean": 0.5, "optim/grad_norm": math.nan, "time/step": 1.5}
 
@@ -49,3 +49,12 @@ def test_sparkline():
 
 def test_duration():
     assert [duration(s) for s in (0.4, 59.6, 61, 3600 * 2 + 61)] == ["0s", "1m00s", "1m01s", "2h01m"]
+
+
+def test_a_table_puts_numbers_to_the_right() -> None:
+    lines = table(["name", "shape", "share", "change"], [["a", "text", "10.5%", "+1e-3"], ["longer", "t", "9%", ""]])
+    assert lines == [
+        "name    shape  share  change",
+        "a       text   10.5%   +1e-3",
+        "longer  t         9%",
+    ]

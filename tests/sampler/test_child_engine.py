@@ -10,6 +10,7 @@ import pytest
 from preloaded import forking
 from tiny_engine import make_model, make_settings
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.protocol import SamplerError
@@ -29,7 +30,7 @@ folder = Path(sys.argv[1])
 config = Config(
     run=RunSection(device=Device.cpu),
     rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
-    sampler=SamplerSection(memory_gib=0.1, start_timeout_s=240),
+    sampler=SamplerSection(start_timeout_s=240, vllm={"kv_cache_memory_bytes": 100 << 20}),
 )
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs without
 sampler = EmbeddedSampler(EngineSettings.from_config(config), folder, folder)
@@ -145,6 +146,6 @@ def test_a_child_that_dies_is_an_error_at_once(tmp_path):
 
 def test_a_folder_without_config_is_refused_before_anything_starts(tmp_path):
     sampler = EmbeddedSampler(make_settings(Format.int8), tmp_path, tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"model\.path=.* has no config\.json"):
+    with pytest.raises(ConfigError, match=r"model\.path: no config\.json in"):
         sampler.launch()
     assert sampler._engine.process is None

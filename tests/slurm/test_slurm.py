@@ -11,7 +11,7 @@ import pytest
 
 from megatron_rl.config import load
 from megatron_rl.data.toy import write_toy
-from megatron_rl.launch import world_size
+from megatron_rl.models.layout import Layout
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
@@ -30,7 +30,7 @@ def test_as_many_tasks_are_asked_for_as_the_recipe_has_ranks(script: Path) -> No
     assert recipe
     assert nodes
     assert tasks
-    assert int(nodes[1]) * int(tasks[1]) == world_size(load(ROOT / recipe[1]))
+    assert int(nodes[1]) * int(tasks[1]) == Layout.from_config(load(ROOT / recipe[1]).learner).world
 
 
 @pytest.mark.engine

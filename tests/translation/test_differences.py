@@ -17,8 +17,8 @@ from torch import Tensor
 from translation_cases_two_policies import surrogate, verl_in_loss
 from translation_oracle import ADVANTAGES, data, rho, row_mean, slime_mis, verl_rs
 
-from megatron_rl.config.schema import CorrectionConfig, Level, LossName, NonFinite, Reduction
-from megatron_rl.loss.policy_loss import LossConfig, policy_loss
+from megatron_rl.config.schema import CorrectionConfig, Level, LossConfig, LossName, NonFinite, Reduction
+from megatron_rl.loss.policy_loss import policy_loss
 from megatron_rl.rollout_correction import rollout_correction
 from megatron_rl.translation.translate import TranslationError, translate, translate_file
 

@@ -87,11 +87,11 @@ def open_sync(learner: Any, client: Any, config: Config) -> WeightSync:
     return WeightSync(
         learner,
         client,
-        distinct_formats(config),
+        distinct_formats(config.sampler, config.quantization),
         quantization=config.quantization,
         sync=config.sync,
         engines=config.sampler,
-        fleet=is_fleet(config),
+        fleet=is_fleet(config.sampler),
     )
 
 

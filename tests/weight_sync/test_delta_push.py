@@ -1,4 +1,4 @@
-"""`sync.delta` through `push`: what travels, when it is whole, and what a refused patch leads to."""
+"""Patches (`sync.full_every`) through `push`: what travels, when it is whole, and what a refused patch leads to."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Training:
     def __init__(self, folder: Path, format: Format = Format.int8) -> None:
         self.receiver, self.weights = Receiver(), Weights(0, 1)
         config = Config(
-            quantization=QuantizationSection(format=format), sync=SyncSection(dir=str(folder), delta=True, full_every=4)
+            quantization=QuantizationSection(format=format), sync=SyncSection(dir=str(folder), full_every=4)
         )
         self.sync = open_sync(self.weights, self.receiver, config)
 

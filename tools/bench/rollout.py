@@ -88,7 +88,9 @@ def make_settings(format: Format, work: Workload, fleet: bool) -> EngineSettings
         quantization=QuantizationSection(format=format),
         rollout=RolloutSection(max_prompt_tokens=work.prompt_tokens, max_response_tokens=work.response_tokens),
         sampler=SamplerSection(
-            memory_gib=0.5, start_timeout_s=START_TIMEOUT_S, fleet=FleetSection(replicas=1 if fleet else 0)
+            start_timeout_s=START_TIMEOUT_S,
+            vllm={"kv_cache_memory_bytes": 512 << 20},
+            fleet=FleetSection(replicas=1 if fleet else 0),
         ),
     )
     return EngineSettings.from_config(config)

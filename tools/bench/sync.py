@@ -205,7 +205,7 @@ def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str)
             learner=LearnerSection(tensor_parallel=given.tensor_parallel),
             quantization=QuantizationSection(format=Format(name)),
             rollout=RolloutSection(max_prompt_tokens=64, max_response_tokens=64),
-            sampler=SamplerSection(memory_gib=0.2, max_sequences=8),
+            sampler=SamplerSection(max_sequences=8, vllm={"kv_cache_memory_bytes": 200 << 20}),
             sync=SyncSection(bucket_mib=given.bucket_mib),
         )
         sampler = (

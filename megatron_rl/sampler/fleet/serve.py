@@ -1,7 +1,7 @@
 """`megatron-rl serve`: one server for the fleet of a run elsewhere, in the foreground, until it is interrupted.
 
-The run names it under `sampler.fleet.addresses`; both sides read the key from the variable that
-`sampler.fleet.key_variable` names. The weights come from the run: until its first sync the server holds none.
+The run names it under `sampler.fleet.addresses`; both sides read the key from the environment
+variable MEGATRON_RL_FLEET_KEY. The weights come from the run: until its first sync the server holds none.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
+from megatron_rl.config.fleet import KEY_VARIABLE
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.fleet.server_process import ServerProcess, ServerSettings
 from megatron_rl.sampler.model_folder import write_engine_folder
@@ -19,13 +20,9 @@ from megatron_rl.sampler.model_folder import write_engine_folder
 
 def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> int:
     """Returns the server's exit status; 0 where it was asked to end."""
-    variable = settings.sampler.fleet.key_variable
-    key = os.environ.get(variable, "")
+    key = os.environ.get(KEY_VARIABLE, "")
     if not key:
-        raise ConfigError(
-            f"sampler.fleet.key_variable: {variable} is not set in the environment; export the key that "
-            "the run will use"
-        )
+        raise ConfigError(f"{KEY_VARIABLE} is not set in the environment; export the key that the run will use")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="megatron-rl-server-") as name:
         folder = write_engine_folder(hf_folder, Path(name) / "engine", settings.quantization)
@@ -37,7 +34,7 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
             devices=settings.sampler.devices,
             workers=settings.sampler.tensor_parallel,
             host=host,
-            hidden=variable,
+            hidden=KEY_VARIABLE,
         )
         server = ServerProcess(own, key)
         try:

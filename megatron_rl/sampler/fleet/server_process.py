@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_rl.config.fleet import LOOPBACK
+from megatron_rl.config.fleet import KEY_VARIABLE, LOOPBACK
 from megatron_rl.engine import server_key
 from megatron_rl.engine.server import ALL_CORES
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, share_of_cores
@@ -61,11 +61,11 @@ def server_settings(
                 arguments=engine_arguments(own, engine_folder, worker_extension),
                 log_path=log_dir / f"sampler_{index}.log",
                 socket_dir=folder,
-                port=None if fleet.port is None else fleet.port + index,
+                port=None,
                 devices=fleet.devices[index] if fleet.devices else None,
                 workers=settings.sampler.tensor_parallel,
                 cores=share_of_cores(index, fleet.replicas),
-                hidden=fleet.key_variable,
+                hidden=KEY_VARIABLE,
             )
         )
     return servers

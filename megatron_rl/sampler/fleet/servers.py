@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_rl.config.fleet import KEY_VARIABLE
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.fleet.dispatch import Dispatched, Dispatcher, Job
 from megatron_rl.sampler.fleet.replica import Replica
@@ -25,7 +26,6 @@ class Servers:
         self._sampler, self._formats = settings.sampler, settings.formats
         self._state = FleetState(
             start_timeout_s=settings.sampler.start_timeout_s,
-            probe_every_s=settings.sampler.fleet.probe_every_s,
             max_restarts=settings.sampler.fleet.restarts,
             max_tokens=settings.max_tokens,
             note=note,
@@ -38,7 +38,7 @@ class Servers:
     async def open(self, started: Sequence[ServerSettings]) -> None:
         """Start the run's own servers, and look after them and the given ones from here on."""
         fleet = self._sampler.fleet
-        own_key, given_key = secrets.token_urlsafe(KEY_BYTES), os.environ.get(fleet.key_variable, "")
+        own_key, given_key = secrets.token_urlsafe(KEY_BYTES), os.environ.get(KEY_VARIABLE, "")
         servers: list[tuple[ServerSettings | None, str, str]] = [(one, "", own_key) for one in started]
         servers += [(None, address.rstrip("/"), given_key) for address in fleet.addresses]
         for index, ((own, address, key), format) in enumerate(zip(servers, self._formats, strict=True)):

@@ -20,6 +20,7 @@ from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 POLL_S = 0.2
+PROBE_EVERY_S = 2.0  # between two looks at every server
 UNANSWERED = 3  # looks in a row without an answer until a server counts as gone
 WARM_UP = SamplingParams(samples=2, max_tokens=2)
 
@@ -29,7 +30,6 @@ class FleetState:
     """What the supervisors and the sampler share; touched on the event loop only."""
 
     start_timeout_s: float
-    probe_every_s: float
     max_restarts: int  # of each server
     max_tokens: int  # of a prompt and its answer together: what every server must take
     note: Callable[[str], None]
@@ -140,15 +140,15 @@ class Supervisor:
     async def _watch(self) -> None:
         """Returns once the server is gone."""
         replica, state = self.replica, self._state
-        unanswered, next_look = 0, time.monotonic() + state.probe_every_s
+        unanswered, next_look = 0, time.monotonic() + PROBE_EVERY_S
         while replica.ready:
-            await asyncio.sleep(min(POLL_S, state.probe_every_s))
+            await asyncio.sleep(min(POLL_S, PROBE_EVERY_S))
             ended = replica.process.ended() if replica.process else None
             if ended:
                 state.take_out(replica, ended)
             elif time.monotonic() >= next_look:
                 unanswered = 0 if await replica.is_healthy() else unanswered + 1
-                next_look = time.monotonic() + state.probe_every_s
+                next_look = time.monotonic() + PROBE_EVERY_S
                 if unanswered >= UNANSWERED:
                     state.take_out(replica, f"did not answer {UNANSWERED} times in a row")
         await self._failed(replica.reason)
@@ -166,7 +166,7 @@ class Supervisor:
             replica.given_up = details
             self.first_start.set_exception(SamplerError(f"{replica.name} did not start: {details}"))
         elif self._own is None:
-            await asyncio.sleep(state.probe_every_s)
+            await asyncio.sleep(PROBE_EVERY_S)
         elif replica.restarts >= state.max_restarts:
             replica.given_up = f"given up after sampler.fleet.restarts={state.max_restarts}: {details}"
             state.note(f"{replica.name} is given up after sampler.fleet.restarts={state.max_restarts}: {reason}")

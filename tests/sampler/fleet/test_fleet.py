@@ -74,7 +74,7 @@ class LiveFleet:
 
 
 def fleet_settings(**keys) -> EngineSettings:
-    return make_settings(fleet=FleetSection(probe_every_s=0.5, **keys))
+    return make_settings(fleet=FleetSection(**keys))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,192 @@
+"""What two keys of a recipe cannot say together, as far as the recipe alone shows it.
+
+A rule is a function of the sections (or other facts) that its parameters name. It returns sentences that name the
+key, its value and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import signature
+from typing import Any
+
+from megatron_rl.config import correction_rules, fleet
+from megatron_rl.config.bounds import sound
+from megatron_rl.config.correction_values import Findings
+from megatron_rl.config.schema import (
+    GROUP_ESTIMATORS,
+    AdvantageConfig,
+    Anchor,
+    Config,
+    CorrectionConfig,
+    Estimator,
+    EvalSection,
+    Format,
+    LearnerSection,
+    LossConfig,
+    QuantizationSection,
+    RewardSection,
+    RolloutSection,
+    RolloutSource,
+    RunSection,
+    SamplerSection,
+    SyncSection,
+    Transport,
+)
+
+Rule = Callable[..., Iterable[Any]]
+
+# what the sampler decides itself; `sampler.vllm` may set anything else
+OWNED_ARGUMENTS = frozenset(
+    {
+        "model", "quantization", "load_format", "logprobs_mode", "skip_tokenizer_init", "generation_config",
+        "tensor_parallel_size", "weight_transfer_config", "worker_extension_cls", "max_num_seqs",
+        "api_key", "host", "port", "uds", "middleware", "tokens_only", "root_path",
+    }
+)  # fmt: skip
+
+
+def findings(rules: Iterable[Rule], facts: Mapping[str, Any]) -> Iterator[Any]:
+    """What the rules find; a rule that wants a fact which is not there is left out."""
+    for rule in rules:
+        names = signature(rule).parameters
+        if names.keys() <= facts.keys():
+            yield from rule(**{name: facts[name] for name in names})
+
+
+def check(config: Config) -> tuple[Config, list[str]]:
+    """The config with wrong values at null or their defaults, and all that the recipe alone shows to be wrong."""
+    config, wrong = sound(config)
+    found = [line for line in findings(RULES, vars(config)) if not any(key in line for key in wrong)]
+    return config, [*wrong.values(), *found]
+
+
+def objective(correction: CorrectionConfig, loss: LossConfig, advantage: AdvantageConfig) -> list[str]:
+    return correction_rules.check_objective(correction, loss, advantage)
+
+
+def answers(
+    rollout: RolloutSection,
+    correction: CorrectionConfig,
+    reward: RewardSection,
+    advantage: AdvantageConfig,
+    loss: LossConfig,
+) -> list[str]:
+    """Who wrote the answers decides which corrections, losses and rewards there are."""
+    found, estimator = Findings(), advantage.estimator
+    if rollout.source == RolloutSource.dataset:
+        way_out = "the data set's own answers come from no sampler, so there is no ratio; use"
+        if correction.anchor == Anchor.sampler:
+            found.add("correction.anchor", correction.anchor, f"{way_out} prox")
+        if reward.learner_estimate:
+            found.add("reward.learner_estimate", True, f"{way_out} false")
+    elif estimator == Estimator.none and loss.name not in correction_rules.SUPERVISED:
+        way_out = "every sampled answer would count the same, whatever its reward; use grpo"
+        found.add("advantage.estimator", estimator, way_out)
+    longest = rollout.max_response_tokens
+    if not 0 <= reward.overlong_buffer <= longest:
+        way_out = f"it is part of rollout.max_response_tokens: {longest}; use 0 (off) to {longest}"
+        found.add("reward.overlong_buffer", reward.overlong_buffer, way_out)
+    if estimator == Estimator.maxrl and reward.overlong_buffer > 0 and reward.overlong_penalty > 0:
+        found.add(
+            "advantage.estimator",
+            estimator,
+            f"it divides by the mean reward and needs rewards of 0 or more, which reward.overlong_buffer: "
+            f"{reward.overlong_buffer} takes below 0; use grpo, or reward.overlong_buffer: 0",
+        )
+    return found
+
+
+def group_size(rollout: RolloutSection, advantage: AdvantageConfig) -> list[str]:
+    found, estimator = Findings(), advantage.estimator
+    if rollout.source == RolloutSource.dataset or rollout.samples_per_prompt != 1:
+        return found
+    if estimator in GROUP_ESTIMATORS:
+        way_out = f"advantage.estimator: {estimator} compares the answers to one prompt; use 2 or more, or reinforce_pp"
+        found.add("rollout.samples_per_prompt", 1, way_out)
+    elif rollout.dynamic_sampling:
+        way_out = "a group of rollout.samples_per_prompt: 1 has no spread and is never kept; use false"
+        found.add("rollout.dynamic_sampling", True, way_out)
+    return found
+
+
+def supervised(rollout: RolloutSection, loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
+    if rollout.source != RolloutSource.dataset:
+        return
+    if loss.name not in correction_rules.SUPERVISED:
+        yield f"loss.name: {loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"
+    if advantage.estimator != Estimator.none:
+        yield f"advantage.estimator: {advantage.estimator} on the data set's own answers is 0; use none"
+    if rollout.samples_per_prompt != 1:
+        yield "rollout.samples_per_prompt: the data set has one answer per prompt; use 1 with rollout.source=dataset"
+
+
+def schedule(run: RunSection, eval: EvalSection, sync: SyncSection) -> Iterator[str]:
+    if eval.every % sync.every:
+        yield (
+            f"eval.every: {eval.every} is not a multiple of sync.every={sync.every}: "
+            "the sampler would be evaluated with an older policy"
+        )
+    if run.stop_metric is not None and not run.stop_metric.startswith("eval/"):
+        yield f"run.stop_metric: {run.stop_metric!r}, expected one of eval/ (such as eval/accuracy)"
+
+
+def virtual_pipeline(learner: LearnerSection) -> int | None:
+    """Chunks of layers per stage; None: one."""
+    return learner.megatron.get("virtual_pipeline_model_parallel_size")
+
+
+def pipeline(learner: LearnerSection) -> Iterator[str]:
+    chunks, stages = virtual_pipeline(learner), learner.pipeline_parallel
+    if chunks is not None and not (stages > 1 and chunks > 1):
+        yield (
+            f"learner.megatron.virtual_pipeline_model_parallel_size: {chunks} with learner.pipeline_parallel={stages}; "
+            "interleaving needs at least 2 of each, null turns it off"
+        )
+
+
+def updates(learner: LearnerSection, rollout: RolloutSection) -> Iterator[str]:
+    if learner.n_minibatches > rollout.prompts_per_step:
+        yield (
+            f"learner.n_minibatches: {learner.n_minibatches} updates of "
+            f"rollout.prompts_per_step={rollout.prompts_per_step} groups leave empty ones; lower it"
+        )
+
+
+def formats(quantization: QuantizationSection, sampler: SamplerSection) -> Iterator[str]:
+    smoothing = quantization.smoothing
+    if smoothing and quantization.format != Format.int8:
+        yield (
+            f"quantization.smoothing: {smoothing:g} with quantization.format={quantization.format}; only int8 "
+            "gains from it: set quantization.format=int8, or quantization.smoothing=null"
+        )
+    if sampler.tensor_parallel > 1 and Format.fp8_block in fleet.replica_formats(sampler, quantization):
+        yield "sampler.tensor_parallel: 128x128 blocks over several sampler ranks are not built yet; use 1"
+
+
+def patches(sync: SyncSection) -> Iterator[str]:
+    if sync.full_every > 1 and sync.transport != Transport.file:
+        yield (
+            f"sync.full_every: {sync.full_every} with sync.transport={sync.transport}; patches travel as files only: "
+            "use file, or 1 for whole versions"
+        )
+
+
+def engine(sampler: SamplerSection) -> Iterator[str]:
+    if sampler.devices is not None:
+        devices = sampler.devices.split(",")
+        if not all(map(str.isdecimal, devices)) or len(set(devices)) != len(devices):
+            yield f"sampler.devices: {sampler.devices!r}, expected numbers of GPUs such as '4,5', each once"
+        elif len(devices) != sampler.tensor_parallel:
+            yield (
+                f"sampler.devices: {sampler.devices!r} are {len(devices)} GPUs for "
+                f"sampler.tensor_parallel={sampler.tensor_parallel}; name as many"
+            )
+    for name in sorted(OWNED_ARGUMENTS & set(sampler.vllm)):
+        yield f"sampler.vllm.{name}: is set by the sampler itself; remove it"
+
+
+RULES: tuple[Rule, ...] = (
+    objective, answers, group_size, supervised, schedule, pipeline, updates, formats, patches, engine, fleet.addresses,
+    fleet.servers,
+)  # fmt: skip

@@ -1,0 +1,220 @@
+"""What the learner refuses about a model or its own section, known from config.json and the recipe alone. Torch-free.
+
+Preflight lists all of it before a job is queued; the learner stops at the same list.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import LearnerSection, OptimSection
+from megatron_rl.models.shape import ModelShape
+
+# what each kind of scaling reads from config.json
+ROPE_KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
+FP8_KINDS = ("hybrid", "e4m3")
+FP8_MULTIPLE = 16  # of both sides of a matrix that Transformer Engine multiplies in FP8
+
+# fields of TransformerConfig that follow from other keys of the recipe ...
+_BY_KEY = {
+    "tensor_model_parallel_size": "learner.tensor_parallel",
+    "pipeline_model_parallel_size": "learner.pipeline_parallel",
+    "expert_model_parallel_size": "learner.expert_parallel",
+    "bf16": "learner.precision",
+    "fp16": "learner.precision",
+    "params_dtype": "learner.precision",
+    "pipeline_dtype": "learner.precision",
+}
+# ... from the model's config.json ...
+_BY_MODEL = frozenset(
+    {
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "gated_linear_unit", "activation_func",
+        "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "multi_latent_attention",
+    }
+)  # fmt: skip
+# ... or that the learner, or the table of weights, is not written for
+_FIXED = frozenset(
+    {
+        "context_parallel_size", "variable_seq_lengths", "calculate_per_token_loss", "init_method",
+        "output_layer_init_method", "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split", "mtp_num_layers", "fp8_param", "fp4", "fp4_param",
+    }
+)  # fmt: skip
+
+_OPTIMIZER_OWNED = frozenset({"optimizer", "lr", "min_lr", "fp16", "bf16", "params_dtype", "use_distributed_optimizer"})
+_TRANSFORMER = ("model_parallel_config.py", "transformer/transformer_config.py")
+_OPTIMIZER = ("optimizer/optimizer_config.py",)
+_CLASSES = ("ModelParallelConfig", "TransformerConfig", "OptimizerConfig")
+
+
+def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
+    """Every reason for the learner to refuse them."""
+    return [
+        *architecture(shape, hf_config),
+        *rope(hf_config),
+        *experts(shape, hf_config, learner),
+        *fp8_shares(shape, learner),
+        *passed_through(learner),
+    ]
+
+
+def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    def refuse(what: str, why: str) -> str:
+        return f"model.path: {what} of config.json {why}; choose another model"
+
+    for key, feature in (("attention_bias", "proj_bias"), ("mlp_bias", "dense_mlp_bias")):
+        if shape.has(feature):
+            yield refuse(f"{key}=true", "means biases beyond query, key and value, which are not supported")
+    activation = hf_config.get("hidden_act", "silu")
+    if activation != "silu":
+        yield refuse(f"hidden_act={activation!r}", "is not supported, only 'silu' is")
+    window = hf_config.get("sliding_window") if shape.family == "mixtral" else hf_config.get("use_sliding_window")
+    if window or "sliding_attention" in (hf_config.get("layer_types") or ()):
+        yield refuse("sliding_window", "means sliding-window attention, which is not supported")
+    if shape.dense_layers:
+        yield refuse("mlp_only_layers / decoder_sparse_step", "means dense layers among experts, not supported")
+
+
+def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
+    scaling = rope_settings(hf_config)
+    family, kind = hf_config.get("model_type"), scaling["kind"]
+    if scaling["rope_theta"] is None:
+        yield f"model.path: config.json of a {family} model lacks rope_theta; take it from the model's authors"
+    if float(scaling.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0) != 1.0:
+        yield "model.path: partial_rotary_factor of config.json is not supported, only 1.0 is; choose another model"
+    if kind not in ROPE_KINDS:
+        yield (
+            f"model.path: rope_type {kind!r} of config.json is not supported (supported: {', '.join(ROPE_KINDS)}); "
+            "choose another model, or leave the scaling out where answers fit into the context without it"
+        )
+    missing = [key for key in ROPE_KINDS.get(kind, ()) if scaling.get(key) is None]
+    if missing:
+        yield f"model.path: rope_type {kind!r} of config.json lacks {', '.join(missing)}; add what the model needs"
+
+
+def rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding's keys under one roof, with its `kind` and `rope_theta`."""
+    # newer configs keep everything in rope_parameters, older ones split it in two keys
+    scaling = {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
+    # older Llama configs leave it out and mean this; other families have defaults of their own
+    missing = 10000.0 if hf_config.get("model_type") == "llama" else None
+    theta = scaling.get("rope_theta") or hf_config.get("rope_theta") or missing
+    return {**scaling, "rope_theta": theta, "kind": scaling.get("rope_type") or scaling.get("type") or "default"}
+
+
+def experts(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> Iterator[str]:
+    if not shape.experts:
+        return
+    if learner.tensor_parallel > 1 and not sequence_parallel(learner):
+        yield (
+            f"learner.megatron.sequence_parallel=false: a mixture of experts with learner.tensor_parallel="
+            f"{learner.tensor_parallel} needs true"
+        )
+    chosen = experts_per_token(hf_config)
+    if not 1 <= chosen <= shape.experts:
+        yield f"model.path: num_experts_per_tok={chosen} of config.json, but there are {shape.experts} experts; mend it"
+    elif chosen == 1 and renormalized(shape, hf_config):
+        yield (
+            "model.path: num_experts_per_tok=1 of config.json with renormalised weights makes every weight 1, so that "
+            "the router could not learn; choose another model"
+        )
+
+
+def experts_per_token(hf_config: Mapping[str, Any]) -> int:
+    return int(hf_config.get("num_experts_per_tok", 2))
+
+
+def renormalized(shape: ModelShape, hf_config: Mapping[str, Any]) -> bool:
+    """Whether the weights of the chosen experts add up to 1."""
+    return bool(hf_config.get("norm_topk_prob", shape.family == "mixtral"))
+
+
+def sequence_parallel(learner: LearnerSection) -> bool:
+    """One rank has nobody to share a sequence with."""
+    return bool(learner.megatron.get("sequence_parallel")) and learner.tensor_parallel > 1
+
+
+def fp8(learner: LearnerSection) -> str | None:
+    return learner.megatron.get("fp8") or None
+
+
+def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
+    key, wanted = "learner.megatron.fp8", fp8(learner)
+    if wanted is None:
+        return
+    if wanted not in FP8_KINDS:
+        yield f"{key}: {wanted}, expected one of {', '.join(FP8_KINDS)}, or null"
+    tp, etp = learner.tensor_parallel, learner.megatron.get("expert_tensor_parallel_size", learner.tensor_parallel)
+    sides = {"hidden size": shape.hidden, "queries of a rank": shape.heads * shape.head_dim // tp}
+    sides["queries, keys and values of a rank"] = (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp
+    if any(shape.has("dense_mlp", layer) for layer in range(shape.layers)):
+        sides["intermediate size of a rank"] = shape.ffn // tp
+    if shape.experts:
+        sides["experts' width of a rank"] = shape.expert_ffn // etp
+    for name, size in sides.items():
+        if size % FP8_MULTIPLE:
+            yield f"{key}: {wanted} wants multiples of {FP8_MULTIPLE}, but the {name} is {size}; leave it out"
+
+
+def passed_through(learner: LearnerSection) -> Iterator[str]:
+    given = learner.megatron
+    yield from _unknown("learner", "TransformerConfig", given, _fields_of(*_TRANSFORMER))
+    for key in given:
+        full = f"learner.megatron.{key}"
+        if key in _BY_KEY:
+            yield f"{full}: follows from {_BY_KEY[key]}; set that, and remove this"
+        elif key in _BY_MODEL:
+            yield f"{full}: follows from the model's config.json; remove it"
+        elif key in _FIXED:
+            yield f"{full}: the learner is written for one value of it; remove it"
+
+    rest = [key for key in ("recompute_method", "recompute_num_layers") if given.get(key) is None]
+    if given.get("recompute_granularity") == "full" and rest:
+        yield (
+            f"learner.megatron.recompute_granularity: full without {' and '.join(rest)}; set recompute_method=uniform "
+            "and recompute_num_layers=1 beside it"
+        )
+
+
+def optimizer_fields(optim: OptimSection) -> Iterator[str]:
+    yield from _unknown("optim", "OptimizerConfig", optim.megatron, _fields_of(*_OPTIMIZER))
+    for key in sorted(_OPTIMIZER_OWNED & optim.megatron.keys()):
+        yield f"optim.megatron.{key}: is set by the learner itself; remove it"
+    if optim.megatron.get("clip_grad", 0) < 0:
+        yield f"optim.megatron.clip_grad: {optim.megatron['clip_grad']:g}, expected 0 (off) or more"
+
+
+def _unknown(section: str, name: str, given: Mapping[str, Any], known: frozenset[str]) -> Iterator[str]:
+    for key in sorted(given.keys() - known):
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"; did you mean {section}.megatron.{near[0]}?" if near else ""
+        yield f"{section}.megatron.{key}: megatron-core's {name} has no such field{hint}"
+
+
+@cache
+def _fields_of(*files: str) -> frozenset[str]:
+    """Read from megatron-core's source: importing it takes longer than a mistake should take to be found."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    fields: set[str] = set()
+    for file in files:
+        for node in ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name in _CLASSES:
+                fields |= {field.target.id for field in node.body if _is_field(field)}  # type: ignore[attr-defined]
+    return frozenset(fields)
+
+
+def _is_field(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)

@@ -1,0 +1,160 @@
+"""What learner and engine would refuse later, and machines that are only named: found by the dry run, all at once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import Device
+from megatron_rl.preflight.machine import GPUS, Machine, named
+
+ROOT = Path(__file__).parents[2]
+MOE = {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert cli.main(["train", *words, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return [line.removeprefix("error: ") for line in said.splitlines()]
+
+
+def with_model(place: Path, **changes: object) -> None:
+    file = place / "data" / "toy" / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "words"),
+    [
+        ({"attention_bias": True}, [], ["model.path", "attention_bias=true", "biases", "another model"]),
+        ({"mlp_bias": True}, [], ["model.path", "mlp_bias=true", "biases", "another model"]),
+        ({"hidden_act": "gelu"}, [], ["model.path", "hidden_act='gelu'", "'silu'"]),
+        ({"use_sliding_window": True, "sliding_window": 8}, [], ["model.path", "sliding_window", "another model"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, [], ["model.path", "sliding_window"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, [], ["model.path", "rope_type 'yarn'", "default, linear, llama3"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, [], ["model.path", "'llama3'", "low_freq_factor"]),
+        ({"partial_rotary_factor": 0.5}, [], ["model.path", "partial_rotary_factor"]),
+        ({"rope_theta": None, "rope_parameters": None}, [], ["model.path", "lacks rope_theta"]),
+        ({"model_type": "qwen4"}, [], ["model.path", "'qwen4'", "did you mean 'qwen"]),
+        ({"num_hidden_layers": None}, [], ["model.path", "lacks num_hidden_layers"]),
+        ({**MOE, "mlp_only_layers": [0]}, ["learner.tensor_parallel=1"], ["model.path", "dense layers among experts"]),
+        (MOE, [], ["learner.megatron.sequence_parallel=false", "mixture of experts", "true"]),
+        ({**MOE, "num_experts_per_tok": 1}, ["learner.tensor_parallel=1"], ["num_experts_per_tok=1", "router"]),
+        ({**MOE, "num_experts_per_tok": 5}, ["learner.tensor_parallel=1"], ["num_experts_per_tok=5", "4 experts"]),
+        (MOE, ["learner.tensor_parallel=1", "learner.expert_parallel=3", "learner.data_parallel=3"],
+         ["learner.expert_parallel=3", "4 experts", "nearest valid: 2 or 4"]),
+        ({"intermediate_size": 257}, [], ["learner.tensor_parallel=2", "intermediate size 257"]),
+        ({}, ["learner.tensor_parallel=8"], ["learner.tensor_parallel=8", "attention heads", "nearest valid"]),
+        ({}, ["sampler.tensor_parallel=3"], ["sampler.tensor_parallel=3", "attention heads", "nearest valid"]),
+        ({}, ["learner.expert_parallel=2"], ["learner.expert_parallel=2", "no experts", "take 1"]),
+        ({}, ["learner.megatron.num_layers=2"], ["learner.megatron.num_layers", "config.json", "remove it"]),
+        ({}, ["learner.megatron.bf16=false"], ["learner.megatron.bf16", "learner.precision"]),
+        ({}, ["learner.megatron.context_parallel_size=2"], ["learner.megatron.context_parallel_size", "remove it"]),
+    ],
+)  # fmt: skip
+def test_models_that_the_learner_or_the_engine_would_refuse(
+    place: Path, capsys: pytest.CaptureFixture[str], changes: dict, overrides: list[str], words: list[str]
+) -> None:
+    with_model(place, **changes)
+    found = refused(capsys, "mine.yaml", "quantization=none", *overrides)
+    assert any(all(word in line for word in words) for line in found), found
+
+
+def test_everything_is_refused_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_model(place, hidden_act="gelu", rope_scaling={"rope_type": "yarn"}, attention_bias=True)
+    found = refused(
+        capsys,
+        "mine.yaml",
+        "run.device=cuda",
+        "optim.lr=0",
+        "eval.every=7",
+        "learner.megatron.fp=1",
+        "data.train=no.jsonl",
+    )
+    keys = [
+        "optim.lr: 0", "eval.every: 7", "run.device: cuda", "model.path: attention_bias", "model.path: hidden_act",
+        "model.path: rope_type", "learner.megatron.fp:", "data.train: no file",
+    ]  # fmt: skip
+    for key, line in zip(keys, found, strict=True):
+        assert line.startswith(key)
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], recipe: str, machine: str, *overrides: str) -> str:
+    assert cli.main(["train", str(ROOT / "recipes" / recipe), "--dry-run", "--on", machine, *overrides]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", ["dapo_int8.yaml", "dapo_fp8.yaml"])
+def test_a_recipe_for_a_machine_elsewhere(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = dry_run(capsys, recipe, "1x8xH100-80")
+    assert "1 node of 8 x H100 (80 GiB)" in said
+    assert "8190.74M parameters" in said  # as published: 8.2B
+    brought = [line for line in said.splitlines() if line.startswith("to bring: ")]
+    assert [line.split()[-1] for line in brought] == ["(model.path)", "(data.train)", "(data.eval)"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "machine", "overrides", "words"),
+    [
+        ("dapo_int8.yaml", "1x8xB200", [], ["quantization.format: int8", "no kernel on B200", "use fp8"]),
+        ("dapo_fp8.yaml", "1x8xA100", [], ["quantization.format: fp8", "8.9", "A100"]),
+        ("dapo_fp8.yaml", "1x8xA100", ["quantization=int8"], ["fp8", "8.9", "A100", "leave it out"]),
+        ("dapo_int8.yaml", "1x4xH100-80", [], ["sampler.devices: 4,5,6,7", "0 to 3", "4 x H100"]),
+        ("dapo_int8.yaml", "1x8xH100", ["learner.data_parallel=4"], ["learner: ", "16 ranks", "has 8"]),
+        ("dapo_int8.yaml", "1x8xH100", ["learner.data_parallel=2", "sampler.vllm.gpu_memory_utilization=null"],
+         ["share GPU 4,5,6,7", "sampler.vllm.gpu_memory_utilization", "sampler.sleep"]),
+        ("quickstart.yaml", "1x2xL40S", ["model.path=Qwen3-8B"], ["share GPU 0", "gpu_memory_utilization"]),
+        ("quickstart_fleet.yaml", "1x2xH100", ["model.path=Qwen3-8B", "sampler.fleet.devices=['1','2']"],
+         ["sampler.fleet.devices: 2", "0 to 1"]),
+        ("quickstart.yaml", "1x2xH100", [], ["model.path", "runs/toy_sft/model", "cards: Qwen3-8B"]),
+        ("dapo_int8.yaml", "1x8xRTX", [], ["--on 1x8xRTX", *GPUS]),
+        ("dapo_int8.yaml", "8xH100", [], ["--on 8xH100", "1x8xH100-80"]),
+        ("dapo_int8.yaml", "0x8xH100", [], ["--on 0x8xH100"]),
+    ],
+)  # fmt: skip
+def test_what_a_machine_elsewhere_cannot_run(
+    recipe: str,
+    machine: str,
+    overrides: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = refused(capsys, str(ROOT / "recipes" / recipe), "--on", machine, *overrides)
+    assert any(all(word in line for word in words) for line in found), found
+
+
+def test_shares_and_sleep_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dry_run(capsys, "dapo_int8.yaml", "1x8xH100", "learner.data_parallel=2")  # it names gpu_memory_utilization
+    alone = ["learner.data_parallel=2", "sampler.vllm.gpu_memory_utilization=null", "sampler.sleep=offload"]
+    dry_run(capsys, "dapo_int8.yaml", "1x8xH100", *alone)
+    dry_run(capsys, "dapo_int8.yaml", "2x8xH100", "learner.data_parallel=4")
+
+
+def test_a_machine_elsewhere_is_for_dry_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "mine.yaml", "--on", "1x8xH100-80"]) == 2
+    assert "--on 1x8xH100-80" in (said := capsys.readouterr().err)
+    assert "--dry-run" in said
+    assert not (place / "runs").exists()
+
+
+def test_named_machines() -> None:
+    assert named("2x4xh200-141") == Machine(Device.cuda, "H200 (141 GiB)", 9.0, gpus=4, nodes=2)
+    assert str(named("2x4xH200")) == "2 nodes of 4 x H200 (141 GiB)"
+    with pytest.raises(ConfigError, match="L40S"):
+        named("1x1xV100")
