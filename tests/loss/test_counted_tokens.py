@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from loss_cases import BYPASS, inputs_of, rows_of
 
-from megatron_rl.config.schema import CorrectionConfig, NonFinite, Reduction, RejectRule, WeightConfig
-from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss, seen_tokens
+from megatron_rl.config.schema import CorrectionConfig, LossConfig, NonFinite, Reduction, RejectRule
+from megatron_rl.loss.policy_loss import count_totals, policy_loss, seen_tokens
 from megatron_rl.rollout_correction import Correction, apply_conditional_rules, rollout_correction
+from megatron_rl.types import LossInputs
 
 B, T = 6, 5
 ADVANTAGES_B = torch.tensor([1.0, -1.0, 0.5, -0.5, 1.0, -2.0])
@@ -32,18 +34,9 @@ MU_BT = PROX_BT + 0.3 * random_BT(2)
 
 
 def inputs(found: Correction, mu_BT: torch.Tensor = MU_BT, pi_BT: torch.Tensor = PI_BT) -> LossInputs:
-    return LossInputs(
-        logprobs_BT=pi_BT.clone().requires_grad_(),
-        anchor_logprobs_BT=PROX_BT,
-        sampler_logprobs_BT=mu_BT,
-        ref_logprobs_BT=PROX_BT + 0.4 * random_BT(3),
-        entropy_BT=random_BT(4).abs(),
-        advantages_B=ADVANTAGES_B.double(),
-        weights_BT=found.weights_BT,
-        mask_BT=found.mask_BT,
-        denominator_mask_BT=found.denominator_mask_BT,
-        prompt_ids_B=torch.arange(B) // 2,
-    )
+    some = inputs_of(pi_BT.clone().requires_grad_(), PROX_BT, mu_BT, found, ADVANTAGES_B.double())
+    rest = {"ref_logprobs_BT": PROX_BT + 0.4 * random_BT(3), "entropy_BT": random_BT(4).abs()}
+    return replace(some, **rest, prompt_ids_B=torch.arange(B) // 2)
 
 
 def rejecting(**keys: Any) -> Correction:
@@ -54,10 +47,6 @@ def rejecting(**keys: Any) -> Correction:
     config = CorrectionConfig(reject=rules, rebaseline=False, **{"renormalize": False, **keys})
     found = rollout_correction(PROX_BT, MU_BT, MASK_BT, config)
     return apply_conditional_rules(found, ADVANTAGES_B, config)
-
-
-def cut(whole: LossInputs, rows: list[int]) -> LossInputs:
-    return LossInputs(**{name: None if value is None else value[rows] for name, value in vars(whole).items()})
 
 
 def test_kl_and_entropy_count_rejected_tokens_and_the_policy_loss_does_not() -> None:
@@ -85,7 +74,7 @@ def test_counted_is_the_kl_of_a_batch_without_rejection(reduction: Reduction) ->
     all_of_it = policy_loss(replace(some, mask_BT=MASK_BT), replace(config, kl_on="trained"))[1]
     metrics = policy_loss(some, config)[1]
     totals = count_totals(some.denominator_mask_BT, some.prompt_ids_B, T)
-    parts = [policy_loss(cut(some, rows), config, totals)[1] for rows in ([0, 3], [1, 2, 5], [4])]
+    parts = [policy_loss(rows_of(some, rows), config, totals)[1] for rows in ([0, 3], [1, 2, 5], [4])]
     for name in ("loss/kl", "loss/entropy"):
         assert metrics[name] == all_of_it[name]
         if reduction != Reduction.seq_mean_token_sum_norm:
@@ -120,13 +109,11 @@ def test_rows_are_seen_only_where_a_term_looks_at_them() -> None:
 
 
 def mismatch(policy: NonFinite, parts: list[list[int]], mu_BT: torch.Tensor, pi_BT: torch.Tensor) -> dict[str, float]:
-    bypass = CorrectionConfig(
-        "sampler", WeightConfig("none"), [RejectRule(stat="ratio", reduce="max", high=1.6)], False, False, policy
-    )
+    bypass = replace(BYPASS, reject=[RejectRule(stat="ratio", reduce="max", high=1.6)], non_finite=policy)
     found = rollout_correction(None, mu_BT, MASK_BT, bypass)
     whole = inputs(found, mu_BT, pi_BT)
     totals = count_totals(whole.denominator_mask_BT, whole.prompt_ids_B, T, whole.weights_BT)
-    metrics = [policy_loss(cut(whole, rows), LossConfig(), totals, bypass)[1] for rows in parts]
+    metrics = [policy_loss(rows_of(whole, rows), LossConfig(), totals, bypass)[1] for rows in parts]
     names = [name for name in metrics[0] if name.startswith("rollout_corr/")]
     return {name: float(sum(part[name] for part in metrics)) for name in names}
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loss_cases import BYPASS
 
 from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
 from megatron_rl.rollout_correction import rollout_correction
 
 ZEROS_BT, MASK_BT = torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.bool)
-BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False)
 
 
 @pytest.mark.parametrize(
