@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_toy
+from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import RunDir, read_status
 
@@ -25,18 +26,26 @@ def quickstart(overrides: Sequence[str], run: Callable[[Config], int]) -> int:
     counts = write_toy(TOY)
     print(f"     {TOY}: {counts['train']} problems to train on, {counts['test']} held out\n")
 
+    fitted = ["run.if_exists=archive", *fitting(detect())]
     print("2/3  a supervised warm start: the same learner and loop, cross-entropy on the answers")
-    warm = load(WARM_START, ["run.if_exists=archive"])
+    warm = load(WARM_START, fitted)
     status = run(warm)
     if status:
         return status
 
-    config = load(RECIPE, ["run.if_exists=archive", *overrides])
+    config = load(RECIPE, [*fitted, *overrides])
     print(f"\n3/3  reinforcement learning: DAPO with a sampler in format {config.quantization.format}")
     status = run(config)
     if status == 0:
         print(_summary(RunDir(Path(config.run.root) / str(config.run.name)), time.monotonic() - begun))
     return status
+
+
+def fitting(machine: Machine) -> list[str]:
+    """What the recipes leave open: on GPUs the engine lives beside the learner's ranks, of which there may be one."""
+    if not machine.gpus:
+        return []
+    return [f"learner.tensor_parallel={min(2, machine.gpus)}", "sampler.vllm.gpu_memory_utilization=0.3"]
 
 
 def _summary(run: RunDir, seconds: float) -> str:

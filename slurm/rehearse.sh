@@ -71,8 +71,8 @@ for _ in $(seq 60); do
 done
 [[ $(sinfo -h -o %T 2>/dev/null) == idle ]] || { echo "rehearse: the node did not come up:" >&2; tail -n 20 "$work"/*.log >&2; exit 1; }
 
-tasks=$(.venv/bin/python -c 'import sys; from megatron_rl.config import load; from megatron_rl.launch import world_size
-print(world_size(load(sys.argv[1], sys.argv[2:])))' "$recipe" "$@")
+tasks=$(.venv/bin/python -c 'import sys; from megatron_rl.config import load; from megatron_rl.models.layout import Layout
+print(Layout.from_config(load(sys.argv[1], sys.argv[2:]).learner).world)' "$recipe" "$@")
 
 # No GPUs here, and fewer cores: only the request for resources differs from what a cluster is asked for.
 job=$(RECIPE=$recipe OVERRIDES=$* sbatch --parsable --gres=none --ntasks-per-node="$tasks" --cpus-per-task=1 \
