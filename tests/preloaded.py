@@ -129,7 +129,8 @@ class Process:
 
 
 def _refuse(kind: str) -> str:
-    raise RuntimeError(f"the parent of {kind} processes has ended: its log is {kind}.log in {os.environ[VARIABLE]}")
+    log = Path(os.environ[VARIABLE], f"{kind}.log").read_text(errors="replace")
+    raise RuntimeError(f"the parent of {kind} processes has ended; its last words:\n{log[-3000:]}")
 
 
 def _descriptor(stream: int | IO[Any] | None, inherited: int, null: int) -> int:

@@ -53,7 +53,7 @@ def test_a_job_trains_under_srun(tmp_path: Path) -> None:
     }
     command = ["slurm/rehearse.sh", "slurm/dapo_int8.sbatch", "recipes/toy_sft.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "2 ranks" in done.stdout
     run = tmp_path / "runs" / "toy_sft"

@@ -78,12 +78,10 @@ def fleet_settings(**keys) -> EngineSettings:
 
 
 @pytest.fixture(scope="module")
-def quick_starts(tmp_path_factory) -> Iterator[None]:
-    """Engines import for most of their start, and half of that is compiling: the fleet's processes share a cache."""
+def environment() -> Iterator[None]:
+    """Of the fleet's processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        patch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path_factory.mktemp("bytecode")))
-        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         patch.setenv(KEY_VARIABLE, KEY)
         yield
 
@@ -97,7 +95,7 @@ def serve(model: TinyModel, folder: Path, port: int) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory, quick_starts) -> Iterator[LiveFleet]:
+def live(tmp_path_factory, environment) -> Iterator[LiveFleet]:
     folder = tmp_path_factory.mktemp("fleet")
     model = make_model(folder / "hf", True)
     notes: list[str] = []
