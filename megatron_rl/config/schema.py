@@ -199,6 +199,8 @@ class RewardSection:
     name: str = "exact_match"  # exact_match | package.module:function
     workers: int = 1
     timeout_s: float = 10.0
+    memory_gib: float = 8.0  # of a worker, and of each process that it starts
+    environment: list[str] = field(default_factory=list)  # variables that a reward needs beside the usual ones
     overlong_buffer: int = 0  # DAPO: linear penalty inside the last so many response tokens
     overlong_penalty: float = 1.0
     learner_estimate: bool = False  # log the mean reward under the learner; one more forward pass over all answers

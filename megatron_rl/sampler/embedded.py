@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.channel import Channel, ChannelClosed
 from megatron_rl.config.schema import Config
-from megatron_rl.engine.channel import Channel, ChannelClosed
 from megatron_rl.process import SHORT_SPIN
 from megatron_rl.sampler import model_folder
 from megatron_rl.sampler.protocol import SamplerError, SamplerStats
