@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.channel import Channel, ChannelClosed
 from megatron_rl.config.fleet import devices
-from megatron_rl.engine.channel import Channel, ChannelClosed
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
