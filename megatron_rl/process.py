@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 
@@ -47,3 +48,20 @@ def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
 def end_own_group() -> None:
     """End this process and those that it has started, such as an engine's workers."""
     os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def end_with_descendants(pid: int) -> None:
+    """Kills a child and every process below it, those included that left its session."""
+    below = _descendants(pid)
+    for each in (pid, *below):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Children, their children, and so on, as Linux lists them; none where it lists none."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found + [grandchild for child in found for grandchild in _descendants(child)]

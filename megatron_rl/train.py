@@ -214,10 +214,10 @@ def due(step: int, every: int) -> bool:
 
 
 def reached(run: RunSection, evaluated: dict[str, float]) -> str | None:
-    metric = run.stop_metric
-    if metric is None or metric not in evaluated or evaluated[metric] < run.stop_at:
-        return None
-    return f"{metric} reached {evaluated[metric]:.3f}, run.stop_at is {run.stop_at:g}"
+    for metric, least in (run.stop or {}).items():
+        if metric in evaluated and evaluated[metric] >= least:
+            return f"{metric} reached {evaluated[metric]:.3f}, run.stop is {least:g}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl import train
 from megatron_rl.config import load
-from megatron_rl.config.schema import Config, EvalSection, SyncSection
+from megatron_rl.config.schema import Config, EvalSection, RunSection, SyncSection
 from megatron_rl.driver import Driver
 from megatron_rl.rollout_correction import correct
 
@@ -90,3 +90,11 @@ def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
     driver: Any = SimpleNamespace(_config=config, _scored=[], recorder=recorder)
     Driver.record(driver, 10, correction, advantages_B)
     assert (written["prox_logprobs_BT"] is None) == (preset == "bypass")
+
+
+def test_a_metric_that_reaches_its_value_ends_the_run() -> None:
+    run = RunSection(stop={"eval/accuracy": 0.25})
+    assert train.reached(run, {"eval/accuracy": 0.25}) == "eval/accuracy reached 0.250, run.stop is 0.25"
+    assert train.reached(run, {"eval/accuracy": 0.24}) is None
+    assert train.reached(run, {}) is None
+    assert train.reached(RunSection(), {"eval/accuracy": 1.0}) is None

@@ -23,6 +23,15 @@ def is_fleet(sampler: SamplerSection) -> bool:
     return bool(sampler.fleet.replicas > 0 or sampler.fleet.addresses)
 
 
+def devices(sampler: SamplerSection) -> list[str]:
+    """The GPUs of each engine that the run starts, such as ["0,1", "2,3"]; empty where none are named."""
+    given = sampler.devices
+    if given is None or given == []:
+        return []
+    texts = [str(one) for one in given] if isinstance(given, list) else [str(given)]
+    return texts if is_fleet(sampler) else [",".join(texts)]
+
+
 def replica_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:
     """The weight format of every engine: the started servers, then the given ones; one for an embedded engine."""
     fleet = sampler.fleet
@@ -90,12 +99,11 @@ def servers(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
     """Everything else that a fleet's keys can have wrong on any machine."""
     fleet = sampler.fleet
     if not is_fleet(sampler):
-        for key in ("formats", "devices"):
-            if getattr(fleet, key):
-                yield (
-                    f"sampler.fleet.{key}: {getattr(fleet, key)} without servers; set sampler.fleet.replicas or "
-                    "addresses, or remove it"
-                )
+        if fleet.formats:
+            yield (
+                f"sampler.fleet.formats: {fleet.formats} without servers; set sampler.fleet.replicas or addresses, "
+                "or remove it"
+            )
         return
     count = fleet.replicas + len(fleet.addresses)
     if fleet.formats and len(fleet.formats) != count:
@@ -118,7 +126,7 @@ def _address_problem(address: str) -> str | None:
     if not parts.hostname or port is None:
         return "host or port is missing"
     if parts.username or parts.password:
-        return "keys do not belong in an address (sampler.fleet.key_variable names the variable that holds them)"
+        return f"keys do not belong in an address ({KEY_VARIABLE} of the environment holds them)"
     if parts.path not in ("", "/") or parts.query or parts.fragment:
         return "there is something behind the port"
     return None

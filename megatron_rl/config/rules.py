@@ -6,6 +6,7 @@ key, its value and the way out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
@@ -127,8 +128,13 @@ def schedule(run: RunSection, eval: EvalSection, sync: SyncSection) -> Iterator[
             f"eval.every: {eval.every} is not a multiple of sync.every={sync.every}: "
             "the sampler would be evaluated with an older policy"
         )
-    if run.stop_metric is not None and not run.stop_metric.startswith("eval/"):
-        yield f"run.stop_metric: {run.stop_metric!r}, expected one of eval/ (such as eval/accuracy)"
+    if run.stop is not None and not (
+        len(run.stop) == 1 and all(key.startswith("eval/") and math.isfinite(least) for key, least in run.stop.items())
+    ):
+        yield (
+            f"run.stop: {run.stop}, expected one metric of eval/ and a finite number, such as {{eval/accuracy: 0.28}}; "
+            "an override run.stop=null takes out what a base names"
+        )
 
 
 def virtual_pipeline(learner: LearnerSection) -> int | None:
@@ -173,15 +179,16 @@ def patches(sync: SyncSection) -> Iterator[str]:
 
 
 def engine(sampler: SamplerSection) -> Iterator[str]:
-    if sampler.devices is not None:
-        devices = sampler.devices.split(",")
-        if not all(map(str.isdecimal, devices)) or len(set(devices)) != len(devices):
-            yield f"sampler.devices: {sampler.devices!r}, expected numbers of GPUs such as '4,5', each once"
-        elif len(devices) != sampler.tensor_parallel:
-            yield (
-                f"sampler.devices: {sampler.devices!r} are {len(devices)} GPUs for "
-                f"sampler.tensor_parallel={sampler.tensor_parallel}; name as many"
-            )
+    engines = [gpus.split(",") for gpus in fleet.devices(sampler)]
+    numbers = [number for gpus in engines for number in gpus]
+    uneven = next((gpus for gpus in engines if len(gpus) != sampler.tensor_parallel), None)
+    if not all(map(str.isdecimal, numbers)) or len(set(numbers)) != len(numbers):
+        yield f"sampler.devices: {sampler.devices!r}, expected numbers of GPUs such as '4,5', each once"
+    elif uneven:
+        yield (
+            f"sampler.devices: {','.join(uneven)!r} are {len(uneven)} GPUs for "
+            f"sampler.tensor_parallel={sampler.tensor_parallel}; name as many"
+        )
     if fleet.max_sequences(sampler) < 1:
         yield f"sampler.vllm.max_num_seqs: {fleet.max_sequences(sampler)}, expected 1 or more"
     for name in sorted(OWNED_ARGUMENTS & set(sampler.vllm)):

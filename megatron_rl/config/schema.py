@@ -107,8 +107,7 @@ class RunSection:
     steps: int = field(default=100, metadata=NOT_NEGATIVE)
     if_exists: IfExists = IfExists.refuse
     device: Device = Device.auto
-    stop_metric: str | None = None  # stop once this metric ...
-    stop_at: float = 0.0  # ... reaches this value
+    stop: dict[str, float] | None = None  # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,6 @@ class DataSection:
     prompt_key: str = "prompt"  # text, or a list of chat messages
     answer_key: str = "answer"
     shuffle: bool = True
-    deduplicate: bool = True
     long_prompts: LongPrompts = LongPrompts.error  # what happens to prompts above rollout.max_prompt_tokens
 
 
@@ -150,14 +148,14 @@ class FleetSection:
     formats: list[Format] = field(
         default_factory=list
     )  # of each server, started ones first; empty: quantization.format
-    restarts: int = field(default=3, metadata=at_least(0, "0 (never) or more"))  # of each started server within a run
-    devices: list[str] = field(default_factory=list)  # GPUs of each started server, such as ["0,1", "2,3"]
 
 
 @dataclass(frozen=True)
 class SamplerSection:
     tensor_parallel: int = field(default=1, metadata=POSITIVE)
-    devices: str | None = None  # GPUs of the engine, such as "4,5", counted among those this job sees; null: all
+    # GPUs, counted among those this job sees: a text such as "4,5", for a fleet a list of one for each started server,
+    # such as ["0,1", "2,3"]; null: all
+    devices: Any | None = None
     start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
     sleep: Sleep = Sleep.none  # of an engine that shares its GPU with the learner, while the learner works
@@ -174,7 +172,6 @@ class QuantizationSection:
     smoothing: float | None = field(
         default=None, metadata=expect(lambda alpha: 0 <= alpha < 1, "0 < alpha < 1 such as 0.5, or null (off)")
     )
-    smoothing_every: int = field(default=10, metadata=POSITIVE)  # syncs between new smoothing scales
 
 
 @dataclass(frozen=True)
@@ -183,7 +180,6 @@ class SyncSection:
     dir: str | None = None  # file: null is a private folder in shared memory; a shared filesystem across hosts
     # steps between updates of the sampler; above 1 it samples from an older policy
     every: int = field(default=1, metadata=POSITIVE)
-    bucket_mib: int = field(default=64, metadata=POSITIVE)
     # file: every so many versions a whole one, in between patches of what changed; 1: always whole ones
     full_every: int = field(default=1, metadata=POSITIVE)
     # the logprob probe: after the first sync, then every so many; 0: the first only

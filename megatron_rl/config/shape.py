@@ -90,9 +90,9 @@ def _leaf(value: object, kind: Any, schema: type, full: str) -> Iterator[str]:
     try:
         OmegaConf.merge(defaults(schema), {full.rpartition(".")[2]: value})
     except OmegaConfBaseException as error:
-        element = str(error.full_key or "").partition("[")[2]  # of a list
+        element = str(error.full_key or "").removeprefix(full.rpartition(".")[2])  # of a list or a mapping
         if element:
-            yield f"{full}[{element}: {str(error.msg or error).splitlines()[0]}"
+            yield f"{full}{element}: {str(error.msg or error).splitlines()[0]}"
         else:
             yield f"{full} is {as_written(value)}: {_way_out(value, kind)}"
 

@@ -130,7 +130,7 @@ def load_dataset(key: str, config: DataSection, tokenizer: Tokenizer, max_prompt
                 "text or a list of messages"
             )
         text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        if config.deduplicate and text in seen:
+        if text in seen:
             duplicates += 1
             continue
         seen.add(text)

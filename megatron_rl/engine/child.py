@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engine.channel import Channel, ChannelClosed
+from megatron_rl.channel import Channel, ChannelClosed
 from megatron_rl.engine.readiness import TAGS, Readiness
 from megatron_rl.process import die_with_parent, end_own_group, rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from megatron_rl.config.fleet import HOST_CACHE_BYTES, distant, is_fleet
+from megatron_rl.config.fleet import HOST_CACHE_BYTES, devices, distant, is_fleet
 from megatron_rl.config.schema import Device, LearnerSection, SamplerSection, Sleep, SyncSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import Machine
@@ -27,64 +27,46 @@ def engine_gpus(machine: Machine, sampler: SamplerSection, learner: LearnerSecti
     engines = gpus_of_engines(sampler)
     if machine.kind == Device.cpu or not machine.gpus or not engines:
         return
-    key = "sampler.fleet.devices" if is_fleet(sampler) else "sampler.devices"
     beyond = [number for number in sorted(engines) if number >= machine.gpus]
     if beyond:
         yield (
-            f"{key}: {_list(beyond)} of the engine's GPUs, but a node has 0 to {machine.gpus - 1} ({machine}); name "
-            f"others, or lower sampler.tensor_parallel={sampler.tensor_parallel}"
+            f"sampler.devices: {_list(beyond)} of the engine's GPUs, but a node has 0 to {machine.gpus - 1} "
+            f"({machine}); name others, or lower sampler.tensor_parallel={sampler.tensor_parallel}"
         )
     local = min(Layout.from_config(learner).world, machine.gpus)  # ranks take the first GPUs of their host
     shared = sorted(engines & set(range(local)))
     if shared and sampler.sleep == Sleep.none and sampler.vllm.get("gpu_memory_utilization") is None:
         yield (
-            f"{key}: the engine and the learner share GPU {_list(shared)}, and by itself vLLM takes nearly all "
-            "memory; name other GPUs, or set sampler.vllm.gpu_memory_utilization (such as 0.3), or sampler.sleep"
+            f"sampler.devices: the engine and the learner share GPU {_list(shared)}, and by itself vLLM takes nearly "
+            "all memory; name other GPUs, or set sampler.vllm.gpu_memory_utilization (such as 0.3), or sampler.sleep"
         )
 
 
 def gpus_of_engines(sampler: SamplerSection) -> set[int]:
     """The GPUs of every engine of this machine: what is no number is reported elsewhere."""
-    fleet = sampler.fleet
-    given = ",".join(fleet.devices) if is_fleet(sampler) else sampler.devices
+    given = devices(sampler)
     if given:
-        return {int(device) for device in given.split(",") if device.isdecimal()}
-    return set(range(sampler.tensor_parallel)) if fleet.replicas or not is_fleet(sampler) else set()
+        return {int(device) for gpus in given for device in gpus.split(",") if device.isdecimal()}
+    return set(range(sampler.tensor_parallel)) if sampler.fleet.replicas or not is_fleet(sampler) else set()
 
 
 def fleet_gpus(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
     """Which server runs where."""
-    fleet, parallel = sampler.fleet, sampler.tensor_parallel
+    given, replicas = devices(sampler), sampler.fleet.replicas
     if not is_fleet(sampler):
         return
-    if sampler.devices is not None:
-        yield (
-            f"sampler.devices: {sampler.devices!r} is for the embedded engine; "
-            "sampler.fleet.devices names the GPUs of each server"
-        )
     if machine.kind == Device.cpu:
-        if fleet.devices:
-            yield f"sampler.fleet.devices: {fleet.devices}, but this run has no GPU; remove it"
-        return
-    if not fleet.devices and fleet.replicas > 1:
+        if given:
+            yield f"sampler.devices: {given}, but this run has no GPU; remove it"
+    elif not given and replicas > 1:
         yield (
-            f"sampler.fleet.devices: empty, so that {fleet.replicas} servers would share the same GPUs; name those of "
-            f'each, such as ["0", "1"]'
+            f"sampler.devices: null, so that {replicas} servers would share the same GPUs; name those of each, such as "
+            '["0", "1"]'
         )
-    if not fleet.devices:
-        return
-    if len(fleet.devices) != fleet.replicas:
+    elif given and len(given) != replicas:
         yield (
-            f"sampler.fleet.devices: {len(fleet.devices)} entries for sampler.fleet.replicas={fleet.replicas}; "
-            "give one for each"
-        )
-    numbers = [number for entry in fleet.devices for number in entry.split(",")]
-    if not all(map(str.isdecimal, numbers)) or len(set(numbers)) < len(numbers):
-        yield f"sampler.fleet.devices: {fleet.devices}, expected numbers of GPUs such as '4,5', each once in the fleet"
-    elif any(len(entry.split(",")) != parallel for entry in fleet.devices):
-        yield (
-            f"sampler.fleet.devices: {fleet.devices} for sampler.tensor_parallel={parallel}; name as many for each "
-            "server"
+            f"sampler.devices: {len(given)} entries for sampler.fleet.replicas={replicas}; give a list of one text for "
+            "each"
         )
 
 

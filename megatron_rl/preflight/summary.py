@@ -51,4 +51,4 @@ def _correction(correction: CorrectionConfig) -> str:
 
 
 def _stop(run: RunSection) -> str:
-    return f", or {run.stop_metric} >= {run.stop_at:g}" if run.stop_metric else ""
+    return "".join(f", or {metric} >= {least:g}" for metric, least in (run.stop or {}).items())

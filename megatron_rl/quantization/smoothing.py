@@ -26,6 +26,7 @@ from megatron_rl.models.mapping import Param
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
 
+SCALES_STAY = 10  # syncs: see docs/decisions/smoothing.md
 LARGEST_EXPONENT = 20  # far inside BF16's range, far beyond any real outlier
 FLOAT32_BIAS = 127
 FLOAT32_FRACTION_BITS = 23

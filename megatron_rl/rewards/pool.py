@@ -1,6 +1,6 @@
 """Scores rollouts in worker processes with a deadline per answer.
 
-A worker that misses its deadline or dies is ended and replaced; its answer gets no score, but an
+A worker that misses its deadline, dies or answers out of turn is ended and replaced; its answer gets no score, but an
 `error` that is counted. Rewards never run in the learner's process, so they cannot hang or crash it.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
-import time
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,13 +19,23 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import RewardSection
+from megatron_rl.process import end_with_descendants
 
 START_TIMEOUT_S = 60.0
-# Tasks are handed to a worker ahead of their turn, but never more than its two pipes hold: neither side can block.
+# Tasks are handed to a worker ahead of their turn, but never more than the channel holds: neither side can block.
 IN_FLIGHT = 64
-PIPE_BYTES = 32 << 10
+CHANNEL_BYTES = 32 << 10
+WATCHED = 32  # answers that the breaker looks at ...
+TOO_LATE = 30  # ... and so many late ones among them end the run
+
+MEMORY_BYTES = 8 << 30  # of a worker, and of each process that it starts
+
+
+class RewardsHang(RuntimeError):
+    """Nearly every answer misses the deadline: a run would wait for hours and learn from nothing."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +48,8 @@ class RewardPool:
     """`score` answers in the order of its tasks: one Score for each (row, response)."""
 
     def __init__(self, config: RewardSection, answer_key: str) -> None:
-        self._config = config
-        self._workers = [_Worker(config, answer_key) for _ in range(config.workers)]
+        breaker = _Breaker(config)
+        self._workers = [_Worker(config, answer_key, breaker) for _ in range(config.workers)]
         self._threads = ThreadPoolExecutor(max_workers=config.workers, thread_name_prefix="reward")
 
     def start(self) -> None:
@@ -61,27 +71,56 @@ class RewardPool:
             worker.stop()
 
 
+class _Breaker:
+    """Ends the scoring of all workers once nearly all of the last answers were late."""
+
+    def __init__(self, config: RewardSection) -> None:
+        self._config = config
+        self._late: deque[bool] = deque(maxlen=WATCHED)
+        self._lock = threading.Lock()
+
+    def note(self, late: bool) -> None:
+        with self._lock:
+            self._late.append(late)
+            count = sum(self._late)
+        if count >= TOO_LATE:
+            raise RewardsHang(
+                f"reward.timeout_s: {count} of the last {WATCHED} answers had no score within "
+                f"{self._config.timeout_s:g} s; mend reward.name={self._config.name}, or raise the time"
+            )
+
+
 class _Worker:
-    def __init__(self, config: RewardSection, answer_key: str) -> None:
+    def __init__(self, config: RewardSection, answer_key: str, breaker: _Breaker) -> None:
         self._config = config
         self._answer_key = answer_key
+        self._breaker = breaker
         self._process: subprocess.Popen[bytes] | None = None
-        self._unread = b""
+        self._channel: Channel | None = None
+        self._asked = 0  # number of the last task that was sent
         self._closed = False
 
     def start(self) -> None:
-        self._unread = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
-        )
-        start = {"name": self._config.name, "path": [os.getcwd(), *filter(None, sys.path)]}
-        self._send(json.dumps(start).encode() + b"\n")
+        self._channel, theirs = channel_pair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.rewards.worker", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a reward prints is no answer
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
+            )
+        start = {
+            "name": self._config.name,
+            "path": [os.getcwd(), *filter(None, sys.path)],
+            "memory_bytes": MEMORY_BYTES,
+        }
         try:
-            reply = self._receive(START_TIMEOUT_S) or {"error": f"no start within {START_TIMEOUT_S:.0f} s"}
-        except EOFError:
+            self._channel.send(start, START_TIMEOUT_S)
+            reply = self._channel.receive(START_TIMEOUT_S)
+        except TimeoutError:
+            reply = {"error": f"no start within {START_TIMEOUT_S:.0f} s"}
+        except ChannelClosed:
             reply = {"error": "the reward worker died at its start"}
         if "error" in reply:
             self.stop()
@@ -94,14 +133,14 @@ class _Worker:
         return scores
 
     def _window(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[bytes]:
-        """The messages of the first tasks: as many as an idle pipe takes, and at least one."""
+        """The first tasks as messages: as many as an idle channel takes, and at least one."""
         messages: list[bytes] = []
         size = 0
         for row, response in tasks:
             task = {"row": row, "answer_key": self._answer_key, "response": response}
-            messages.append(msgspec.json.encode(task, enc_hook=str) + b"\n")
+            messages.append(_encoded(task))
             size += len(messages[-1])
-            if size > PIPE_BYTES:
+            if size > CHANNEL_BYTES:
                 return messages[: max(1, len(messages) - 1)]
         return messages
 
@@ -110,59 +149,57 @@ class _Worker:
         if self._closed:  # by another thread, with tasks left
             return [Score(0.0, "the rewards were closed")] * len(messages)
         if self._process is None or self._process.poll() is not None:
+            self.stop()
             self.start()
         scores: list[Score] = []
+        first = self._asked + 1
         try:
-            self._send(b"".join(messages))
-            for _ in messages:
-                reply = self._receive(self._config.timeout_s)
-                if reply is None:
-                    self.stop()
-                    late = f"no score within reward.timeout_s={self._config.timeout_s:g}"
-                    return [*scores, Score(0.0, late)]
+            for number, message in enumerate(messages, first):
+                self._asked = number
+                self._open_channel.send({"id": number, "task": message}, self._config.timeout_s)
+            for number in range(first, first + len(messages)):
+                reply = self._open_channel.receive(self._config.timeout_s)
+                if reply.get("id") != number:
+                    return [*scores, self._replaced("the reward worker answered out of turn")]
                 scores.append(Score(reply.get("score", 0.0), reply.get("error")))
-        except (BrokenPipeError, EOFError):
-            self.stop()
-            scores.append(Score(0.0, "the reward worker died"))
+                self._breaker.note(False)
+        except TimeoutError:
+            scores.append(self._replaced(f"no score within reward.timeout_s={self._config.timeout_s:g}"))
+            if not self._closed:
+                self._breaker.note(True)
+        except (ChannelClosed, msgspec.DecodeError):
+            scores.append(self._replaced("the reward worker died"))
         return scores
 
-    def _send(self, data: bytes) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(data)
-        self._process.stdin.flush()
+    def _replaced(self, reason: str) -> Score:
+        self.stop()
+        return Score(0.0, reason)
 
-    def _receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """One reply; None at the deadline; EOFError from a worker that is gone."""
-        assert self._process is not None and self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return None
-            piece = os.read(descriptor, 65536)
-            if not piece:
-                raise EOFError
-            self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
-        return msgspec.json.decode(line)
+    @property
+    def _open_channel(self) -> Channel:
+        if self._channel is None:
+            raise ChannelClosed("the worker was stopped")
+        return self._channel
 
     def close(self) -> None:
-        """Ends the worker for good. A thread that waits for its answer sees the end of its stream."""
+        """Ends the worker for good. A thread that waits for its answer sees the end of its channel."""
         self._closed = True
         process = self._process
         if process is not None and process.poll() is None:
-            process.kill()
+            end_with_descendants(process.pid)
 
     def stop(self) -> None:
-        if self._process is None:
-            return
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    pass  # unsent input of a worker that is gone
-        self._process = None
+        process, self._process = self._process, None
+        channel, self._channel = self._channel, None
+        if process is not None:
+            end_with_descendants(process.pid)
+            process.wait()
+        if channel is not None:
+            channel.close()
+
+
+def _encoded(task: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(task, enc_hook=str)
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
+        return json.dumps(task, default=str).encode()

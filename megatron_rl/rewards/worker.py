@@ -1,49 +1,65 @@
-"""One reward worker: JSON lines in, JSON lines out. Started by `pool.py`, never by hand.
+"""One reward worker: `python -m megatron_rl.rewards.worker DESCRIPTOR PARENT_PID`, started by `pool.py`.
 
-The first line names the reward; each further line is one task. What a reward prints goes to stderr,
-so that it cannot be taken for an answer.
+The first message names the reward; each further one is a task with a number, which its reply repeats. A reward is user
+code and may run programs that a model wrote: none of them inherits the channel, standard input is empty, and what they
+print goes to standard error. Nothing but this loop can answer.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
-import os
+import resource
+import socket
 import sys
-from contextlib import redirect_stdout
 
-import msgspec
-
+from megatron_rl.channel import Channel, ChannelClosed
 from megatron_rl.process import die_with_parent
-from megatron_rl.rewards.functions import resolve
+from megatron_rl.rewards.functions import Reward, resolve
 
-MAX_ERROR = 500  # characters: a window of replies must fit a pipe
+MAX_ERROR = 500  # characters: a window of replies must fit the channel
+PR_SET_CHILD_SUBREAPER = 36
 
 
-def main() -> None:
-    die_with_parent()  # a reward that hangs does not see the end of its input
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    start = json.loads(sys.stdin.readline())
+def main(descriptor: int, parent: int) -> None:
+    die_with_parent(parent)  # a reward that hangs does not see the end of its channel
+    _adopt_orphans()
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    channel = Channel(connection)
+    start = channel.receive()
+    resource.setrlimit(resource.RLIMIT_DATA, (start["memory_bytes"], start["memory_bytes"]))
     sys.path[:0] = start["path"]
-    with redirect_stdout(sys.stderr):
+    try:
         reward = resolve(start["name"])
-        answers.write(json.dumps({"ready": True}) + "\n")
-        for line in sys.stdin:
-            task = msgspec.json.decode(line)
-            try:
-                score = float(reward(task["row"], task["answer_key"], task["response"]))
-                reply: dict[str, float | str] = {"score": score}
-                if not math.isfinite(score):
-                    reply = {"error": f"the score is {score}"}
-            except Exception as error:  # a reward is user code: whatever it raises is its result
-                reply = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR]}
-            answers.write(json.dumps(reply) + "\n")
+    except LookupError as error:
+        channel.send({"error": str(error)})
+        return
+    channel.send({"ready": True})
+    while True:
+        message = channel.receive()
+        channel.send({"id": message["id"], **judge(reward, message["task"])})
+
+
+def judge(reward: Reward, content: bytes) -> dict[str, float | str]:
+    try:
+        task = json.loads(content)
+        score = float(reward(task["row"], task["answer_key"], task["response"]))
+    except Exception as error:  # a reward is user code: whatever it raises is its result
+        text = f"{type(error).__name__}: {error}"[:MAX_ERROR]
+        return {"error": text.encode("utf-8", "replace").decode()}
+    return {"score": score} if math.isfinite(score) else {"error": f"the score is {score}"}
+
+
+def _adopt_orphans() -> None:
+    """Processes that a reward starts stay this one's descendants, so that the pool can end all of them."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 if __name__ == "__main__":
     try:
-        main()
-    except (KeyboardInterrupt, BrokenPipeError):
+        main(int(sys.argv[1]), int(sys.argv[2]))
+    except (KeyboardInterrupt, ChannelClosed):
         pass
-    except LookupError as problem:
-        print(json.dumps({"error": str(problem)}), flush=True)

@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.engine.channel import Channel, ChannelClosed
+from megatron_rl.channel import Channel, ChannelClosed
+from megatron_rl.config.fleet import devices
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
@@ -56,7 +57,7 @@ class ChildEngine:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs.fileno(),),
-                    env=engine_environment(self._section.tensor_parallel, self._section.devices),
+                    env=engine_environment(self._section.tensor_parallel, next(iter(devices(self._section)), None)),
                     start_new_session=True,
                 )
         finally:

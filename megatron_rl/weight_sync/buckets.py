@@ -20,6 +20,8 @@ from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.formats import Output, outputs
 
+BUCKET_BYTES = 64 << 20  # smaller ones are no faster: see docs/benchmarks.md
+
 
 @dataclass(frozen=True)
 class Job:

@@ -16,6 +16,7 @@ from megatron_rl.config.schema import Format, SyncSection
 from megatron_rl.distributed import exchange
 from megatron_rl.quantization.error import summarize
 from megatron_rl.quantization.formats import BY_FORMAT
+from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.delta import Lineage, Sent
 from megatron_rl.weight_sync.file_transport import Written, remove_version, update_info, write_version
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -175,7 +176,7 @@ class FilePush:
                 format=format.value,
                 writer=self._writer,
                 writers=self._writers,
-                bucket_bytes=self._sync.bucket_mib << 20,
+                bucket_bytes=buckets.BUCKET_BYTES,
                 sent=self._sent.get(format),
                 base=self._lineage.base,
             )

@@ -22,6 +22,7 @@ import torch
 from megatron_rl.files import replacing
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import manifest as manifests
+from megatron_rl.weight_sync.buckets import BUCKET_BYTES
 from megatron_rl.weight_sync.delta import Sent
 from megatron_rl.weight_sync.manifest import Manifest, TensorEntry, WeightSyncError
 
@@ -65,7 +66,7 @@ def write_version(
     format: str,
     writer: int = 0,
     writers: int = 1,
-    bucket_bytes: int = 64 << 20,
+    bucket_bytes: int = BUCKET_BYTES,
     sent: Sent | None = None,
     base: int | None = None,
 ) -> Written:

@@ -24,7 +24,8 @@ from megatron_rl.config.schema import (
 from megatron_rl.distributed import exchange
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.error import ErrorSummary
-from megatron_rl.quantization.smoothing import Smoothing
+from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing
+from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.file_push import FilePush
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.report import Contribution, SyncReport, SyncSeconds
@@ -53,8 +54,8 @@ class WeightSync:
         shape, world = learner.model.shape, learner.groups.world
         smoothing = None
         if quantization.smoothing:
-            every, take = quantization.smoothing_every, learner.take_activation_amax
-            smoothing = Smoothing(shape, quantization.smoothing, every, world, take)
+            take = learner.take_activation_amax
+            smoothing = Smoothing(shape, quantization.smoothing, SCALES_STAY, world, take)
         cache_scales = None
         if quantization.kv_cache == KvCache.fp8:
             cache_scales = CacheScales(shape.layers, world, learner.take_cache_amax)
@@ -64,7 +65,7 @@ class WeightSync:
                 learner.groups,
                 format,
                 quantization.ignore,
-                bucket_bytes=sync.bucket_mib << 20,
+                bucket_bytes=buckets.BUCKET_BYTES,
                 smoothing=smoothing if format == Format.int8 else None,
                 cache_scales=cache_scales,
             )

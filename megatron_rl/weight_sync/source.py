@@ -29,7 +29,7 @@ from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.error import ErrorSample, sample_error
 from megatron_rl.quantization.quantize import quantize, row_amax
 from megatron_rl.quantization.smoothing import Smoothing, column_amax
-from megatron_rl.weight_sync.buckets import Bucket, Job, Workspace, full_tensors, gather, make_buckets
+from megatron_rl.weight_sync.buckets import BUCKET_BYTES, Bucket, Job, Workspace, full_tensors, gather, make_buckets
 
 FIRST = Place()  # the rank that sends what belongs to no rank's weights
 SCALES_KEY = (0, 2, 0, 0)  # after the buckets of that rank
@@ -49,7 +49,7 @@ class ShardSource:
         format: Format = Format.none,
         ignore: Sequence[str] = (),
         dtype: torch.dtype = torch.bfloat16,
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int = BUCKET_BYTES,
         smoothing: Smoothing | None = None,
         cache_scales: CacheScales | None = None,
     ) -> None:

@@ -34,7 +34,7 @@ from megatron_rl.config.schema import SamplerSection, SyncSection, Transport
 from megatron_rl.distributed import exchange
 from megatron_rl.models.tensors import torch_dtype
 from megatron_rl.quantization.error import summarize
-from megatron_rl.weight_sync import wire
+from megatron_rl.weight_sync import buckets, wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.report import Contribution, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
@@ -129,7 +129,8 @@ class VllmPush:
         port = exchange(free_port() if self._rank == 0 else 0)[0]
         failure = None
         try:
-            info = init_info(self._sync, self._workers, self._rank, port)
+            largest = max(tensor.nbytes for tensor in self._source.tensors)
+            info = init_info(self._sync.transport, self._workers, self._rank, port, largest)
             self._engine = WeightTransferTrainerFactory.trainer_init(
                 info, client=self._relay, source=WholeTensors(self._source)
             )
@@ -227,11 +228,11 @@ class Relay:
         return self._sampler
 
 
-def init_info(sync: SyncSection, workers: int, rank: int, port: int) -> TrainerInitInfo:
-    """vLLM's own settings of a transport; the workers get theirs from rank 0."""
-    buffer = sync.bucket_mib << 20
-    if sync.transport == Transport.ipc:
-        return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer)
+def init_info(transport: Transport, workers: int, rank: int, port: int, largest: int) -> TrainerInitInfo:
+    """vLLM's own settings of a transport; the workers get theirs from rank 0. `largest`: bytes of a tensor."""
+    buffer = buckets.BUCKET_BYTES
+    if transport == Transport.ipc:  # its buffer does not grow: vLLM refuses a tensor that is larger
+        return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=max(buffer, largest))
     return NCCLTrainerInitInfo(LOOPBACK, port, 1 + workers, rank=rank, packed_buffer_size_bytes=buffer)
 
 

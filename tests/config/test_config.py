@@ -60,6 +60,14 @@ def test_overrides_are_typed_and_win(recipe: Path) -> None:
     assert config.learner.tensor_parallel == 2
 
 
+def test_another_metric_stops_in_place_of_the_base_s(recipe: Path) -> None:
+    recipe.write_text("run: {stop: {eval/accuracy: 0.28}}\n")
+    assert load(recipe, ["run.stop.eval/accuracy=0.5"]).run.stop == {"eval/accuracy": 0.5}
+    with pytest.raises(ConfigError, match=r"run\.stop=null takes out what a base names"):
+        load(recipe, ["run.stop.eval/reward=1"])
+    assert load(recipe, ["run.stop=null", "run.stop.eval/reward=1"]).run.stop == {"eval/reward": 1.0}
+
+
 def test_a_preset_starts_its_section_afresh_and_keys_go_on_top(recipe: Path) -> None:
     recipe.write_text("correction: {weight: {low: 0.5}}\n")
     assert load(recipe).correction.weight.low == 0.5
@@ -124,7 +132,7 @@ def test_broken_yaml_names_the_file(tmp_path: Path) -> None:
 
 
 def test_the_number_of_keys_stays_graspable() -> None:
-    assert len(all_keys()) <= 106
+    assert len(all_keys()) <= 100
 
 
 def test_a_removed_key_says_what_stands_in_its_place(recipe: Path) -> None:
@@ -182,6 +190,12 @@ BAD_VALUES = [
     ("reward", "overlong_penalty: .nan", "reward.overlong_penalty is nan: give a finite number"),
     ("reward", "overlong_filter: 3", "reward.overlong_filter is 3: use true or false"),
     ("rollout", "dynamic_samplig: true", "did you mean rollout.dynamic_sampling?"),
+    ("run", "stop: {eval/accuracy: high}", "run.stop.eval/accuracy: Value 'high'"),
+    ("run", "stop: {eval/accuracy: .nan}", "run.stop: {'eval/accuracy': nan}, expected one metric of eval/ and a"),
+    ("run", "stop: {eval/accuracy: 0.3, eval/reward: 1}", "one metric of eval/"),
+    ("run", "stop: {}", "run.stop: {}, expected one metric of eval/"),
+    ("run", "stop: {train/loss: 1}", "run.stop: {'train/loss': 1.0}, expected one metric of eval/"),
+    ("run", "stop: eval/accuracy", "run.stop is eval/accuracy: use a section, or null"),
     ("sampler", "fleet: {formats: [int9]}", "sampler.fleet.formats[0]: Invalid value 'int9'"),
 ]
 

@@ -8,6 +8,7 @@ from tiny_engine import make_config
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.fleet import (
     addresses,
+    devices,
     distinct_formats,
     is_fleet,
     is_loopback,
@@ -50,8 +51,25 @@ def test_a_sound_fleet_has_no_problems(monkeypatch):
     sound = config(replicas=1, addresses=["http://127.0.0.1:8000"], formats=[Format.none, Format.int8])
     assert found(sound) == ""
     assert addresses(sound.sampler) == []
-    on_gpus = config({"tensor_parallel": 2}, replicas=2, devices=["0,1", "2,3"])
+    on_gpus = config({"tensor_parallel": 2, "devices": ["0,1", "2,3"]}, replicas=2)
     assert found(on_gpus, Device.cuda) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "embedded", "fleet"),
+    [
+        (None, [], []),
+        ([], [], []),
+        ("4,5", ["4,5"], ["4,5"]),
+        (4, ["4"], ["4"]),
+        (["4,5"], ["4,5"], ["4,5"]),
+        ([4, 5], ["4,5"], ["4", "5"]),
+        (["0,1", "2,3"], ["0,1,2,3"], ["0,1", "2,3"]),
+    ],
+)
+def test_a_text_and_a_list_name_gpus(given, embedded, fleet):
+    assert devices(config({"devices": given}).sampler) == embedded
+    assert devices(config({"devices": given}, replicas=2).sampler) == fleet
 
 
 @pytest.mark.parametrize(
@@ -60,14 +78,16 @@ def test_a_sound_fleet_has_no_problems(monkeypatch):
         ({}, {"replicas": -1}, Device.cpu, ["sampler.fleet.replicas", "-1", "0"]),
         ({}, {"replicas": 2, "formats": [Format.int8]}, Device.cpu, ["sampler.fleet.formats", "1 formats for 2"]),
         ({}, {"formats": [Format.int8]}, Device.cpu, ["sampler.fleet.formats", "without servers"]),
-        ({}, {"replicas": 1, "restarts": -1}, Device.cpu, ["sampler.fleet.restarts", "-1"]),
-        ({}, {"replicas": 1, "devices": ["0"]}, Device.cpu, ["sampler.fleet.devices", "no GPU"]),
-        ({}, {"replicas": 2}, Device.cuda, ["sampler.fleet.devices", "share the same GPUs"]),
-        ({}, {"replicas": 2, "devices": ["0"]}, Device.cuda, ["sampler.fleet.devices", "1 entries"]),
-        ({}, {"replicas": 2, "devices": ["0", "0"]}, Device.cuda, ["sampler.fleet.devices", "each once"]),
-        ({}, {"replicas": 2, "devices": ["0", "one"]}, Device.cuda, ["sampler.fleet.devices", "one"]),
-        ({}, {"replicas": 1, "devices": ["0,1"]}, Device.cuda, ["sampler.fleet.devices", "tensor_parallel=1"]),
-        ({"devices": "0"}, {"replicas": 1}, Device.cuda, ["sampler.devices", "sampler.fleet.devices"]),
+        ({"devices": ["0"]}, {"replicas": 1}, Device.cpu, ["sampler.devices", "no GPU"]),
+        ({}, {"replicas": 2}, Device.cuda, ["sampler.devices", "share the same GPUs"]),
+        ({"devices": ["0"]}, {"replicas": 2}, Device.cuda, ["sampler.devices", "1 entries"]),
+        ({"devices": "0"}, {"replicas": 2}, Device.cuda, ["sampler.devices", "1 entries"]),
+        ({"devices": ["0"]}, {"addresses": ["http://localhost:1"]}, Device.cuda, ["sampler.devices", "1 entries"]),
+        ({"devices": ["0", "0"]}, {"replicas": 2}, Device.cuda, ["sampler.devices", "each once"]),
+        ({"devices": ["0", "one"]}, {"replicas": 2}, Device.cuda, ["sampler.devices", "one"]),
+        ({"devices": ["0,1"]}, {"replicas": 1}, Device.cuda, ["sampler.devices", "tensor_parallel=1"]),
+        ({"devices": {"0": 1}}, {"replicas": 1}, Device.cuda, ["sampler.devices", "each once"]),
+        ({"devices": ["0", "1"]}, {}, Device.cuda, ["sampler.devices: '0,1'", "tensor_parallel=1"]),
         ({"vllm": {"kv_cache_memory_bytes": 1 << 50}}, {"replicas": 2}, Device.cpu,
          ["sampler.vllm.kv_cache_memory_bytes", "2.09715e+06 GiB"]),
         ({}, {"addresses": [DISTANT]}, Device.cpu, ["sync.dir", "null", "node7"]),

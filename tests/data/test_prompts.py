@@ -61,7 +61,6 @@ def test_duplicates_are_counted_and_left_out(tmp_path: Path, tokenizer: FolderTo
     dataset = load_dataset("train", DataSection(train=path), tokenizer, 8)
     assert (len(dataset), dataset.rows, dataset.duplicates) == (1, 3, 2)
     assert "2 duplicates" in dataset.describe()
-    assert len(load_dataset("train", DataSection(train=path, deduplicate=False), tokenizer, 8)) == 3
 
 
 def test_long_prompts_are_refused_or_dropped(tmp_path: Path, tokenizer: FolderTokenizer) -> None:

@@ -60,9 +60,10 @@ def run_trainer() -> dict[str, Any]:
     for name in Transport:
         if name == Transport.file:
             continue
-        section, engine = SyncSection(transport=name, bucket_mib=3), SamplerSection(tensor_parallel=2)
-        info = init_info(section, 2, 0, 12345)
-        found[f"{name} settings"] = [info.backend, info.is_sender, getattr(info, "packed_buffer_size_bytes", None)]
+        section, engine = SyncSection(transport=name), SamplerSection(tensor_parallel=2)
+        small, large = (init_info(name, 2, 0, 12345, largest) for largest in (1, 3 << 30))
+        found[f"{name} settings"] = [small.backend, small.is_sender]
+        found[f"{name} buffers"] = [small.packed_buffer_size_bytes, large.packed_buffer_size_bytes]
         listener = Recorder()
         push = VllmPush(source(), listener, section, engine)
         found[f"{name} without a GPU"] = push.send(1, shards).failure

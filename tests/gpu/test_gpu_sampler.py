@@ -38,6 +38,7 @@ from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.sampler.sleep_schedule import SleepSchedule
 from megatron_rl.types import Rollout
+from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 pytestmark = [
@@ -129,13 +130,14 @@ def make_config(transport: Transport = Transport.file, format: Format = Format.f
             devices="1" if transport == Transport.nccl else "0",
             vllm={"max_num_seqs": 16, "gpu_memory_utilization": 0.2, "enforce_eager": True},
         ),
-        sync=SyncSection(transport=transport, bucket_mib=1),
+        sync=SyncSection(transport=transport),
     )
     return replace(config, **changes)
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Any]:
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1 << 16)  # several, and tensors above it
     opened: list[Run] = []
 
     def open_run(config: Config, hf: dict[str, Any] = DENSE) -> Run:

@@ -1,5 +1,7 @@
 """Rewards run apart: order, exceptions, deadlines and deaths become scores with a reason, never a hang."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +11,9 @@ import pytest
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import RewardSection
-from megatron_rl.rewards.pool import RewardPool, Score
+from megatron_rl.rewards import pool as pools
+from megatron_rl.rewards.functions import resolve
+from megatron_rl.rewards.pool import RewardPool, RewardsHang, Score
 
 MODULE = """
 import os, time
@@ -37,6 +41,130 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool]
     pool.start()
     yield pool
     pool.close()
+
+
+HOSTILE = """
+import os, subprocess, sys, time
+
+def run(row, answer_key, response):
+    if response == "spawn":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        with open(row["pids"], "a") as file:
+            file.write(f"{child.pid}\\n")
+        time.sleep(30)
+    if response == "eat":
+        return len(bytearray(4 << 30))
+    if response == "hang":
+        time.sleep(30)
+    if response == "surrogate":
+        raise ValueError("half a pair: \\ud83d")
+    if response.startswith("print"):
+        os.write(1, b'{"score": 1.0}\\n')
+        subprocess.run([sys.executable, "-c", "print('{\\"id\\": 1, \\"score\\": 1.0}', flush=True)"], check=True)
+        os.system("echo checking")
+        assert subprocess.run(["cat"], capture_output=True).stdout == b"", "standard input holds tasks"
+        for descriptor in range(3, 32):
+            try:
+                os.write(descriptor, b"")
+            except OSError:
+                continue
+            assert not os.get_inheritable(descriptor), descriptor
+        return 0.0
+    return float(response)
+"""
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool]:
+    (tmp_path / "hostile_rewards.py").write_text(HOSTILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pools, "MEMORY_BYTES", 1 << 30)
+    section = RewardSection(name="hostile_rewards:run", timeout_s=1.5)
+    pool = RewardPool(section, "answer")
+    pool.start()
+    yield pool
+    pool.close()
+
+
+def test_what_an_answer_prints_is_no_score_and_shifts_none(hostile: RewardPool) -> None:
+    scores = hostile.score([({}, word) for word in ("print", "3", "print again", "4", "5")])
+    assert [(score.reward, score.error) for score in scores] == [(0, None), (3, None), (0, None), (4, None), (5, None)]
+
+
+def test_an_error_may_say_anything(hostile: RewardPool) -> None:
+    first, second = hostile.score([({}, "surrogate"), ({"answer": "\ud83d"}, "2")])
+    assert "half a pair" in str(first.error)
+    assert second == Score(2.0)
+
+
+def test_what_a_late_reward_has_started_ends_with_it(hostile: RewardPool, tmp_path: Path) -> None:
+    (score,) = hostile.score([({"pids": str(tmp_path / "pids")}, "spawn")])
+    assert "reward.timeout_s" in str(score.error)
+    (pid,) = map(int, (tmp_path / "pids").read_text().split())
+    deadline = time.monotonic() + 5
+    while _lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _lives(pid)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_memory_is_limited(hostile: RewardPool) -> None:
+    scores = hostile.score([({}, "eat"), ({}, "6")])
+    assert "MemoryError" in str(scores[0].error)
+    assert scores[1] == Score(6.0)
+
+
+def test_a_worker_that_takes_nothing_misses_the_deadline_too(hostile: RewardPool) -> None:
+    worker = hostile._workers[0]
+    assert worker._process is not None
+    os.kill(worker._process.pid, signal.SIGSTOP)
+    scores = hostile.score([({"tests": "x" * (4 << 20)}, "1"), ({}, "2")])
+    assert "reward.timeout_s" in str(scores[0].error)
+    assert scores[1] == Score(2.0)
+
+
+def test_a_worker_that_answers_out_of_turn_is_replaced(hostile: RewardPool) -> None:
+    worker = hostile._workers[0]
+    worker._open_channel.send({"id": 99, "task": b'{"row": {}, "answer_key": "", "response": "7"}'})
+    scores = hostile.score([({}, "1"), ({}, "2"), ({}, "3")])
+    assert "out of turn" in str(scores[0].error)
+    assert scores[1:] == [Score(2.0), Score(3.0)]
+
+
+def test_a_reward_that_always_hangs_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hanging_rewards.py").write_text("import time\ndef hang(row, key, text):\n    time.sleep(9)\n")
+    monkeypatch.chdir(tmp_path)
+    pool = RewardPool(RewardSection(name="hanging_rewards:hang", workers=2, timeout_s=0.05), "answer")
+    pool.start()
+    try:
+        with pytest.raises(RewardsHang, match=r"reward\.timeout_s: 30 of the last"):
+            pool.score([({}, "1")] * 4096)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("def reward(row, text):\n    return 1.0\n", r"called as \(row, answer_key, response\)"),
+        ("def reward(row answer_key):\n", "SyntaxError"),
+        ("raise RuntimeError('no dictionary')\n", "no dictionary"),
+    ],
+)
+def test_a_reward_beside_the_recipe_is_read_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, complaint: str
+) -> None:
+    name = f"mine_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LookupError, match=complaint):
+        resolve(f"{name}:reward")
 
 
 def test_scores_come_in_the_order_of_the_tasks() -> None:

@@ -18,7 +18,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import torch_dtype
 from megatron_rl.quantization.quantize import quantize
-from megatron_rl.weight_sync import manifest
+from megatron_rl.weight_sync import buckets, manifest
 from megatron_rl.weight_sync.file_transport import manifest_path, version_directory
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
@@ -73,11 +73,12 @@ class Client:
 def join_pair(rank: int, rendezvous: str, folder: str) -> tuple[WeightSync, Weights, Client]:
     """Become one of two tensor-parallel ranks that send INT8; the client is rank 0's sampler."""
     torch.set_num_threads(1)
+    buckets.BUCKET_BYTES = 1 << 20  # several of them
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=PATIENCE)
     config = Config(
         learner=LearnerSection(tensor_parallel=2),
         quantization=QuantizationSection(format=Format.int8),
-        sync=SyncSection(dir=folder, bucket_mib=1),
+        sync=SyncSection(dir=folder),
     )
     client, learner = Client(), Weights(rank, 2)
     return open_sync(learner, client if rank == 0 else None, config), learner, client

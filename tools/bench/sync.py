@@ -42,7 +42,6 @@ from megatron_rl.config.schema import (
     QuantizationSection,
     RolloutSection,
     SamplerSection,
-    SyncSection,
 )
 from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
@@ -206,7 +205,6 @@ def run_rank(rank: int, rendezvous: str, given: argparse.Namespace, folder: str)
             quantization=QuantizationSection(format=Format(name)),
             rollout=RolloutSection(max_prompt_tokens=64, max_response_tokens=64),
             sampler=SamplerSection(vllm={"max_num_seqs": 8, "kv_cache_memory_bytes": 200 << 20}),
-            sync=SyncSection(bucket_mib=given.bucket_mib),
         )
         sampler = (
             EmbeddedSampler(
@@ -341,7 +339,6 @@ def main() -> int:
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="per learner rank")
-    parser.add_argument("--bucket-mib", type=int, default=SyncSection.bucket_mib)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=11)
     parser.add_argument("--ffn", type=int, default=2560)

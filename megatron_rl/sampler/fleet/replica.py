@@ -232,8 +232,9 @@ class NoServerLeft(SamplerError):
         reasons = "; ".join(f"{one.name}: {one.given_up or one.reason or 'not ready'}" for one in replicas)
         super().__init__(
             f"no server of the fleet can answer with policy version {version} (waited up to "
-            f"sampler.start_timeout_s={patience_s:g}). {reasons}. Read the servers' logs; raise sampler.fleet.restarts "
-            "or sampler.start_timeout_s where the machine was only slow, restart servers that were given by address, "
+            f"sampler.start_timeout_s={patience_s:g}). {reasons}. Read the servers' logs; lower "
+            "sampler.vllm.max_num_seqs where memory ran out, raise sampler.start_timeout_s where the machine was only "
+            "slow, restart servers that were given by address, "
             "and start the run again"
         )
 

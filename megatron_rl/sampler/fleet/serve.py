@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.fleet import KEY_VARIABLE
+from megatron_rl.config.fleet import KEY_VARIABLE, devices, is_fleet
+from megatron_rl.config.schema import SamplerSection
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.fleet.server_process import ServerProcess, ServerSettings
 from megatron_rl.sampler.model_folder import write_engine_folder
@@ -31,7 +32,7 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
             log_path=None,
             socket_dir=Path(name),
             port=port,
-            devices=settings.sampler.devices,
+            devices=own_devices(settings.sampler),
             workers=settings.sampler.tensor_parallel,
             host=host,
             hidden=KEY_VARIABLE,
@@ -43,3 +44,10 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
             return 0
         finally:
             server.end()
+
+
+def own_devices(sampler: SamplerSection) -> str | None:
+    """The server's GPUs. A list in a fleet's recipe names those of the servers that the run itself starts."""
+    if is_fleet(sampler) and isinstance(sampler.devices, list):
+        return None
+    return next(iter(devices(sampler)), None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_rl.config.fleet import KEY_VARIABLE, LOOPBACK
+from megatron_rl.config.fleet import KEY_VARIABLE, LOOPBACK, devices
 from megatron_rl.engine import server_key
 from megatron_rl.engine.server import ALL_CORES
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, share_of_cores
@@ -51,7 +51,7 @@ def server_settings(
     settings: EngineSettings, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str
 ) -> list[ServerSettings]:
     """One for each server that the run starts, in the order of formats."""
-    fleet = settings.sampler.fleet
+    fleet, gpus = settings.sampler.fleet, devices(settings.sampler)
     servers = []
     for index, format in enumerate(settings.formats[: fleet.replicas]):
         own = settings.with_format(format)
@@ -62,7 +62,7 @@ def server_settings(
                 log_path=log_dir / f"sampler_{index}.log",
                 socket_dir=folder,
                 port=None,
-                devices=fleet.devices[index] if fleet.devices else None,
+                devices=gpus[index] if gpus else None,
                 workers=settings.sampler.tensor_parallel,
                 cores=share_of_cores(index, fleet.replicas),
                 hidden=KEY_VARIABLE,

@@ -26,7 +26,6 @@ class Servers:
         self._sampler, self._formats = settings.sampler, settings.formats
         self._state = FleetState(
             start_timeout_s=settings.sampler.start_timeout_s,
-            max_restarts=settings.sampler.fleet.restarts,
             max_tokens=settings.max_tokens,
             note=note,
         )

@@ -21,6 +21,7 @@ from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 POLL_S = 0.2
 PROBE_EVERY_S = 2.0  # between two looks at every server
+MAX_RESTARTS = 3  # of each server: one that goes on dying is ill
 UNANSWERED = 3  # looks in a row without an answer until a server counts as gone
 WARM_UP = SamplingParams(samples=2, max_tokens=2)
 
@@ -30,7 +31,6 @@ class FleetState:
     """What the supervisors and the sampler share; touched on the event loop only."""
 
     start_timeout_s: float
-    max_restarts: int  # of each server
     max_tokens: int  # of a prompt and its answer together: what every server must take
     note: Callable[[str], None]
     version: int = NO_VERSION  # the current policy's
@@ -87,7 +87,7 @@ class Supervisor:
         if replica.process is None and self._own is not None:
             state.restarted += 1
             self.start_process()
-            count = f"{replica.restarts} of {state.max_restarts} restarts"
+            count = f"{replica.restarts} of {MAX_RESTARTS} restarts"
             state.note(f"{replica.name} starts again ({count}): {replica.reason}")
         await self._until_healthy()
         if self._own is None:
@@ -167,8 +167,8 @@ class Supervisor:
             self.first_start.set_exception(SamplerError(f"{replica.name} did not start: {details}"))
         elif self._own is None:
             await asyncio.sleep(PROBE_EVERY_S)
-        elif replica.restarts >= state.max_restarts:
-            replica.given_up = f"given up after sampler.fleet.restarts={state.max_restarts}: {details}"
-            state.note(f"{replica.name} is given up after sampler.fleet.restarts={state.max_restarts}: {reason}")
+        elif replica.restarts >= MAX_RESTARTS:
+            replica.given_up = f"given up after {MAX_RESTARTS} restarts: {details}"
+            state.note(f"{replica.name} is given up after {MAX_RESTARTS} restarts: {reason}")
         else:
             replica.restarts += 1

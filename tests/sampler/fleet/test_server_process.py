@@ -10,8 +10,10 @@ import time
 
 import pytest
 
+from megatron_rl.config.schema import FleetSection, SamplerSection
 from megatron_rl.engine import server_key
 from megatron_rl.engine.server_key import RequireKey
+from megatron_rl.sampler.fleet import serve
 from megatron_rl.sampler.fleet.server_process import command_line
 
 KEY = "k" * 32
@@ -84,3 +86,17 @@ def test_no_server_without_a_key(monkeypatch):
     monkeypatch.delenv(server_key.VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match="does not start without a key"):
         RequireKey(None)
+
+
+@pytest.mark.parametrize(
+    ("given", "fleet", "wanted"),
+    [
+        (None, {}, None),
+        ("4", {}, "4"),
+        ("4", {"replicas": 2}, "4"),
+        (["4", "5"], {"replicas": 2}, None),
+        ([4, 5], {}, "4,5"),
+    ],
+)
+def test_a_server_by_itself_takes_no_gpus_of_the_run_s_own(given, fleet, wanted):
+    assert serve.own_devices(SamplerSection(devices=given, fleet=FleetSection(**fleet))) == wanted

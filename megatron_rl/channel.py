@@ -1,4 +1,4 @@
-"""Framed msgpack messages over a socket pair, with a deadline on every receive. No pickle."""
+"""Framed msgpack messages over a socket pair, with a deadline on what is waited for. No pickle."""
 
 from __future__ import annotations
 
@@ -16,15 +16,24 @@ class ChannelClosed(ConnectionError):
     """The other side is gone."""
 
 
+def channel_pair() -> tuple[Channel, socket.socket]:
+    """This side's channel, and the socket that a child inherits."""
+    ours, theirs = socket.socketpair()
+    return Channel(ours), theirs
+
+
 class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any], timeout_s: float | None = None) -> None:
+        """Raises TimeoutError where the other side does not take it in time (the channel is then of no further use)."""
         data = msgspec.msgpack.encode(message)
-        self._socket.settimeout(None)
+        self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        except TimeoutError:
+            raise
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rl.engine.channel import Channel, ChannelClosed
+from megatron_rl.channel import Channel, ChannelClosed
 from megatron_rl.engine.child import pack
 
 
