@@ -143,7 +143,7 @@ def test_a_reward_that_always_hangs_ends_the_run(tmp_path: Path, monkeypatch: py
     pool = RewardPool(RewardSection(name="hanging_rewards:hang", workers=2, timeout_s=0.05), "answer")
     pool.start()
     try:
-        with pytest.raises(RewardsHang, match=r"reward\.timeout_s: 30 of the last"):
+        with pytest.raises(RewardsHang, match=r"reward\.timeout_s: 3[0-2] of the last"):
             pool.score([({}, "1")] * 4096)
     finally:
         pool.close()
