@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 _LENGTH = struct.Struct("<Q")
+AT_ONCE = 64 << 10  # bytes
 
 
 class ChannelClosed(ConnectionError):
@@ -25,13 +26,14 @@ def channel_pair() -> tuple[Channel, socket.socket]:
 class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._ahead = b""  # received together with the message before
 
-    def send(self, message: dict[str, Any], timeout_s: float | None = None) -> None:
-        """Raises TimeoutError where the other side does not take it in time (the channel is then of no further use)."""
-        data = msgspec.msgpack.encode(message)
+    def send(self, *messages: dict[str, Any], timeout_s: float | None = None) -> None:
+        """Raises TimeoutError where the other side does not take them in time: the channel is then of no further use."""
+        encoded = map(msgspec.msgpack.encode, messages)
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            self._socket.sendall(b"".join(part for data in encoded for part in (_LENGTH.pack(len(data)), data)))
         except TimeoutError:
             raise
         except OSError as error:
@@ -48,14 +50,21 @@ class Channel:
 
     def _read(self, count: int, deadline: float | None) -> bytearray:
         buffer = bytearray(count)
-        view = memoryview(buffer)
+        done = min(count, len(self._ahead))
+        buffer[:done], self._ahead = self._ahead[:done], self._ahead[done:]
+        view = memoryview(buffer)[done:]
         while view:
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 raise TimeoutError
             self._socket.settimeout(remaining)
             try:
-                received = self._socket.recv_into(view)
+                if len(view) >= AT_ONCE:
+                    received = self._socket.recv_into(view)
+                else:  # small messages come several at a time
+                    piece = self._socket.recv(AT_ONCE)
+                    received = min(len(piece), len(view))
+                    view[:received], self._ahead = piece[:received], piece[received:]
             except TimeoutError:
                 raise
             except OSError as error:

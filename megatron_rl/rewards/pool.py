@@ -116,7 +116,7 @@ class _Worker:
             "memory_bytes": MEMORY_BYTES,
         }
         try:
-            self._channel.send(start, START_TIMEOUT_S)
+            self._channel.send(start, timeout_s=START_TIMEOUT_S)
             reply = self._channel.receive(START_TIMEOUT_S)
         except TimeoutError:
             reply = {"error": f"no start within {START_TIMEOUT_S:.0f} s"}
@@ -154,9 +154,9 @@ class _Worker:
         scores: list[Score] = []
         first = self._asked + 1
         try:
-            for number, message in enumerate(messages, first):
-                self._asked = number
-                self._open_channel.send({"id": number, "task": message}, self._config.timeout_s)
+            self._asked += len(messages)
+            tasks = [{"id": number, "task": message} for number, message in enumerate(messages, first)]
+            self._open_channel.send(*tasks, timeout_s=self._config.timeout_s)
             for number in range(first, first + len(messages)):
                 reply = self._open_channel.receive(self._config.timeout_s)
                 if reply.get("id") != number:
