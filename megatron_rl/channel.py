@@ -29,7 +29,7 @@ class Channel:
         self._ahead = b""  # received together with the message before
 
     def send(self, *messages: dict[str, Any], timeout_s: float | None = None) -> None:
-        """Raises TimeoutError where the other side does not take them in time: the channel is then of no further use."""
+        """Raises TimeoutError where the other side does not take them in time (the channel is of no use then)."""
         encoded = map(msgspec.msgpack.encode, messages)
         self._socket.settimeout(timeout_s)
         try:
