@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 # How often an OpenMP thread looks before it sleeps. By default it spins for milliseconds at every barrier: where
 # another process needs the core, torch then runs 20 times slower than with this, and without one no faster.
@@ -39,10 +39,19 @@ def rare_collections() -> Iterator[None]:
 
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
     """Called by the child, with the parent's process id where it knows it. Strictly, the parent is a thread."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
+    _prctl(PR_SET_PDEATHSIG, by)
     if parent is not None and os.getppid() != parent:  # it died before the line above
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Whatever this process and its children start stays its descendant, so that one who ends it can end all of it."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
 def end_own_group() -> None:

@@ -82,7 +82,7 @@ class _Breaker:
     def note(self, late: bool) -> None:
         with self._lock:
             self._late.append(late)
-            count = sum(self._late)
+            count = sum(self._late) if late else 0  # one in time cannot make them too many
         if count >= TOO_LATE:
             raise RewardsHang(
                 f"reward.timeout_s: {count} of the last {WATCHED} answers had no score within "

@@ -7,7 +7,6 @@ print goes to standard error. Nothing but this loop can answer.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import resource
@@ -15,16 +14,15 @@ import socket
 import sys
 
 from megatron_rl.channel import Channel, ChannelClosed
-from megatron_rl.process import die_with_parent
+from megatron_rl.process import adopt_orphans, die_with_parent
 from megatron_rl.rewards.functions import Reward, resolve
 
 MAX_ERROR = 500  # characters: a window of replies must fit the channel
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(descriptor: int, parent: int) -> None:
     die_with_parent(parent)  # a reward that hangs does not see the end of its channel
-    _adopt_orphans()
+    adopt_orphans()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     channel = Channel(connection)
@@ -50,12 +48,6 @@ def judge(reward: Reward, content: bytes) -> dict[str, float | str]:
         text = f"{type(error).__name__}: {error}"[:MAX_ERROR]
         return {"error": text.encode("utf-8", "replace").decode()}
     return {"score": score} if math.isfinite(score) else {"error": f"the score is {score}"}
-
-
-def _adopt_orphans() -> None:
-    """Processes that a reward starts stay this one's descendants, so that the pool can end all of them."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ themselves. It is started in its own session, so that Ctrl-C in a terminal reach
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.channel import Channel, ChannelClosed
+from megatron_rl.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.config.fleet import devices
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
@@ -48,21 +47,18 @@ class ChildEngine:
         folder = write_engine_folder(self._hf_folder, Path(self._folder.name), self._settings.quantization)
         arguments = engine_arguments(self._settings, folder, self._worker_extension)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
-        try:
-            with self._log_path.open("ab") as log:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "megatron_rl.engine.child", str(theirs.fileno()), str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(),),
-                    env=engine_environment(self._section.tensor_parallel, next(iter(devices(self._section)), None)),
-                    start_new_session=True,
-                )
-        finally:
-            theirs.close()
-        self._channel = Channel(ours)
+        channel, theirs = channel_pair()
+        with theirs, self._log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.engine.child", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                env=engine_environment(self._section.tensor_parallel, next(iter(devices(self._section)), None)),
+                start_new_session=True,
+            )
+        self._channel = channel
         self._send("start", arguments)
         self._starting = True
 
