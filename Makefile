@@ -7,7 +7,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: quickstart test check install install-dev lint resolve-gpu constraints clean help
+.PHONY: quickstart test faults check install install-dev lint resolve-gpu constraints clean help
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -25,6 +25,10 @@ quickstart: install
 
 test: install-dev
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# What breaks on purpose: every fault's test, and whole runs under faults (tests/faults/), with a table at the end.
+faults: install-dev
+	@$(BIN)/python -m pytest --faults
 
 lint: install-dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo

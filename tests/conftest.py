@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,6 +27,16 @@ LONGEST = (  # first, so that no worker is left alone with one at the end
 SESSION = ExitStack()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", action="store_true", help="only what is marked as a fault, tests/faults/ included")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whole runs under faults take minutes each: `make faults`."""
+    skipped = collection_path == ROOT / "tests" / "faults" and not config.getoption("--faults")
+    return True if skipped else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
@@ -39,9 +50,34 @@ def pytest_unconfigure() -> None:
     SESSION.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--faults"):
+        items[:] = [item for item in items if item.get_closest_marker("fault")]
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """What was done and what must follow travel with the result, for the table at the end."""
+    report = yield
+    if fault := item.get_closest_marker("fault"):
+        report.user_properties.append(("fault", fault.args))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.getoption("--faults"):
+        return
+    verdicts: dict[tuple[str, str], str] = {}
+    for verdict in ("passed", "skipped", "failed", "error"):  # the worst of a case's tests speaks last
+        for report in terminalreporter.stats.get(verdict, []):
+            for name, case in getattr(report, "user_properties", []):
+                if name == "fault":
+                    verdicts[tuple(case)] = verdict
+    terminalreporter.section("faults")
+    for (done, follows), verdict in sorted(verdicts.items()):
+        terminalreporter.write_line(f"{verdict:8} {done} -> {follows}")
 
 
 @pytest.fixture
