@@ -126,10 +126,17 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             update_info.writers,
             self.expected,
             self.state.policy_version,
+            verify=not self._doubles,  # a twin takes nothing unchecked, and nothing else has to know before
         )
         start = time.perf_counter()
         make_live = self.prepare(staged.tensors)
-        return _Ready(staged.policy_version, staged.verify_s, staged.nbytes, make_live, time.perf_counter() - start)
+        return _Ready(
+            staged.policy_version,
+            staged.tensors.seconds or staged.verify_s,
+            staged.nbytes,
+            make_live,
+            time.perf_counter() - start,
+        )
 
     def finish_weight_update(self) -> None:
         ready, self._building = self.await_built(), None

@@ -62,7 +62,7 @@ class Client:
         for _, entry in manifest.join(parts).values():
             data = (version_directory(directory, version) / entry.file).read_bytes()
             data = data[entry.offset : entry.offset + entry.nbytes]
-            assert manifest.checksum(data) == entry.checksum
+            assert manifest.checksum(data, entry.name) == entry.checksum
             flat = torch.frombuffer(bytearray(data), dtype=torch_dtype(entry.dtype))
             self.tensors[entry.name] = flat.view(entry.shape)
 
