@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from test_file_transport import EXPECTED, TENSORS, VICTIM, edit, entry_of, read, write
+from test_file_transport import TENSORS, VICTIM, edit, entry_of, read, write
 
 from megatron_rl.engine.file_reader import Staged, stage
 from megatron_rl.weight_sync import manifest
