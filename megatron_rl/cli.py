@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.schema import Config, Format
+from megatron_rl.rewards.functions import RECIPE_FOLDER
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,6 +113,7 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     if options.on is not None and not options.dry_run:
         raise ConfigError(f"--on {options.on}: a machine to check for, not one to run on; add --dry-run")
+    os.environ[RECIPE_FOLDER] = str(options.recipe.resolve().parent)
     config, found = read(options.recipe, options.overrides)
     return plan_run(config, found, options.on) if options.dry_run else run(config, options.ranks, found)
 

@@ -35,7 +35,7 @@ from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.preflight.sync_plan import size_problems
 from megatron_rl.quantization.formats import FP8_CAPABILITY, format_problem
-from megatron_rl.rewards.functions import resolve
+from megatron_rl.rewards.pool import check_importable
 from megatron_rl.runs.metrics import METRICS
 
 
@@ -147,9 +147,9 @@ def stop_metric(run: RunSection) -> Iterator[str]:
 
 def reward_function(reward: RewardSection) -> Iterator[str]:
     try:
-        resolve(reward.name)
-    except LookupError as error:
-        yield f"reward.name: {error.args[0]}"
+        check_importable(reward)
+    except ConfigError as error:
+        yield str(error)
 
 
 RULES: tuple[Rule, ...] = (
