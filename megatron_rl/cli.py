@@ -129,6 +129,14 @@ def _serve(options: argparse.Namespace) -> int:
     return serve(settings, Path(config.model.path), options.host, options.port)
 
 
+def check_run(config: Config, found: Sequence[str] = ()) -> None:
+    """Everything that `run` checks before it starts or writes anything."""
+    from megatron_rl.preflight.checks import check
+
+    check(config, found)
+    _check_place(config)
+
+
 def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
     """What a run would do, here or on a machine that is only named."""
     from megatron_rl.preflight.checks import check
@@ -146,8 +154,10 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
     """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
     from megatron_rl.preflight.checks import check
 
-    check(config, found, here=ranks == "local")
-    _check_place(config, writes=ranks == "local" or _rank(ranks) == 0)
+    checked, first = check(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
+    for note in checked.notes if first else ():
+        print(f"note: {note}", file=sys.stderr)
+    _check_place(config, writes=first)
     from megatron_rl.launch import launch
     from megatron_rl.models.layout import Layout
     from megatron_rl.rank import run_rank
@@ -217,7 +227,7 @@ def _toy(options: argparse.Namespace) -> int:
 def _quickstart(options: argparse.Namespace) -> int:
     from megatron_rl.quickstart import quickstart
 
-    return quickstart(options.overrides, run)
+    return quickstart(options.overrides, run, check_run)
 
 
 def _report(options: argparse.Namespace) -> int:
