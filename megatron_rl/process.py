@@ -67,6 +67,17 @@ def end_with_descendants(pid: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
+def work_below(pid: int) -> tuple[float, list[int]]:
+    """Seconds of CPU that the processes below this one have used so far, and which of them are stopped (SIGSTOP)."""
+    used, stopped = 0, []
+    for each in _descendants(pid):
+        with suppress(OSError):
+            state, *fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            used += sum(map(int, fields[10:14]))  # its own and its ended children's, in user and system mode
+            stopped += [each] if state == "T" else []
+    return used / os.sysconf("SC_CLK_TCK"), stopped
+
+
 def _descendants(pid: int) -> list[int]:
     """Children, their children, and so on, as Linux lists them; none where it lists none."""
     found: list[int] = []

