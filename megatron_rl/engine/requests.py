@@ -7,7 +7,9 @@ vLLM's server trusts whoever holds its key. One token id beyond the vocabulary e
 
 from __future__ import annotations
 
+import os
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -98,6 +100,20 @@ QUERIES = {  # requests without a body, and what may follow their `?`
 }
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Of the engine behind the server."""
+
+    vocabulary: int
+    tokens: int  # of a prompt and its answer together
+    sequences: int
+
+    @classmethod
+    def of(cls, config: Any) -> Limits:
+        model = config.model_config
+        return cls(model.get_vocab_size(), model.max_model_len, config.scheduler_config.max_num_seqs)
+
+
 class Refused(Exception):
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -121,8 +137,8 @@ class CheckRequests:
             if route == ("GET", "/health"):
                 await _answer(send, *await self._health(scope))
             elif route in BODIES:
-                checked = _checked(BODIES[route], await _body(receive), scope["app"].state)
-                await self._app(_with_length(scope, len(checked)), _replay(checked, receive), send)
+                body = checked(route, await _body(receive), Limits.of(scope["app"].state.vllm_config))
+                await self._app(_with_length(scope, len(body)), _replay(body, receive), send)
             elif route in QUERIES:
                 if not re.fullmatch(QUERIES[route], scope["query_string"]):
                     raise Refused(400, f"what follows the ? of {scope['path']} is not understood")
@@ -134,15 +150,16 @@ class CheckRequests:
 
     async def _health(self, scope: Message) -> tuple[int, dict[str, str]]:
         if self._heartbeat is None:
-            self._heartbeat = Heartbeat(scope["app"].state.engine_client)
+            self._heartbeat = Heartbeat(scope["app"].state.engine_client, os.getpid())
         return await self._heartbeat.look()
 
 
-def _checked(form: type[_Body], body: bytes, state: Any) -> bytes:
+def checked(route: tuple[str, str], body: bytes, limits: Limits) -> bytes:
+    """What was understood of the body, written anew; Refused where it does not fit."""
     try:
-        request = msgspec.json.decode(body, type=form)
+        request = msgspec.json.decode(body, type=BODIES[route])
         if isinstance(request, _Generate):
-            _check_prompt(request, state.vllm_config)
+            _check_prompt(request, limits)
         elif isinstance(request, _Rpc):
             _check_call(request)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -150,19 +167,18 @@ def _checked(form: type[_Body], body: bytes, state: Any) -> bytes:
     return msgspec.json.encode(request)
 
 
-def _check_prompt(request: _Generate, config: Any) -> None:
-    model, wanted = config.model_config, request.sampling_params
-    vocabulary, room = model.get_vocab_size(), model.max_model_len
+def _check_prompt(request: _Generate, limits: Limits) -> None:
+    wanted = request.sampling_params
     for name, ids in (("token_ids", request.token_ids), ("stop_token_ids", wanted.stop_token_ids)):
-        if ids and max(ids) >= vocabulary:
-            raise Refused(400, f"{name}: {max(ids)} is beyond the vocabulary of {vocabulary} tokens")
+        if ids and max(ids) >= limits.vocabulary:
+            raise Refused(400, f"{name}: {max(ids)} is beyond the vocabulary of {limits.vocabulary} tokens")
     length, answer = len(request.token_ids), wanted.max_tokens or 1
-    if length + answer > room:
+    if length + answer > limits.tokens:
         raise Refused(
-            400, f"a prompt of {length} tokens and max_tokens={answer} exceed the {room} tokens (max_model_len) here"
+            400, f"a prompt of {length} tokens and max_tokens={answer} exceed {limits.tokens} tokens (max_model_len)"
         )
-    if wanted.n > config.scheduler_config.max_num_seqs:
-        raise Refused(400, f"n: {wanted.n} samples exceed the {config.scheduler_config.max_num_seqs} decoded at once")
+    if wanted.n > limits.sequences:
+        raise Refused(400, f"n: {wanted.n} samples exceed the {limits.sequences} that are decoded at once")
 
 
 def _check_call(request: _Rpc) -> None:

@@ -15,11 +15,12 @@ from typing import Any, BinaryIO
 
 from megatron_rl.config.fleet import KEY_VARIABLE, LOOPBACK, devices
 from megatron_rl.engine import server_key
-from megatron_rl.engine.server import ALL_CORES
+from megatron_rl.engine.server import ALL_CORES, FOLDER_VARIABLE
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, share_of_cores
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
 
+EVERYWHERE = ("0.0.0.0", "::")
 END_GRACE_S = 4.0  # for workers to release the memory that they share
 
 _SERVER_VARIABLES = {
@@ -39,7 +40,7 @@ class ServerSettings:
 
     arguments: Mapping[str, Any]  # of the engine
     log_path: Path | None  # None: this process's own output
-    socket_dir: Path  # of vLLM's own processes among themselves
+    folder: Path  # for what the server's processes leave lying about, their sockets among it
     port: int | None  # None: a free one
     devices: str | None
     workers: int
@@ -61,7 +62,7 @@ def server_settings(
             ServerSettings(
                 arguments=engine_arguments(own, engine_folder, worker_extension),
                 log_path=log_dir / f"sampler_{index}.log",
-                socket_dir=folder,
+                folder=folder,
                 port=None,
                 devices=gpus[index] if gpus else None,
                 workers=settings.sampler.tensor_parallel,
@@ -82,7 +83,8 @@ class ServerProcess:
         command = [sys.executable, "-m", "megatron_rl.engine.server", str(os.getpid()), settings.cores]
         environment = engine_environment(settings.workers, settings.devices, settings.cores) | _SERVER_VARIABLES
         environment.pop(settings.hidden or "", None)
-        environment |= {server_key.VARIABLE: key, "VLLM_RPC_BASE_PATH": str(settings.socket_dir)}
+        environment |= dict.fromkeys((FOLDER_VARIABLE, "VLLM_RPC_BASE_PATH"), str(settings.folder))
+        environment |= {server_key.VARIABLE: key}
         with _opened(settings.log_path) as log:
             self._process = subprocess.Popen(
                 [*command, *command_line(arguments)],
@@ -90,12 +92,12 @@ class ServerProcess:
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,
-            )
+            )  # it makes a session of its own
 
     @property
     def address(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}"
+        host = LOOPBACK if self.settings.host in EVERYWHERE else self.settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -106,8 +108,11 @@ class ServerProcess:
         code = self._process.poll()
         return None if code is None else f"its process ended (exit status {code})"
 
-    def wait(self) -> int:
-        return self._process.wait()
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status, once it has one."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
 
     def end(self) -> None:
         """End the server and its engine; safe in any state."""
