@@ -13,54 +13,31 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
-import time
-from multiprocessing import resource_tracker
 
 from megatron_rl.process import collect_rarely, die_with_parent, end_own_group
 
 ALL_CORES = "all"
-ORPHANED_S = 1.0
-FOLDER_VARIABLE = "MEGATRON_RL_SERVER_FOLDER"  # of the environment: what the server leaves lying about
 MIDDLEWARE = ("megatron_rl.engine.requests.CheckRequests", "megatron_rl.engine.server_key.RequireKey")  # last one first
 
 if __name__ in ("__main__", "__mp_main__"):  # the server, or vLLM's engine process, which imports this module first
     collect_rarely()
 
 
-def end(parent: int) -> None:
-    """Where the parent is gone, nobody else clears away what the server's processes shared."""
-    if os.getppid() != parent and FOLDER_VARIABLE in os.environ:
-        shutil.rmtree(os.environ[FOLDER_VARIABLE], ignore_errors=True)
-    end_own_group()
-
-
-def end_with_input(parent: int) -> None:
+def end_with_input() -> None:
     while os.read(0, 1024):
         pass
-    deadline = time.monotonic() + ORPHANED_S
-    while os.getppid() == parent and time.monotonic() < deadline:  # a process closes its pipes before it is gone
-        time.sleep(0.01)
-    end(parent)
-
-
-def own_session() -> None:
-    """To be ended as a whole, but for the process that then removes its semaphores."""
-    resource_tracker.ensure_running()
-    if os.getsid(0) != os.getpid():
-        os.setsid()
+    end_own_group()
 
 
 def main() -> None:
     parent, cores = int(sys.argv.pop(1)), sys.argv.pop(1)
-    own_session()
     # until vLLM has handlers of its own, which end the engine in good order
-    signal.signal(signal.SIGTERM, lambda *_: end(parent))
+    signal.signal(signal.SIGTERM, lambda *_: end_own_group())
     die_with_parent(parent, by=signal.SIGTERM)
-    threading.Thread(target=end_with_input, args=(parent,), daemon=True).start()
+    threading.Thread(target=end_with_input, daemon=True).start()
     if cores != ALL_CORES:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     serve()

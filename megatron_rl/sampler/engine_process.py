@@ -85,7 +85,6 @@ def end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
         process.wait(grace_s)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # where it has no group of its own yet
     process.wait(REAP_S)
 
 

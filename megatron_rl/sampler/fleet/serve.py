@@ -40,7 +40,7 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
         own = ServerSettings(
             arguments=engine_arguments(settings, folder),
             log_path=None,
-            folder=Path(name),
+            socket_dir=Path(name),
             port=port,
             devices=own_devices(settings.sampler),
             workers=settings.sampler.tensor_parallel,

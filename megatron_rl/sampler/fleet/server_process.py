@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from megatron_rl.config.fleet import KEY_VARIABLE, LOOPBACK, devices
 from megatron_rl.engine import server_key
-from megatron_rl.engine.server import ALL_CORES, FOLDER_VARIABLE
+from megatron_rl.engine.server import ALL_CORES
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, share_of_cores
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
@@ -40,7 +40,7 @@ class ServerSettings:
 
     arguments: Mapping[str, Any]  # of the engine
     log_path: Path | None  # None: this process's own output
-    folder: Path  # for what the server's processes leave lying about, their sockets among it
+    socket_dir: Path  # of vLLM's own processes among themselves
     port: int | None  # None: a free one
     devices: str | None
     workers: int
@@ -62,7 +62,7 @@ def server_settings(
             ServerSettings(
                 arguments=engine_arguments(own, engine_folder, worker_extension),
                 log_path=log_dir / f"sampler_{index}.log",
-                folder=folder,
+                socket_dir=folder,
                 port=None,
                 devices=gpus[index] if gpus else None,
                 workers=settings.sampler.tensor_parallel,
@@ -83,8 +83,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "megatron_rl.engine.server", str(os.getpid()), settings.cores]
         environment = engine_environment(settings.workers, settings.devices, settings.cores) | _SERVER_VARIABLES
         environment.pop(settings.hidden or "", None)
-        environment |= dict.fromkeys((FOLDER_VARIABLE, "VLLM_RPC_BASE_PATH"), str(settings.folder))
-        environment |= {server_key.VARIABLE: key}
+        environment |= {server_key.VARIABLE: key, "VLLM_RPC_BASE_PATH": str(settings.socket_dir)}
         with _opened(settings.log_path) as log:
             self._process = subprocess.Popen(
                 [*command, *command_line(arguments)],
@@ -92,7 +91,8 @@ class ServerProcess:
                 stdout=log,
                 stderr=None if log is None else subprocess.STDOUT,
                 env=environment,
-            )  # it makes a session of its own
+                start_new_session=True,
+            )
 
     @property
     def address(self) -> str:
