@@ -20,6 +20,7 @@ from megatron_rl.engine.server_key import App, Message, Receive, Send
 LONGEST_BODY = 16 << 20  # a million token ids, and room
 LARGEST = 2**63 - 1
 
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
 
@@ -35,7 +36,7 @@ class _Sampling(_Body):
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=LARGEST)] = 0
-    stop_token_ids: list[Natural] = []
+    stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     flat_logprobs: bool = False
@@ -43,7 +44,7 @@ class _Sampling(_Body):
 
 
 class _Generate(_Body):
-    token_ids: Annotated[list[Natural], msgspec.Meta(min_length=1)]
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     sampling_params: _Sampling
 
 

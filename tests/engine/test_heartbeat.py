@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.engine import heartbeat
 from megatron_rl.engine.heartbeat import Heartbeat
-from megatron_rl.process import work_below
+from megatron_rl.process import Work, work_below
 
 
 class Engine:
@@ -79,9 +79,10 @@ def test_a_stopped_process_is_named():
     assert "is stopped" in body["error"]
 
 
-@pytest.mark.fault("an engine is busy and does not answer", "/health says busy, with 200")
-def test_an_engine_that_works_is_busy():
-    assert look("while True: pass") == (200, {"engine": "busy"})
+@pytest.mark.fault("an engine is busy, or waits for a lock, and does not answer", "/health says busy, with 200")
+@pytest.mark.parametrize("work", ["pass", "time.sleep(0.02)"])
+def test_an_engine_that_works_is_busy(work):
+    assert look(f"import time\nwhile True: {work}") == (200, {"engine": "busy"})
 
 
 def test_there_is_one_question_at_a_time_and_its_answer_counts():
@@ -104,7 +105,7 @@ def test_there_is_one_question_at_a_time_and_its_answer_counts():
 def test_work_below_counts_children():
     with server("while True: pass") as pid:
         deadline = time.monotonic() + 60
-        while work_below(parent(pid))[0] < 0.2:
+        while work_below(parent(pid)).cpu_s < 0.2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert work_below(pid) == (0, [])
+        assert work_below(pid) == Work(0, 0, ())

@@ -1,6 +1,5 @@
 """Fleets of real servers whose processes are stopped, and servers started by hand."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -8,6 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
@@ -67,16 +67,21 @@ def test_a_pause(box: Box) -> None:
     assert run.wait(STEP_S) == 0, box.screen
 
 
-def serve(box: Box, *words: str) -> int:
-    """The port of a server that is ready."""
-    port = free_port()
+def serve(box: Box, *words: str, port: int | None = None) -> tuple[subprocess.Popen, int]:
+    """Who started a server, with room for 1024 files, and the port of the server, once it is ready."""
+    port = port or free_port()
     box.env["MEGATRON_RL_FLEET_KEY"] = KEY
-    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024)); "
-    starter = limited + "import subprocess; sys.exit(subprocess.call(sys.argv[1:]))"
-    command = [sys.executable, "-c", starter, *MEGATRON_RL, "serve", RECIPE, "--port", str(port), *words]
-    box.launch(command)
-    wait_for(lambda: "ready: " in box.screen, START_S, "the server is ready")
-    return port
+    limit = "import resource, subprocess, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024)); "
+    starter = [sys.executable, "-c", limit + "sys.exit(subprocess.call(sys.argv[1:]))"]
+    with served(box).open("w") as log:
+        process = box.launch([*starter, *MEGATRON_RL, "serve", RECIPE, "--port", str(port), *words], stdout=log)
+    wait_for(lambda: "ready: " in served(box).read_text() or process.poll() is not None, START_S, "it is ready")
+    assert process.poll() is None, served(box).read_text()
+    return process, port
+
+
+def served(box: Box) -> Path:
+    return box.folder / "serve.log"
 
 
 def ask(port: int, key: str = KEY) -> int:
@@ -91,8 +96,8 @@ def ask(port: int, key: str = KEY) -> int:
 
 @pytest.mark.fault("1200 half-open connections to a server of 1024 files", "its owner is answered")
 def test_half_open_connections(box: Box) -> None:
-    port = serve(box, "--format", "int8")
-    assert len([line for line in box.screen.splitlines() if "Route:" in line]) == 0
+    _, port = serve(box, "--format", "int8")
+    assert "Route:" not in served(box).read_text()
     held = []
     for _ in range(1200):
         one = socket.create_connection(("127.0.0.1", port), 60)
@@ -109,10 +114,10 @@ def test_half_open_connections(box: Box) -> None:
 
 @pytest.mark.fault("whoever started `serve` is killed", "the server ends and leaves nothing")
 def test_a_server_ends_with_its_starter(box: Box) -> None:
-    serve(box)
+    starter, _ = serve(box)
     mine = box.processes() + engines(box)
-    os.kill(min(one.pid for one in mine if "resource.setrlimit" in " ".join(one.cmdline())), signal.SIGKILL)
-    wait_for(lambda: not any(one.is_running() for one in mine), 60, "all of it is gone")
+    starter.kill()
+    wait_for(lambda: not any(map(alive, mine)), 60, "all of it is gone")
     assert not list(box.tmp.glob("megatron-rl-*"))
 
 
@@ -122,4 +127,27 @@ def test_a_killed_serve(box: Box) -> None:
     mine = box.processes() + engines(box)
     (front,) = [one for one in mine if one.cmdline()[1:4] == ["-m", "megatron_rl.cli", "serve"]]
     front.kill()
-    wait_for(lambda: not any(one.is_running() for one in mine), 60, "all of it is gone")
+    wait_for(lambda: not any(map(alive, mine)), 60, "all of it is gone")
+
+
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.fault(
+    "a server given by address is killed and started again", "the run waits, brings it up to date, goes on"
+)
+def test_a_given_server_comes_back(box: Box) -> None:
+    starter, port = serve(box)
+    run = box.train(
+        "run.steps=1000", f'sampler.fleet.addresses=["http://127.0.0.1:{port}"]', "sampler.start_timeout_s=600"
+    )
+    wait_for(lambda: box.steps() >= 2 or run.poll() is not None, START_S, "two steps")
+    starter.kill()
+    wait_for(lambda: "is out: " in box.screen, STEP_S, "the screen says that it is out")
+    before = box.steps()
+    serve(box, port=port)
+    wait_for(lambda: box.steps() >= before + 2 or run.poll() is not None, START_S, "steps go on")
+    assert "is back with policy version" in box.screen
+    run.send_signal(signal.SIGUSR1)
+    assert run.wait(STEP_S) == 0, box.screen

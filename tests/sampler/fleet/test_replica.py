@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone, RequestRefused
+from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.types import SamplingParams
 
 CHOICE = {"index": 0, "token_ids": [5, 6], "finish_reason": "length", "weight_versions": [{"version": "3"}]}
@@ -117,3 +118,12 @@ def test_a_look_tells_busy_from_hung(status, body, alive, slow):
 def test_a_refused_request_is_no_dead_server():
     with pytest.raises(RequestRefused, match="beyond the vocabulary"):
         with_server([(400, {"error": "token_ids: 101 is beyond the vocabulary"})], generate)
+
+
+@pytest.mark.fault("a server given by address answers without the key", "it is refused")
+def test_a_given_server_that_asks_for_no_key_is_refused():
+    async def use(replica: Replica, asked: list[str]) -> None:
+        with pytest.raises(ReplicaGone, match="without the key; start it with `megatron-rl serve`"):
+            await Supervisor(replica, None, FleetState(1.0, 48, print))._check_given()
+
+    with_server([(200, {"weight_version": "3"})], use)
