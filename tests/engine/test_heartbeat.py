@@ -30,9 +30,9 @@ class Engine:
 
 @contextmanager
 def server(child: str) -> Iterator[int]:
-    """A process with one child, which runs `child`."""
-    inner = [sys.executable, "-c", child]
-    outer = f"import subprocess; child = subprocess.Popen({inner!r}); print(child.pid, flush=True); child.wait()"
+    """A process with one child, which runs `child`, and has started."""
+    inner = [sys.executable, "-c", f"import os, time; print(os.getpid(), flush=True)\n{child}"]
+    outer = f"import subprocess; subprocess.call({inner!r})"
     process = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, start_new_session=True)
     try:
         yield int(process.stdout.readline())
@@ -49,7 +49,7 @@ def parent(pid: int) -> int:
 
 @pytest.fixture(autouse=True)
 def short_wait(monkeypatch) -> None:
-    monkeypatch.setattr(heartbeat, "WAIT_S", 1.0)
+    monkeypatch.setattr(heartbeat, "WAIT_S", 0.6)
 
 
 def look(child: str, during=lambda pid: None) -> tuple[int, dict]:
@@ -57,14 +57,13 @@ def look(child: str, during=lambda pid: None) -> tuple[int, dict]:
         return await Heartbeat(Engine(), parent(pid)).look()
 
     with server(child) as pid:
-        time.sleep(1.0)  # its own start is work, too
         during(pid)
         return asyncio.run(main(pid))
 
 
 @pytest.mark.fault("an engine neither answers nor works", "/health says so with 503")
 def test_an_engine_that_only_waits_hangs():
-    status, body = look("import time; time.sleep(100)")
+    status, body = look("time.sleep(100)")
     assert status == 503
     assert "neither answers nor works" in body["error"]
 
@@ -82,7 +81,7 @@ def test_a_stopped_process_is_named():
 @pytest.mark.fault("an engine is busy, or waits for a lock, and does not answer", "/health says busy, with 200")
 @pytest.mark.parametrize("work", ["pass", "time.sleep(0.02)"])
 def test_an_engine_that_works_is_busy(work):
-    assert look(f"import time\nwhile True: {work}") == (200, {"engine": "busy"})
+    assert look(f"while True: {work}") == (200, {"engine": "busy"})
 
 
 def test_there_is_one_question_at_a_time_and_its_answer_counts():
