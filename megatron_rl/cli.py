@@ -6,10 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-from megatron_rl.config import ConfigError, load, read, to_yaml
-from megatron_rl.config.schema import Config, Format
+from megatron_rl.process import STOP_AFTER_STEP, hold
+
+hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
+
+from megatron_rl.config import ConfigError, load, read, to_yaml  # noqa: E402
+from megatron_rl.config.schema import Config, Format  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -149,6 +154,7 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
     from megatron_rl.launch import launch
     from megatron_rl.models.layout import Layout
     from megatron_rl.rank import run_rank
+    from megatron_rl.scratch import Scratch, current
 
     if ranks == "local":
         return launch(config)
@@ -159,7 +165,10 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
             f"--ranks {ranks}: {os.environ.get('WORLD_SIZE', 'no WORLD_SIZE')} processes were started, but the product "
             f"of the learner's tensor, pipeline and data parallel sizes is {world}"
         )
-    run_rank(config, Path(config.run.root) / str(config.run.name))
+    with nullcontext() if current() else Scratch() as scratch:
+        if scratch:
+            scratch.enter()
+        run_rank(config, Path(config.run.root) / str(config.run.name))
     return 0
 
 

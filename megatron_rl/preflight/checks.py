@@ -6,6 +6,7 @@ the model or the files.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_rl.config.schema import (
     RolloutSection,
     SamplerSection,
 )
+from megatron_rl.environment import for_rewards, only
 from megatron_rl.learner import limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
@@ -136,9 +138,12 @@ def learner_fp8(machine: Machine, learner: LearnerSection) -> Iterator[str]:
 
 def reward_function(reward: RewardSection) -> Iterator[str]:
     try:
-        resolve(reward.name)
+        with only(for_rewards(os.environ, reward.environment)):  # what the workers will see
+            resolve(reward.name)
     except LookupError as error:
         yield f"reward.name: {error.args[0]}"
+    except ConfigError as error:
+        yield str(error)
 
 
 RULES: tuple[Rule, ...] = (

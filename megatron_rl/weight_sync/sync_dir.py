@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron_rl.scratch import remove_with_it
 from megatron_rl.weight_sync.file_transport import SHARED_MEMORY, spare_bytes
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -32,6 +33,7 @@ class SyncDir:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._parent))  # mode 0700
         except OSError as error:
             raise WeightSyncError(f"sync.dir={self._parent} cannot be used: {error}. Name a writable folder") from error
+        remove_with_it([self.path])
         self._lock: BinaryIO = (self.path / LOCK).open("wb")
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
@@ -17,6 +16,7 @@ from megatron_rl.config.schema import SamplerSection
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.fleet.server_process import ServerProcess, ServerSettings
 from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.scratch import Scratch
 
 
 def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> int:
@@ -25,17 +25,17 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
     if not key:
         raise ConfigError(f"{KEY_VARIABLE} is not set in the environment; export the key that the run will use")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="megatron-rl-server-") as name:
-        folder = write_engine_folder(hf_folder, Path(name) / "engine", settings.quantization)
+    with Scratch() as scratch:
+        scratch.enter()
+        folder = write_engine_folder(hf_folder, scratch.path / "engine", settings.quantization)
         own = ServerSettings(
             arguments=engine_arguments(settings, folder),
             log_path=None,
-            socket_dir=Path(name),
+            socket_dir=scratch.path,
             port=port,
             devices=own_devices(settings.sampler),
             workers=settings.sampler.tensor_parallel,
             host=host,
-            hidden=KEY_VARIABLE,
         )
         server = ServerProcess(own, key)
         try:
