@@ -75,11 +75,11 @@ def own_folder(path: Path) -> Path | None:
         path.mkdir(mode=0o700, exist_ok=True)
         about = path.lstat()
     except OSError:
-        if path.is_symlink():
-            raise _refusal(path, "a symbolic link") from None
+        if path.is_symlink() or path.exists():
+            raise _refusal(path, "no folder") from None
         return None
     if not stat.S_ISDIR(about.st_mode):
-        raise _refusal(path, "a symbolic link, or a file")
+        raise _refusal(path, "a symbolic link")
     if about.st_uid != os.geteuid():
         raise _refusal(path, f"of user {about.st_uid}")
     if about.st_mode & 0o022:

@@ -30,10 +30,11 @@ class Scratch:
     """Made for this process and those that it starts; `environment` is what they are given."""
 
     def __init__(self) -> None:
-        parent = Path(tempfile.gettempdir())
-        if len(str(parent)) + len(PREFIX) + 9 > LONGEST:
-            parent = Path("/tmp")
+        parent = Path(os.environ.get("TMPDIR", "/tmp"))
         try:
+            parent = Path(tempfile.gettempdir())
+            if len(str(parent)) + len(PREFIX) + 9 > LONGEST:
+                parent = Path("/tmp")
             remove_stale(parent)
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
             self._lock = _locked(self.path)

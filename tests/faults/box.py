@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,14 +30,8 @@ class Box:
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
+    tmp: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="box-")))  # short, as sockets' names are
     _started: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.tmp.mkdir(exist_ok=True)
-
-    @property
-    def tmp(self) -> Path:
-        return self.folder / "tmp"
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """`megatron-rl WORDS`, in a session of its own; its output in the file `screen`."""
@@ -74,7 +70,7 @@ class Box:
         """Those below what was started here, orphans of its sessions included, whose command holds `words`."""
         found = []
         for process in psutil.process_iter(["cmdline", "environ"]):
-            mine = (process.info["environ"] or {}).get("TMPDIR") == str(self.tmp)
+            mine = (process.info["environ"] or {}).get("TMPDIR", "").startswith(str(self.tmp))
             if mine and words in " ".join(process.info["cmdline"] or []):
                 found.append(process)
         return found
@@ -87,6 +83,7 @@ class Box:
                 pass
         for process in self._started:
             process.wait(10)
+        shutil.rmtree(self.tmp, ignore_errors=True)
 
 
 def wait_for(happened: Callable[[], Any], seconds: float, what: str) -> float:
