@@ -5,8 +5,10 @@ What ranks exchange here is tensors and JSON; nothing is ever unpickled.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
@@ -205,7 +207,27 @@ def _join(rank: int, world_size: int) -> None:
         return
     # ranks that were launched here meet in a file; torchrun and srun give an address instead
     meeting = os.environ.get(RENDEZVOUS, "env://")
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size, timeout=PATIENCE)
+    own = meeting == "env://" and "TORCHELASTIC_RUN_ID" not in os.environ  # torchrun has a store already
+    found = {"store": _store(rank, world_size)} if own else {"init_method": meeting}
+    try:
+        dist.init_process_group(backend, **found, rank=rank, world_size=world_size, timeout=PATIENCE)
+    except dist.DistStoreError as error:
+        raise RuntimeError(
+            f"the learner's ranks cannot meet in {meeting}: {error}. Where the temporary folder is full, free space "
+            "there, or set TMPDIR to another one"
+        ) from error
+
+
+def _store(rank: int, world_size: int) -> dist.TCPStore:
+    """Rank 0's. It listens on the interface of MASTER_ADDR alone; torch by itself would on all of them."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = None
+    if rank == 0:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # a node's own name may stand for loopback there, where nobody else could reach it
+        if address[0] == host or not ipaddress.ip_address(address[0]).is_loopback:
+            listener = socket.create_server(address[:2], family=family).detach()
+    return dist.TCPStore(host, port, world_size, rank == 0, PATIENCE, master_listen_fd=listener)
 
 
 def leave() -> None:
