@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from megatron_rl.process import STOP_AFTER_STEP, hold
@@ -158,15 +157,13 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
     _check_place(config, writes=ranks == "local" or _rank(ranks) == 0)
     from megatron_rl.launch import launch
     from megatron_rl.rank import run_rank
-    from megatron_rl.scratch import Scratch, current
+    from megatron_rl.scratch import entered
 
     if ranks == "local":
         return launch(config)
     _ranks_of_starter(config, ranks)
     os.environ.update(_slurm_environment() if ranks == "slurm" else {})
-    with nullcontext() if current() else Scratch() as scratch:
-        if scratch:
-            scratch.enter()
+    with entered():
         run_rank(config, Path(config.run.root) / str(config.run.name))
     return 0
 

@@ -30,7 +30,7 @@ def quickstart(overrides: Sequence[str], run: Callable[[Config], int]) -> int:
     print("2/3  a supervised warm start: the same learner and loop, cross-entropy on the answers")
     warm = load(WARM_START, fitted)
     status = run(warm)
-    if status:
+    if status or read_status(Path(warm.run.root) / str(warm.run.name)).get("state") == "stopped":  # it was asked to
         return status
 
     config = load(RECIPE, [*fitted, *overrides])

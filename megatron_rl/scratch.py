@@ -12,7 +12,8 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from socket import gethostname
 from typing import Self
@@ -61,6 +62,19 @@ class Scratch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def entered() -> Iterator[None]:
+    """This process uses a run's folder: the one that it was given, or one of its own."""
+    given = current()
+    if given:
+        remove_stale(given.parent)
+        yield
+        return
+    with Scratch() as own:
+        own.enter()
+        yield
 
 
 def current() -> Path | None:

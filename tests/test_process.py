@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megatron_rl.process import for_the_driver_alone, rare_collections
+from megatron_rl.process import for_the_driver_alone, rare_collections, release
 
 
 @rare_collections()
@@ -37,6 +37,7 @@ def test_a_program_that_knows_of_servers_keeps_its_pace() -> None:
 
 @pytest.mark.fault("USR1 and Ctrl-C reach an engine or a reward worker in its first moment", "it goes on")
 def test_a_child_is_deaf_to_what_is_the_driver_s_business() -> None:
+    release(signal.SIGUSR1, signal.SIGINT)
     with for_the_driver_alone():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load
-from megatron_rl.config.schema import Device
+from megatron_rl.config.schema import Config, Device
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.machine import Machine, named
-from megatron_rl.quickstart import RECIPE, WARM_START, fitting
+from megatron_rl.quickstart import RECIPE, WARM_START, fitting, quickstart
+from megatron_rl.runs.run_dir import mark_status
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,3 +25,18 @@ def test_it_fits_one_gpu_and_more(recipe: Path, gpus: int, ranks: int, place: Pa
 
 def test_a_host_takes_the_recipes_as_they_are() -> None:
     assert fitting(Machine(Device.cpu, "a host")) == []
+
+
+@pytest.mark.fault("USR1 during the quickstart's warm start", "the warm start ends well, and no second run starts")
+def test_a_warm_start_that_was_asked_to_stop_is_the_last_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "recipes").symlink_to(ROOT / "recipes")
+    begun = []
+
+    def run(config: Config) -> int:
+        begun.append(config.run.name)
+        (place / config.run.root / str(config.run.name)).mkdir(parents=True)
+        mark_status(place / config.run.root / str(config.run.name), "stopped", "asked to by SIGUSR1")
+        return 0
+
+    assert quickstart([], run) == 0
+    assert begun == ["toy_sft"]

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl import scratch
 from megatron_rl.config import ConfigError
-from megatron_rl.scratch import ELSEWHERE, OWNER, PREFIX, Scratch, remove_stale, remove_with_it
+from megatron_rl.scratch import ELSEWHERE, OWNER, PREFIX, Scratch, entered, remove_stale, remove_with_it
 
 HOLDER = """
 import json, sys, time
@@ -126,3 +126,20 @@ def test_a_name_too_long_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(scratch, "LONGEST", 40)
     with Scratch() as own:
         assert own.path.parent == Path("/tmp")
+
+
+def test_a_rank_uses_what_it_was_given(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = folder_of(there, f"{scratch._boot_id()} {os.uname().nodename} 1")
+    with Scratch() as given:
+        assert not dead.exists()
+        dead = folder_of(there, f"{scratch._boot_id()} {os.uname().nodename} 1")
+        monkeypatch.setattr(tempfile, "tempdir", str(given.path))
+        with entered():
+            assert scratch.current() == given.path
+            assert not dead.exists()
+        assert given.path.exists()
+        monkeypatch.setattr(tempfile, "tempdir", str(there))
+        with entered():
+            assert scratch.current() not in (None, given.path)
+            assert os.environ["TMPDIR"] == str(scratch.current())
+    assert not list(there.iterdir())

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from box import Box, wait_for
+from box import ROOT, Box, wait_for
+
+from megatron_rl.sampler.fleet.server_process import free_port
 
 SHARED = Path("/dev/shm")
 START_S = 300
@@ -58,7 +60,9 @@ def test_a_killed_launcher(box: Box) -> None:
 
 
 @pytest.mark.fault("kill -9 of rank 0 in mid-run", "the launcher clears the folders, those in shared memory too")
-@pytest.mark.parametrize("settings", [(), ("sampler.tensor_parallel=2",), ("sampler.fleet.replicas=1",)])
+@pytest.mark.parametrize(
+    "settings", [("log.wandb=offline",), ("sampler.tensor_parallel=2",), ("sampler.fleet.replicas=1",)]
+)
 def test_a_killed_driver(box: Box, settings: tuple[str, ...]) -> None:
     launcher = box.train("run.steps=1000", *settings)
     wait_for(lambda: box.steps() >= 2, START_S, "two steps")
@@ -77,6 +81,18 @@ def test_a_launcher_killed_while_ranks_start(box: Box, after_s: float) -> None:
     time.sleep(after_s)
     launcher.kill()
     wait_for(lambda: not box.processes(), 30, "the end of all processes")
+
+
+@pytest.mark.fault("kill -9 of `megatron-rl serve`", "its server ends, and the next start clears its folder")
+def test_a_killed_server(box: Box) -> None:
+    box.env["MEGATRON_RL_FLEET_KEY"] = "k" * 40
+    serve = box.start("serve", str(ROOT / "recipes" / "quickstart.yaml"), "--port", str(free_port()))
+    wait_for(lambda: box.processes("EngineCore") or len(box.processes()) > 3, START_S, "the server's engine")
+    serve.kill()
+    wait_for(lambda: not box.processes(), 60, "the end of all processes")
+    settings = ("run.steps=1", "rollout.samples_per_prompt=1")
+    assert box.train(*settings, recipe="toy_sft.yaml").wait(START_S) == 0, box.screen
+    assert below(box) == []
 
 
 def driver(box: Box) -> int:
