@@ -9,7 +9,8 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from typing import Any
@@ -47,6 +48,12 @@ class LearnerRank:
         self.place = layout.place(self.rank)
         self.device = _device()
         _limit_threads(int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
+        with _meeting():
+            self._find_others(learner)
+        require_same_place(self.place, megatron_place())
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+    def _find_others(self, learner: LearnerSection) -> None:
         _join(self.rank, self.world_size)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=learner.tensor_parallel,
@@ -57,8 +64,6 @@ class LearnerRank:
             distributed_timeout_minutes=int(PATIENCE.total_seconds() // 60),
             create_gloo_process_groups=not host.ON_HOST,
         )
-        require_same_place(self.place, megatron_place())
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def _check(self, learner: LearnerSection) -> None:
         if self.world_size != self.layout.world:
@@ -209,11 +214,18 @@ def _join(rank: int, world_size: int) -> None:
     meeting = os.environ.get(RENDEZVOUS, "env://")
     own = meeting == "env://" and "TORCHELASTIC_RUN_ID" not in os.environ  # torchrun has a store already
     found = {"store": _store(rank, world_size)} if own else {"init_method": meeting}
+    dist.init_process_group(backend, **found, rank=rank, world_size=world_size, timeout=PATIENCE)
+
+
+@contextmanager
+def _meeting() -> Iterator[None]:
+    """Around all that ranks do to find each other."""
     try:
-        dist.init_process_group(backend, **found, rank=rank, world_size=world_size, timeout=PATIENCE)
+        yield
     except dist.DistStoreError as error:
+        place = os.environ.get(RENDEZVOUS, "MASTER_ADDR")
         raise RuntimeError(
-            f"the learner's ranks cannot meet in {meeting}: {error}. Where the temporary folder is full, free space "
+            f"the learner's ranks cannot meet in {place}: {error}. Where the temporary folder is full, free space "
             "there, or set TMPDIR to another one"
         ) from error
 
