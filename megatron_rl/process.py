@@ -46,6 +46,44 @@ def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
         os._exit(1)
 
 
+# "Finish the step, then stop", as schedulers ask before a time limit: for the driver alone.
+STOP_AFTER_STEP = signal.SIGUSR1
+
+
+def hold(*numbers: signal.Signals) -> None:
+    """These signals wait from now on, in what is started from here too: until `release`, nothing is lost."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def release(*numbers: signal.Signals) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+@contextmanager
+def for_the_driver_alone() -> Iterator[None]:
+    """What is started meanwhile never hears of Ctrl-C and of the end of the step, from its first moment on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, STOP_AFTER_STEP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_to_the_driver() -> None:
+    """The same for this process itself, whoever has started it."""
+    for number in (signal.SIGINT, STOP_AFTER_STEP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def die_with_spawner() -> None:
+    """The same, called by what `multiprocessing` has started: vLLM's workers outlive a killed engine by seconds."""
+    from multiprocessing import parent_process  # slow to import: few need it
+
+    spawner = parent_process()
+    if spawner is not None and spawner.pid == os.getppid():
+        die_with_parent(spawner.pid)
+
+
 def adopt_orphans() -> None:
     """Whatever this process and its children start stays its descendant, so that one who ends it can end all of it."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -35,7 +35,7 @@ def quickstart(
 
     print("2/3  a supervised warm start: the same learner and loop, cross-entropy on the answers")
     status = run(warm)
-    if status:
+    if status or read_status(Path(warm.run.root) / str(warm.run.name)).get("state") == "stopped":  # it was asked to
         return status
 
     print(f"\n3/3  reinforcement learning: DAPO with a sampler in format {config.quantization.format}")

@@ -5,7 +5,7 @@
 
 Each run is `megatron-rl train RECIPE correction=NAME run.name=...` under one WANDB_RUN_GROUP. A run that fails does not
 stop the next ones: it is named at the end, and the exit status is 1. Ctrl-C stops the run in progress and still
-writes the report of what there is.
+writes the report of what there is; after USR1 the run in progress finishes its step, and none follows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.cli import check_run
 from megatron_rl.config import ConfigError, load
+from megatron_rl.process import STOP_AFTER_STEP, die_with_parent, hold, release
 from megatron_rl.rewards.functions import RECIPE_FOLDER
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report import headline_numbers, write_report
@@ -46,13 +48,17 @@ class Runner:
     def __init__(self, train: Sequence[str]) -> None:
         self._train = list(train)
         self._child: subprocess.Popen[bytes] | None = None
-        self.interrupted = False
+        self.interrupted = self.last = False
+        signal.signal(STOP_AFTER_STEP, self._finish)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
 
     def run(self, arguments: Sequence[str]) -> int:
-        # a session of its own: the terminal's Ctrl-C reaches the child once, through _stop
-        self._child = subprocess.Popen([*self._train, *arguments], start_new_session=True)
+        # a session of its own: the terminal's Ctrl-C reaches the child once, through _stop; it ends with this process
+        end_with_us = partial(die_with_parent, os.getpid(), signal.SIGTERM)
+        hold(STOP_AFTER_STEP)
+        self._child = subprocess.Popen([*self._train, *arguments], start_new_session=True, preexec_fn=end_with_us)
+        release(STOP_AFTER_STEP)
         if self.interrupted:  # the signal came while the child was being started
             self._child.send_signal(signal.SIGINT)
         while self._child.poll() is None:
@@ -67,6 +73,11 @@ class Runner:
         self.interrupted = True
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.SIGINT)
+
+    def _finish(self, number: int, _frame: object) -> None:
+        self.last = True
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
 
     @staticmethod
     def _wait_stopped(child: subprocess.Popen[bytes]) -> int:
@@ -118,7 +129,7 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     os.environ["WANDB_RUN_GROUP"] = group  # which W&B reads in every run
     runner, outcomes = Runner(train), {}
     for number, experiment in enumerate(experiments, start=1):
-        if runner.interrupted:
+        if runner.interrupted or runner.last:
             outcomes[experiment] = "not started"
             continue
         print(f"[{number}/{len(experiments)}] {experiment.name}", flush=True)

@@ -216,6 +216,7 @@ class RewardSection:
     name: str = "exact_match"  # exact_match | package.module:function
     workers: int = field(default=1, metadata=between(1, 1024))
     timeout_s: float = field(default=10.0, metadata=SECONDS)
+    environment: list[str] = field(default_factory=list)  # variables that a reward sees, beside PATH and HOME
     overlong_buffer: int = 0  # DAPO: linear penalty inside the last so many response tokens
     overlong_penalty: float = field(
         default=1.0, metadata=need(lambda value: value >= 0, "it is subtracted; use 0 or more")
