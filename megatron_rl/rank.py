@@ -67,9 +67,10 @@ def run_rank(config: Config, run_dir: Path) -> None:
 def leave_soon() -> None:
     """Whatever waits from here on, such as for the lock of a file that nobody can write: the process ends.
 
-    A thread of its own sees to it that needs no Python: what waits may hold the interpreter.
+    A thread of its own sees to it that needs no Python: what waits may hold the interpreter. It could write where that
+    was; the log shall end in the reason.
     """
-    faulthandler.dump_traceback_later(LEAVE_S, exit=True)
+    faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
 
 if __name__ == "__main__":
