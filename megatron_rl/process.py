@@ -123,9 +123,16 @@ def work_below(pid: int) -> Work:
         with suppress(OSError):
             state, *fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
             ticks += sum(map(int, fields[10:14]))  # its own and its ended children's, in user and system mode
-            turns += sum(map(int, re.findall(r"ctxt_switches:\s+(\d+)", Path(f"/proc/{each}/status").read_text())))
+            turns += turns_of(each)
             stopped += [each] if state == "T" else []
     return Work(ticks / os.sysconf("SC_CLK_TCK"), turns, tuple(stopped))
+
+
+def turns_of(pid: int) -> int:
+    """How often this process's main thread was given a core, or gave it back; 0 where nobody counts."""
+    with suppress(OSError):
+        return sum(map(int, re.findall(r"ctxt_switches:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())))
+    return 0
 
 
 def _descendants(pid: int) -> list[int]:
