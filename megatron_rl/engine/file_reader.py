@@ -103,9 +103,9 @@ class _Version:
     def read(self, entry: TensorEntry) -> tuple[np.ndarray, str]:
         """A copy of what the file holds of a tensor, and the checksum of that copy."""
         file, data = self._files[entry.file], np.empty(entry.stored_bytes, dtype=np.uint8)
-        into, hashed, at = data.data, manifest.hashing(entry.name), 0
+        hashed, at = manifest.hashing(entry.name), 0
         while at < len(data):
-            part = into[at : at + CHUNK]
+            part = data.data[at : at + CHUNK]
             count = os.preadv(file, [part], entry.offset + at)
             if count == 0:
                 raise WeightSyncError(f"truncated file {entry.file}: it ends inside tensor {entry.name}")
