@@ -120,7 +120,7 @@ class ModelSection:
 class DataSection:
     train: str = ""  # .jsonl or .parquet
     eval: str | None = None
-    prompt_key: str = "prompt"  # text, or a list of chat messages
+    prompt_key: str = "prompt"  # text, or a list of chat messages; dots reach into a column, also in answer_key
     answer_key: str = "answer"
     shuffle: bool = True
     long_prompts: LongPrompts = LongPrompts.error  # what happens to prompts above rollout.max_prompt_tokens
