@@ -27,7 +27,6 @@ from megatron_rl.data.rows import field, read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.types import Prompt
 
-
 EARLY_SAMPLE = 1000  # prompts of a data set that are encoded before a run is started
 
 
