@@ -122,9 +122,9 @@ def _serve(options: argparse.Namespace) -> int:
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
 
-    read_hf_config(config.model.path)
+    read_hf_config(config.model.folder)
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
-    return serve(settings, Path(config.model.path), options.host, options.port)
+    return serve(settings, config.model.folder, options.host, options.port)
 
 
 def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:

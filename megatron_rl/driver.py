@@ -93,7 +93,7 @@ class Driver:
             raise
 
     def _open(self, run_dir: Path) -> None:
-        config, folder = self._config, Path(self._config.model.path)
+        config, folder = self._config, self._config.model.folder
         signal.signal(signal.SIGUSR1, self._finish_step)
         tokenizer = FolderTokenizer(folder)
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens)

@@ -50,7 +50,7 @@ def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
     """One run, from loaded weights to the last report."""
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
     with ExitStack() as last, driving as driver:
-        model = Model.read(config.model.path, config.learner)
+        model = Model.read(config.model.folder, config.learner)
         learner = Learner(
             model,
             run=config.run,
@@ -79,7 +79,7 @@ def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
             calibrate(learner, driver, config.quantization)
             loop(config, driver, learner, sync)
             if config.log.export:
-                export_hf(learner, Path(config.model.path), run_dir / "model")
+                export_hf(learner, config.model.folder, run_dir / "model")
 
 
 def load_policy(learner: Learner, model: ModelSection, seed: int, kl_coef: float) -> None:

@@ -172,7 +172,7 @@ class PromptOrder:
 
 def check_datasets(model: ModelSection, data: DataSection, rollout: RolloutSection, reward: RewardSection) -> None:
     """Raises what loading the data would raise, before anything is started."""
-    tokenizer = FolderTokenizer(Path(model.path))
+    tokenizer = FolderTokenizer(model.folder)
     needs_answer = reward.name == "exact_match" or rollout.source == RolloutSource.dataset
     for key in ("train", "eval") if data.eval else ("train",):
         load_dataset(key, data, tokenizer, rollout.max_prompt_tokens, needs_answer=needs_answer, sample=EARLY_SAMPLE)
