@@ -18,6 +18,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -214,7 +215,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def watched(argv: Sequence[str] | None = None) -> int:
     """`main` in a process group of its own: megatron's writer waits for its children, so that all are ended at once."""
     target = _parse(argv).target
-    multiprocessing.util.get_temp_dir()  # made here, the writer's sockets go with this process
+    # private, and gone with this process: the writer's sockets, and what megatron's imports leave behind
+    os.environ["TMPDIR"] = tempfile.tempdir = multiprocessing.util.get_temp_dir()
     signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
     parent, child = os.getpid(), os.fork()
     if child == 0:

@@ -20,8 +20,10 @@ import torch
 
 from megatron_rl.models import torch_dist
 from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter, write_folder
-from megatron_rl.models.mapping import params
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import params, stage_params
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import local_shard
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.models.torch_dist import CheckpointError
 
@@ -128,7 +130,6 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
     from megatron.core import dist_checkpointing  # isort: skip
 
     from megatron_rl.config.schema import Config
-    from megatron_rl.models.layout import Layout
     from megatron_rl.models.model import Model
 
     source = make(tmp_path / "hf", config)
@@ -144,6 +145,10 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
         assert got.keys() == dict(learner.named_parameters()).keys()
         for name, tensor in learner.named_parameters():
             assert torch.equal(got[name], tensor), name
+        learner.init_random(4)
+        learner.load_hf(tmp_path / "checkpoint")
+        for name, tensor in learner.named_parameters():
+            assert torch.equal(got[name], tensor), name
         (tmp_path / "saved").mkdir()
         dist_checkpointing.save(weights_of(learner.modules[0]), str(tmp_path / "saved"))
     finally:
@@ -155,6 +160,27 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
     assert sorted(before.names) == sorted(after.names)
     assert all(torch.equal(before.get(name), after.get(name)) for name in before.names)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (config_of("qwen3", tie_word_embeddings=True), Layout(tp=2, pp=2)),
+        (config_of("qwen2"), Layout(tp=2, dp=2)),
+        (config_of("qwen3_moe", mlp_only_layers=[0]), Layout(tp=2, ep=2, etp=1)),
+        (config_of("mixtral"), Layout(pp=2, ep=2, dp=2, etp=1)),
+    ],
+)
+def test_every_rank_starts_from_an_import_as_from_its_source(
+    tmp_path: Path, config: dict[str, Any], layout: Layout
+) -> None:
+    source, shape = make(tmp_path / "hf", config), ModelShape.from_hf(config)
+    assert convert.main(["import", str(source), str(tmp_path / "checkpoint")]) == 0
+    of_import, of_source = torch_dist.getter(torch_dist.Reader(tmp_path / "checkpoint"), shape), HfFolder(source).get
+    for place in layout.places():
+        for param in stage_params(shape, layout, place):
+            ours, theirs = (local_shard(param.megatron, shape, layout, place, get) for get in (of_import, of_source))
+            assert torch.equal(ours, theirs), (place, param.megatron)
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, Any]:
