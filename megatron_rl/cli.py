@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.schema import Config, Format
+from megatron_rl.rewards.functions import RECIPE_FOLDER
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,6 +113,7 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     if options.on is not None and not options.dry_run:
         raise ConfigError(f"--on {options.on}: a machine to check for, not one to run on; add --dry-run")
+    os.environ[RECIPE_FOLDER] = str(options.recipe.resolve().parent)
     config, found = read(options.recipe, options.overrides)
     return plan_run(config, found, options.on) if options.dry_run else run(config, options.ranks, found)
 
@@ -125,6 +127,14 @@ def _serve(options: argparse.Namespace) -> int:
     read_hf_config(config.model.folder)
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
     return serve(settings, config.model.folder, options.host, options.port)
+
+
+def check_run(config: Config, found: Sequence[str] = ()) -> None:
+    """Everything that `run` checks before it starts or writes anything."""
+    from megatron_rl.preflight.checks import check
+
+    check(config, found)
+    _check_place(config)
 
 
 def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
@@ -144,8 +154,10 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
     """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
     from megatron_rl.preflight.checks import check
 
-    check(config, found, here=ranks == "local")
-    _check_place(config, writes=ranks == "local" or _rank(ranks) == 0)
+    checked, first = check(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
+    for note in checked.notes if first else ():
+        print(f"note: {note}", file=sys.stderr)
+    _check_place(config, writes=first)
     from megatron_rl.launch import launch
     from megatron_rl.models.layout import Layout
     from megatron_rl.rank import run_rank
@@ -216,7 +228,7 @@ def _toy(options: argparse.Namespace) -> int:
 def _quickstart(options: argparse.Namespace) -> int:
     from megatron_rl.quickstart import quickstart
 
-    return quickstart(options.overrides, run)
+    return quickstart(options.overrides, run, check_run)
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ workers: int = field(default=1, metadata=at_least(1))
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
@@ -41,6 +42,14 @@ def expect(holds: Callable[[Any], bool], expected: str) -> dict[str, Bound]:
 
 def need(holds: Callable[[Any], bool], way_out: str) -> dict[str, Bound]:
     return {"bound": Bound(holds, "{key} is {value}: " + way_out)}
+
+
+def is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def inside(**bounds: Mapping[str, Bound]) -> dict[str, Any]:

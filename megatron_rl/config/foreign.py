@@ -43,14 +43,16 @@ def fields_of(package: str, files: tuple[str, ...], classes: tuple[str, ...]) ->
     return {name: kind for name, kind in found.items() if not name.startswith("_")}
 
 
-def misfits(prefix: str, whose: str, given: Mapping[str, Any], known: Mapping[str, ast.expr]) -> Iterator[str]:
-    """What in `given` is no field of `whose`, or no value that its field takes."""
+def misfits(
+    prefix: str, whose: str, given: Mapping[str, Any], known: Mapping[str, ast.expr], null: bool = False
+) -> Iterator[str]:
+    """What in `given` is no field of `whose`, or no value that its field takes. `null`: each field takes that."""
     for key in sorted(given, key=str):
         full = f"{prefix}.{key}"
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             yield f"{full}: {whose} has no such field" + (f"; did you mean {prefix}.{near[0]}?" if near else "")
-        elif not fits(known[key], given[key]):
+        elif not (fits(known[key], given[key]) or (null and given[key] is None)):
             words = list(dict.fromkeys(_words(known[key])))
             way_out = f"use {' or '.join(words)}" if words else "no recipe can write such a value; remove it"
             yield f"{full} is {given[key]!r}: {way_out}"

@@ -7,7 +7,6 @@ key, its value and the way out.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
@@ -144,14 +143,6 @@ def rate(optim: OptimSection) -> Iterator[str]:
         yield f"optim.min_lr: {optim.min_lr:g} is above optim.lr: {optim.lr:g}, which decays to it; lower it"
 
 
-def patterns(quantization: QuantizationSection) -> Iterator[str]:
-    for entry in quantization.ignore:
-        try:
-            re.compile(entry[3:] if entry.startswith("re:") else "")
-        except (re.error, OverflowError, RecursionError) as error:
-            yield f"quantization.ignore: {entry!r} is no regular expression ({error}); mend it, or give a name"
-
-
 def virtual_pipeline(learner: LearnerSection) -> int | None:
     """Chunks of layers per stage; None: one."""
     return learner.megatron.get("virtual_pipeline_model_parallel_size")
@@ -209,6 +200,6 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    objective, answers, group_size, supervised, schedule, rate, pipeline, updates, formats, patterns, patches,
-    engine, fleet.addresses, fleet.servers,
+    objective, answers, group_size, supervised, schedule, rate, pipeline, updates, formats, patches, engine,
+    fleet.addresses, fleet.servers,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.bounds import above, at_least, between, expect, inside, need
+from megatron_rl.config.bounds import above, at_least, between, expect, inside, is_pattern, need
 from megatron_rl.loss.table import LOSSES
 
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
@@ -193,7 +193,13 @@ class SamplerSection:
 @dataclass(frozen=True)
 class QuantizationSection:
     format: Format = Format.none
-    ignore: list[str] = field(default_factory=lambda: ["lm_head"])  # names or re:patterns, as in checkpoints
+    ignore: list[str] = field(  # names or re:patterns, as in checkpoints
+        default_factory=lambda: ["lm_head"],
+        metadata=need(
+            lambda entries: all(is_pattern(entry[3:]) for entry in entries if entry.startswith("re:")),
+            "what follows re: must be a regular expression, such as re:.*down_proj",
+        ),
+    )
     kv_cache: KvCache = KvCache.none  # fp8: scales measured on the learner's forward pass, sent with the weights
     # int8: how far outliers of the activations move into the weights, such as 0.5; null or 0: not at all
     smoothing: float | None = field(

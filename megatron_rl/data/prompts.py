@@ -175,4 +175,12 @@ def check_datasets(model: ModelSection, data: DataSection, rollout: RolloutSecti
     tokenizer = FolderTokenizer(model.folder)
     needs_answer = reward.name == "exact_match" or rollout.source == RolloutSource.dataset
     for key in ("train", "eval") if data.eval else ("train",):
-        load_dataset(key, data, tokenizer, rollout.max_prompt_tokens, needs_answer=needs_answer, sample=EARLY_SAMPLE)
+        found = load_dataset(
+            key, data, tokenizer, rollout.max_prompt_tokens, needs_answer=needs_answer, sample=EARLY_SAMPLE
+        )
+        left = found.rows - found.duplicates - found.too_long
+        if key == "train" and left < rollout.prompts_per_step:
+            raise ConfigError(
+                f"rollout.prompts_per_step: {rollout.prompts_per_step}, but {data.train} has {left} prompts: "
+                "a step would draw some twice; lower it"
+            )

@@ -30,12 +30,12 @@ from megatron_rl.learner import limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight import engine, files, model_folder, placement
+from megatron_rl.preflight import engine, files, model_folder, notes, placement
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.preflight.sync_plan import size_problems
 from megatron_rl.quantization.formats import FP8_CAPABILITY, format_problem
-from megatron_rl.rewards.functions import resolve
+from megatron_rl.rewards.pool import check_importable
 from megatron_rl.runs.metrics import METRICS
 
 
@@ -46,6 +46,7 @@ class Checked:
     machine: Machine
     policy: Model
     to_bring: tuple[str, ...] = ()  # what is not here, of a recipe that is checked for a machine elsewhere
+    notes: tuple[str, ...] = ()  # what may be meant, but surprises
 
 
 def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, here: bool = True) -> Checked:
@@ -63,7 +64,8 @@ def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, 
         problems += [each.error for each in absent if each.error]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return Checked(facts["machine"], facts["policy"], tuple(each.what for each in absent) if on else ())
+    to_bring = tuple(each.what for each in absent) if on else ()
+    return Checked(facts["machine"], facts["policy"], to_bring, tuple(findings(notes.RULES, facts)))
 
 
 def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str]]:
@@ -147,9 +149,9 @@ def stop_metric(run: RunSection) -> Iterator[str]:
 
 def reward_function(reward: RewardSection) -> Iterator[str]:
     try:
-        resolve(reward.name)
-    except LookupError as error:
-        yield f"reward.name: {error.args[0]}"
+        check_importable(reward)
+    except ConfigError as error:
+        yield str(error)
 
 
 RULES: tuple[Rule, ...] = (

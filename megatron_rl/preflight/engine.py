@@ -83,8 +83,8 @@ def arguments(sampler: SamplerSection, rollout: RolloutSection, eval: EvalSectio
     """sampler.vllm against the vLLM that is installed, where one is."""
     known = foreign.fields_of("vllm", ("engine/arg_utils.py",), ("EngineArgs",))
     if known is not None:
-        given = {key: value for key, value in sampler.vllm.items() if value is not None and key not in OWNED_ARGUMENTS}
-        yield from foreign.misfits("sampler.vllm", "vLLM's EngineArgs", given, known)
+        given = {key: value for key, value in sampler.vllm.items() if key not in OWNED_ARGUMENTS}
+        yield from foreign.misfits("sampler.vllm", "vLLM's EngineArgs", given, known, null=True)
     longest = rollout.max_prompt_tokens + max(rollout.max_response_tokens, eval.max_response_tokens or 0)
     if (given_length := sampler.vllm.get("max_model_len") or longest) < longest:
         yield f"sampler.vllm.max_model_len: {given_length}, but prompt and answer take {longest} tokens; leave it out"

@@ -22,9 +22,7 @@ def convert(*words: object) -> list[str]:
     return [sys.executable, str(ROOT / "tools" / "convert.py"), *map(str, words)]
 
 
-@pytest.mark.fault(
-    "SIGINT, SIGTERM or SIGHUP while the converter writes", "one line, and nothing is left"
-)
+@pytest.mark.fault("SIGINT, SIGTERM or SIGHUP while the converter writes", "one line, and nothing is left")
 @pytest.mark.parametrize("children", [1, 3], ids=["importing", "writing"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_an_interrupted_import(tmp_path: Path, number: signal.Signals, children: int) -> None:
