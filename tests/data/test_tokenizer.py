@@ -96,7 +96,7 @@ import sys
 from megatron_rl.config.schema import *
 from megatron_rl.data.prompts import check_datasets
 data = DataSection({str(tmp_path / "rows.jsonl")!r})
-check_datasets(ModelSection({str(folder)!r}), data, RolloutSection(), RewardSection())
+check_datasets(ModelSection({str(folder)!r}), data, RolloutSection(prompts_per_step=1), RewardSection())
 assert "transformers" in sys.modules and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
