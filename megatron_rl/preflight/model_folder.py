@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.config.schema import ModelInit, ModelSection
+from megatron_rl.config.schema import LogSection, ModelInit, ModelSection
 from megatron_rl.files import read_json
 from megatron_rl.models import weight_files
 from megatron_rl.models.shape import ModelShape
@@ -81,4 +81,13 @@ def end_of_text(model: ModelSection, shape: ModelShape, hf_config: Mapping[str, 
             )
 
 
-RULES = (weights, vocabulary, end_of_text)
+def exported(model: ModelSection, log: LogSection) -> Iterator[str]:
+    """What an export at the end of the run would copy."""
+    if log.export and model.folder.is_dir():
+        try:
+            weight_files.companions(model.folder)
+        except ValueError as error:
+            yield f"log.export: {error}"
+
+
+RULES = (weights, vocabulary, end_of_text, exported)
