@@ -29,6 +29,8 @@ from megatron_rl.types import Prompt
 
 EARLY_SAMPLE = 1000  # prompts of a data set that are encoded before a run is started
 
+_Found = tuple[int, str, str | list[dict[str, Any]]]  # number of the row, the prompt as text, the prompt
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -59,25 +61,15 @@ def load_dataset(
     """The data set that `data.<key>` names. `sample`: every row is looked at, but only so many prompts are encoded."""
     path = Path(getattr(config, key) or "")
     rows = read_rows(f"data.{key}", path)
-    found: list[tuple[int, str, str]] = []  # number of the row, its prompt, what the model is to read
-    seen: set[str] = set()
-    for index, row in enumerate(rows):
-        where = f"row {index} of {path}"
-        prompt = _prompt(row, config.prompt_key, where)
-        _take_answer(row, config.answer_key, where, needs_answer)
-        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        if text in seen:
-            continue
-        seen.add(text)
+    distinct = _distinct(rows, config, path, needs_answer)
+    found = distinct if sample is None else _telling(distinct, sample)
+    texts = []
+    for index, _, prompt in found:
         try:
-            read = tokenizer.text(prompt)
+            texts.append(tokenizer.text(prompt))
         except ConfigError as error:
-            raise ConfigError(f"{error} ({where})") from None
-        found.append((index, text, read))
-    duplicates = len(rows) - len(found)
-    if sample is not None:
-        found = _longest(found, sample)
-    encoded = tokenizer.encode_texts([read for _, _, read in found], max_prompt_tokens)
+            raise ConfigError(f"{error} (row {index} of {path})") from None
+    encoded = tokenizer.encode_texts(texts, max_prompt_tokens)
     empty = next((index for (index, _, _), ids in zip(found, encoded, strict=True) if not ids), None)
     if empty is not None:
         raise ConfigError(f"data.{key}: row {empty} of {path} has an empty prompt; remove it")
@@ -96,13 +88,35 @@ def load_dataset(
     )
     if not prompts:
         raise ConfigError(f"data.{key}: {path} leaves no prompts ({len(rows)} rows, {too_long} too long)")
-    return Dataset(prompts, len(rows), duplicates, too_long)
+    return Dataset(prompts, len(rows), len(rows) - len(distinct), too_long)
 
 
-def _longest(found: list[tuple[int, str, str]], count: int) -> list[tuple[int, str, str]]:
-    """Those most likely to be too long, and the one least likely to be."""
-    ranked = sorted(found, key=lambda each: len(each[2]), reverse=True)
-    return ranked[: count - 1] + ranked[count - 1 :][-1:]
+def _distinct(rows: list[dict[str, Any]], config: DataSection, path: Path, needs_answer: bool) -> list[_Found]:
+    found: list[_Found] = []
+    seen: set[str] = set()
+    for index, row in enumerate(rows):
+        where = f"row {index} of {path}"
+        prompt = _prompt(row, config.prompt_key, where)
+        _take_answer(row, config.answer_key, where, needs_answer)
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        if text not in seen:
+            seen.add(text)
+            found.append((index, text, prompt))
+    return found
+
+
+def _telling(found: list[_Found], count: int) -> list[_Found]:
+    """The longest, which may be too long, the shortest, and one of each kind of conversation, for the template."""
+    ranked = sorted(found, key=lambda each: len(each[1]), reverse=True)
+    chosen = {each[0]: each for each in (*ranked[:count], *ranked[-1:])}
+    kinds = {_kind(each[2]): each for each in found}
+    return list((chosen | {each[0]: each for each in kinds.values()}).values())
+
+
+def _kind(prompt: str | list[dict[str, Any]]) -> Any:
+    if isinstance(prompt, str):
+        return None
+    return tuple((each["role"], type(each.get("content")), *each) for each in prompt)
 
 
 def _prompt(row: Mapping[str, Any], name: str, where: str) -> str | list[dict[str, Any]]:

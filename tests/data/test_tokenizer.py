@@ -84,7 +84,7 @@ def test_a_sample_is_encoded_before_the_start_and_holds_the_longest_and_the_shor
     sections = (ModelSection(str(folder)), data, RolloutSection(max_prompt_tokens=71), RewardSection())
     with pytest.raises(ConfigError, match=r"1 prompts .* are longer .* 72 tokens"):
         check_datasets(*sections)
-    assert len(encoded) == prompts.EARLY_SAMPLE
+    assert prompts.EARLY_SAMPLE <= len(encoded) <= prompts.EARLY_SAMPLE + 2
     assert min(map(len, encoded)) == len("900<end>=")
 
 
