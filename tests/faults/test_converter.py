@@ -12,7 +12,7 @@ import torch
 from box import ROOT, Box, wait_for
 
 from megatron_rl.data.toy import write_toy
-from megatron_rl.models.hf_folder import write_folder
+from megatron_rl.models.hf_folder import INDEX, write_folder
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.torch_dist import hf_shapes
@@ -22,15 +22,20 @@ def convert(*words: object) -> list[str]:
     return [sys.executable, str(ROOT / "tools" / "convert.py"), *map(str, words)]
 
 
+def model(folder: Path) -> Path:
+    """The toy's, with weights that know nothing."""
+    write_toy(folder)
+    hf_config = read_hf_config(folder / "model")
+    sizes = hf_shapes(ModelShape.from_hf(hf_config))
+    write_folder(folder / "model", {name: 0.1 * torch.randn(size) for name, size in sizes.items()}, hf_config)
+    return folder / "model"
+
+
 @pytest.mark.fault("SIGINT, SIGTERM or SIGHUP while the converter writes", "one line, and nothing is left")
 @pytest.mark.parametrize("children", [1, 3], ids=["importing", "writing"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_an_interrupted_import(tmp_path: Path, number: signal.Signals, children: int) -> None:
-    write_toy(tmp_path / "toy")
-    source, target = tmp_path / "toy" / "model", tmp_path / "out"
-    hf_config = read_hf_config(source)
-    tensors = {name: torch.ones(size) for name, size in hf_shapes(ModelShape.from_hf(hf_config)).items()}
-    write_folder(source, tensors, hf_config)
+    source, target = model(tmp_path / "toy"), tmp_path / "out"
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
     running = subprocess.Popen(convert("import", source, target), stderr=subprocess.PIPE, text=True, env=environment)
@@ -51,10 +56,20 @@ def test_an_interrupted_import(tmp_path: Path, number: signal.Signals, children:
 
 
 @pytest.mark.fault("model.path is what the converter has imported", "the run starts from it, exports, and ends well")
-def test_a_run_from_an_import(box: Box) -> None:
-    origin, imported = box.folder / "runs" / "toy_sft" / "model", box.folder / "imported"
+def test_a_run_from_an_import(tmp_path: Path) -> None:
+    origin, imported = model(tmp_path / "data" / "toy"), tmp_path / "imported"
     subprocess.run(convert("import", origin, imported), check=True, timeout=300)
-    assert box.train("run.steps=1", f"model.path={imported}", "log.export=true").wait(300) == 0, box.screen
+    box = Box(tmp_path)
+    try:
+        done = box.train("run.steps=1", f"model.path={imported}", "log.export=true").wait(600)
+        assert done == 0, box.screen
+    finally:
+        box.close()
     exported = {path.name for path in (box.run / "model").iterdir()}
-    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= exported
-    assert "model-00001-of-00001.safetensors" in exported
+    assert exported == {
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        INDEX,
+        "model-00001-of-00001.safetensors",
+    }
