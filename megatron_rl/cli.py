@@ -120,11 +120,9 @@ def _train(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
-    from megatron_rl.models.model import read_hf_config
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
 
-    read_hf_config(config.model.folder)
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
     return serve(settings, config.model.folder, options.host, options.port)
 

@@ -61,7 +61,7 @@ def misfits(
 def fits(kind: ast.expr, value: Any) -> bool:
     """Whether the annotation allows the value; one that is written in words of its package's own allows any."""
     if isinstance(kind, ast.Constant):
-        return value is None if kind.value is None else fits(_parsed(kind.value), value)
+        return value is None if kind.value is None else fits(_parsed(str(kind.value)), value)
     if isinstance(kind, ast.BinOp):
         return fits(kind.left, value) or fits(kind.right, value)
     name, inner = _name(kind), _inner(kind)
@@ -85,7 +85,7 @@ def fits(kind: ast.expr, value: Any) -> bool:
 
 def _words(kind: ast.expr) -> Iterator[str]:
     if isinstance(kind, ast.Constant) and kind.value is not None:
-        kind = _parsed(kind.value)
+        kind = _parsed(str(kind.value))
     name = _name(kind)
     if isinstance(kind, ast.BinOp):
         yield from (*_words(kind.left), *_words(kind.right))
