@@ -133,7 +133,7 @@ def _serve(options: argparse.Namespace) -> int:
     from megatron_rl.sampler.fleet.serve import serve
 
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
-    return serve(settings, Path(config.model.path), options.host, options.port)
+    return serve(settings, config.model.folder, options.host, options.port)
 
 
 def check_run(config: Config, found: Sequence[str] = ()) -> None:
@@ -191,14 +191,15 @@ def _ranks_of_starter(config: Config, ranks: str) -> None:
 
 
 def _check_place(config: Config, writes: bool = True) -> None:
-    """The data can be read, and the run's directory is free."""
+    """The data can be read, and the run's directory is free: of several ranks the one that writes looks."""
     from megatron_rl.data.prompts import check_datasets
     from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
 
+    if not writes:
+        return
     check_datasets(config.model, config.data, config.rollout, config.reward)
     try:
-        if writes:
-            check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
+        check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
     except RunDirectoryUsed as error:
         raise ConfigError(f"run.name: {error}") from None
 

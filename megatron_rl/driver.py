@@ -94,7 +94,7 @@ class Driver:
             raise
 
     def _open(self, run_dir: Path) -> None:
-        config, folder = self._config, Path(self._config.model.path)
+        config, folder = self._config, self._config.model.folder
         signal.signal(STOP_AFTER_STEP, self._finish_step)
         release(STOP_AFTER_STEP)
         tokenizer = FolderTokenizer(folder)

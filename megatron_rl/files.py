@@ -13,10 +13,15 @@ from typing import Any
 LARGEST_JSON = 32 << 20
 
 
+def partial_of(path: Path, pid: int) -> Path:
+    """Where that process writes what is to take the place of `path`."""
+    return path.with_name(f".{path.name}.{pid}.partial")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of `path` when the block ends well, and is removed when it does not."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = partial_of(path, os.getpid())
     try:
         yield partial
         if partial.is_file():

@@ -53,7 +53,7 @@ def train(
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
     with ExitStack() as last, ExitStack() as word, driving as driver:
         word.callback(said)
-        model = Model.read(config.model.path, config.learner)
+        model = Model.read(config.model.folder, config.learner)
         learner = Learner(
             model,
             run=config.run,
@@ -82,7 +82,7 @@ def train(
             calibrate(learner, driver, config.quantization)
             loop(config, driver, learner, sync)
             if config.log.export:
-                export_hf(learner, Path(config.model.path), run_dir / "model")
+                export_hf(learner, config.model.folder, run_dir / "model")
 
 
 def load_policy(learner: Learner, model: ModelSection, seed: int, kl_coef: float) -> None:
