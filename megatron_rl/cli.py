@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.schema import Config, Format
+from megatron_rl.process import lasting_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,6 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
+    with lasting_output():
+        return _execute(parser, arguments)
+
+
+def _execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     options, rest = parser.parse_known_args(arguments)
     stray = [word for word in rest if word.startswith("-") or "overrides" not in options]
     if stray:

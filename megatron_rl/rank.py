@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.process import SHORT_SPIN, die_with_parent, rare_collections
+from megatron_rl.process import SHORT_SPIN, die_with_parent, interrupt_by_name, lasting_output, rare_collections
 
 
 def main(run_dir: Path) -> None:
@@ -40,9 +40,12 @@ def run_rank(config: Config, run_dir: Path) -> None:
         from megatron_rl.train import train
 
     # a driver that is asked to end writes down that it was; the others have nothing to say
-    signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else interrupt_by_name)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt_by_name)
     train(config, to_yaml(config), run_dir, rank)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with lasting_output():
+        main(Path(sys.argv[1]))

@@ -30,10 +30,10 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
-from megatron_rl.runs.environment import environment
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_lock import LOCK, hold
 from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
+from megatron_rl.runs.versions import environment
 
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
 # Configuration is free of secrets by design; the pass-through maps are the only way one could slip in.
