@@ -225,11 +225,11 @@ def _report(options: argparse.Namespace) -> int:
     from megatron_rl.runs.report import write_report
 
     output = options.output or options.runs[0] / "report.html"
-    for path in options.runs:
-        if not (path / "metrics.jsonl").is_file():
-            raise ConfigError(f"{path}: no metrics.jsonl; name a run directory such as runs/quickstart")
-    write_report(options.runs, output)
-    print(output)
+    try:
+        unread = write_report(options.runs, output)
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from None
+    print("\n".join([*(f"not readable: {problem}" for problem in unread), str(output)]))
     return 0
 
 

@@ -40,6 +40,19 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
+@contextmanager
+def hidden(module: str) -> Iterator[None]:
+    """Whoever can do without the module does: megatron imports W&B, which makes folders, for what is not used here."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+
+
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
     """Called by the child, with the parent's process id where it knows it. Strictly, the parent is a thread."""
     _prctl(PR_SET_PDEATHSIG, by)

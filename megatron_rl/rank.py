@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.process import SHORT_SPIN, die_with_parent, interrupt_by_name, lasting_output, rare_collections
+from megatron_rl.process import SHORT_SPIN, die_with_parent, hidden, interrupt_by_name, lasting_output, rare_collections
 
 
 def main(run_dir: Path) -> None:
@@ -35,7 +35,7 @@ def run_rank(config: Config, run_dir: Path) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with rare_collections():
+    with rare_collections(), hidden("wandb"):
         from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
         from megatron_rl.train import train
 

@@ -22,9 +22,9 @@ from megatron_rl.config.bounds import as_written
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.rules import check
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import all_keys, defaults, misfits
+from megatron_rl.config.shape import all_keys, defaults, known, misfits
 
-__all__ = ["ConfigError", "all_keys", "from_mapping", "load", "read", "to_yaml"]
+__all__ = ["ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_config", "to_yaml"]
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 PRESET_SECTIONS = ("correction", "quantization")
@@ -36,16 +36,16 @@ class ConfigError(Exception):
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The typed configuration of a recipe with overrides applied; `run.name` defaults to the file's stem."""
-    config, found = read(recipe, overrides)
-    if found:
-        raise ConfigError("\n".join(found))
-    return config
+    return _sound(*read(recipe, overrides))
 
 
 def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
     """The configuration, and what the recipe alone shows to be wrong: those values stand at null or their defaults."""
     path = Path(recipe)
-    merged = _read(path, seen=())
+    return _checked(_read(path, seen=()), path, overrides)
+
+
+def _checked(merged: dict[str, Any], path: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     for item in overrides:
         merged = _merge(merged, _override(item), path)
     merged = _named(merged, path.stem)
@@ -67,10 +67,11 @@ def _named(merged: dict[str, Any], stem: str) -> dict[str, Any]:
 
 def from_mapping(mapping: Mapping[str, Any]) -> Config:
     """Typed and strict: unknown keys and values of the wrong type are refused with their full path, all at once."""
-    found = list(misfits(mapping))
+    resolved = _without_preset_names(mapping)
+    found = list(misfits(resolved))
     if found:
         raise ConfigError("\n".join(found))
-    return _typed(mapping)
+    return _typed(resolved)
 
 
 def _typed(mapping: Mapping[str, Any]) -> Config:
@@ -83,23 +84,49 @@ def _typed(mapping: Mapping[str, Any]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration; `from_mapping` of it gives the same object back."""
-    return write_yaml(asdict(config))
+    """The resolved configuration; `from_mapping` of it gives the same object back.
+
+    A section that is what a preset says names it: runs are grouped by `correction.preset`.
+    """
+    mapping = asdict(config)
+    for section in PRESET_SECTIONS:
+        if name := preset_name(section, getattr(config, section)):
+            mapping[section] = {"preset": name, **mapping[section]}
+    return write_yaml(mapping)
+
+
+def preset_name(section: str, value: Any) -> str | None:
+    for path in sorted((CONF / section).glob("*.yaml")):
+        preset = read_yaml(path.read_text(encoding="utf-8")) or {}
+        if OmegaConf.to_object(OmegaConf.merge(defaults(value.__class__), preset)) == value:
+            return path.stem
+    return None
+
+
+def _without_preset_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Beside a name, a resolved section holds all that it stands for."""
+    resolved = dict(mapping)
+    for section in PRESET_SECTIONS:
+        if isinstance(resolved.get(section), Mapping):
+            resolved[section] = {key: value for key, value in resolved[section].items() if key != "preset"}
+    return resolved
+
+
+def recorded_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a run has left behind, whose keys and presets may be gone since."""
+    return _sound(*_checked(known(_without_preset_names(_loaded(path))), path, overrides))
+
+
+def _sound(config: Config, found: Sequence[str]) -> Config:
+    if found:
+        raise ConfigError("\n".join(found))
+    return config
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=3, cutoff=0.5)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"{path}: no such file{hint}")
     if path.resolve() in seen:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
-    try:
-        loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: holds {as_written(loaded)}, expected keys such as `run:` or `learner:`")
+    loaded = _loaded(path)
     bases = loaded.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -108,6 +135,20 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     for base in bases:
         merged = _merge(merged, _read(path.parent / base, (*seen, path.resolve())), path)
     return _merge(merged, loaded, path)
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=3, cutoff=0.5)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: no such file{hint}")
+    try:
+        loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: holds {as_written(loaded)}, expected keys such as `run:` or `learner:`")
+    return loaded
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -168,8 +168,8 @@ class Recorder:
         self._display.close()
         self.note(f"{state} after {duration(time.perf_counter() - self._begun)}" + (f": {reason}" if reason else ""))
         self.note(describe_contents(self.run))
-        if self._wandb:
-            self._wandb.close(state)
+        if self._wandb and (left := self._wandb.close(state)):
+            self.note(left)
         with suppress(OSError):
             self._text.close()
         if self.run.lock:
@@ -203,6 +203,8 @@ class Recorder:
         self.note(f"logs     tail -F {path}/logs/attempt_{self.run.attempt}/*")
         if self._wandb:
             self.note(f"wandb    {self._wandb.where}")
+            if self._wandb.trouble:
+                self.note(self._wandb.trouble)
 
     def _warn_unknown(self, names: Mapping[str, float]) -> None:
         for name in unknown(names):
