@@ -21,7 +21,7 @@ from megatron_rl.runs.run_lock import held
 
 STATUS = "status.json"
 ENDED = ("finished", "stopped", "failed")
-LONGEST_REASON = 2000  # characters; a status fits into one block of a disk
+LONGEST_REASON = 3000  # bytes as written: a status fits into one block of a disk
 SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
 
 
@@ -92,4 +92,5 @@ def _silent(heartbeat: str) -> bool:
 
 
 def _shortened(reason: str) -> str:
-    return reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ..."
+    written = len(json.dumps(reason))
+    return reason if written <= LONGEST_REASON else f"{reason[: LONGEST_REASON * len(reason) // written]} ..."

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.runs.run_dir import read_status
+from megatron_rl.runs.status import read_status
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools/compare_corrections.py"
