@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.process import SHORT_SPIN, die_with_parent, hidden, interrupt_by_name, lasting_output, rare_collections
+from megatron_rl.runs.run_dir import LAUNCHER
 
 
 def main(run_dir: Path) -> None:
@@ -40,10 +44,20 @@ def run_rank(config: Config, run_dir: Path) -> None:
         from megatron_rl.train import train
 
     # a driver that is asked to end writes down that it was; the others have nothing to say
-    signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else interrupt_by_name)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else end_by_name)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt_by_name)
     train(config, to_yaml(config), run_dir, rank)
+
+
+def end_by_name(number: int, frame: FrameType | None) -> None:
+    """Slurm sends SIGTERM when a job is to end, and when another of its tasks has failed: then the job goes on."""
+    if LAUNCHER not in os.environ and "SLURM_JOB_ID" in os.environ:
+        ask = ["scontrol", "-o", "show", "job", os.environ["SLURM_JOB_ID"]]
+        with suppress(OSError, subprocess.SubprocessError):
+            if "JobState=RUNNING" in subprocess.run(ask, capture_output=True, text=True, timeout=5, check=True).stdout:
+                raise RuntimeError("another rank has ended; srun's own lines say which one, and how")
+    interrupt_by_name(number, frame)
 
 
 if __name__ == "__main__":

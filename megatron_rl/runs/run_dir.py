@@ -101,7 +101,7 @@ def check_run_dir(path: Path, if_exists: IfExists) -> None:
         if path.exists() and not path.is_dir():
             raise RunDirectoryUsed(f"run.name: run directory {path} is a file; choose another name: run.name=...")
         if _used(path):
-            _check_free(path, if_exists, goes_on(path))
+            _check_free(path, if_exists)
     except OSError as error:
         raise _unusable(path, error.strerror) from None
 
@@ -135,9 +135,9 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, str]:
         if not _used(path):
             return lock, moved
         with lock:
-            _check_free(path, if_exists, going_on=False)
+            _check_free(path, if_exists, locked=False)
             archived = archive_name(path)
-            why = f": it ended before its first step ({_describe(path)})" if if_exists is IfExists.refuse else ""
+            why = f": it ended before its first step ({_describe(path, False)})" if if_exists is IfExists.refuse else ""
             path.rename(archived)
             moved = f"the old {path} is now {archived}{why}"
 
@@ -164,15 +164,16 @@ def archive_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{number}")
 
 
-def _check_free(path: Path, if_exists: IfExists, going_on: bool) -> None:
-    if going_on:
-        status = known_status(path)
+def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> None:
+    """Of a used directory. `locked`: as in `known_status`; whoever has its lock asks whether another one has."""
+    if goes_on(path, locked):
+        status = known_status(path, locked)
         who = f"process {status.get('pid')} on {status.get('host')}, last sign of life {status.get('heartbeat')}"
         raise _refused(path, f"belongs to a run that goes on ({who})")
-    if if_exists is IfExists.refuse and not _ended_before_its_first_step(path):
+    if if_exists is IfExists.refuse and not _ended_before_its_first_step(path, locked):
         raise _refused(
             path,
-            f"is used ({_describe(path)})",
+            f"is used ({_describe(path, locked)})",
             f", or move the old one to {archive_name(path)}: run.if_exists=archive",
         )
 
@@ -191,16 +192,17 @@ def _used(path: Path) -> bool:
     return path.is_dir() and any(entry.name != LOCK for entry in path.iterdir())
 
 
-def _ended_before_its_first_step(path: Path) -> bool:
+def _ended_before_its_first_step(path: Path, locked: bool | None) -> bool:
     """Nothing of it is worth more than its logs, so that it makes room for the next start of its name."""
     run = RunDir(path)
     begun = run.metrics.is_file() and any(line["progress/step"] >= 1 for line in read_metrics(run.metrics))
-    return known_status(path).get("state") in ("failed", "stopped") and not begun
+    return known_status(path, locked).get("state") in ("failed", "stopped") and not begun
 
 
-def _describe(path: Path) -> str:
-    status, metrics = known_status(path), RunDir(path).metrics
-    why = f": {status['reason'].splitlines()[0]}" if status.get("reason") else ""
+def _describe(path: Path, locked: bool | None) -> str:
+    status, metrics = known_status(path, locked), RunDir(path).metrics
+    reason, _, _ = str(status.get("reason") or "").partition("\n")
+    why = f": {reason}" if reason else ""
     state = f"{status.get('state', 'no status')}{why}"
     if not metrics.exists():
         return f"{state}, no metrics"

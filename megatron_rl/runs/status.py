@@ -52,35 +52,41 @@ def read_status(path: Path) -> dict[str, Any]:
     return status if isinstance(status, dict) else {}
 
 
-def known_status(path: Path) -> dict[str, Any]:
-    """The status as far as it can be true: a run whose process is gone has failed, whatever it said last."""
+def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
+    """The status as far as it can be true: a run whose process is gone has failed, whatever it said last.
+
+    `locked`: what the caller knows of the run's lock; None: look.
+    """
     status = read_status(path)
-    if status.get("state", "finished") in ENDED or not _gone(path, status):
+    if status.get("state", "finished") in ENDED or "pid" not in status:
+        return status
+    if not _gone(status, held(path) if locked is None else locked):
         return status
     reason = (
-        f"ended without a word: process {status.get('pid')} on {status.get('host')} is gone; its last sign of life "
+        f"ended without a word: process {status['pid']} on {status.get('host')} is gone; its last sign of life "
         f"was at {status.get('heartbeat')}"
     )
     return {**status, "state": "failed", "reason": reason}
 
 
-def goes_on(path: Path) -> bool:
+def goes_on(path: Path, locked: bool | None = None) -> bool:
     """As far as can be seen from here."""
-    status = known_status(path)
-    return held(path) is True or ("pid" in status and status.get("state") not in ENDED)
+    locked = held(path) if locked is None else locked
+    status = known_status(path, locked)
+    return locked is True or ("pid" in status and status.get("state") not in ENDED)
 
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _gone(path: Path, status: dict[str, Any]) -> bool:
+def _gone(status: dict[str, Any], locked: bool | None) -> bool:
     """Locks of another machine may not be seen here: what counts there is how long it has been silent."""
-    if "pid" not in status or held(path):
+    if locked:
         return False
     if status.get("host") != platform.node():
         return _silent(str(status.get("heartbeat")))
-    return held(path) is False or not Path(f"/proc/{status['pid']}").exists()
+    return locked is False or not Path(f"/proc/{status['pid']}").exists()
 
 
 def _silent(heartbeat: str) -> bool:

@@ -118,6 +118,16 @@ def test_a_dead_run_is_known_as_one(tmp_path: Path, holder: subprocess.Popen[str
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == STEP_1
 
 
+@pytest.mark.fault("the process that owns a run is killed before the first step", "its name is free")
+def test_a_run_that_was_killed_at_its_start(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    holder.kill()
+    holder.wait()
+    _, moved = claim(tmp_path / "run")
+    assert "ended without a word" in moved
+    assert (tmp_path / "run.1" / "logs" / "attempt_1").is_dir()
+
+
 @pytest.mark.fault("the launcher is killed while a rank lives", "the directory stays the run's")
 def test_the_ranks_hold_the_lock_too(tmp_path: Path) -> None:
     run, _ = claim(tmp_path / "run")
