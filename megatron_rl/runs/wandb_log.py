@@ -17,7 +17,7 @@ from megatron_rl.runs.status import ENDED
 HOST = "api.wandb.ai"
 PROJECT = "megatron-rl"
 INIT_S = 20.0  # a server that does not answer within this is not waited for
-FINISH_S = 60.0
+FINISH_S = 20.0  # less than a launcher waits for a driver that has said its last word
 
 
 def has_key() -> bool:
