@@ -192,6 +192,7 @@ class Driver:
             weights_BT=correction.weights_BT,
             mask_BT=correction.mask_BT,
             advantages_B=advantages_B,
+            truths=[one.rollout.prompt.row.get(self._config.data.answer_key) for one in self._scored],
         )
 
     def __enter__(self) -> Self:
