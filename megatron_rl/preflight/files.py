@@ -11,6 +11,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.load import CONF
 from megatron_rl.config.schema import DataSection, EvalSection, LogSection, ModelInit, ModelSection, SyncSection
 from megatron_rl.models.model import read_hf_config
+from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.runs.wandb_log import resolve_mode
 
 
@@ -35,24 +36,24 @@ def read_card(path: str) -> dict[str, Any]:
 
 def absent_model(model: ModelSection) -> Iterator[Absent]:
     folder, weights = Path(model.path), model.init == ModelInit.pretrained
-    if not (folder / "config.json").is_file():
+    if not (model.folder / "config.json").is_file():
         parts = "config.json, tokenizer and .safetensors" if weights else "config.json and tokenizer"
         yield Absent(f"{folder}: {parts} (model.path)", "")  # read_hf_config has said so
-    elif weights and not list(folder.glob("*.safetensors")):
+    elif weights and not list(folder.glob("*.safetensors")) and not is_checkpoint(folder):
         yield Absent(
             f"{folder}: .safetensors (model.path)",
-            f"model.path: {model.path} holds no .safetensors weights; run the recipe that makes them "
-            "(for the toy: recipes/toy_sft.yaml), or set model.init=random",
+            f"model.path: {model.path} holds no .safetensors weights; bring them there (for the toy, the run of "
+            "recipes/toy_sft.yaml makes them), or set model.init=random",
         )
 
 
 def absent_data(data: DataSection) -> Iterator[Absent]:
-    for key in ("train", "eval"):
-        value = getattr(data, key)
-        if value and not Path(value).is_file():
-            yield Absent(
-                f"{value} (data.{key})", f"data.{key}: no file {value!r}; `megatron-rl toy` makes the toy's data"
-            )
+    given = {key: value for key in ("train", "eval") if (value := getattr(data, key))}
+    toy = any(Path(value).is_relative_to("data/toy") for value in given.values())
+    way_out = "`megatron-rl toy` makes the toy's data" if toy else "bring it there, or name another file"
+    for key, value in given.items():
+        if not Path(value).is_file():
+            yield Absent(f"{value} (data.{key})", f"data.{key}: no file {value!r}; {way_out}")
 
 
 def absent_dir(sync: SyncSection) -> Iterator[Absent]:
