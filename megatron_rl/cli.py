@@ -8,9 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config import ConfigError, load, read, to_yaml
-from megatron_rl.config.schema import Config, Format
-from megatron_rl.rewards.functions import RECIPE_FOLDER
+from megatron_rl.process import STOP_AFTER_STEP, hold, lasting_output
+
+hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
+
+from megatron_rl.config import ConfigError, load, read, to_yaml  # noqa: E402
+from megatron_rl.config.schema import Config, Format  # noqa: E402
+from megatron_rl.rewards.functions import RECIPE_FOLDER  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
+    with lasting_output():
+        return _execute(parser, arguments)
+
+
+def _execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     options, rest = parser.parse_known_args(arguments)
     stray = [word for word in rest if word.startswith("-") or "overrides" not in options]
     if stray:
@@ -115,7 +124,12 @@ def _train(options: argparse.Namespace) -> int:
         raise ConfigError(f"--on {options.on}: a machine to check for, not one to run on; add --dry-run")
     os.environ[RECIPE_FOLDER] = str(options.recipe.resolve().parent)
     config, found = read(options.recipe, options.overrides)
-    return plan_run(config, found, options.on) if options.dry_run else run(config, options.ranks, found)
+    if not options.dry_run:
+        return run(config, options.ranks, found)
+    status = plan_run(config, found, options.on)
+    if options.ranks != "local":  # inside a job, which knows how many there will be
+        _ranks_of_starter(config, options.ranks)
+    return status
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -157,34 +171,39 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
         print(f"note: {note}", file=sys.stderr)
     _check_place(config, writes=first)
     from megatron_rl.launch import launch
-    from megatron_rl.models.layout import Layout
     from megatron_rl.rank import run_rank
+    from megatron_rl.scratch import entered
 
     if ranks == "local":
         return launch(config)
+    _ranks_of_starter(config, ranks)
     os.environ.update(_slurm_environment() if ranks == "slurm" else {})
-    world = Layout.from_config(config.learner).world
-    if os.environ.get("WORLD_SIZE") != str(world):
-        raise ConfigError(
-            f"--ranks {ranks}: {os.environ.get('WORLD_SIZE', 'no WORLD_SIZE')} processes were started, but the product "
-            f"of the learner's tensor, pipeline and data parallel sizes is {world}"
-        )
-    run_rank(config, Path(config.run.root) / str(config.run.name))
+    with entered():
+        run_rank(config, Path(config.run.root) / str(config.run.name))
     return 0
+
+
+def _ranks_of_starter(config: Config, ranks: str) -> None:
+    """As many processes as the learner's layout has places."""
+    from megatron_rl.models.layout import Layout
+
+    name, world = "SLURM_NTASKS" if ranks == "slurm" else "WORLD_SIZE", Layout.from_config(config.learner).world
+    if os.environ.get(name) != str(world):
+        raise ConfigError(
+            f"--ranks {ranks}: {os.environ.get(name, f'no {name}')} processes, but the product of the learner's "
+            f"tensor, pipeline and data parallel sizes is {world}: ask for as many tasks, or change the sizes"
+        )
 
 
 def _check_place(config: Config, writes: bool = True) -> None:
     """The data can be read, and the run's directory is free: of several ranks the one that writes looks."""
     from megatron_rl.data.prompts import check_datasets
-    from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
+    from megatron_rl.runs.run_dir import check_run_dir
 
     if not writes:
         return
     check_datasets(config.model, config.data, config.rollout, config.reward)
-    try:
-        check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
-    except RunDirectoryUsed as error:
-        raise ConfigError(f"run.name: {error}") from None
+    check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
 
 
 def _rank(ranks: str) -> int:
@@ -233,11 +252,11 @@ def _report(options: argparse.Namespace) -> int:
     from megatron_rl.runs.report import write_report
 
     output = options.output or options.runs[0] / "report.html"
-    for path in options.runs:
-        if not (path / "metrics.jsonl").is_file():
-            raise ConfigError(f"{path}: no metrics.jsonl; name a run directory such as runs/quickstart")
-    write_report(options.runs, output)
-    print(output)
+    try:
+        unread = write_report(options.runs, output)
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from None
+    print("\n".join([*(f"not readable: {problem}" for problem in unread), str(output)]))
     return 0
 
 

@@ -11,7 +11,8 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_toy
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.run_dir import RunDir, read_status
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.status import read_status
 
 TOY = Path("data/toy")
 WARM_START = Path("recipes/toy_sft.yaml")
@@ -35,7 +36,7 @@ def quickstart(
 
     print("2/3  a supervised warm start: the same learner and loop, cross-entropy on the answers")
     status = run(warm)
-    if status:
+    if status or read_status(Path(warm.run.root) / str(warm.run.name)).get("state") == "stopped":  # it was asked to
         return status
 
     print(f"\n3/3  reinforcement learning: DAPO with a sampler in format {config.quantization.format}")

@@ -9,7 +9,7 @@ Shape suffixes: B sequences, T response positions.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,10 +46,13 @@ from megatron_rl.weight_sync.export import export_hf
 from megatron_rl.weight_sync.push import WeightSync
 
 
-def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
-    """One run, from loaded weights to the last report."""
+def train(
+    config: Config, resolved_yaml: str, run_dir: Path, rank: int, said: Callable[[], None] = lambda: None
+) -> None:
+    """One run, from loaded weights to the last report; after the driver's last word, `said` is called."""
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
-    with ExitStack() as last, driving as driver:
+    with ExitStack() as last, ExitStack() as word, driving as driver:
+        word.callback(said)
         model = Model.read(config.model.folder, config.learner)
         learner = Learner(
             model,
@@ -126,7 +129,7 @@ def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: Weig
         recorder.log(step, drawn | correction.metrics | updates | synced | evaluated | seen.metrics(batch, step))
         stop = learner.broadcast(driver.asked_to_stop() or reached(config.run, evaluated))
         if stop:
-            recorder.note(f"stopped after step {step}: {stop}")
+            recorder.end_early(stop, asked=driver.asked_to_stop() is not None)
             break
 
 

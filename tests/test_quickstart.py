@@ -6,10 +6,11 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.config import load
-from megatron_rl.config.schema import Device
+from megatron_rl.config.schema import Config, Device
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.machine import Machine, named
-from megatron_rl.quickstart import RECIPE, WARM_START, fitting
+from megatron_rl.quickstart import RECIPE, WARM_START, fitting, quickstart
+from megatron_rl.runs.run_dir import mark_status
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,4 +62,19 @@ def test_a_quickstart_that_can_run_is_begun(place: Path, monkeypatch: pytest.Mon
     begun = []
     monkeypatch.setattr(cli, "run", lambda config: begun.append(config.run.name) or 7)
     assert cli.main(["quickstart", "correction=icepop", "optim.lr=2e-4"]) == 7
+    assert begun == ["toy_sft"]
+
+
+@pytest.mark.fault("USR1 during the quickstart's warm start", "the warm start ends well, and no second run starts")
+def test_a_warm_start_that_was_asked_to_stop_is_the_last_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "recipes").symlink_to(ROOT / "recipes")
+    begun = []
+
+    def run(config: Config) -> int:
+        begun.append(config.run.name)
+        (place / config.run.root / str(config.run.name)).mkdir(parents=True)
+        mark_status(place / config.run.root / str(config.run.name), "stopped", "asked to by SIGUSR1")
+        return 0
+
+    assert quickstart([], run) == 0
     assert begun == ["toy_sft"]

@@ -5,7 +5,7 @@
 
 Each run is `megatron-rl train RECIPE correction=NAME run.name=...` under one WANDB_RUN_GROUP. A run that fails does not
 stop the next ones: it is named at the end, and the exit status is 1. Ctrl-C stops the run in progress and still
-writes the report of what there is.
+writes the report of what there is; after USR1 the run in progress finishes its step, and none follows.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.cli import check_run
 from megatron_rl.config import ConfigError, load
+from megatron_rl.config.bounds import is_folder_name
+from megatron_rl.config.schema import IfExists
+from megatron_rl.process import STOP_AFTER_STEP, die_with_parent, hold, lasting_output, release
 from megatron_rl.rewards.functions import RECIPE_FOLDER
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report import headline_numbers, write_report
 from megatron_rl.runs.run_data import load_run
-from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.run_dir import RunDir, check_run_dir
 
 STOP_TIMEOUT_S = 30.0  # a run stops its own children within ten seconds
 INTERRUPTED = 130
@@ -46,13 +50,17 @@ class Runner:
     def __init__(self, train: Sequence[str]) -> None:
         self._train = list(train)
         self._child: subprocess.Popen[bytes] | None = None
-        self.interrupted = False
+        self.interrupted = self.last = False
+        signal.signal(STOP_AFTER_STEP, self._finish)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
 
     def run(self, arguments: Sequence[str]) -> int:
-        # a session of its own: the terminal's Ctrl-C reaches the child once, through _stop
-        self._child = subprocess.Popen([*self._train, *arguments], start_new_session=True)
+        # a session of its own: the terminal's Ctrl-C reaches the child once, through _stop; it ends with this process
+        end_with_us = partial(die_with_parent, os.getpid(), signal.SIGTERM)
+        hold(STOP_AFTER_STEP)
+        self._child = subprocess.Popen([*self._train, *arguments], start_new_session=True, preexec_fn=end_with_us)
+        release(STOP_AFTER_STEP)
         if self.interrupted:  # the signal came while the child was being started
             self._child.send_signal(signal.SIGINT)
         while self._child.poll() is None:
@@ -67,6 +75,11 @@ class Runner:
         self.interrupted = True
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.SIGINT)
+
+    def _finish(self, number: int, _frame: object) -> None:
+        self.last = True
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
 
     @staticmethod
     def _wait_stopped(child: subprocess.Popen[bytes]) -> int:
@@ -104,13 +117,11 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     group = options.group or f"{options.recipe.stem}_corrections"
     experiments = plan(group, options.corrections, options.seeds)
     archive = any(override.startswith("run.if_exists=archive") for override in options.overrides)
-    taken = [e.name for e in experiments if (options.root / e.name).exists()]
-    if taken and not archive:
-        print(
-            f"run directories are used: {', '.join(taken)} in {options.root}. Choose another --group NAME, or move "
-            "them aside with run.if_exists=archive",
-            file=sys.stderr,
-        )
+    try:
+        for experiment in experiments:
+            check_run_dir(options.root / experiment.name, IfExists.archive if archive else IfExists.refuse)
+    except ConfigError as error:
+        print(f"{error}. Or choose another --group NAME", file=sys.stderr)
         return 2
     if train is TRAIN and (found := mistakes([arguments_of(each, options, group) for each in experiments])):
         print("\n".join(f"error: {line}" for line in found), file=sys.stderr)
@@ -118,7 +129,7 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     os.environ["WANDB_RUN_GROUP"] = group  # which W&B reads in every run
     runner, outcomes = Runner(train), {}
     for number, experiment in enumerate(experiments, start=1):
-        if runner.interrupted:
+        if runner.interrupted or runner.last:
             outcomes[experiment] = "not started"
             continue
         print(f"[{number}/{len(experiments)}] {experiment.name}", flush=True)
@@ -198,6 +209,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("corrections", "seeds"):
         if len(set(getattr(options, name))) != len(getattr(options, name)):
             parser.error(f"--{name} names one twice")
+    group = options.group or f"{options.recipe.stem}_corrections"
+    for name in (experiment.name for experiment in plan(group, options.corrections, options.seeds)):
+        if not is_folder_name(name):
+            parser.error(f"--group {options.group!r}: {name!r} cannot be the name of a folder")
     for override in overrides:
         if override.split("=", 1)[0] in ("run.name", "run.root", "correction"):
             parser.error(f"{override}: this tool sets that key itself; see --group, --root and --corrections")
@@ -205,4 +220,5 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with lasting_output():
+        sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.bounds import above, at_least, between, expect, inside, is_pattern, need
+from megatron_rl.config.bounds import FOLDER_NAME, above, at_least, between, expect, inside, is_pattern, need
 from megatron_rl.loss.table import LOSSES
 
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
@@ -109,7 +109,7 @@ class Wandb(StrEnum):
 
 @dataclass(frozen=True)
 class RunSection:
-    name: str | None = None  # null: the recipe file's stem
+    name: str | None = field(default=None, metadata=FOLDER_NAME)  # null: the recipe file's stem
     root: str = "runs"
     seed: int = field(default=1, metadata=NOT_NEGATIVE)
     steps: int = field(default=100, metadata=NOT_NEGATIVE)
@@ -228,6 +228,7 @@ class RewardSection:
     name: str = "exact_match"  # exact_match | package.module:function
     workers: int = field(default=1, metadata=between(1, 1024))
     timeout_s: float = field(default=10.0, metadata=SECONDS)
+    environment: list[str] = field(default_factory=list)  # variables that a reward sees, beside PATH and HOME
     overlong_buffer: int = 0  # DAPO: linear penalty inside the last so many response tokens
     overlong_penalty: float = field(
         default=1.0, metadata=need(lambda value: value >= 0, "it is subtracted; use 0 or more")

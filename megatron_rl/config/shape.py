@@ -6,6 +6,7 @@ A sentence names the key's path, its value and the way out.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
@@ -20,6 +21,7 @@ from megatron_rl.config.bounds import as_written, members
 from megatron_rl.config.removed import REMOVED
 from megatron_rl.config.schema import Config
 
+RESOLVER = re.compile(r"\$\{[^}]*:")  # a function of OmegaConf, such as ${oc.env:HOME}
 WANTED = {
     bool: "true or false",
     int: "a whole number",
@@ -47,6 +49,33 @@ def misfits(mapping: Mapping[Any, Any], schema: type = Config, prefix: str = "")
             yield from _leaf(value, types[key], schema, full)
 
 
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+    elif isinstance(value, str):
+        yield value
+
+
+def known(mapping: Mapping[Any, Any], schema: type = Config) -> dict[Any, Any]:
+    """The mapping without what is no key of `schema` (any more)."""
+    types = get_type_hints(schema)
+    kept: dict[Any, Any] = {}
+    for key, value in mapping.items():
+        if key not in types:
+            continue
+        inner = next((one for one in (types[key], *get_args(types[key])) if is_dataclass(one)), None)
+        if isinstance(inner, type) and isinstance(value, Mapping):
+            kept[key] = known(value, inner)
+        elif isinstance(inner, type) and isinstance(value, list):
+            kept[key] = [known(one, inner) if isinstance(one, Mapping) else one for one in value]
+        else:
+            kept[key] = value
+    return kept
+
+
 def _section(value: object, schema: Any, full: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         yield from misfits(value, schema, f"{full}.")
@@ -70,6 +99,10 @@ def _sections(value: object, schema: Any, full: str) -> Iterator[str]:
 
 def _leaf(value: object, kind: Any, schema: type, full: str) -> Iterator[str]:
     possible = members(kind)
+    asked = next(filter(None, map(RESOLVER.search, _texts(value))), None)
+    if asked:
+        yield f"{full} holds {asked[0]}...}}: a recipe reads no environment and calls nothing; write the value itself"
+        return
     if isinstance(value, str) and "${" in value:  # an interpolation: what it stands for is known at the end
         return
     if value is None:

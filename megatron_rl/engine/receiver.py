@@ -34,6 +34,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine import double_buffer, expectation, host_kernels, reload
 from megatron_rl.engine.file_reader import stage
+from megatron_rl.process import die_with_spawner
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 BACKEND = "file"
@@ -84,6 +85,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        die_with_spawner()
         tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
         self.expected = expectation.expected_tensors(model, tied)
         if vllm_config.load_config.load_format == "dummy":

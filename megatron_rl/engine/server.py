@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 
-from megatron_rl.process import collect_rarely, die_with_parent, end_own_group
+from megatron_rl.process import collect_rarely, die_with_parent, end_own_group, leave_to_the_driver
 
 ALL_CORES = "all"
 MIDDLEWARE = ("megatron_rl.engine.requests.CheckRequests", "megatron_rl.engine.server_key.RequireKey")  # last one first
@@ -37,6 +37,7 @@ def main() -> None:
     # until vLLM has handlers of its own, which end the engine in good order
     signal.signal(signal.SIGTERM, lambda *_: end_own_group())
     die_with_parent(parent, by=signal.SIGTERM)
+    leave_to_the_driver()
     threading.Thread(target=end_with_input, daemon=True).start()
     if cores != ALL_CORES:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_rl.owned_folder import LOCK as LOCK
 from megatron_rl.owned_folder import claim, is_abandoned
+from megatron_rl.scratch import remove_with_it
 from megatron_rl.weight_sync.file_transport import SHARED_MEMORY, spare_bytes
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -34,6 +35,7 @@ class SyncDir:
             self._lock = claim(self.path)
         except OSError as error:
             raise WeightSyncError(f"sync.dir={self._parent} cannot be used: {error}. Name a writable folder") from error
+        remove_with_it([self.path])
 
     def require_free(self, nbytes: int) -> None:
         """Files that the next version will write again count as free."""

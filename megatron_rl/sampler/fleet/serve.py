@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
@@ -22,6 +21,7 @@ from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.fleet.replica import HEALTH_TIMEOUT_S, Replica
 from megatron_rl.sampler.fleet.server_process import ServerProcess, ServerSettings
 from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.scratch import Scratch
 
 POLL_S = 1.0
 
@@ -35,17 +35,17 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
     starter = None if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else os.getppid()  # nohup: nobody's end is ours
     for number in (signal.SIGTERM, signal.SIGHUP) if starter else (signal.SIGTERM,):
         signal.signal(number, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="megatron-rl-server-") as name:
-        folder = write_engine_folder(hf_folder, Path(name) / "engine", settings.quantization)
+    with Scratch() as scratch:
+        scratch.enter()
+        folder = write_engine_folder(hf_folder, scratch.path / "engine", settings.quantization)
         own = ServerSettings(
             arguments=engine_arguments(settings, folder),
             log_path=None,
-            socket_dir=Path(name),
+            socket_dir=scratch.path,
             port=port,
             devices=own_devices(settings.sampler),
             workers=settings.sampler.tensor_parallel,
             host=host,
-            hidden=KEY_VARIABLE,
         )
         server = ServerProcess(own, key)
         try:

@@ -102,6 +102,8 @@ class Supervisor:
         replica, state = self.replica, self._state
         await replica.forget_version()
         await replica.generate((0,), 0, WARM_UP)  # the first generation loads and compiles for seconds
+        if replica.process is not None:
+            await asyncio.to_thread(replica.process.note_shared_memory)
         async with state.updating:
             if state.kept_update:
                 await replica.call_workers("init_weight_transfer_engine", init_info={})
