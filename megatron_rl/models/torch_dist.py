@@ -8,7 +8,6 @@ checkpoint's index is a pickle; it is decoded by an unpickler that knows only th
 from __future__ import annotations
 
 import io
-import json
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,13 +22,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_rl.files import read_json
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import assemble, cut
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import TensorSpec, dtype_name
-from megatron_rl.models.weight_files import BACKEND_FILE, INDEX_FILE
+from megatron_rl.models.weight_files import BACKEND_FILE, INDEX_FILE, refuse_links_out
 
 # everything that an index written by torch or megatron-core refers to
 _INDEX_CLASSES = {
@@ -114,17 +114,18 @@ class Reader:
         self.folder = folder
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; give a torch_dist checkpoint")
-        try:
-            backend = json.loads((folder / BACKEND_FILE).read_text()).get("sharded_backend")
-        except FileNotFoundError:
+        if not (folder / BACKEND_FILE).is_file():
             raise CheckpointError(
                 f"{folder} has no {BACKEND_FILE}: not a torch_dist checkpoint, or one whose writing never finished"
-            ) from None
+            )
+        try:
+            backend = read_json(folder / BACKEND_FILE).get("sharded_backend")
         except ValueError as error:
-            raise CheckpointError(f"{folder / BACKEND_FILE} is unreadable: {error}") from error
+            raise CheckpointError(str(error)) from None
         if backend != "torch_dist":
             raise CheckpointError(f"{folder} holds a checkpoint of the kind {backend!r}; only torch_dist is read")
         self._metadata = read_index(folder / INDEX_FILE)
+        _check_places(folder, self._metadata)
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._tensors = {
@@ -173,6 +174,18 @@ class Reader:
         return target.view(size)
 
 
+def _check_places(folder: Path, metadata: Metadata) -> None:
+    """The index names files of its own folder, and no links to others."""
+    try:
+        files = {str(place.relative_path) for place in (metadata.storage_data or {}).values()}
+        elsewhere = [file for file in files if Path(file).name != file]
+        if elsewhere:
+            raise ValueError(f"it names {elsewhere[0]!r}, which is no file of its folder")
+        refuse_links_out(folder, files)
+    except (AttributeError, ValueError) as error:
+        raise CheckpointError(f"{folder / INDEX_FILE} is not an index to be read: {error}") from None
+
+
 class _Into(LoadPlanner):
     """Reads land in one tensor."""
 
@@ -217,7 +230,16 @@ def read_index(path: Path) -> Metadata:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     # what a damaged pickle can raise, according to the documentation of `pickle`
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(f"{path} is unreadable: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} does not hold a checkpoint index")
