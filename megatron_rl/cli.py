@@ -8,9 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config import ConfigError, load, read, to_yaml
-from megatron_rl.config.schema import Config, Format
-from megatron_rl.process import lasting_output
+from megatron_rl.process import STOP_AFTER_STEP, hold, lasting_output
+
+hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
+
+from megatron_rl.config import ConfigError, load, read, to_yaml  # noqa: E402
+from megatron_rl.config.schema import Config, Format  # noqa: E402
+from megatron_rl.rewards.functions import RECIPE_FOLDER  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,19 +122,31 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     if options.on is not None and not options.dry_run:
         raise ConfigError(f"--on {options.on}: a machine to check for, not one to run on; add --dry-run")
+    os.environ[RECIPE_FOLDER] = str(options.recipe.resolve().parent)
     config, found = read(options.recipe, options.overrides)
-    return plan_run(config, found, options.on) if options.dry_run else run(config, options.ranks, found)
+    if not options.dry_run:
+        return run(config, options.ranks, found)
+    status = plan_run(config, found, options.on)
+    if options.ranks != "local":  # inside a job, which knows how many there will be
+        _ranks_of_starter(config, options.ranks)
+    return status
 
 
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
-    from megatron_rl.models.model import read_hf_config
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
 
-    read_hf_config(config.model.path)
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
     return serve(settings, Path(config.model.path), options.host, options.port)
+
+
+def check_run(config: Config, found: Sequence[str] = ()) -> None:
+    """Everything that `run` checks before it starts or writes anything."""
+    from megatron_rl.preflight.checks import check
+
+    check(config, found)
+    _check_place(config)
 
 
 def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
@@ -150,23 +166,33 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
     """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
     from megatron_rl.preflight.checks import check
 
-    check(config, found, here=ranks == "local")
-    _check_place(config, writes=ranks == "local" or _rank(ranks) == 0)
+    checked, first = check(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
+    for note in checked.notes if first else ():
+        print(f"note: {note}", file=sys.stderr)
+    _check_place(config, writes=first)
     from megatron_rl.launch import launch
-    from megatron_rl.models.layout import Layout
     from megatron_rl.rank import run_rank
+    from megatron_rl.scratch import entered
 
     if ranks == "local":
         return launch(config)
+    _ranks_of_starter(config, ranks)
     os.environ.update(_slurm_environment() if ranks == "slurm" else {})
-    world = Layout.from_config(config.learner).world
-    if os.environ.get("WORLD_SIZE") != str(world):
-        raise ConfigError(
-            f"--ranks {ranks}: {os.environ.get('WORLD_SIZE', 'no WORLD_SIZE')} processes were started, but the product "
-            f"of the learner's tensor, pipeline and data parallel sizes is {world}"
-        )
-    run_rank(config, Path(config.run.root) / str(config.run.name))
+    with entered():
+        run_rank(config, Path(config.run.root) / str(config.run.name))
     return 0
+
+
+def _ranks_of_starter(config: Config, ranks: str) -> None:
+    """As many processes as the learner's layout has places."""
+    from megatron_rl.models.layout import Layout
+
+    name, world = "SLURM_NTASKS" if ranks == "slurm" else "WORLD_SIZE", Layout.from_config(config.learner).world
+    if os.environ.get(name) != str(world):
+        raise ConfigError(
+            f"--ranks {ranks}: {os.environ.get(name, f'no {name}')} processes, but the product of the learner's "
+            f"tensor, pipeline and data parallel sizes is {world}: ask for as many tasks, or change the sizes"
+        )
 
 
 def _check_place(config: Config, writes: bool = True) -> None:
@@ -218,7 +244,7 @@ def _toy(options: argparse.Namespace) -> int:
 def _quickstart(options: argparse.Namespace) -> int:
     from megatron_rl.quickstart import quickstart
 
-    return quickstart(options.overrides, run)
+    return quickstart(options.overrides, run, check_run)
 
 
 def _report(options: argparse.Namespace) -> int:

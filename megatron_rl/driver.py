@@ -20,6 +20,7 @@ from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sa
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
 from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
+from megatron_rl.process import STOP_AFTER_STEP, release
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs.record import Recorder, SilentRecorder
@@ -94,7 +95,8 @@ class Driver:
 
     def _open(self, run_dir: Path) -> None:
         config, folder = self._config, Path(self._config.model.path)
-        signal.signal(signal.SIGUSR1, self._finish_step)
+        signal.signal(STOP_AFTER_STEP, self._finish_step)
+        release(STOP_AFTER_STEP)
         tokenizer = FolderTokenizer(folder)
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens)
         self.recorder.note(f"train    {config.data.train}: {train.describe()}")

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,11 +20,14 @@ from typing import Any
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
+from megatron_rl.environment import compiled_code, without_secrets
 from megatron_rl.files import last_lines
 from megatron_rl.models.layout import Layout
-from megatron_rl.process import describe_end, exit_status
+from megatron_rl.process import STOP_AFTER_STEP, describe_end, exit_status, hold, release
+from megatron_rl.rank import DRIVER_SECRETS, LEAVE_S
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
 from megatron_rl.runs.status import ENDED, mark_status, read_status
+from megatron_rl.scratch import Scratch
 
 STOP_GRACE_S = 6.0  # for the driver to close its engines and write down what happened
 PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
@@ -38,16 +39,17 @@ ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|In
 
 def launch(config: Config) -> int:
     """Runs every rank to its end; returns the exit status of the run."""
-    run, moved = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
-    if moved:
-        print(moved, flush=True)
-    store = Path(tempfile.mkdtemp(prefix="megatron-rl-rendezvous-"))
-    ranks = RankProcesses(run, Layout.from_config(config.learner).world, store)
-    try:
-        status = ranks.wait()
-    finally:
-        ranks.end()
-        shutil.rmtree(store, ignore_errors=True)
+    with Scratch() as scratch:
+        given = compiled_code() | scratch.environment
+        run, moved = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
+        if moved:
+            print(moved, flush=True)
+        ranks = RankProcesses(run, Layout.from_config(config.learner).world, scratch.path / "store", given)
+        try:
+            status = ranks.wait()
+        finally:
+            ranks.end()
+            hold(STOP_AFTER_STEP)  # for the next run of this process, if there is one
     if status or read_status(run.path).get("state") not in ENDED:
         conclude(run, ranks)
     return status
@@ -82,24 +84,30 @@ def ending(said: Mapping[str, Any], stopping: str | None, rank: int | None, why:
 class RankProcesses:
     """Those of one attempt."""
 
-    def __init__(self, run: RunDir, count: int, store: Path) -> None:
+    def __init__(self, run: RunDir, count: int, store: Path, given: Mapping[str, str]) -> None:
+        """`given`: variables for every rank."""
         self._run = run
         self._count = count
+        self._given = given
         self.stopping: str | None = None
         self._stop_deadline = float("inf")
         self._failed: list[int] = []  # ranks that ended by themselves
+        self._next_look, self._last_word = 0.0, float("inf")
         self._processes: list[subprocess.Popen[bytes]] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        hold(STOP_AFTER_STEP)  # a rank starts with what its parent holds, and keeps it until it can act on it
+        for number in (signal.SIGINT, signal.SIGTERM, STOP_AFTER_STEP):
             signal.signal(number, self._on_signal)
         for rank in range(self._count):
-            self._processes.append(self._start(rank, store / "store"))
+            self._processes.append(self._start(rank, store))
+        release(STOP_AFTER_STEP)
 
     def _start(self, rank: int, store: Path) -> subprocess.Popen[bytes]:
         log = self._log(rank).open("ab")
+        inherited = without_secrets(os.environ, keep=() if rank else DRIVER_SECRETS)
         with log:
             return subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.rank", str(self._run.path)],
-                env={**os.environ, **rank_environment(rank, self._count, store)},
+                [sys.executable, "-m", "megatron_rl.rank", str(self._run.path), str(os.getpid())],
+                env={**inherited, **self._given, **rank_environment(rank, self._count, store)},
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log,
                 stderr=log,
@@ -112,7 +120,7 @@ class RankProcesses:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         driver = self._processes[:1]  # none yet, while the ranks are being started
-        if number == signal.SIGUSR1:  # finish the step, then stop
+        if number == STOP_AFTER_STEP:  # finish the step, then stop
             for process in driver:
                 process.send_signal(number)
         elif self.stopping:
@@ -135,9 +143,20 @@ class RankProcesses:
                 self._settle(PEER_GRACE_S)
                 self._failed = [rank for rank, process in enumerate(self._processes) if process.poll()]
                 return exit_status(failed[0])
+            if self._overstayed():
+                return int(read_status(self._run.path).get("state") != "finished")
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(0.05)
+
+    def _overstayed(self) -> bool:
+        """The driver's last word is long past, and somebody is still there."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + 1
+            if read_status(self._run.path).get("state") in ENDED:
+                self._last_word = min(self._last_word, now)
+        return now - self._last_word > LEAVE_S + PEER_GRACE_S
 
     def _settle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -6,10 +6,12 @@ import ctypes
 import errno
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
@@ -60,6 +62,44 @@ def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
         os._exit(1)
 
 
+# "Finish the step, then stop", as schedulers ask before a time limit: for the driver alone.
+STOP_AFTER_STEP = signal.SIGUSR1
+
+
+def hold(*numbers: signal.Signals) -> None:
+    """These signals wait from now on, in what is started from here too: until `release`, nothing is lost."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def release(*numbers: signal.Signals) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+@contextmanager
+def for_the_driver_alone() -> Iterator[None]:
+    """What is started meanwhile never hears of Ctrl-C and of the end of the step, from its first moment on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, STOP_AFTER_STEP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_to_the_driver() -> None:
+    """The same for this process itself, whoever has started it."""
+    for number in (signal.SIGINT, STOP_AFTER_STEP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def die_with_spawner() -> None:
+    """The same, called by what `multiprocessing` has started: vLLM's workers outlive a killed engine by seconds."""
+    from multiprocessing import parent_process  # slow to import: few need it
+
+    spawner = parent_process()
+    if spawner is not None and spawner.pid == os.getppid():
+        die_with_parent(spawner.pid)
+
+
 def adopt_orphans() -> None:
     """Whatever this process and its children start stays its descendant, so that one who ends it can end all of it."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -81,6 +121,34 @@ def end_with_descendants(pid: int) -> None:
     for each in (pid, *below):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What processes have done so far, by the kernel's books."""
+
+    cpu_s: float
+    turns: int  # how often their main threads were given a core, or gave it back
+    stopped: tuple[int, ...]  # those that SIGSTOP holds
+
+
+def work_below(pid: int) -> Work:
+    """Of all processes below this one."""
+    ticks, turns, stopped = 0, 0, []
+    for each in _descendants(pid):
+        with suppress(OSError):
+            state, *fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[10:14]))  # its own and its ended children's, in user and system mode
+            turns += turns_of(each)
+            stopped += [each] if state == "T" else []
+    return Work(ticks / os.sysconf("SC_CLK_TCK"), turns, tuple(stopped))
+
+
+def turns_of(pid: int) -> int:
+    """How often this process's main thread was given a core, or gave it back; 0 where nobody counts."""
+    with suppress(OSError):
+        return sum(map(int, re.findall(r"ctxt_switches:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())))
+    return 0
 
 
 def _descendants(pid: int) -> list[int]:

@@ -1,7 +1,8 @@
-"""One learner rank: `python -m megatron_rl.rank RUN_DIR`, started by launch.py, or called under srun / torchrun."""
+"""One learner rank: `python -m megatron_rl.rank RUN_DIR PARENT_PID` by launch.py, or called under srun / torchrun."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -12,14 +13,29 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
+from megatron_rl.config.fleet import KEY_VARIABLE
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.process import SHORT_SPIN, die_with_parent, hidden, interrupt_by_name, lasting_output, rare_collections
+from megatron_rl.environment import compiled_code, is_secret
+from megatron_rl.process import (
+    SHORT_SPIN,
+    STOP_AFTER_STEP,
+    die_with_parent,
+    hidden,
+    hold,
+    interrupt_by_name,
+    lasting_output,
+    leave_to_the_driver,
+    rare_collections,
+)
 from megatron_rl.runs.run_dir import LAUNCHER
 
+DRIVER_SECRETS = frozenset({"WANDB_API_KEY", KEY_VARIABLE})
+LEAVE_S = 30  # from a rank's last word to its end
 
-def main(run_dir: Path) -> None:
-    die_with_parent(by=signal.SIGTERM)
+
+def main(run_dir: Path, parent: int) -> None:
+    die_with_parent(parent, by=signal.SIGTERM)
     for name, value in SHORT_SPIN.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
     config = from_mapping(read_yaml((run_dir / "config.yaml").read_text(encoding="utf-8")))
@@ -36,9 +52,13 @@ def run_rank(config: Config, run_dir: Path) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     rank = int(os.environ["RANK"])
     # Slurm signals every task: only the driver acts on it, once it can; the others end when it does
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    hold(STOP_AFTER_STEP)
     if rank:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        leave_to_the_driver()
+    for name in filter(is_secret, list(os.environ)):
+        if rank or name not in DRIVER_SECRETS:
+            del os.environ[name]
+    os.environ.update(compiled_code())
     with rare_collections(), hidden("wandb"):
         from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
         from megatron_rl.train import train
@@ -47,7 +67,19 @@ def run_rank(config: Config, run_dir: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else end_by_name)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt_by_name)
-    train(config, to_yaml(config), run_dir, rank)
+    try:
+        train(config, to_yaml(config), run_dir, rank, leave_soon)
+    finally:
+        leave_soon()
+
+
+def leave_soon() -> None:
+    """Whatever waits from here on, such as for the lock of a file that nobody can write: the process ends.
+
+    A thread of its own sees to it that needs no Python: what waits may hold the interpreter. It could write where that
+    was; the log shall end in the reason.
+    """
+    faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
 
 def end_by_name(number: int, frame: FrameType | None) -> None:
@@ -62,4 +94,4 @@ def end_by_name(number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     with lasting_output():
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -9,7 +9,7 @@ Shape suffixes: B sequences, T response positions.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,10 +46,13 @@ from megatron_rl.weight_sync.export import export_hf
 from megatron_rl.weight_sync.push import WeightSync
 
 
-def train(config: Config, resolved_yaml: str, run_dir: Path, rank: int) -> None:
-    """One run, from loaded weights to the last report."""
+def train(
+    config: Config, resolved_yaml: str, run_dir: Path, rank: int, said: Callable[[], None] = lambda: None
+) -> None:
+    """One run, from loaded weights to the last report; after the driver's last word, `said` is called."""
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
-    with ExitStack() as last, driving as driver:
+    with ExitStack() as last, ExitStack() as word, driving as driver:
+        word.callback(said)
         model = Model.read(config.model.path, config.learner)
         learner = Learner(
             model,
@@ -191,7 +194,12 @@ def publish(
     with driver.recorder.phase("sync"):
         learner.make_room()
         with driver.syncing():
-            metrics = sync.push(step).metrics()
+            report = sync.push(step)
+        metrics = report.metrics()
+        if report.first_failure:
+            driver.recorder.note(
+                f"sync     policy version {step} was sent twice; the first time: {report.first_failure}"
+            )
         if due(step // section.every, section.verify_every):
             batch, formats = learner.broadcast(driver.probe(step))
             about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget)

@@ -2,6 +2,12 @@
 # Expects RECIPE; takes OVERRIDES ("key=value key=value") from the environment.
 
 set -euo pipefail
+
+# What the job is asked is kept from here on, and told to the ranks once they are there.
+asked=
+trap 'asked=${asked:-USR1}' USR1
+trap 'asked=INT' TERM INT
+
 cd "${SLURM_SUBMIT_DIR:-$PWD}"
 
 if [[ ! -x .venv/bin/megatron-rl ]]; then
@@ -15,14 +21,21 @@ fi
 
 read -r -a overrides <<<"${OVERRIDES:-}"
 
-# Anything a login node can know is checked here, before the other nodes are made to wait.
-.venv/bin/megatron-rl train "$RECIPE" "${overrides[@]}" --dry-run
+# Anything a login node can know is checked here, before the other nodes are made to wait; the number of tasks too.
+env --ignore-signal=USR1 .venv/bin/megatron-rl train "$RECIPE" "${overrides[@]}" --dry-run --ranks slurm
 
 if [[ $SLURM_JOB_NUM_NODES == 1 ]]; then
-  # Ranks of one node meet in a file and talk over the loopback interface: no port is open to others.
-  meeting=$(mktemp -d /dev/shm/megatron-rl-rendezvous-XXXXXX)
-  trap 'rm -rf "$meeting"' EXIT
-  export MEGATRON_RL_RENDEZVOUS=file://$meeting/store GLOO_SOCKET_IFNAME=lo
+  # One temporary folder for all ranks of the node, as megatron_rl/scratch.py makes them: locked by this shell, removed
+  # with what it lists at the end, or by the next start. The ranks meet in a file there and talk over the loopback
+  # interface: no port is open to others.
+  TMPDIR=$(mktemp -d "${TMPDIR:-/tmp}/megatron-rl-run-XXXXXXXX")
+  exec {lock}>"$TMPDIR/owner.lock.new"
+  flock "$lock"
+  echo "$(</proc/sys/kernel/random/boot_id) $(uname -n) $$" >&"$lock"
+  mv "$TMPDIR/owner.lock.new" "$TMPDIR/owner.lock"
+  touch "$TMPDIR/elsewhere"
+  trap 'xargs -r -d "\n" rm -rf <"$TMPDIR/elsewhere"; rm -rf "$TMPDIR"' EXIT
+  export TMPDIR MEGATRON_RL_RENDEZVOUS=file://$TMPDIR/store GLOO_SOCKET_IFNAME=lo
 else
   MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
@@ -32,19 +45,23 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export PYTHONUNBUFFERED=1
 
+[[ $asked != INT ]] || exit 130
 echo "job $SLURM_JOB_ID: $RECIPE on $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks"
 
-# USR1 comes three minutes before the time limit (see --signal): the driver finishes its step and stops.
+# USR1 comes three minutes before the time limit (see --signal): the driver finishes its step and stops. A rank starts
+# with USR1 held, and acts on it once it can.
 # srun does not take --cpus-per-task over from sbatch (since Slurm 22.05): without it every task has one core.
-srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" .venv/bin/megatron-rl train "$RECIPE" "${overrides[@]}" --ranks slurm &
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" env --block-signal=USR1 \
+  .venv/bin/megatron-rl train "$RECIPE" "${overrides[@]}" --ranks slurm &
 step=$!
-trap 'scancel --signal=USR1 "$SLURM_JOB_ID.0" || true' USR1
-trap 'scancel --signal=INT "$SLURM_JOB_ID.0" || true' TERM INT
 
-# `wait` returns early when a trap has run: wait again until the step has really ended.
-status=0
-while :; do
-  if wait "$step"; then status=0; else status=$?; fi
-  kill -0 "$step" 2>/dev/null || break
+# `wait` returns early when a trap has run. There is nobody to tell before the step runs: try until it does.
+while kill -0 "$step" 2>/dev/null; do
+  if [[ -n $asked ]]; then
+    if scancel --signal="$asked" "$SLURM_JOB_ID.0"; then asked=; else sleep 1; continue; fi
+  fi
+  wait "$step" || true
 done
+status=0
+wait "$step" || status=$?
 exit "$status"

@@ -15,20 +15,29 @@ done
 work=$(mktemp -d /tmp/megatron-rl-slurm-XXXXXX)
 chmod 755 "$work"
 pids=()
+# The daemons live in sessions of their own: Ctrl-C ends them only after the job, which nobody could end without them.
 cleanup() {
-  [[ -n ${job:-} ]] && scancel "$job" 2>/dev/null && sleep 1
+  trap '' INT TERM HUP
+  if [[ ${SLURM_CONF:-} == "$work/slurm.conf" ]]; then  # this cluster's jobs, and not another's
+    for _ in $(seq 60); do
+      jobs=$(squeue -h -o %A 2>/dev/null) && [[ -n $jobs ]] || break
+      scancel $jobs 2>/dev/null || true
+      sleep 1
+    done
+  fi
   for ((i = ${#pids[@]} - 1; i >= 0; i--)); do kill "${pids[i]}" 2>/dev/null || true; done
   for pid in "${pids[@]}"; do wait "$pid" 2>/dev/null || true; done
   rm -rf "$work"
 }
 trap cleanup EXIT
+trap "exit 130" INT TERM HUP
 
 port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 cores=$(nproc)
 
 dd if=/dev/urandom of="$work/munge.key" bs=1 count=1024 status=none
 chmod 400 "$work/munge.key"
-munged --force --foreground --key-file="$work/munge.key" --socket="$work/munge.socket" \
+setsid munged --force --foreground --key-file="$work/munge.key" --socket="$work/munge.socket" \
   --pid-file="$work/munged.pid" --seed-file="$work/munge.seed" --log-file="$work/munged.log" >"$work/munged.out" 2>&1 &
 pids+=($!)
 
@@ -60,9 +69,9 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 CONF
 mkdir -p "$work/state" "$work/spool"
 export SLURM_CONF=$work/slurm.conf
-slurmctld -D >"$work/slurmctld.out" 2>&1 &
+setsid slurmctld -D >"$work/slurmctld.out" 2>&1 &
 pids+=($!)
-slurmd -D -N n1 >"$work/slurmd.out" 2>&1 &
+setsid slurmd -D -N n1 >"$work/slurmd.out" 2>&1 &
 pids+=($!)
 
 for _ in $(seq 60); do
@@ -89,5 +98,4 @@ done
 code=$(scontrol -o show job "$job" | sed 's/.*ExitCode=\([0-9]*\):.*/\1/')
 sleep 1
 echo "rehearse: job $job ended as $state with status $code"
-job=
 [[ $state == COMPLETED ]]

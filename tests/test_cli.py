@@ -141,3 +141,31 @@ def test_translate_prints_a_section_or_names_what_is_wrong(place: Path, capsys: 
     said = capsys.readouterr().err
     assert "nowhere.yaml" in said
     assert "skyrl" in said
+
+
+@pytest.mark.fault(
+    "a job asks for another number of tasks than the recipe has ranks", "its check says so, before the ranks"
+)
+def test_the_number_of_tasks_is_checked(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    said = refused(capsys, "--dry-run", "--ranks", "slurm", "learner.tensor_parallel=2")
+    assert "4 processes" in said
+    assert "is 2" in said
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert cli.main(["train", "mine.yaml", "--dry-run", "--ranks", "slurm", "learner.tensor_parallel=2"]) == 0
+
+
+@pytest.mark.fault("a reward reads a variable that it is not given", "a dry run finds it")
+def test_a_reward_is_checked_with_what_it_will_see(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "judging.py").write_text(
+        "import os\nKEY = os.environ['JUDGE_KEY']\ndef judge(row, key, text): return 1.0\n"
+    )
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    words = ["--dry-run", "reward.name=judging:judge"]
+    assert "KeyError: 'JUDGE_KEY'" in refused(capsys, *words)
+    assert cli.main(["train", "mine.yaml", *words, "reward.environment=[JUDGE_KEY]"]) == 0
+    assert "reward.environment: OTHER not set" in refused(capsys, *words, "reward.environment=[JUDGE_KEY, OTHER]")

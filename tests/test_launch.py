@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl import launch
 from megatron_rl.config.schema import Config, LearnerSection, RunSection
+from megatron_rl.process import STOP_AFTER_STEP, hold
 from megatron_rl.runs.status import read_status
 
 SECOND_FAILS = """#!/bin/sh
@@ -58,6 +59,103 @@ def test_the_rank_that_failed_by_itself_is_reported(
     said = capsys.readouterr().err
     assert "rank 1 failed" in said
     assert "a bad shard" in said
+
+
+STAND_IN = """#!{python}
+import os, signal, sys, time
+from pathlib import Path
+from megatron_rl.process import STOP_AFTER_STEP, release
+folder, rank = Path(sys.argv[3]), os.environ["RANK"]
+assert sys.argv[1:3] == ["-m", "megatron_rl.rank"] and int(sys.argv[4]) == os.getppid()
+{body}
+"""
+ASKED = """
+heard = []
+time.sleep(0.2)
+signal.signal(STOP_AFTER_STEP, lambda *_: heard.append(1))
+release(STOP_AFTER_STEP)
+sys.exit(0 if heard else 3)
+"""
+LISTS = "(folder / f'environment_{rank}').write_text('\\n'.join(f'{k}={v}' for k, v in os.environ.items()))"
+STAYS = """
+if rank == "0":
+    (folder / "status.json").write_text('{"state": "failed", "reason": "no space left"}')
+time.sleep(60)
+"""
+
+
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, ranks: int = 1) -> int:
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN.format(python=sys.executable, body=body))
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(launch.sys, "executable", str(stand_in))
+    config = Config(run=RunSection(name="run", root=str(tmp_path)), learner=LearnerSection(tensor_parallel=ranks))
+    return launch.launch(config)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.fault("USR1 before a rank can act on it", "it is kept, and reaches the driver")
+def test_usr1_is_kept_until_the_driver_can_act_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(STOP_AFTER_STEP)
+    os.kill(os.getpid(), STOP_AFTER_STEP)
+    assert launched(tmp_path, monkeypatch, ASKED) == 0
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.fault("secrets in the launcher's environment", "rank 0 gets W&B's and the fleet's key, the others none")
+def test_what_the_ranks_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "MEGATRON_RL_FLEET_KEY", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "x" * 40)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert launched(tmp_path, monkeypatch, LISTS, ranks=2) == 0
+    given = [
+        dict(line.split("=", 1) for line in (tmp_path / "run" / f"environment_{rank}").read_text().splitlines())
+        for rank in range(2)
+    ]
+    secrets = {"WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY", "HF_TOKEN"}
+    assert [secrets & set(one) for one in given] == [{"WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY"}, set()]
+    assert given[0]["TMPDIR"] == given[1]["TMPDIR"]
+    assert Path(given[0]["TMPDIR"]).name.startswith("megatron-rl-run-")
+    assert not Path(given[0]["TMPDIR"]).exists()
+    assert given[1]["TORCHINDUCTOR_CACHE_DIR"].endswith("/megatron-rl/inductor")
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.fault("a rank has said its last word, and stays", "the launcher ends it")
+def test_who_does_not_go_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "LEAVE_S", 0.1)
+    monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
+    assert launched(tmp_path, monkeypatch, STAYS, ranks=2) == 1
+    assert read_status(tmp_path / "run")["reason"] == "no space left"
+
+
+HANGS = """
+import atexit, ctypes, sys, types
+from pathlib import Path
+from megatron_rl.config.schema import Config
+import megatron_rl.rank as rank
+def train(*_):
+    atexit.register(ctypes.PyDLL(None).sleep, 300)  # with the interpreter in its hands
+    raise ValueError("no space left on device")
+rank.LEAVE_S = 1
+sys.modules["megatron_rl.learner"] = types.SimpleNamespace(host=None)
+sys.modules["megatron_rl.train"] = types.SimpleNamespace(train=train)
+rank.run_rank(Config(), Path("nowhere"))
+"""
+
+
+@pytest.mark.fault("a rank that has failed waits for ever at its exit", "it ends after a limit, with status 1")
+def test_a_rank_leaves_after_its_last_word() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS],
+        env={**os.environ, "RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: no space left on device\n")
 
 
 def test_a_lost_connection_is_not_a_cause() -> None:

@@ -1,12 +1,15 @@
 """The collector is slowed down where a process imports an engine, and nowhere else."""
 
 import gc
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from megatron_rl.process import rare_collections
+from megatron_rl.process import for_the_driver_alone, rare_collections, release
 
 
 @rare_collections()
@@ -30,3 +33,36 @@ def test_a_program_that_knows_of_servers_keeps_its_pace() -> None:
     program = "import gc, megatron_rl.engine.server; print(gc.get_threshold()[0])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert int(done.stdout) < 10_000
+
+
+@pytest.mark.fault("USR1 and Ctrl-C reach an engine or a reward worker in its first moment", "it goes on")
+def test_a_child_is_deaf_to_what_is_the_driver_s_business() -> None:
+    release(signal.SIGUSR1, signal.SIGINT)
+    with for_the_driver_alone():
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            child.send_signal(number)
+        time.sleep(0.2)
+        assert child.poll() is None
+        child.terminate()
+        assert child.wait(30) == -signal.SIGTERM
+    finally:
+        child.kill()
+        child.wait()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT}
+
+
+@pytest.mark.fault("the parent dies before its child has asked to die with it", "the child ends by itself")
+@pytest.mark.parametrize("program", ["rank", "engine.child", "engine.server", "rewards.worker"])
+def test_no_orphan_of_the_first_second(program: str) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    words = {"rank": ["nowhere", str(gone.pid)], "engine.server": [str(gone.pid), "all"]}
+    read, write = os.pipe()  # which stays open: its end is not what ends the child
+    command = [sys.executable, "-m", f"megatron_rl.{program}", *words.get(program, [str(read), str(gone.pid)])]
+    child = subprocess.Popen(command, stdin=read, pass_fds=[read], stderr=subprocess.PIPE, text=True)
+    assert child.communicate(timeout=120)[1] == ""
+    assert child.returncode == 1
+    os.close(read)
+    os.close(write)

@@ -5,7 +5,7 @@
 
 Each run is `megatron-rl train RECIPE correction=NAME run.name=...` under one WANDB_RUN_GROUP. A run that fails does not
 stop the next ones: it is named at the end, and the exit status is 1. Ctrl-C stops the run in progress and still
-writes the report of what there is.
+writes the report of what there is; after USR1 the run in progress finishes its step, and none follows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from megatron_rl.config import ConfigError
+from megatron_rl.cli import check_run
+from megatron_rl.config import ConfigError, load
 from megatron_rl.config.bounds import is_folder_name
 from megatron_rl.config.schema import IfExists
-from megatron_rl.process import lasting_output
+from megatron_rl.process import STOP_AFTER_STEP, die_with_parent, hold, lasting_output, release
+from megatron_rl.rewards.functions import RECIPE_FOLDER
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report import headline_numbers, write_report
 from megatron_rl.runs.run_data import load_run
@@ -47,13 +50,17 @@ class Runner:
     def __init__(self, train: Sequence[str]) -> None:
         self._train = list(train)
         self._child: subprocess.Popen[bytes] | None = None
-        self.interrupted = False
+        self.interrupted = self.last = False
+        signal.signal(STOP_AFTER_STEP, self._finish)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
 
     def run(self, arguments: Sequence[str]) -> int:
-        # a session of its own: the terminal's Ctrl-C reaches the child once, through _stop
-        self._child = subprocess.Popen([*self._train, *arguments], start_new_session=True)
+        # a session of its own: the terminal's Ctrl-C reaches the child once, through _stop; it ends with this process
+        end_with_us = partial(die_with_parent, os.getpid(), signal.SIGTERM)
+        hold(STOP_AFTER_STEP)
+        self._child = subprocess.Popen([*self._train, *arguments], start_new_session=True, preexec_fn=end_with_us)
+        release(STOP_AFTER_STEP)
         if self.interrupted:  # the signal came while the child was being started
             self._child.send_signal(signal.SIGINT)
         while self._child.poll() is None:
@@ -68,6 +75,11 @@ class Runner:
         self.interrupted = True
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.SIGINT)
+
+    def _finish(self, number: int, _frame: object) -> None:
+        self.last = True
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
 
     @staticmethod
     def _wait_stopped(child: subprocess.Popen[bytes]) -> int:
@@ -100,6 +112,7 @@ def arguments_of(experiment: Experiment, options: argparse.Namespace, group: str
 
 
 def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
+    """`train`: the command that runs one experiment; the settings of another one than ours are its own affair."""
     options = parse(argv)
     group = options.group or f"{options.recipe.stem}_corrections"
     experiments = plan(group, options.corrections, options.seeds)
@@ -110,10 +123,13 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     except ConfigError as error:
         print(f"{error}. Or choose another --group NAME", file=sys.stderr)
         return 2
+    if train is TRAIN and (found := mistakes([arguments_of(each, options, group) for each in experiments])):
+        print("\n".join(f"error: {line}" for line in found), file=sys.stderr)
+        return 2
     os.environ["WANDB_RUN_GROUP"] = group  # which W&B reads in every run
     runner, outcomes = Runner(train), {}
     for number, experiment in enumerate(experiments, start=1):
-        if runner.interrupted:
+        if runner.interrupted or runner.last:
             outcomes[experiment] = "not started"
             continue
         print(f"[{number}/{len(experiments)}] {experiment.name}", flush=True)
@@ -129,6 +145,24 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     if runner.interrupted:
         return INTERRUPTED
     return int(any(outcome != "finished" for outcome in outcomes.values()))
+
+
+def mistakes(runs: Sequence[Sequence[str]]) -> list[str]:
+    """What would end one of the runs at its start. Machine, model and data are the same for all: looked at once."""
+    found: dict[str, None] = {}
+    os.environ[RECIPE_FOLDER] = str(Path(runs[0][0]).resolve().parent)
+    for recipe, *overrides in runs:
+        try:
+            load(recipe, overrides)
+        except ConfigError as error:
+            found |= dict.fromkeys(str(error).splitlines())
+    if not found:
+        recipe, *overrides = runs[0]
+        try:
+            check_run(load(recipe, overrides))
+        except ConfigError as error:
+            found |= dict.fromkeys(str(error).splitlines())
+    return list(found)
 
 
 def summarize(experiments: Sequence[Experiment], outcomes: dict[Experiment, str], root: Path, report: Path) -> None:

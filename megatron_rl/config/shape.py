@@ -6,6 +6,7 @@ A sentence names the key's path, its value and the way out.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
@@ -20,6 +21,7 @@ from megatron_rl.config.bounds import as_written, members
 from megatron_rl.config.removed import REMOVED
 from megatron_rl.config.schema import Config
 
+RESOLVER = re.compile(r"\$\{[^}]*:")  # a function of OmegaConf, such as ${oc.env:HOME}
 WANTED = {
     bool: "true or false",
     int: "a whole number",
@@ -64,6 +66,16 @@ def known(mapping: Mapping[Any, Any], schema: type = Config) -> dict[Any, Any]:
     return kept
 
 
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+    elif isinstance(value, str):
+        yield value
+
+
 def _section(value: object, schema: Any, full: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         yield from misfits(value, schema, f"{full}.")
@@ -87,6 +99,10 @@ def _sections(value: object, schema: Any, full: str) -> Iterator[str]:
 
 def _leaf(value: object, kind: Any, schema: type, full: str) -> Iterator[str]:
     possible = members(kind)
+    asked = next(filter(None, map(RESOLVER.search, _texts(value))), None)
+    if asked:
+        yield f"{full} holds {asked[0]}...}}: a recipe reads no environment and calls nothing; write the value itself"
+        return
     if isinstance(value, str) and "${" in value:  # an interpolation: what it stands for is known at the end
         return
     if value is None:

@@ -1,8 +1,8 @@
 """The process that owns vLLM's engine: `python -m megatron_rl.engine.child FD PARENT_PID`.
 
 Answers one request at a time from the socket FD. Lives exactly as long as its parent: the kernel kills it when
-the parent dies, and the end of the socket's stream does the same where the kernel does not. It ignores Ctrl-C: its
-parent decides what an interrupt means.
+the parent dies, and the end of the socket's stream does the same where the kernel does not. It ignores Ctrl-C
+and USR1: its parent decides what they mean.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -25,7 +24,7 @@ import numpy as np
 
 from megatron_rl.channel import Channel, ChannelClosed
 from megatron_rl.engine.readiness import TAGS, Readiness
-from megatron_rl.process import die_with_parent, end_own_group, rare_collections
+from megatron_rl.process import die_with_parent, end_own_group, leave_to_the_driver, rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -261,7 +260,7 @@ def serve(channel: Channel) -> None:
 def main() -> None:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_to_the_driver()
     try:
         serve(Channel(socket.socket(fileno=descriptor)))
     except ChannelClosed:

@@ -32,6 +32,7 @@ from megatron_rl.engine import expectation, reload
 from megatron_rl.engine.receiver import SyncState
 from megatron_rl.engine.receiver import WorkerExtension as WorkerExtension  # what vLLM looks for here
 from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.process import die_with_spawner
 from megatron_rl.weight_sync import manifest, wire
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX, Announcement
@@ -101,6 +102,7 @@ class Checked:
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
+        die_with_spawner()
         tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
         self.expected = expectation.expected_tensors(model, tied)
         if vllm_config.load_config.load_format == "dummy":

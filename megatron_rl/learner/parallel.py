@@ -5,9 +5,12 @@ What ranks exchange here is tensors and JSON; nothing is ever unpickled.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from typing import Any
@@ -45,6 +48,12 @@ class LearnerRank:
         self.place = layout.place(self.rank)
         self.device = _device()
         _limit_threads(int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
+        with _meeting():
+            self._find_others(learner)
+        require_same_place(self.place, megatron_place())
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+    def _find_others(self, learner: LearnerSection) -> None:
         _join(self.rank, self.world_size)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=learner.tensor_parallel,
@@ -55,8 +64,6 @@ class LearnerRank:
             distributed_timeout_minutes=int(PATIENCE.total_seconds() // 60),
             create_gloo_process_groups=not host.ON_HOST,
         )
-        require_same_place(self.place, megatron_place())
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def _check(self, learner: LearnerSection) -> None:
         if self.world_size != self.layout.world:
@@ -205,7 +212,34 @@ def _join(rank: int, world_size: int) -> None:
         return
     # ranks that were launched here meet in a file; torchrun and srun give an address instead
     meeting = os.environ.get(RENDEZVOUS, "env://")
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size, timeout=PATIENCE)
+    own = meeting == "env://" and "TORCHELASTIC_RUN_ID" not in os.environ  # torchrun has a store already
+    found = {"store": _store(rank, world_size)} if own else {"init_method": meeting}
+    dist.init_process_group(backend, **found, rank=rank, world_size=world_size, timeout=PATIENCE)
+
+
+@contextmanager
+def _meeting() -> Iterator[None]:
+    """Around all that ranks do to find each other."""
+    try:
+        yield
+    except dist.DistStoreError as error:
+        place = os.environ.get(RENDEZVOUS, "MASTER_ADDR")
+        raise RuntimeError(
+            f"the learner's ranks cannot meet in {place}: {error}. Where the temporary folder is full, free space "
+            "there, or set TMPDIR to another one"
+        ) from error
+
+
+def _store(rank: int, world_size: int) -> dist.TCPStore:
+    """Rank 0's. It listens on the interface of MASTER_ADDR alone; torch by itself would on all of them."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = None
+    if rank == 0:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # a node's own name may stand for loopback there, where nobody else could reach it
+        if address[0] == host or not ipaddress.ip_address(address[0]).is_loopback:
+            listener = socket.create_server(address[:2], family=family).detach()
+    return dist.TCPStore(host, port, world_size, rank == 0, PATIENCE, master_listen_fd=listener)
 
 
 def leave() -> None:

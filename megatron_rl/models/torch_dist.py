@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,16 +229,13 @@ class _alone:
     """A process group of this process only, for the time of a save, unless there is one already."""
 
     def __enter__(self) -> None:
-        self._folder: str | None = None
-        if not dist.is_initialized():
-            self._folder = tempfile.mkdtemp(prefix="megatron-rl-convert-")
-            store = os.path.join(self._folder, "store")
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+        self._begun = not dist.is_initialized()
+        if self._begun:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def __exit__(self, *error: object) -> None:
-        if self._folder is not None:
+        if self._begun:
             dist.destroy_process_group()
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

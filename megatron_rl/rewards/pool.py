@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -22,7 +22,10 @@ import msgspec
 from megatron_rl.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import RewardSection
-from megatron_rl.process import end_with_descendants
+from megatron_rl.environment import for_rewards
+from megatron_rl.process import end_with_descendants, for_the_driver_alone
+from megatron_rl.rewards.functions import BUILT_IN, own_places
+from megatron_rl.rewards.log import RewardLog
 
 START_TIMEOUT_S = 60.0
 # Tasks are handed to a worker ahead of their turn, but never more than the channel holds: neither side can block.
@@ -49,7 +52,8 @@ class RewardPool:
 
     def __init__(self, config: RewardSection, answer_key: str) -> None:
         breaker = _Breaker(config)
-        self._workers = [_Worker(config, answer_key, breaker) for _ in range(config.workers)]
+        self._log = RewardLog()
+        self._workers = [_Worker(config, answer_key, breaker, self._log) for _ in range(config.workers)]
         self._threads = ThreadPoolExecutor(max_workers=config.workers, thread_name_prefix="reward")
 
     def start(self) -> None:
@@ -69,6 +73,18 @@ class RewardPool:
         self._threads.shutdown(wait=True, cancel_futures=True)
         for worker in self._workers:
             worker.stop()
+        self._log.close()
+
+
+def check_importable(config: RewardSection) -> None:
+    """Raises what `start` would. The user's module is imported in a process of its own, as it will be later."""
+    if config.name in BUILT_IN:
+        return
+    pool = RewardPool(replace(config, workers=1), "")
+    try:
+        pool.start()
+    finally:
+        pool.close()
 
 
 class _Breaker:
@@ -91,10 +107,11 @@ class _Breaker:
 
 
 class _Worker:
-    def __init__(self, config: RewardSection, answer_key: str, breaker: _Breaker) -> None:
+    def __init__(self, config: RewardSection, answer_key: str, breaker: _Breaker, log: RewardLog) -> None:
         self._config = config
         self._answer_key = answer_key
         self._breaker = breaker
+        self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._asked = 0  # number of the last task that was sent
@@ -102,17 +119,19 @@ class _Worker:
 
     def start(self) -> None:
         self._channel, theirs = channel_pair()
-        with theirs:
+        with theirs, for_the_driver_alone():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.rewards.worker", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward prints is no answer
+                stdout=self._log.descriptor,  # what a reward prints is no answer
+                stderr=self._log.descriptor,
+                env=for_rewards(os.environ, self._config.environment),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
             )
         start = {
             "name": self._config.name,
-            "path": [os.getcwd(), *filter(None, sys.path)],
+            "path": [os.getcwd(), *filter(None, sys.path), *own_places()],
             "memory_bytes": MEMORY_BYTES,
         }
         try:

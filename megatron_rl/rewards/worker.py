@@ -2,7 +2,7 @@
 
 The first message names the reward; each further one is a task with a number, which its reply repeats. A reward is user
 code and may run programs that a model wrote: none of them inherits the channel, standard input is empty, and what they
-print goes to standard error. Nothing but this loop can answer.
+print goes to the log. Nothing but this loop can answer.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import resource
+import signal
 import socket
 import sys
 
 from megatron_rl.channel import Channel, ChannelClosed
-from megatron_rl.process import adopt_orphans, die_with_parent
+from megatron_rl.process import adopt_orphans, die_with_parent, release
 from megatron_rl.rewards.functions import Reward, resolve
 
 MAX_ERROR = 500  # characters: a window of replies must fit the channel
@@ -23,6 +24,9 @@ MAX_ERROR = 500  # characters: a window of replies must fit the channel
 def main(descriptor: int, parent: int) -> None:
     die_with_parent(parent)  # a reward that hangs does not see the end of its channel
     adopt_orphans()
+    # what it starts may be ended by an interrupt, as usual; the worker itself is not
+    signal.signal(signal.SIGINT, lambda *_: None)
+    release(signal.SIGINT)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     channel = Channel(connection)

@@ -16,12 +16,13 @@ from typing import Any
 
 from megatron_rl.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.config.fleet import devices
-from megatron_rl.process import describe_end
+from megatron_rl.process import describe_end, for_the_driver_alone
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, lost_worker
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
 from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.sampler.shared_memory import remove_segments, segments_of_session
+from megatron_rl.sampler.shared_memory import FOLDER, remove_segments, segments_of_session
+from megatron_rl.scratch import remove_with_it
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 CLOSE_GRACE_S = 3.0
@@ -50,7 +51,7 @@ class ChildEngine:
         arguments = engine_arguments(self._settings, folder, self._worker_extension)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         channel, theirs = channel_pair()
-        with theirs, self._log_path.open("ab") as log:
+        with theirs, self._log_path.open("ab") as log, for_the_driver_alone():
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.engine.child", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
@@ -151,7 +152,9 @@ class ChildEngine:
     def _note_segments(self) -> None:
         """Only workers share memory; which of it is theirs can be seen while they live."""
         if self.process is not None and self._section.tensor_parallel > 1:
-            self._segments |= segments_of_session(self.process.pid)
+            found = segments_of_session(self.process.pid) - self._segments
+            self._segments |= found
+            remove_with_it(FOLDER / name for name in found)
 
     def _ask_workers_to_end(self) -> None:
         """Workers of a larger engine share memory that only they release; a single process needs no such wait."""

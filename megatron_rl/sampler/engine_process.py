@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from megatron_rl.engine.server import ALL_CORES
+from megatron_rl.environment import compiled_code, without_secrets
 from megatron_rl.files import last_lines
 from megatron_rl.process import SHORT_SPIN, describe_end
 from megatron_rl.sampler.protocol import SamplerError
@@ -23,12 +24,12 @@ REAP_S = 5.0
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-# an engine gets neither the learner's rendezvous and thread limits nor any credentials
+# an engine gets neither the learner's rendezvous and thread limits nor any secrets
 _DROPPED_VARIABLES = frozenset(
     {
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
         "MASTER_PORT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_SPINCOUNT",
-        "GOMP_CPU_AFFINITY", "MKL_NUM_THREADS", "WANDB_API_KEY", "HF_TOKEN",
+        "GOMP_CPU_AFFINITY", "MKL_NUM_THREADS",
     }
 )  # fmt: skip
 _ENGINE_VARIABLES = {
@@ -43,10 +44,10 @@ def engine_environment(workers: int = 1, devices: str | None = None, cores: str 
     """This process's environment without what is the learner's, and the engine's share of the machine."""
     inherited = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in without_secrets(os.environ).items()
         if name not in _DROPPED_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
-    return inherited | _ENGINE_VARIABLES | thread_binding(workers, cores) | visible_devices(devices)
+    return inherited | compiled_code() | _ENGINE_VARIABLES | thread_binding(workers, cores) | visible_devices(devices)
 
 
 def thread_binding(workers: int, cores: str = ALL_CORES) -> dict[str, str]:

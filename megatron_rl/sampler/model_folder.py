@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_rl.config.schema import QuantizationSection
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.quantization.engine_layout import quantization_config
+from megatron_rl.sampler.protocol import SamplerError
 
 
 def write_engine_folder(hf_folder: Path, target: Path, quantization: QuantizationSection) -> Path:
@@ -24,6 +25,12 @@ def write_engine_folder(hf_folder: Path, target: Path, quantization: Quantizatio
     layout = quantization_config(quantization.format, quantization.ignore, quantization.kv_cache)
     if layout is not None:
         model["quantization_config"] = layout
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(model, indent=1))
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "config.json").write_text(json.dumps(model, indent=1))
+    except OSError as error:
+        raise SamplerError(
+            f"the engine's folder {target} cannot be written: {error}. Free space in the temporary folder, or set "
+            "TMPDIR to another one"
+        ) from error
     return target

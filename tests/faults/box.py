@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,21 +30,17 @@ class Box:
 
     folder: Path
     env: dict[str, str] = field(default_factory=dict)
+    tmp: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="box-")))  # short, as sockets' names are
     _started: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.tmp.mkdir(exist_ok=True)
-
-    @property
-    def tmp(self) -> Path:
-        return self.folder / "tmp"
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """`megatron-rl WORDS`, in a session of its own; its output in the file `screen`."""
+        return self.launch([*MEGATRON_RL, *words], **options)
+
+    def launch(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         screen = (self.folder / "screen").open("w")
         options = {"stdout": screen, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL} | options
         environment = os.environ | {"TMPDIR": str(self.tmp)} | self.env
-        command = [*MEGATRON_RL, *words]
         process = subprocess.Popen(
             command, cwd=self.folder, env=environment, text=True, start_new_session=True, **options
         )
@@ -74,7 +72,7 @@ class Box:
         """Those below what was started here, orphans of its sessions included, whose command holds `words`."""
         found = []
         for process in psutil.process_iter(["cmdline", "environ"]):
-            mine = (process.info["environ"] or {}).get("TMPDIR") == str(self.tmp)
+            mine = (process.info["environ"] or {}).get("TMPDIR", "").startswith(str(self.tmp))
             if mine and words in " ".join(process.info["cmdline"] or []):
                 found.append(process)
         return found
@@ -87,6 +85,7 @@ class Box:
                 pass
         for process in self._started:
             process.wait(10)
+        shutil.rmtree(self.tmp, ignore_errors=True)
 
 
 def wait_for(happened: Callable[[], Any], seconds: float, what: str) -> float:

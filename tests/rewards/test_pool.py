@@ -44,7 +44,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool]
 
 
 HOSTILE = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 
 def run(row, answer_key, response):
     if response == "spawn":
@@ -56,6 +56,27 @@ def run(row, answer_key, response):
         return len(bytearray(4 << 30))
     if response == "hang":
         time.sleep(30)
+    if response == "shout":
+        for stream in (sys.stdout, sys.stderr):
+            stream.write("x" * (1 << 20))
+            stream.flush()
+        return 1.0
+    if response == "seen":
+        program = "import os; print(os.environ.get('WANTED'), os.environ.get('WANDB_API_KEY'), os.environ.get('PATH'))"
+        seen = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.split()
+        assert seen == ["1", "None", os.environ["PATH"]], seen
+        return 1.0
+    if response == "signalled":
+        child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
+        child.stdout.readline()
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        child.send_signal(signal.SIGUSR1)
+        time.sleep(0.1)
+        assert child.poll() is None
+        child.send_signal(signal.SIGINT)  # which a program may be ended with, as everywhere
+        assert child.wait(10) != 0
+        return 1.0
     if response == "surrogate":
         raise ValueError("half a pair: \\ud83d")
     if response.startswith("print"):
@@ -89,6 +110,48 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardP
 def test_what_an_answer_prints_is_no_score_and_shifts_none(hostile: RewardPool) -> None:
     scores = hostile.score([({}, word) for word in ("print", "3", "print again", "4", "5")])
     assert [(score.reward, score.error) for score in scores] == [(0, None), (3, None), (0, None), (4, None), (5, None)]
+
+
+@pytest.mark.fault("a reward prints megabytes", "the log gets one, and says so once; the scores are right")
+def test_what_rewards_print_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loud_rewards.py").write_text(HOSTILE)
+    monkeypatch.chdir(tmp_path)
+    pool = RewardPool(RewardSection(name="loud_rewards:run", workers=2), "answer")
+    pool.start()
+    assert pool.score([({}, "shout")] * 4) == [Score(1.0)] * 4
+    pool.close()
+    pool.close()
+    said = capfd.readouterr().err
+    assert 1 << 20 <= len(said) < (1 << 20) + 500
+    assert said.count("left out") == 1
+
+
+@pytest.mark.fault("a reward asks for a secret of the run", "it sees what `reward.environment` names")
+def test_a_reward_sees_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "curious_rewards.py").write_text(HOSTILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANTED", "1")
+    monkeypatch.setenv("WANDB_API_KEY", "2")
+    pool = RewardPool(RewardSection(name="curious_rewards:run", timeout_s=60, environment=["WANTED"]), "answer")
+    pool.start()
+    assert pool.score([({}, "seen")]) == [Score(1.0)]
+    pool.close()
+    unset = RewardPool(RewardSection(environment=["NOT_THERE"]), "answer")
+    with pytest.raises(ConfigError, match=r"reward\.environment: NOT_THERE"):
+        unset.start()
+    unset.close()
+
+
+@pytest.mark.fault("USR1 and Ctrl-C reach a reward worker", "it goes on, and what it started has not heard of USR1")
+def test_signals_for_the_driver_leave_rewards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "signalled_rewards.py").write_text(HOSTILE)
+    monkeypatch.chdir(tmp_path)
+    pool = RewardPool(RewardSection(name="signalled_rewards:run", timeout_s=60), "answer")
+    pool.start()
+    assert pool.score([({}, "signalled"), ({}, "3")]) == [Score(1.0), Score(3.0)]
+    pool.close()
 
 
 def test_an_error_may_say_anything(hostile: RewardPool) -> None:

@@ -12,20 +12,25 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from megatron_rl.data.toy import write_toy
 from megatron_rl.runs.status import read_status
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools/compare_corrections.py"
 TRAINER = """
-import sys, time
+import signal, sys, time
 from io import StringIO
 from pathlib import Path
 from megatron_rl.runs.console import PlainDisplay
 from megatron_rl.runs.record import Recorder
 from megatron_rl.config.schema import LogSection
 
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 options = dict(word.split("=", 1) for word in sys.argv[2:])
 name = options["run.name"]
 text = "run: {name: " + name + "}\\narguments: " + repr(sys.argv[1:])
@@ -33,7 +38,7 @@ with Recorder(LogSection(), text, Path(options["run.root"]) / name, 2, PlainDisp
     recorder.log(0, {"eval/accuracy": 0.25})
     if options["correction"] == "broken":
         raise RuntimeError("no such luck")
-    while options["correction"] == "endless":
+    while options["correction"] == "endless" or options["correction"] == "asked" and not heard:
         time.sleep(0.05)
     recorder.log(2, {"eval/accuracy": 0.75})
 """
@@ -53,7 +58,9 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
     (tmp_path / "recipe.yaml").touch()
     (tmp_path / "trainer.py").write_text(TRAINER)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
     yield tmp_path
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -91,27 +98,53 @@ def test_all_finished_is_success(tool, place):
     assert "'run.seed=1'" in (place / "runs/g_none_s1/config.yaml").read_text()
 
 
-def test_ctrl_c_stops_the_child_and_still_reports(place):
+def started(place, *corrections) -> tuple[subprocess.Popen, Path]:
+    """The tool as a process whose first run has written a line, and that run's directory."""
     code = (
         "import sys, importlib.util as u; s = u.spec_from_file_location('compare_corrections', sys.argv[1]); "
         "m = u.module_from_spec(s); sys.modules[s.name] = m; s.loader.exec_module(m); "
         "sys.exit(m.main(sys.argv[3:], [sys.executable, sys.argv[2]]))"
     )
-    words = [str(place / "recipe.yaml"), "--root", str(place / "runs"), "--corrections", "endless", "tis"]
+    words = [str(place / "recipe.yaml"), "--root", str(place / "runs"), "--corrections", *corrections]
     command = [sys.executable, "-c", code, str(TOOL), str(place / "trainer.py"), *words]
     tool = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    metrics = place / "runs/recipe_corrections_endless/metrics.jsonl"
+    metrics = place / f"runs/recipe_corrections_{corrections[0]}/metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
+    return tool, metrics.parent
+
+
+def test_ctrl_c_stops_the_child_and_still_reports(place):
+    tool, run = started(place, "endless", "tis")
     tool.send_signal(signal.SIGINT)
     out, _ = tool.communicate(timeout=60)
     assert tool.returncode == 130
-    assert read_status(metrics.parent)["state"] == "stopped"
+    assert read_status(run)["state"] == "stopped"
     assert "recipe_corrections_endless  stopped" in out
     assert "recipe_corrections_tis      not started" in out
     assert (place / "runs/recipe_corrections.html").exists()
     assert not (place / "runs/recipe_corrections_tis").exists()
+
+
+@pytest.mark.fault("USR1 to a comparison of several runs", "the present one finishes its step, and none follows")
+def test_usr1_lets_the_run_end_and_starts_no_other(place):
+    tool, _ = started(place, "asked", "tis")
+    tool.send_signal(signal.SIGUSR1)
+    out, _ = tool.communicate(timeout=60)
+    assert tool.returncode == 1
+    assert "recipe_corrections_asked  finished" in out
+    assert "recipe_corrections_tis    not started" in out
+
+
+@pytest.mark.fault("kill -9 of a comparison of several runs", "the run that it has started ends too")
+def test_a_killed_comparison_leaves_no_run(place):
+    tool, _ = started(place, "endless", "tis")
+    children = psutil.Process(tool.pid).children(recursive=True)
+    assert children
+    tool.kill()
+    tool.communicate(timeout=60)
+    assert psutil.wait_procs(children, 30)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -125,3 +158,27 @@ def test_bad_arguments(tool, place, capsys, words, message):
     with pytest.raises(SystemExit):
         call(tool, place, *words)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.fault("one of several corrections is mistyped, or an override cannot work", "no run is started")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--corrections", "none", "tiss"], "correction is tiss: no preset; did you mean tis?"),
+        (["--corrections", "none", "tis", "bypass", "loss.name=ppo", "optim.lr=0"], "optim.lr: 0, expected above 0"),
+        (["--corrections", "tis", "--seeds", "1", "-3"], "run.seed: -3, expected 0 or more"),
+        (["--corrections", "tis", "--steps", "-1"], "run.steps: -1, expected 0 or more"),
+        (["--corrections", "tis", "foo.bar=1"], "foo: unknown key"),
+        (["--corrections", "tis", "model.path=nowhere"], "no config.json in 'nowhere'"),
+        (["--corrections", "tis", "data.train=nope.jsonl"], "no file 'nope.jsonl'"),
+        (["--corrections", "tis", "reward.name=nope:f"], "No module named 'nope'"),
+    ],
+)
+def test_a_mistake_is_found_before_the_first_run(tool, tmp_path, monkeypatch, capsys, words, said):
+    write_toy(tmp_path / "data" / "toy")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(f"base: {ROOT}/conf/toy.yaml\nmodel: {{path: data/toy/model, init: random}}\n")
+    monkeypatch.setattr(tool.Runner, "run", lambda self, arguments: pytest.fail("a run was started"))
+    assert tool.main(["mine.yaml", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

@@ -13,20 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_rl.config.fleet import KEY_VARIABLE, LOOPBACK, devices
+from megatron_rl.config.fleet import LOOPBACK, devices
 from megatron_rl.engine import server_key
 from megatron_rl.engine.server import ALL_CORES
+from megatron_rl.process import for_the_driver_alone
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, share_of_cores
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.sampler.shared_memory import FOLDER, remove_segments, segments_of_session
+from megatron_rl.scratch import current, remove_with_it
 
+EVERYWHERE = ("0.0.0.0", "::")
 END_GRACE_S = 4.0  # for workers to release the memory that they share
 
-# the routes that move weights exist in this mode only; server_key.RequireKey guards them
-_SERVER_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1"}
+_SERVER_VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes that move weights exist in this mode only
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # the fleet hangs up first: a connection never ends under a request
+}
 _SERVER_ARGUMENTS = {
     "tokens_only": True,  # token ids in, token ids out
-    "middleware": "megatron_rl.engine.server_key.RequireKey",
     "uvicorn_log_level": "warning",
     "disable_uvicorn_access_log": True,
 }
@@ -44,7 +49,6 @@ class ServerSettings:
     workers: int
     cores: str = ALL_CORES
     host: str = LOOPBACK
-    hidden: str | None = None  # a variable of this process's environment that the server does not get
 
 
 def server_settings(
@@ -60,12 +64,11 @@ def server_settings(
             ServerSettings(
                 arguments=engine_arguments(own, engine_folder, worker_extension),
                 log_path=log_dir / f"sampler_{index}.log",
-                socket_dir=folder,
+                socket_dir=current() or folder,
                 port=None,
                 devices=gpus[index] if gpus else None,
                 workers=settings.sampler.tensor_parallel,
                 cores=share_of_cores(index, fleet.replicas),
-                hidden=KEY_VARIABLE,
             )
         )
     return servers
@@ -76,13 +79,13 @@ class ServerProcess:
 
     def __init__(self, settings: ServerSettings, key: str) -> None:
         self.settings = settings
+        self._segments: set[str] = set()
         self.port = settings.port or free_port()
         arguments = {**settings.arguments, **_SERVER_ARGUMENTS, "host": settings.host, "port": self.port}
         command = [sys.executable, "-m", "megatron_rl.engine.server", str(os.getpid()), settings.cores]
         environment = engine_environment(settings.workers, settings.devices, settings.cores) | _SERVER_VARIABLES
-        environment.pop(settings.hidden or "", None)
         environment |= {server_key.VARIABLE: key, "VLLM_RPC_BASE_PATH": str(settings.socket_dir)}
-        with _opened(settings.log_path) as log:
+        with _opened(settings.log_path) as log, for_the_driver_alone():
             self._process = subprocess.Popen(
                 [*command, *command_line(arguments)],
                 stdin=subprocess.PIPE,  # its end is the server's end
@@ -92,9 +95,16 @@ class ServerProcess:
                 start_new_session=True,
             )
 
+    def note_shared_memory(self) -> None:
+        """What its processes share now: a server that is killed leaves it behind."""
+        found = segments_of_session(self.pid) - self._segments
+        self._segments |= found
+        remove_with_it(FOLDER / name for name in found)
+
     @property
     def address(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}"
+        host = LOOPBACK if self.settings.host in EVERYWHERE else self.settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -105,15 +115,20 @@ class ServerProcess:
         code = self._process.poll()
         return None if code is None else f"its process ended (exit status {code})"
 
-    def wait(self) -> int:
-        return self._process.wait()
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status, once it has one."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
 
     def end(self) -> None:
         """End the server and its engine; safe in any state."""
+        self.note_shared_memory()
         has_workers = self.settings.workers > 1
         if has_workers and self._process.poll() is None:
             self._process.terminate()
         end_group(self._process, END_GRACE_S if has_workers else 0.0)
+        remove_segments(self._segments)
         if self._process.stdin is not None:
             self._process.stdin.close()
 

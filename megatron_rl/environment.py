@@ -1,0 +1,94 @@
+"""Which environment variables the processes of a run are given, and where they keep what they have compiled."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_rl.config import ConfigError
+
+SECRET = re.compile(
+    r"(^|_)(KEYS?|TOKENS?|PAT|JWT|DSN|CREDS?)$|APIKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|CONNECTION_STRING"
+    r"|^AWS_|^SSH_AUTH_SOCK$",
+    re.I,
+)
+# What a program needs to run at all. A reward runs what a model wrote: the rest it gets by `reward.environment`.
+FOR_REWARDS = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|PYTHON\w*"
+    r"|\w+_NUM_THREADS|CUDA_VISIBLE_DEVICES|SSL_CERT_(FILE|DIR)"
+)
+# Where compiled code is kept. Each is read and run again: by default some of them lie where anyone may write.
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
+
+
+def is_secret(name: str) -> bool:
+    return bool(SECRET.search(name))
+
+
+def without_secrets(variables: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name in keep or not is_secret(name)}
+
+
+def for_rewards(variables: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:
+    """`wanted`: reward.environment, for which alone a name that looks like a secret is passed on."""
+    missing = [name for name in wanted if name not in variables]
+    if missing:
+        raise ConfigError(f"reward.environment: {', '.join(missing)} not set; export it, or leave it out")
+    usual = without_secrets({name: value for name, value in variables.items() if FOR_REWARDS.fullmatch(name)})
+    return usual | {name: variables[name] for name in wanted}
+
+
+@contextmanager
+def only(variables: Mapping[str, str]) -> Iterator[None]:
+    """This process has no other variables meanwhile."""
+    all_of_them = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(all_of_them)
+
+
+def compiled_code() -> dict[str, str]:
+    """Variables that point to caches of this user's own, kept from run to run; those already set stay as they are."""
+    missing = {variable: name for variable, name in CACHES.items() if variable not in os.environ}
+    folder = own_folder(cache_home() / "megatron-rl") if missing else None
+    # nowhere to keep them: the temporary folder of a run is its own, too
+    return {} if folder is None else {variable: str(folder / name) for variable, name in missing.items()}
+
+
+def cache_home() -> Path:
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+
+
+def own_folder(path: Path) -> Path | None:
+    """The folder, made where it is missing: this user's, a real one, closed to others. None where it cannot be made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        about = path.lstat()
+    except OSError:
+        if path.is_symlink() or path.exists():
+            raise _refusal(path, "no folder") from None
+        return None
+    if not stat.S_ISDIR(about.st_mode):
+        raise _refusal(path, "a symbolic link")
+    if about.st_uid != os.geteuid():
+        raise _refusal(path, f"of user {about.st_uid}")
+    if about.st_mode & 0o022:
+        raise _refusal(path, f"open to others (mode {stat.S_IMODE(about.st_mode):o})")
+    if about.st_mode & 0o077:
+        path.chmod(0o700)
+    return path if os.access(path, os.W_OK) else None
+
+
+def _refusal(path: Path, what: str) -> ConfigError:
+    way_out = "remove it, or set XDG_CACHE_HOME to another folder"
+    return ConfigError(f"{path} is {what}, and compiled code in it would run as you: {way_out}")

@@ -1,0 +1,112 @@
+"""The private folder that all processes of a run use as their temporary folder, so that what they leave there goes.
+
+Its owner removes it at the end. Where the owner was killed, the next start does, which removes no folder of a run that
+lives (`owned_folder.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from megatron_rl.config import ConfigError
+from megatron_rl.owned_folder import LOCK, claim, is_abandoned
+
+PREFIX = "megatron-rl-run-"
+ELSEWHERE = "elsewhere"  # paths outside that are removed with the folder
+LONGEST = 107 - 37  # of a path in which vLLM can open sockets, whose names have 36 letters
+
+
+class Scratch:
+    """Made for this process and those that it starts; `environment` is what they are given."""
+
+    def __init__(self) -> None:
+        parent = Path(os.environ.get("TMPDIR", "/tmp"))
+        try:
+            parent = Path(tempfile.gettempdir())
+            if len(str(parent)) + len(PREFIX) + 9 > LONGEST:
+                parent = Path("/tmp")
+            remove_stale(parent)
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
+            self._lock = claim(self.path)
+        except OSError as error:
+            raise ConfigError(
+                f"the temporary folder {parent} cannot be used: {error}. Free space there, or set TMPDIR to another one"
+            ) from None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"TMPDIR": str(self.path)}
+
+    def enter(self) -> None:
+        """This process uses it too from now on."""
+        os.environ.update(self.environment)
+        tempfile.tempdir = None  # where Python remembers the one before
+
+    def close(self) -> None:
+        _remove(self.path)
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def entered() -> Iterator[None]:
+    """This process uses a run's folder: the one that it was given, or one of its own."""
+    given = current()
+    if given:
+        remove_stale(given.parent)
+        yield
+        return
+    with Scratch() as own:
+        own.enter()
+        yield
+
+
+def current() -> Path | None:
+    """The folder that this process was given as its temporary folder."""
+    folder = Path(tempfile.gettempdir())
+    return folder if (folder / LOCK).is_file() else None
+
+
+def remove_with_it(paths: Iterable[Path]) -> None:
+    """What lies elsewhere, such as in shared memory, and has to go whatever becomes of this process."""
+    folder, lines = current(), "".join(f"{path}\n" for path in paths)
+    if folder is not None and lines:
+        with (folder / ELSEWHERE).open("a", encoding="utf-8") as file:
+            file.write(lines)
+
+
+def remove_stale(parent: Path) -> list[Path]:
+    """Folders of this user's runs whose owner is gone."""
+    return [folder for folder in parent.glob(PREFIX + "*") if is_abandoned(folder) and _remove(folder)]
+
+
+def _remove(folder: Path) -> bool:
+    try:
+        elsewhere = (folder / ELSEWHERE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        elsewhere = []
+    for path in map(Path, elsewhere):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            _unlink(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError:
+        pass  # gone, or no longer ours

@@ -1,0 +1,146 @@
+"""A run's own temporary folder: private, gone at its end, and after a kill with the next start, never a live one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import owned_folder, scratch
+from megatron_rl.config import ConfigError
+from megatron_rl.owned_folder import LOCK
+from megatron_rl.scratch import ELSEWHERE, PREFIX, Scratch, entered, remove_stale, remove_with_it
+
+HOLDER = """
+import json, sys, time
+from pathlib import Path
+from megatron_rl.scratch import Scratch, remove_with_it
+own = Scratch()
+own.enter()
+remove_with_it([Path(sys.argv[1])])
+print(json.dumps(str(own.path)), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="short-") as name:
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
+
+
+def folder_of(parent: Path, owner: str, uid: int | None = None) -> Path:
+    folder = parent / f"{PREFIX}{len(list(parent.iterdir()))}"
+    folder.mkdir(mode=0o700)
+    (folder / LOCK).write_text(owner)
+    if uid is not None:
+        os.chown(folder, uid, uid)
+    return folder
+
+
+@pytest.mark.fault("a run ends", "its temporary folder goes, and what it has listed elsewhere")
+def test_it_is_private_and_goes_at_the_end(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, file, kept = there / "in_memory", there / "sem.mp-1", there / "kept"
+    for path in (folder, kept):
+        path.mkdir()
+    file.touch()
+    (there / "link").symlink_to(kept)
+    with Scratch() as own:
+        monkeypatch.setattr(tempfile, "tempdir", str(own.path))
+        assert own.path.parent == there
+        assert own.path.stat().st_mode & 0o777 == 0o700
+        remove_with_it([folder, file, there / "link", there / "never_made"])
+    assert sorted(path.name for path in there.iterdir()) == ["kept"]
+
+
+def test_without_a_folder_of_a_run_nothing_is_listed(there: Path) -> None:
+    remove_with_it([there / "x"])
+    assert not list(there.iterdir())
+
+
+@pytest.mark.fault("kill -9 of a run's owner", "the next start removes its folder; it removes none of a live run")
+def test_the_next_start_removes_what_a_killed_one_left(there: Path) -> None:
+    elsewhere = there / "megatron-rl-sync-x"
+    elsewhere.mkdir()
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(elsewhere)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout
+        left = Path(json.loads(holder.stdout.readline()))
+        assert remove_stale(there) == []
+        assert (left / ELSEWHERE).exists()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(30)
+        with Scratch():
+            assert not left.exists()
+            assert not elsewhere.exists()
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+@pytest.mark.fault("the folder of another machine's run on a shared file system", "it is left alone, locked or not")
+def test_what_another_machine_owns_is_left_to_it(there: Path) -> None:
+    foreign = folder_of(there, "6f0c-other-boot node7 17")
+    empty, odd = folder_of(there, ""), folder_of(there, "\0 \n")
+    rebooted = folder_of(there, f"6f0c-other-boot {os.uname().nodename} 17")
+    assert remove_stale(there) == [rebooted]
+    assert all(folder.exists() for folder in (foreign, empty, odd))
+
+
+@pytest.mark.fault("a stranger's link, file or folder of that name", "a start ignores it")
+def test_what_strangers_put_there_is_ignored(there: Path) -> None:
+    precious = there / "precious"
+    precious.mkdir()
+    (precious / LOCK).write_text(f"{owned_folder._boot_id()} {os.uname().nodename} 1")
+    for name, target in (("a", precious), ("b", there / f"{PREFIX}b"), ("c", there / "nowhere")):
+        (there / f"{PREFIX}{name}").symlink_to(target)
+    (there / f"{PREFIX}d").write_text("")
+    (there / f"{PREFIX}e").mkdir()
+    if os.geteuid() == 0:
+        folder_of(there, (precious / LOCK).read_text(), uid=12345)
+    before = sorted(there.iterdir())
+    with Scratch():
+        pass
+    assert sorted(there.iterdir()) == before
+
+
+@pytest.mark.fault("the temporary folder is full or missing", "the start is refused with a sentence")
+def test_a_folder_that_cannot_be_used_is_named(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(there))
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ConfigError, match=r"temporary folder .* cannot be used: .*No space left.*TMPDIR"):
+        Scratch()
+    assert not list(there.iterdir())
+
+
+def test_a_name_too_long_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "LONGEST", 40)
+    with Scratch() as own:
+        assert own.path.parent == Path("/tmp")
+
+
+def test_a_rank_uses_what_it_was_given(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = folder_of(there, f"{owned_folder._boot_id()} {os.uname().nodename} 1")
+    with Scratch() as given:
+        assert not dead.exists()
+        dead = folder_of(there, f"{owned_folder._boot_id()} {os.uname().nodename} 1")
+        monkeypatch.setattr(tempfile, "tempdir", str(given.path))
+        with entered():
+            assert scratch.current() == given.path
+            assert not dead.exists()
+        assert given.path.exists()
+        monkeypatch.setattr(tempfile, "tempdir", str(there))
+        with entered():
+            assert scratch.current() not in (None, given.path)
+            assert os.environ["TMPDIR"] == str(scratch.current())
+    assert not list(there.iterdir())
