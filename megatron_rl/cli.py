@@ -14,6 +14,7 @@ hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
 from megatron_rl.config import ConfigError, load, read, to_yaml  # noqa: E402
 from megatron_rl.config.schema import Config, Format  # noqa: E402
+from megatron_rl.rewards.functions import RECIPE_FOLDER  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,6 +117,7 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     if options.on is not None and not options.dry_run:
         raise ConfigError(f"--on {options.on}: a machine to check for, not one to run on; add --dry-run")
+    os.environ[RECIPE_FOLDER] = str(options.recipe.resolve().parent)
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
         return run(config, options.ranks, found)
@@ -127,13 +129,19 @@ def _train(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
-    from megatron_rl.models.model import read_hf_config
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
 
-    read_hf_config(config.model.path)
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
     return serve(settings, Path(config.model.path), options.host, options.port)
+
+
+def check_run(config: Config, found: Sequence[str] = ()) -> None:
+    """Everything that `run` checks before it starts or writes anything."""
+    from megatron_rl.preflight.checks import check
+
+    check(config, found)
+    _check_place(config)
 
 
 def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
@@ -153,8 +161,10 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
     """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
     from megatron_rl.preflight.checks import check
 
-    check(config, found, here=ranks == "local")
-    _check_place(config, writes=ranks == "local" or _rank(ranks) == 0)
+    checked, first = check(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
+    for note in checked.notes if first else ():
+        print(f"note: {note}", file=sys.stderr)
+    _check_place(config, writes=first)
     from megatron_rl.launch import launch
     from megatron_rl.rank import run_rank
     from megatron_rl.scratch import entered
@@ -232,7 +242,7 @@ def _toy(options: argparse.Namespace) -> int:
 def _quickstart(options: argparse.Namespace) -> int:
     from megatron_rl.quickstart import quickstart
 
-    return quickstart(options.overrides, run)
+    return quickstart(options.overrides, run, check_run)
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+LARGEST_JSON = 32 << 20
 
 
 @contextmanager
@@ -30,3 +34,22 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_whole(path: Path, text: str) -> None:
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path, largest: int = LARGEST_JSON, expected: str = "keys and values") -> dict[str, Any]:
+    """The keys of a JSON file that somebody else wrote; ValueError says what is wrong with it."""
+    try:
+        if (size := path.stat().st_size) > largest:
+            raise ValueError(f"{path} has {size} bytes, expected at most {largest}")
+        text = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, expected {expected}")
+    return found

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -103,6 +105,27 @@ def end_with_descendants(pid: int) -> None:
     for each in (pid, *below):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What processes have done so far, by the kernel's books."""
+
+    cpu_s: float
+    turns: int  # how often their main threads were given a core, or gave it back
+    stopped: tuple[int, ...]  # those that SIGSTOP holds
+
+
+def work_below(pid: int) -> Work:
+    """Of all processes below this one."""
+    ticks, turns, stopped = 0, 0, []
+    for each in _descendants(pid):
+        with suppress(OSError):
+            state, *fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[10:14]))  # its own and its ended children's, in user and system mode
+            turns += sum(map(int, re.findall(r"ctxt_switches:\s+(\d+)", Path(f"/proc/{each}/status").read_text())))
+            stopped += [each] if state == "T" else []
+    return Work(ticks / os.sysconf("SC_CLK_TCK"), turns, tuple(stopped))
 
 
 def _descendants(pid: int) -> list[int]:

@@ -18,22 +18,26 @@ WARM_START = Path("recipes/toy_sft.yaml")
 RECIPE = Path("recipes/quickstart.yaml")
 
 
-def quickstart(overrides: Sequence[str], run: Callable[[Config], int]) -> int:
+def quickstart(
+    overrides: Sequence[str], run: Callable[[Config], int], check: Callable[[Config], None] | None = None
+) -> int:
+    """`run` ends a configuration's run with its exit status; `check` raises what `run` would, and starts nothing."""
     if not RECIPE.is_file():
         raise ConfigError(f"{RECIPE}: not here; run this from the repository's folder")
     begun = time.monotonic()
+    fitted = ["run.if_exists=archive", *fitting(detect())]
+    warm, config = load(WARM_START, fitted), load(RECIPE, [*fitted, *overrides])
     print("1/3  the toy: addition problems, a character tokenizer, a Qwen3 of under a million parameters")
     counts = write_toy(TOY)
     print(f"     {TOY}: {counts['train']} problems to train on, {counts['test']} held out\n")
+    if check is not None:  # with the model that the warm start begins with, as its own is still to come
+        check(load(RECIPE, [*fitted, f"model.path={warm.model.path}", f"model.init={warm.model.init}", *overrides]))
 
-    fitted = ["run.if_exists=archive", *fitting(detect())]
     print("2/3  a supervised warm start: the same learner and loop, cross-entropy on the answers")
-    warm = load(WARM_START, fitted)
     status = run(warm)
     if status or read_status(Path(warm.run.root) / str(warm.run.name)).get("state") == "stopped":  # it was asked to
         return status
 
-    config = load(RECIPE, [*fitted, *overrides])
     print(f"\n3/3  reinforcement learning: DAPO with a sampler in format {config.quantization.format}")
     status = run(config)
     if status == 0:

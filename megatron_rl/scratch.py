@@ -1,29 +1,23 @@
 """The private folder that all processes of a run use as their temporary folder, so that what they leave there goes.
 
-Its owner removes it at the end. Where the owner was killed, the next start does, which removes no folder of a run that
-lives: a lock says whether it does, and it says so on the kernel that gave the lock alone. Not every shared file system
-tells other machines about a lock, so that the folder of another one is left to that machine's next start.
+Its owner removes it at the end. Where the owner was killed, the next start does (owned_folder.py).
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from socket import gethostname
 from typing import Self
 
 from megatron_rl.config import ConfigError
+from megatron_rl.owned_folder import LOCK, claim, is_abandoned
 
 PREFIX = "megatron-rl-run-"
-OWNER = "owner.lock"  # the kernel's boot id, the host's name, the process; held by its owner
 ELSEWHERE = "elsewhere"  # paths outside that are removed with the folder
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LONGEST = 107 - 37  # of a path in which vLLM can open sockets, whose names have 36 letters
 
 
@@ -38,7 +32,7 @@ class Scratch:
                 parent = Path("/tmp")
             remove_stale(parent)
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
-            self._lock = _locked(self.path)
+            self._lock = claim(self.path)
         except OSError as error:
             raise ConfigError(
                 f"the temporary folder {parent} cannot be used: {error}. Free space there, or set TMPDIR to another one"
@@ -80,7 +74,7 @@ def entered() -> Iterator[None]:
 def current() -> Path | None:
     """The folder that this process was given as its temporary folder."""
     folder = Path(tempfile.gettempdir())
-    return folder if (folder / OWNER).is_file() else None
+    return folder if (folder / LOCK).is_file() else None
 
 
 def remove_with_it(paths: Iterable[Path]) -> None:
@@ -93,42 +87,7 @@ def remove_with_it(paths: Iterable[Path]) -> None:
 
 def remove_stale(parent: Path) -> list[Path]:
     """Folders of this user's runs whose owner is gone."""
-    return [folder for folder in parent.glob(PREFIX + "*") if _is_stale(folder) and _remove(folder)]
-
-
-def _locked(folder: Path) -> int:
-    """A lock on the folder. The file has its name only when it is held: nobody sees it free before."""
-    new = folder / f"{OWNER}.new"
-    lock = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(lock, f"{_boot_id()} {gethostname()} {os.getpid()}\n".encode())
-        new.rename(folder / OWNER)
-    except OSError:
-        os.close(lock)
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return lock
-
-
-def _is_stale(folder: Path) -> bool:
-    try:
-        about = folder.lstat()
-        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-            return False
-        lock = os.open(folder / OWNER, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        boot, host, *_ = [*os.read(lock, 1024).decode(errors="replace").split(), "", ""]
-        if boot != _boot_id():
-            return host == gethostname()  # this machine, before it was started again
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError:  # it is held, or nothing can be said
-        return False
-    finally:
-        os.close(lock)
+    return [folder for folder in parent.glob(PREFIX + "*") if is_abandoned(folder) and _remove(folder)]
 
 
 def _remove(folder: Path) -> bool:
@@ -150,10 +109,3 @@ def _unlink(path: Path) -> None:
         path.unlink()
     except OSError:
         pass  # gone, or no longer ours
-
-
-def _boot_id() -> str:
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:
-        return "unknown"

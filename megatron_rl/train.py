@@ -194,7 +194,12 @@ def publish(
     with driver.recorder.phase("sync"):
         learner.make_room()
         with driver.syncing():
-            metrics = sync.push(step).metrics()
+            report = sync.push(step)
+        metrics = report.metrics()
+        if report.first_failure:
+            driver.recorder.note(
+                f"sync     policy version {step} was sent twice; the first time: {report.first_failure}"
+            )
         if due(step // section.every, section.verify_every):
             batch, formats = learner.broadcast(driver.probe(step))
             about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl import cli
 from megatron_rl.config import load
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.preflight import checks
@@ -39,4 +40,41 @@ def test_a_warm_start_that_was_asked_to_stop_is_the_last_run(place: Path, monkey
         return 0
 
     assert quickstart([], run) == 0
+    assert begun == ["toy_sft"]
+
+
+@pytest.mark.fault("an override of the quickstart is wrong", "it is refused before the warm start; nothing is moved")
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("foo.bar=1", "foo: unknown key"),
+        ("correction=tiss", "did you mean tis?"),
+        ("optim.lr=-1", "optim.lr: -1"),
+        ("data.train=nope.jsonl", "data.train: no file 'nope.jsonl'"),
+        ("reward.name=nope:f", "No module named 'nope'"),
+        ("sampler.vllm.foo=1", "sampler.vllm.foo"),
+        ("rollout.max_prompt_tokens=3", "rollout.max_prompt_tokens: 3"),
+        ("learner.tensor_parallel=3", "learner.tensor_parallel=3"),
+        ("model.path=nowhere", "no config.json in 'nowhere'"),
+    ],
+)
+def test_an_override_is_checked_before_the_warm_start(
+    override: str, said: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("recipes", "conf"):
+        (place / name).symlink_to(ROOT / name)
+    (place / "runs" / "toy_sft").mkdir(parents=True)
+    (place / "runs" / "toy_sft" / "metrics.jsonl").write_text("{}\n")
+    monkeypatch.setattr(cli, "run", lambda config: pytest.fail("the warm start was begun"))
+    assert cli.main(["quickstart", override]) == 2
+    assert said in capsys.readouterr().err
+    assert [path.name for path in (place / "runs").iterdir()] == ["toy_sft"]
+
+
+def test_a_quickstart_that_can_run_is_begun(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("recipes", "conf"):
+        (place / name).symlink_to(ROOT / name)
+    begun = []
+    monkeypatch.setattr(cli, "run", lambda config: begun.append(config.run.name) or 7)
+    assert cli.main(["quickstart", "correction=icepop", "optim.lr=2e-4"]) == 7
     assert begun == ["toy_sft"]

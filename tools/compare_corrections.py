@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron_rl.cli import check_run
+from megatron_rl.config import ConfigError, load
 from megatron_rl.process import STOP_AFTER_STEP, die_with_parent, hold, release
+from megatron_rl.rewards.functions import RECIPE_FOLDER
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report import headline_numbers, write_report
 from megatron_rl.runs.run_data import load_run
@@ -107,6 +110,7 @@ def arguments_of(experiment: Experiment, options: argparse.Namespace, group: str
 
 
 def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
+    """`train`: the command that runs one experiment; the settings of another one than ours are its own affair."""
     options = parse(argv)
     group = options.group or f"{options.recipe.stem}_corrections"
     experiments = plan(group, options.corrections, options.seeds)
@@ -118,6 +122,9 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
             "them aside with run.if_exists=archive",
             file=sys.stderr,
         )
+        return 2
+    if train is TRAIN and (found := mistakes([arguments_of(each, options, group) for each in experiments])):
+        print("\n".join(f"error: {line}" for line in found), file=sys.stderr)
         return 2
     os.environ["WANDB_RUN_GROUP"] = group  # which W&B reads in every run
     runner, outcomes = Runner(train), {}
@@ -138,6 +145,24 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     if runner.interrupted:
         return INTERRUPTED
     return int(any(outcome != "finished" for outcome in outcomes.values()))
+
+
+def mistakes(runs: Sequence[Sequence[str]]) -> list[str]:
+    """What would end one of the runs at its start. Machine, model and data are the same for all: looked at once."""
+    found: dict[str, None] = {}
+    os.environ[RECIPE_FOLDER] = str(Path(runs[0][0]).resolve().parent)
+    for recipe, *overrides in runs:
+        try:
+            load(recipe, overrides)
+        except ConfigError as error:
+            found |= dict.fromkeys(str(error).splitlines())
+    if not found:
+        recipe, *overrides = runs[0]
+        try:
+            check_run(load(recipe, overrides))
+        except ConfigError as error:
+            found |= dict.fromkeys(str(error).splitlines())
+    return list(found)
 
 
 def summarize(experiments: Sequence[Experiment], outcomes: dict[Experiment, str], root: Path, report: Path) -> None:

@@ -34,12 +34,11 @@ from megatron_rl.models.hf_folder import (
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.torch_dist import CheckpointError
+from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, TIED_COPY
 
 KEPT = "hf"  # what an import keeps of the Hugging Face folder, inside the checkpoint
 HEADERS = "headers"
 EXTRAS = "extras"
-EMBEDDING = "model.embed_tokens.weight"
-TIED_COPY = "lm_head.weight"
 PROGRESS_EVERY_S = 2.0
 
 
@@ -149,7 +148,7 @@ def _check_names(folder: HfFolder, shape: ModelShape) -> list[str]:
         raise CheckpointError(f"{folder.path} lacks {len(missing)} tensors, first {missing[0]}")
     extras = []
     for name in sorted(set(folder.names) - wanted):
-        if name.endswith(".rotary_emb.inv_freq"):
+        if name.endswith(HARMLESS):
             extras.append(name)
         elif name == TIED_COPY and shape.tied:
             if not torch.equal(folder.get(name), folder.get(EMBEDDING)):

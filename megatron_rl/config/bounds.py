@@ -6,7 +6,8 @@ workers: int = field(default=1, metadata=at_least(1))
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cache
@@ -14,6 +15,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Section = TypeVar("Section")
+LARGEST = 2**32 - 1  # of a whole number: seeds beyond it are none to numpy, and no size comes near
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,29 @@ def above(floor: float, expected: str = "") -> dict[str, Bound]:
     return expect(lambda value: value > floor, expected or f"above {floor:g}")
 
 
+def between(least: float, most: float, expected: str = "") -> dict[str, Bound]:
+    return expect(lambda value: least <= value <= most, expected or f"{least:g} or more, at most {most:g}")
+
+
 def expect(holds: Callable[[Any], bool], expected: str) -> dict[str, Bound]:
     return {"bound": Bound(holds, "{key}: {value:g}, expected " + expected)}
 
 
 def need(holds: Callable[[Any], bool], way_out: str) -> dict[str, Bound]:
     return {"bound": Bound(holds, "{key} is {value}: " + way_out)}
+
+
+def is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
+def inside(**bounds: Mapping[str, Bound]) -> dict[str, Any]:
+    """Of the keys in a map that is handed to megatron-core or vLLM; what they hold otherwise is theirs to say."""
+    return {"inside": {key: bound["bound"] for key, bound in bounds.items()}}
 
 
 def as_written(value: object) -> str:
@@ -72,6 +91,9 @@ def sound(section: Section, path: str = "") -> tuple[Section, dict[str, str]]:
             inner = {key: complaint} if complaint else {}
             if complaint:
                 changes[field.name] = None if NoneType in members(kind) else _default(field)
+            elif "inside" in field.metadata:
+                inner = _inside(key, value, field.metadata["inside"])
+                changes[field.name] = {name: one for name, one in value.items() if f"{key}.{name}" not in inner}
         wrong |= inner
     return replace(section, **changes), wrong  # type: ignore[type-var]
 
@@ -86,9 +108,24 @@ def _complaint(key: str, value: Any, kind: Any, bound: Bound | None) -> str | No
     if float in possible and not _finite(value):
         none = ", or null for none" if NoneType in possible else ""
         return f"{key} is {as_written(value)}: give a finite number{none}"
+    if type(value) is int and int in possible and abs(value) > LARGEST:
+        return f"{key} is {value}: give a whole number of at most {LARGEST}"
     if bound is None or bound.holds(value):
         return None
     return bound.complaint.format(key=key, value=value)
+
+
+def _inside(path: str, given: Mapping[str, Any], bounds: Mapping[str, Bound]) -> dict[str, str]:
+    wrong = {}
+    for name in sorted(bounds.keys() & given.keys()):
+        key, value, bound = f"{path}.{name}", given[name], bounds[name]
+        if value is None:
+            continue
+        if not _finite(value):
+            wrong[key] = f"{key} is {as_written(value)}: give a finite number, or leave it out"
+        elif not bound.holds(value):
+            wrong[key] = bound.complaint.format(key=key, value=value)
+    return wrong
 
 
 def _finite(value: Any) -> bool:

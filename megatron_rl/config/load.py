@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.bounds import as_written
-from megatron_rl.config.plain_yaml import read_yaml, write_yaml
+from megatron_rl.config.plain_yaml import DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml, write_yaml
 from megatron_rl.config.rules import check
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import all_keys, defaults, misfits
@@ -27,6 +27,7 @@ from megatron_rl.config.shape import all_keys, defaults, misfits
 __all__ = ["ConfigError", "all_keys", "from_mapping", "load", "read", "to_yaml"]
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+MOST_FILES = 64  # that a recipe is made of
 PRESET_SECTIONS = ("correction", "quantization")
 
 
@@ -45,9 +46,11 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
     """The configuration, and what the recipe alone shows to be wrong: those values stand at null or their defaults."""
     path = Path(recipe)
-    merged = _read(path, seen=())
+    merged = _read(path, [])
     for item in overrides:
         merged = _merge(merged, _override(item), path)
+    if _values(merged) > MOST_NODES:
+        raise ConfigError(f"{path}: more than {MOST_NODES} values with all overrides")
     misfit = {section: list(misfits({section: value})) for section, value in merged.items()}
     unreadable = [section for section, lines in misfit.items() if lines]
     # sections that cannot be read stand at their defaults, of which nothing is said
@@ -82,27 +85,41 @@ def to_yaml(config: Config) -> str:
     return write_yaml(asdict(config))
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file over its bases. `read`: how many values each file had so far; `seen`: the files that lead here."""
+    named = f"{seen[-1]}: base names {path}, but there is" if seen else f"{path}:"
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=3, cutoff=0.5)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"{path}: no such file{hint}")
-    if path.resolve() in seen:
+        stems = {other.stem: other for other in path.parent.glob("*.yaml")}
+        near = difflib.get_close_matches(path.stem, stems, n=1)
+        hint = f"; did you mean {stems[near[0]]}?" if near else ""
+        raise ConfigError(f"{named} no such file{hint}")
+    if path.resolve() in [one.resolve() for one in seen]:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
     try:
+        if path.stat().st_size > LARGEST_TEXT:
+            raise ValueError(f"it has {path.stat().st_size} bytes, expected at most {LARGEST_TEXT}")
         loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: holds {as_written(loaded)}, expected keys such as `run:` or `learner:`")
+        raise ConfigError(f"{path}: holds {as_written(loaded)[:80]}, expected keys such as `run:` or `learner:`")
+    read.append(_values(loaded))
+    if len(read) > MOST_FILES or len(seen) > DEEPEST or sum(read) > MOST_NODES:
+        most = f"{MOST_FILES} files or {MOST_NODES} values"
+        raise ConfigError(f"{(*seen, path)[0]}: more than {most} by way of `base`; build on fewer files")
     bases = loaded.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: base is {as_written(bases)}: name a file or a list of files")
     merged: dict[str, Any] = {}
     for base in bases:
-        merged = _merge(merged, _read(path.parent / base, (*seen, path.resolve())), path)
+        merged = _merge(merged, _read(path.parent / base, read, (*seen, path)), path)
     return _merge(merged, loaded, path)
+
+
+def _values(node: Any) -> int:
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    return 1 + sum(map(_values, inner))
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -149,6 +166,8 @@ def _override(item: str) -> dict[str, Any]:
         value = read_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{item!r}: {' '.join(str(error).split())}") from None
+    if key.count(".") > DEEPEST:
+        raise ConfigError(f"{item[:60]!r}...: a key of more than {DEEPEST} parts; no section is that deep")
     for name in reversed(key.split(".")):
         value = {name: value}
     return value

@@ -11,8 +11,38 @@ import yaml
 PLAIN_FLOAT = re.compile(r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$")
 
 
+# far above any recipe; beyond it a text was made to keep its reader busy
+LARGEST_TEXT = 1 << 20
+MOST_NODES = 10_000  # what aliases repeat counts each time
+DEEPEST = 32
+
+
 class PlainLoader(yaml.SafeLoader):
     """YAML 1.1 reads `1e-4` as text, `0.5_5` as 0.55 and `010` as 8; here digits are decimal and stand alone."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes, self._depth = self._nodes + 1, self._depth + 1
+        if self._depth > DEEPEST:
+            raise yaml.composer.ComposerError(
+                None, None, f"nested more than {DEEPEST} deep", self.peek_event().start_mark
+            )
+        if self._nodes > MOST_NODES:
+            raise yaml.composer.ComposerError(
+                None, None, f"more than {MOST_NODES} values", self.peek_event().start_mark
+            )
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _weigh(node, {})
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: list[object] = []
@@ -21,6 +51,29 @@ class PlainLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
             seen.append(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _weigh(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """(Nodes, depth) with every alias written out; what is too large, or holds itself, is refused."""
+    if id(node) in known:
+        nodes, depth = known[id(node)]
+        if nodes == 0:
+            raise yaml.composer.ComposerError(
+                None, None, "an alias in it refers to what it is part of", node.start_mark
+            )
+        return nodes, depth
+    known[id(node)] = (0, 0)
+    if isinstance(node, yaml.MappingNode):
+        parts = [part for pair in node.value for part in pair]
+    else:
+        parts = node.value if isinstance(node, yaml.SequenceNode) else []
+    weights = [_weigh(part, known) for part in parts]
+    nodes, depth = 1 + sum(each for each, _ in weights), 1 + max((each for _, each in weights), default=0)
+    if nodes > MOST_NODES or depth > DEEPEST:
+        problem = f"with its aliases it has more than {MOST_NODES} values, or is nested more than {DEEPEST} deep"
+        raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
+    known[id(node)] = (nodes, depth)
+    return nodes, depth
 
 
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
@@ -33,6 +86,9 @@ PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", PLAIN_FLOAT, list("
 
 
 def read_yaml(text: str) -> Any:
+    """ValueError and yaml.YAMLError say what is wrong with the text."""
+    if len(text) > LARGEST_TEXT:
+        raise ValueError(f"{len(text)} characters, expected at most {LARGEST_TEXT}")
     return yaml.load(text, Loader=PlainLoader)
 
 

@@ -25,6 +25,7 @@ from megatron_rl.config.schema import (
     Format,
     LearnerSection,
     LossConfig,
+    OptimSection,
     QuantizationSection,
     RewardSection,
     RolloutSection,
@@ -137,6 +138,11 @@ def schedule(run: RunSection, eval: EvalSection, sync: SyncSection) -> Iterator[
         )
 
 
+def rate(optim: OptimSection) -> Iterator[str]:
+    if optim.min_lr > optim.lr:
+        yield f"optim.min_lr: {optim.min_lr:g} is above optim.lr: {optim.lr:g}, which decays to it; lower it"
+
+
 def virtual_pipeline(learner: LearnerSection) -> int | None:
     """Chunks of layers per stage; None: one."""
     return learner.megatron.get("virtual_pipeline_model_parallel_size")
@@ -189,13 +195,11 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
             f"sampler.devices: {','.join(uneven)!r} are {len(uneven)} GPUs for "
             f"sampler.tensor_parallel={sampler.tensor_parallel}; name as many"
         )
-    if fleet.max_sequences(sampler) < 1:
-        yield f"sampler.vllm.max_num_seqs: {fleet.max_sequences(sampler)}, expected 1 or more"
     for name in sorted(OWNED_ARGUMENTS & set(sampler.vllm)):
         yield f"sampler.vllm.{name}: is set by the sampler itself; remove it"
 
 
 RULES: tuple[Rule, ...] = (
-    objective, answers, group_size, supervised, schedule, pipeline, updates, formats, patches, engine, fleet.addresses,
-    fleet.servers,
+    objective, answers, group_size, supervised, schedule, rate, pipeline, updates, formats, patches, engine,
+    fleet.addresses, fleet.servers,
 )  # fmt: skip

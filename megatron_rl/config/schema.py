@@ -9,13 +9,18 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.bounds import above, at_least, expect, need
+from megatron_rl.config.bounds import above, at_least, between, expect, inside, is_pattern, need
 from megatron_rl.loss.table import LOSSES
 
 POSITIVE = at_least(1)
 NOT_NEGATIVE = at_least(0)
 ABOVE_0 = above(0)
 COEFFICIENT = need(lambda value: value >= 0, "use 0 or more")
+RANKS = between(1, 4096)
+WEEK_S = 7 * 24 * 3600
+SECONDS = expect(lambda value: 0 < value <= WEEK_S, f"seconds: above 0, at most a week ({WEEK_S})")
+SHARE = expect(lambda value: 0 <= value < 1, "0 (off) to below 1")
+SIZE = expect(lambda value: type(value) is int and value >= 1, "a whole number of 1 or more")
 TEMPERATURE = need(lambda value: value > 0, "use a temperature above 0")
 
 
@@ -130,10 +135,11 @@ class DataSection:
 class RolloutSection:
     source: RolloutSource = RolloutSource.sampler
     prompts_per_step: int = field(default=64, metadata=POSITIVE)
-    samples_per_prompt: int = field(default=8, metadata=POSITIVE)
+    samples_per_prompt: int = field(default=8, metadata=between(1, 65536))
     max_prompt_tokens: int = field(default=512, metadata=POSITIVE)
     max_response_tokens: int = field(default=512, metadata=POSITIVE)
-    temperature: float = field(default=1.0, metadata=above(0, "above 0 (greedy is for evaluation)"))
+    # vLLM samples at nothing below or above
+    temperature: float = field(default=1.0, metadata=between(0.01, 2, "0.01 to 2 (greedy is for evaluation)"))
     dynamic_sampling: bool = True  # DAPO: groups without spread are replaced by new ones
     max_gen_batches: int = field(default=4, metadata=POSITIVE)  # generation calls per step at most
 
@@ -143,7 +149,7 @@ class FleetSection:
     """vLLM servers over HTTP in place of the embedded engine; their number is replicas plus addresses."""
 
     # servers that the run starts on this machine
-    replicas: int = field(default=0, metadata=at_least(0, "0 (none, or only addresses) or more"))
+    replicas: int = field(default=0, metadata=between(0, 1024, "0 (none, or only addresses) to 1024"))
     addresses: list[str] = field(default_factory=list)  # servers started elsewhere, such as http://node7:8000
     formats: list[Format] = field(
         default_factory=list
@@ -152,21 +158,36 @@ class FleetSection:
 
 @dataclass(frozen=True)
 class SamplerSection:
-    tensor_parallel: int = field(default=1, metadata=POSITIVE)
+    tensor_parallel: int = field(default=1, metadata=RANKS)
     # GPUs, counted among those this job sees: a text such as "4,5", for a fleet a list of one for each started server,
     # such as ["0,1", "2,3"]; null: all
     devices: Any | None = None
-    start_timeout_s: float = 600.0
-    request_timeout_s: float = 600.0
+    start_timeout_s: float = field(default=600.0, metadata=SECONDS)
+    request_timeout_s: float = field(default=600.0, metadata=SECONDS)
     sleep: Sleep = Sleep.none  # of an engine that shares its GPU with the learner, while the learner works
     fleet: FleetSection = field(default_factory=FleetSection)
-    vllm: dict[str, Any] = field(default_factory=dict)  # handed to vLLM as is
+    vllm: dict[str, Any] = field(  # handed to vLLM as is
+        default_factory=dict,
+        metadata=inside(
+            max_num_seqs=SIZE,
+            kv_cache_memory_bytes=SIZE,
+            max_model_len=SIZE,
+            max_num_batched_tokens=SIZE,
+            gpu_memory_utilization=expect(lambda share: 0 < share <= 1, "a share of the memory, above 0 and at most 1"),
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class QuantizationSection:
     format: Format = Format.none
-    ignore: list[str] = field(default_factory=lambda: ["lm_head"])  # names or re:patterns, as in checkpoints
+    ignore: list[str] = field(  # names or re:patterns, as in checkpoints
+        default_factory=lambda: ["lm_head"],
+        metadata=need(
+            lambda entries: all(is_pattern(entry[3:]) for entry in entries if entry.startswith("re:")),
+            "what follows re: must be a regular expression, such as re:.*down_proj",
+        ),
+    )
     kv_cache: KvCache = KvCache.none  # fp8: scales measured on the learner's forward pass, sent with the weights
     # int8: how far outliers of the activations move into the weights, such as 0.5; null or 0: not at all
     smoothing: float | None = field(
@@ -184,7 +205,7 @@ class SyncSection:
     full_every: int = field(default=1, metadata=POSITIVE)
     # the logprob probe: after the first sync, then every so many; 0: the first only
     verify_every: int = field(default=10, metadata=NOT_NEGATIVE)
-    probe_budget: float | None = None  # null: by format
+    probe_budget: float | None = field(default=None, metadata=ABOVE_0)  # null: by format
     # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the
     # next request, which takes no memory and cannot fall back on the version before
     staged: bool = True
@@ -193,8 +214,8 @@ class SyncSection:
 @dataclass(frozen=True)
 class RewardSection:
     name: str = "exact_match"  # exact_match | package.module:function
-    workers: int = field(default=1, metadata=POSITIVE)
-    timeout_s: float = field(default=10.0, metadata=ABOVE_0)
+    workers: int = field(default=1, metadata=between(1, 1024))
+    timeout_s: float = field(default=10.0, metadata=SECONDS)
     environment: list[str] = field(default_factory=list)  # variables that a reward sees, beside PATH and HOME
     overlong_buffer: int = 0  # DAPO: linear penalty inside the last so many response tokens
     overlong_penalty: float = field(
@@ -370,24 +391,43 @@ class LossConfig:
 @dataclass(frozen=True)
 class OptimSection:
     lr: float = field(default=1e-6, metadata=ABOVE_0)
-    min_lr: float = 0.0
+    min_lr: float = field(default=0.0, metadata=NOT_NEGATIVE)
     warmup_steps: int = field(default=10, metadata=NOT_NEGATIVE)
     decay: Decay = Decay.constant
-    megatron: dict[str, Any] = field(default_factory=dict)  # OptimizerConfig fields, such as weight_decay, clip_grad
+    megatron: dict[str, Any] = field(  # OptimizerConfig fields
+        default_factory=dict,
+        metadata=inside(
+            clip_grad=at_least(0, "0 (off) or more"),
+            weight_decay=NOT_NEGATIVE,
+            adam_beta1=SHARE,
+            adam_beta2=SHARE,
+            adam_eps=above(0, "above 0, such as 1e-8"),
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class LearnerSection:
-    tensor_parallel: int = field(default=1, metadata=POSITIVE)
-    pipeline_parallel: int = field(default=1, metadata=POSITIVE)
-    expert_parallel: int = field(default=1, metadata=POSITIVE)
-    data_parallel: int = field(default=1, metadata=POSITIVE)
+    tensor_parallel: int = field(default=1, metadata=RANKS)
+    pipeline_parallel: int = field(default=1, metadata=RANKS)
+    expert_parallel: int = field(default=1, metadata=RANKS)
+    data_parallel: int = field(default=1, metadata=between(1, 65536))
     precision: Precision = Precision.bf16
     tokens_per_microbatch: int = field(default=8192, metadata=POSITIVE)
     n_minibatches: int = field(default=1, metadata=POSITIVE)
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
     # TransformerConfig fields, handed over as is, such as sequence_parallel, fp8, recompute_granularity
-    megatron: dict[str, Any] = field(default_factory=dict)
+    megatron: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=inside(
+            virtual_pipeline_model_parallel_size=SIZE,
+            expert_tensor_parallel_size=SIZE,
+            num_layers_in_first_pipeline_stage=SIZE,
+            num_layers_in_last_pipeline_stage=SIZE,
+            hidden_dropout=SHARE,
+            attention_dropout=SHARE,
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -401,7 +441,7 @@ class EvalSection:
 @dataclass(frozen=True)
 class LogSection:
     wandb: Wandb = Wandb.none
-    record_every: int = 10  # rollouts with both logprobs, as parquet; 0: never
+    record_every: int = field(default=10, metadata=NOT_NEGATIVE)  # rollouts with both logprobs, as parquet; 0: never
     export: bool = False  # the final policy as a Hugging Face folder
 
 

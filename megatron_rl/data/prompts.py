@@ -221,5 +221,10 @@ def check_datasets(model: ModelSection, data: DataSection, rollout: RolloutSecti
     needs_answer = reward.name == "exact_match" or rollout.source == RolloutSource.dataset
     for key in ("train", "eval") if data.eval else ("train",):
         dataset = load_dataset(key, data, tokenizer, rollout.max_prompt_tokens)
+        if key == "train" and len(dataset) < rollout.prompts_per_step:
+            raise ConfigError(
+                f"rollout.prompts_per_step: {rollout.prompts_per_step}, but {data.train} has {len(dataset)} prompts: "
+                "a step would draw some twice; lower it"
+            )
         for prompt in dataset.prompts if needs_answer else ():
             _field(prompt.row, data.answer_key, "data.answer_key", Path(getattr(data, key)), prompt.id)

@@ -1,5 +1,6 @@
-"""Reading an update of the `file` transport: map its files and refuse them if anything is wrong.
+"""Reading an update of the `file` transport: each tensor into memory of this process, checked there, then handed over.
 
+What is loaded is what was checked, whatever happens to the files meanwhile: nothing is mapped.
 A version of patches is put together from the last whole one and the patches upon it, all of which lie beside it:
 a receiver needs no memory of its own, and one that has just started can read any version.
 Knows neither vLLM nor the model: what is expected comes as names, dtypes and shapes.
@@ -7,7 +8,9 @@ Knows neither vLLM nor the model: what is expected comes as names, dtypes and sh
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,38 +24,121 @@ from megatron_rl.weight_sync.delta import apply_patch
 from megatron_rl.weight_sync.file_transport import manifest_path, version_directory
 from megatron_rl.weight_sync.manifest import Manifest, TensorEntry, WeightSyncError
 
+CHUNK = 1 << 18  # bytes that are read and then hashed, while a core's cache still holds them
+
 
 @dataclass(frozen=True)
 class Staged:
-    """A verified update, mapped into memory and not yet loaded."""
+    """An update that may be loaded."""
 
     policy_version: int
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Tensors
     nbytes: int
     verify_s: float
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """One tensor of one version as its file holds it: whole, or a patch."""
+class Tensors(Mapping[str, torch.Tensor]):
+    """By name: read at every look, and refused where the bytes are not those that were sent."""
 
-    entry: TensorEntry
-    data: np.ndarray  # uint8
+    def __init__(self, entries: Mapping[str, TensorEntry], newest_first: list[_Version]) -> None:
+        self.seconds = 0.0  # spent on reading and checking
+        self._entries, self._newest_first = entries, newest_first
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        start = time.perf_counter()
+        try:
+            return self._checked(self._entries[name])
+        except OSError as error:
+            raise WeightSyncError(f"tensor {name} cannot be read: {error}") from error
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _checked(self, newest: TensorEntry) -> torch.Tensor:
+        """The tensor of the newest version, put together from its patches where it has any."""
+        patches: list[tuple[TensorEntry, _Version]] = []
+        for version in self._newest_first:
+            entry = version.entries.get(newest.name)
+            if entry is None or entry.changes is None:
+                break
+            patches.append((entry, version))
+        if entry is None or entry.changes is not None or entry.nbytes != newest.nbytes:
+            raise WeightSyncError(f"tensor {newest.name} is a patch of a tensor that no version holds")
+        data, checksum = version.read(entry)
+        try:
+            for entry, version in reversed(patches):
+                apply_patch(data, version.read(entry)[0], entry.changes or 0)
+        except ValueError as error:
+            raise WeightSyncError(f"corrupt tensor {newest.name}: {error}") from error
+        if patches:
+            checksum = manifest.checksum(data.data, newest.name)
+        if checksum != newest.checksum:
+            raise WeightSyncError(f"corrupt tensor {newest.name}: its bytes do not match its checksum")
+        return torch.from_numpy(data).view(torch_dtype(newest.dtype)).reshape(newest.shape)
+
+
+class _Version:
+    """The open files of one version, and what lies in them."""
+
+    def __init__(self, directory: Path, policy_version: int, manifests: list[Manifest]) -> None:
+        self.manifests = manifests
+        self.entries: dict[str, TensorEntry] = {}
+        self._files: dict[str, int] = {}
+        weakref.finalize(self, _close, self._files)
+        folder = version_directory(directory, policy_version)
+        for each in manifests:
+            for name, nbytes in each.files.items():
+                self._files[name] = _open(folder / name, nbytes, each)
+            for entry in each.tensors:
+                size = each.files.get(entry.file, -1)
+                if not 0 <= entry.offset <= size - entry.stored_bytes <= size:
+                    raise WeightSyncError(f"tensor {entry.name} lies outside the files of its manifest")
+                self.entries[entry.name] = entry
+
+    def read(self, entry: TensorEntry) -> tuple[np.ndarray, str]:
+        """A copy of what the file holds of a tensor, and the checksum of that copy."""
+        file, data = self._files[entry.file], np.empty(entry.stored_bytes, dtype=np.uint8)
+        hashed, at = manifest.hashing(entry.name), 0
+        while at < len(data):
+            part = data[at : at + CHUNK]
+            count = os.preadv(file, [part], entry.offset + at)
+            if count == 0:
+                raise WeightSyncError(f"truncated file {entry.file}: it ends inside tensor {entry.name}")
+            hashed.update(part[:count])
+            at += count
+        return data, hashed.hexdigest()
 
 
 def stage(
-    directory: Path, policy_version: int, writers: int, expected: Mapping[str, TensorSpec], current_version: int
+    directory: Path,
+    policy_version: int,
+    writers: int,
+    expected: Mapping[str, TensorSpec],
+    current_version: int,
+    verify: bool = True,
 ) -> Staged:
-    """Map and verify all files of an update; raises WeightSyncError that names what is wrong."""
+    """Open an update and raise a WeightSyncError that names what is wrong.
+
+    `verify`: read all of it now. Without, and once again with it, the bytes are checked when they are loaded.
+    """
     start = time.perf_counter()
     manifests = _read_manifests(directory, policy_version, writers)
     for each in manifests:
         manifest.verify_version(each.policy_version, current_version, policy_version)
-    entries = manifest.join(manifests)
-    manifest.verify_tensors([entry for _, entry in entries.values()], expected)
-    newest_first = [_stored(directory, policy_version, manifests), *_built_upon(directory, policy_version, manifests)]
-    tensors = {name: _verified_tensor(name, newest_first) for name in entries}
-    nbytes = sum(entry.stored_bytes for _, entry in entries.values())
+    entries = {name: entry for name, (_, entry) in manifest.join(manifests).items()}
+    manifest.verify_tensors(entries.values(), expected)
+    newest_first = [_Version(directory, policy_version, manifests), *_built_upon(directory, policy_version, manifests)]
+    tensors = Tensors(entries, newest_first)
+    for name in entries if verify else ():
+        tensors[name]
+    for each in [each for version in newest_first for each in version.manifests]:
+        manifest.verify_own(each)  # last: what else is wrong with one says more
+    nbytes = sum(entry.stored_bytes for entry in entries.values())
     return Staged(policy_version, tensors, nbytes, time.perf_counter() - start)
 
 
@@ -69,14 +155,14 @@ def _read_manifests(directory: Path, policy_version: int, writers: int) -> list[
     return manifests
 
 
-def _built_upon(directory: Path, policy_version: int, manifests: list[Manifest]) -> Iterator[dict[str, _Stored]]:
+def _built_upon(directory: Path, policy_version: int, manifests: list[Manifest]) -> Iterator[_Version]:
     """The versions that a version's patches build on, back to the one that is whole."""
     while (base := manifests[0].base) is not None:
         try:
             manifests = _read_manifests(directory, base, len(manifests))
             manifest.join(manifests)
             manifest.verify_version(manifests[0].policy_version, -1, base)
-            yield _stored(directory, base, manifests)
+            yield _Version(directory, base, manifests)
         except WeightSyncError as error:
             raise WeightSyncError(
                 f"policy version {policy_version} is a patch of version {base}, which this receiver does not hold: "
@@ -86,58 +172,29 @@ def _built_upon(directory: Path, policy_version: int, manifests: list[Manifest])
             raise WeightSyncError(f"policy version {base} claims to be a patch of version {manifests[0].base}")
 
 
-def _stored(directory: Path, policy_version: int, manifests: list[Manifest]) -> dict[str, _Stored]:
-    folder = version_directory(directory, policy_version)
-    stored = {}
-    for each in manifests:
-        files = {name: _map_file(folder / name, nbytes, each) for name, nbytes in each.files.items()}
-        for entry in each.tensors:
-            file = files.get(entry.file)
-            if file is None or entry.offset < 0 or entry.offset + entry.stored_bytes > len(file):
-                raise WeightSyncError(f"tensor {entry.name} lies outside the files of its manifest")
-            stored[entry.name] = _Stored(entry, file[entry.offset : entry.offset + entry.stored_bytes])
-    return stored
-
-
-def _map_file(path: Path, nbytes: int, owner: Manifest) -> np.ndarray:
-    inside = [entry.name for entry in owner.tensors if entry.file == path.name]
+def _open(path: Path, nbytes: int, owner: Manifest) -> int:
+    inside = [entry for entry in owner.tensors if entry.file == path.name]
+    names = [entry.name for entry in inside]
     try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise WeightSyncError(f"missing file {path}, which holds {_some(inside)}") from None
-    if size != nbytes:
-        cut = [
-            entry.name
-            for entry in owner.tensors
-            if entry.file == path.name and entry.offset + entry.stored_bytes > size
-        ]
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
         raise WeightSyncError(
-            f"truncated file {path}: {size} bytes, the manifest says {nbytes}; it holds {_some(cut or inside)}"
+            f"{'missing' if missing else 'unreadable'} file {path}, which holds {_some(names)}: {error.strerror}"
+        ) from None
+    size = os.fstat(file).st_size
+    if size != nbytes:
+        os.close(file)
+        cut = [entry.name for entry in inside if entry.offset + entry.stored_bytes > size]
+        raise WeightSyncError(
+            f"truncated file {path}: {size} bytes, the manifest says {nbytes}; it holds {_some(cut or names)}"
         )
-    # copy-on-write: torch wants writable memory, the file stays as it is
-    return np.memmap(path, dtype=np.uint8, mode="c") if nbytes else np.empty(0, dtype=np.uint8)
+    return file
 
 
-def _verified_tensor(name: str, newest_first: list[dict[str, _Stored]]) -> torch.Tensor:
-    """The tensor of the newest version, put together from its patches where it has any."""
-    entry = newest_first[0][name].entry
-    patches: list[_Stored] = []
-    for version in newest_first:
-        found = version.get(name)
-        if found is None or found.entry.changes is None:
-            break
-        patches.append(found)
-    if found is None or found.entry.changes is not None or len(found.data) != entry.nbytes:
-        raise WeightSyncError(f"tensor {name} is a patch of a tensor that no version holds")
-    data = found.data
-    try:
-        for patch in reversed(patches):
-            apply_patch(data, patch.data, patch.entry.changes or 0)
-    except ValueError as error:
-        raise WeightSyncError(f"corrupt tensor {name}: {error}") from error
-    if manifest.checksum(data.data) != entry.checksum:
-        raise WeightSyncError(f"corrupt tensor {name}: its bytes do not match its checksum")
-    return torch.from_numpy(data).view(torch_dtype(entry.dtype)).reshape(entry.shape)
+def _close(files: dict[str, int]) -> None:
+    for file in files.values():
+        os.close(file)
 
 
 def _some(names: list[str]) -> str:

@@ -1,8 +1,8 @@
 """The receiving half of the `file` transport: a vLLM weight-transfer engine, registered when this is imported.
 
 vLLM imports this module in every worker through `worker_extension_cls`. An update has two phases: `update_weights`
-maps the files, checks version, names, shapes, dtypes, sizes and checksums, and builds the new weights beside the
-live ones where the model allows it (`double_buffer`); `finish_weight_update` swaps them in, or loads in place.
+checks version, names, shapes, dtypes, sizes and checksums, and builds the new weights beside the live ones where the
+model allows it (`double_buffer`); `finish_weight_update` swaps them in, or loads in place.
 Nothing touches the live model before every worker has accepted the whole update.
 
 With `background` the first phase runs in a thread, while the engine goes on generating from its present weights;
@@ -128,10 +128,13 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             update_info.writers,
             self.expected,
             self.state.policy_version,
+            verify=not self._doubles,  # a twin takes nothing unchecked, and nothing else has to know before
         )
-        start = time.perf_counter()
+        start, checking = time.perf_counter(), staged.tensors.seconds
         make_live = self.prepare(staged.tensors)
-        return _Ready(staged.policy_version, staged.verify_s, staged.nbytes, make_live, time.perf_counter() - start)
+        checked = staged.tensors.seconds - checking
+        built = time.perf_counter() - start - checked
+        return _Ready(staged.policy_version, staged.verify_s + checked, staged.nbytes, make_live, built)
 
     def finish_weight_update(self) -> None:
         ready, self._building = self.await_built(), None

@@ -1,6 +1,7 @@
 """One vLLM server of the fleet: `python -m megatron_rl.engine.server PARENT_PID CORES VLLM_ARGUMENTS`.
 
-Runs what `python -m vllm.entrypoints.openai.api_server` runs. This module, and not vLLM's, is the main module,
+Runs what `python -m vllm.entrypoints.openai.api_server` runs, behind a key (server_key.py), with requests checked
+(requests.py) and strangers kept few (connections.py). This module, and not vLLM's, is the main module,
 because vLLM's engine process imports its parent's main module again, and this one is seconds lighter.
 
 The server and its engine live exactly as long as the parent: the kernel ends the server when the parent dies, and
@@ -10,6 +11,7 @@ does not.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -18,6 +20,7 @@ import threading
 from megatron_rl.process import collect_rarely, die_with_parent, end_own_group, leave_to_the_driver
 
 ALL_CORES = "all"
+MIDDLEWARE = ("megatron_rl.engine.requests.CheckRequests", "megatron_rl.engine.server_key.RequireKey")  # last one first
 
 if __name__ in ("__main__", "__mp_main__"):  # the server, or vLLM's engine process, which imports this module first
     collect_rarely()
@@ -38,9 +41,27 @@ def main() -> None:
     threading.Thread(target=end_with_input, daemon=True).start()
     if cores != ALL_CORES:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
-
     serve()
+
+
+def serve() -> None:
+    """What vLLM's `main` does, with our connections."""
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from megatron_rl.engine.connections import Connection
+
+    cli_env_setup()
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    configure_logging_from_args(arguments)
+    validate_parsed_serve_args(arguments)
+    arguments.middleware = [*arguments.middleware, *MIDDLEWARE]
+    logging.getLogger("vllm.entrypoints.launchers.launcher").setLevel(logging.WARNING)  # it lists 60 routes
+    uvloop.run(run_server(arguments, http=Connection))
 
 
 if __name__ == "__main__":

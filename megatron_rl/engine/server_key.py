@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import cache
 from typing import Any
 
 VARIABLE = "VLLM_API_KEY"
@@ -18,7 +19,22 @@ VARIABLE = "VLLM_API_KEY"
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class Key:
+    def __init__(self, key: str) -> None:
+        self._digest = _digest(b"Bearer " + key.encode())
+
+    @staticmethod
+    @cache
+    def of_environment() -> Key:
+        return Key(os.environ[VARIABLE])
+
+    def shown_in(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        given = [value for name, value in headers if name.lower() == b"authorization"]
+        # digests have one length: the comparison says nothing about the key
+        return len(given) == 1 and hmac.compare_digest(_digest(given[0]), self._digest)
 
 
 class RequireKey:
@@ -27,10 +43,10 @@ class RequireKey:
         if not key:
             raise RuntimeError(f"{VARIABLE} is not set: a server of the fleet does not start without a key")
         self._app = app
-        self._digest = _digest(b"Bearer " + key.encode())
+        self._key = Key(key)
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._admits(scope):
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._key.shown_in(scope["headers"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
@@ -38,11 +54,6 @@ class RequireKey:
             await send({"type": "http.response.body", "body": b'{"error": "this server needs its key"}'})
         else:
             await send({"type": "websocket.close", "code": 1008})
-
-    def _admits(self, scope: MutableMapping[str, Any]) -> bool:
-        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        # digests have one length: the comparison says nothing about the key
-        return len(given) == 1 and hmac.compare_digest(_digest(given[0]), self._digest)
 
 
 def _digest(data: bytes) -> bytes:

@@ -52,9 +52,9 @@ class CacheStats:
 
     @torch.no_grad()
     def _see(self, layer: int, passing: list[Pack], module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._active:
-            return
         (pack,) = passing
+        if not self._active or not pack.tokens:
+            return
         _, key, value, *_ = args  # positions first
         seen_2 = torch.stack([part[: pack.tokens].detach().abs().amax() for part in (key, value)]).float()
         torch.maximum(self._amax_L2[layer], seen_2, out=self._amax_L2[layer])

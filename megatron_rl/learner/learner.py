@@ -257,6 +257,8 @@ class Learner:
         totals = count_totals(counted_BT, groups_B, self.rollout.max_response_tokens, targets.weights_BT)
         seen_BT = seen_tokens(self.loss, targets.mask_BT, targets.denominator_mask_BT)
         rows = seen_BT.any(dim=1).nonzero().flatten().tolist()  # the others add nothing
+        if not rows:
+            return self._no_update()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -286,6 +288,10 @@ class Learner:
         loss, metrics = policy_loss(inputs, self.loss, totals, self.correction)
         entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / tokens
         return loss, unused, {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
+
+    def _no_update(self) -> dict[str, float]:
+        """No term of the loss looks at any token: weights, momentum and the schedule stay as they are."""
+        return {"loss/total": 0.0, "optim/grad_norm": 0.0, "optim/updates": 0.0}
 
     def _step(self, targets: Targets, metrics: dict[str, float]) -> dict[str, float]:
         """Clip and step, unless something is not a number."""

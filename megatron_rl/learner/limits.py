@@ -5,14 +5,11 @@ Preflight lists all of it before a job is queued; the learner stops at the same 
 
 from __future__ import annotations
 
-import ast
-import difflib
-import importlib.util
+import math
 from collections.abc import Iterator, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
+from megatron_rl.config import foreign
 from megatron_rl.config.schema import LearnerSection, OptimSection
 from megatron_rl.models.shape import ModelShape
 
@@ -22,6 +19,11 @@ ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
+_ROPE_NUMBERS = (
+    "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "partial_rotary_factor",
+)  # fmt: skip
+_NUMBERS = {"rms_norm_eps": (0, 1), "initializer_range": (0, 1), "partial_rotary_factor": (0, 1)}
 FP8_KINDS = ("hybrid", "e4m3")
 FP8_MULTIPLE = 16  # of both sides of a matrix that Transformer Engine multiplies in FP8
 
@@ -40,7 +42,15 @@ _BY_MODEL = frozenset(
     {
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
         "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "gated_linear_unit", "activation_func",
-        "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "multi_latent_attention",
+        "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "multi_latent_attention", "layernorm_epsilon",
+        "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor",
+        "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_layer_freq",
+        "moe_latent_size",
+        "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "rotary_interleaved", "window_size",
+        "window_attn_skip_freq", "no_rope_freq", "mrope_section", "softmax_scale", "softmax_type", "qk_l2_norm",
+        "attention_output_gate", "experimental_attention_variant", "glu_linear_offset", "activation_func_clamp_value",
+        "layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm", "is_hybrid_model",
+        "heterogeneous_block_specs",
     }
 )  # fmt: skip
 # ... or that the learner, or the table of weights, is not written for
@@ -49,6 +59,7 @@ _FIXED = frozenset(
         "context_parallel_size", "variable_seq_lengths", "calculate_per_token_loss", "init_method",
         "output_layer_init_method", "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split", "mtp_num_layers", "fp8_param", "fp4", "fp4_param",
+        "moe_token_dispatcher_type", "init_model_with_meta_device", "test_mode",
     }
 )  # fmt: skip
 
@@ -62,6 +73,7 @@ def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSe
     """Every reason for the learner to refuse them."""
     return [
         *architecture(shape, hf_config),
+        *numbers(hf_config),
         *rope(hf_config),
         *experts(shape, hf_config, learner),
         *fp8_shares(shape, learner),
@@ -80,27 +92,62 @@ def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[st
     if activation != "silu":
         yield refuse(f"hidden_act={activation!r}", "is not supported, only 'silu' is")
     window = hf_config.get("sliding_window") if shape.family == "mixtral" else hf_config.get("use_sliding_window")
-    if window or "sliding_attention" in (hf_config.get("layer_types") or ()):
+    kinds = hf_config.get("layer_types") or []
+    if not isinstance(kinds, list) or len(kinds) not in (0, shape.layers):
+        yield f"model.path: layer_types of config.json names {kinds!r}, but there are {shape.layers} layers; mend it"
+    elif window or "sliding_attention" in kinds:
         yield refuse("sliding_window", "means sliding-window attention, which is not supported")
     if shape.dense_layers:
         yield refuse("mlp_only_layers / decoder_sparse_step", "means dense layers among experts, not supported")
 
 
+def numbers(hf_config: Mapping[str, Any]) -> Iterator[str]:
+    for key, (least, most) in _NUMBERS.items():
+        value = hf_config.get(key, most)
+        if not _is_number(value) or not least <= value <= most:
+            yield f"model.path: {key} of config.json is {value!r}, expected {least:g} to {most:g}; mend it"
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    scaling = rope_settings(hf_config)
+    whole = [key for key in ("rope_scaling", "rope_parameters") if not isinstance(hf_config.get(key) or {}, Mapping)]
+    scaling = {} if whole else rope_settings(hf_config)
+    mistaken = [key for key in _ROPE_NUMBERS if scaling.get(key) is not None and not _positive(scaling[key])]
+    for key in whole:
+        yield f"model.path: {key} of config.json is {hf_config[key]!r}, expected keys and values; mend it"
+    for key in mistaken:
+        yield f"model.path: {key} of config.json is {scaling[key]!r}, expected a number above 0; mend it"
+    if not whole and not mistaken:
+        yield from _rope(hf_config, scaling)
+
+
+def _positive(value: Any) -> bool:
+    return _is_number(value) and 0 < value < 1e15
+
+
+def _rope(hf_config: Mapping[str, Any], scaling: Mapping[str, Any]) -> Iterator[str]:
     family, kind = hf_config.get("model_type"), scaling["kind"]
     if scaling["rope_theta"] is None:
         yield f"model.path: config.json of a {family} model lacks rope_theta; take it from the model's authors"
-    if float(scaling.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0) != 1.0:
+    if (scaling.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0) != 1.0:
         yield "model.path: partial_rotary_factor of config.json is not supported, only 1.0 is; choose another model"
-    if kind not in ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         yield (
             f"model.path: rope_type {kind!r} of config.json is not supported (supported: {', '.join(ROPE_KINDS)}); "
             "choose another model, or leave the scaling out where answers fit into the context without it"
         )
-    missing = [key for key in ROPE_KINDS.get(kind, ()) if scaling.get(key) is None]
+        return
+    missing = [key for key in ROPE_KINDS[kind] if scaling.get(key) is None]
     if missing:
         yield f"model.path: rope_type {kind!r} of config.json lacks {', '.join(missing)}; add what the model needs"
+    elif kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        yield (
+            f"model.path: low_freq_factor of config.json is {scaling['low_freq_factor']}, which is not below "
+            f"high_freq_factor, {scaling['high_freq_factor']}; mend it"
+        )
 
 
 def rope_settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,15 +216,10 @@ def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
 
 def passed_through(learner: LearnerSection) -> Iterator[str]:
     given = learner.megatron
-    yield from _unknown("learner", "TransformerConfig", given, _fields_of(*_TRANSFORMER))
-    for key in given:
-        full = f"learner.megatron.{key}"
-        if key in _BY_KEY:
-            yield f"{full}: follows from {_BY_KEY[key]}; set that, and remove this"
-        elif key in _BY_MODEL:
-            yield f"{full}: follows from the model's config.json; remove it"
-        elif key in _FIXED:
-            yield f"{full}: the learner is written for one value of it; remove it"
+    owned = {key: f"follows from {key_of_ours}; set that, and remove this" for key, key_of_ours in _BY_KEY.items()}
+    owned |= dict.fromkeys(_BY_MODEL, "follows from the model's config.json; remove it")
+    owned |= dict.fromkeys(_FIXED, "the learner is written for one value of it; remove it")
+    yield from _passed("learner.megatron", "TransformerConfig", given, _TRANSFORMER, owned)
 
     rest = [key for key in ("recompute_method", "recompute_num_layers") if given.get(key) is None]
     if given.get("recompute_granularity") == "full" and rest:
@@ -188,33 +230,16 @@ def passed_through(learner: LearnerSection) -> Iterator[str]:
 
 
 def optimizer_fields(optim: OptimSection) -> Iterator[str]:
-    yield from _unknown("optim", "OptimizerConfig", optim.megatron, _fields_of(*_OPTIMIZER))
-    for key in sorted(_OPTIMIZER_OWNED & optim.megatron.keys()):
-        yield f"optim.megatron.{key}: is set by the learner itself; remove it"
-    if optim.megatron.get("clip_grad", 0) < 0:
-        yield f"optim.megatron.clip_grad: {optim.megatron['clip_grad']:g}, expected 0 (off) or more"
+    owned = dict.fromkeys(_OPTIMIZER_OWNED, "is set by the learner itself; remove it")
+    yield from _passed("optim.megatron", "OptimizerConfig", optim.megatron, _OPTIMIZER, owned)
 
 
-def _unknown(section: str, name: str, given: Mapping[str, Any], known: frozenset[str]) -> Iterator[str]:
-    for key in sorted(given.keys() - known):
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean {section}.megatron.{near[0]}?" if near else ""
-        yield f"{section}.megatron.{key}: megatron-core's {name} has no such field{hint}"
-
-
-@cache
-def _fields_of(*files: str) -> frozenset[str]:
-    """Read from megatron-core's source: importing it takes longer than a mistake should take to be found."""
-    spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    fields: set[str] = set()
-    for file in files:
-        for node in ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text()).body:
-            if isinstance(node, ast.ClassDef) and node.name in _CLASSES:
-                fields |= {field.target.id for field in node.body if _is_field(field)}  # type: ignore[attr-defined]
-    return frozenset(fields)
-
-
-def _is_field(node: ast.stmt) -> bool:
-    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+def _passed(
+    prefix: str, name: str, given: Mapping[str, Any], files: tuple[str, ...], owned: Mapping[str, str]
+) -> Iterator[str]:
+    for key in sorted(owned.keys() & given.keys()):
+        yield f"{prefix}.{key}: {owned[key]}"
+    known = foreign.fields_of("megatron.core", files, _CLASSES)
+    assert known is not None
+    rest = {key: value for key, value in given.items() if key not in owned}
+    yield from foreign.misfits(prefix, f"megatron-core's {name}", rest, known)

@@ -89,7 +89,7 @@ def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor) -> Tensor:
 
 
 def _combine(stats_3N: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    if group is None:
+    if group is None or not stats_3N.shape[1]:  # a pack may hold no response token, on any rank of the group alike
         return stats_3N[0], stats_3N[1], stats_3N[2]
     all_R3N = stats_3N.new_empty(group.size(), *stats_3N.shape)
     torch.distributed.all_gather_into_tensor(all_R3N.view(-1, stats_3N.shape[1]), stats_3N, group=group)

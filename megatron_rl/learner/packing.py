@@ -90,7 +90,7 @@ def assign_rows(
 
 def _fit(rows: Sequence[int], lengths: Sequence[int], budget: int, at_least: int) -> list[list[int]]:
     tokens = sum(lengths[row] for row in rows)
-    count = max(1, -(-tokens // budget), min(at_least, len(rows)))
+    count = max(1, min(max(-(-tokens // budget), at_least), len(rows)))  # more than there are rows would be empty
     while True:
         packs = _spread(rows, lengths, count)
         if all(len(pack) <= 1 or sum(lengths[row] for row in pack) <= budget for pack in packs):

@@ -19,9 +19,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.models.tensors import DTYPES, TensorSpec, torch_dtype
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+from megatron_rl.models.weight_files import INDEX, SINGLE, read_header, weight_files
 
 _DTYPE_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}  # by their name in safetensors
 
@@ -33,7 +31,7 @@ class HfFolder:
         self.path = Path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"{self.path} is not a folder; give a Hugging Face model folder")
-        self.files = _weight_files(self.path)
+        self.files = weight_files(self.path)
         self.headers = {file: read_header(self.path / file) for file in self.files}
         self._file_of: dict[str, str] = {}
         for file, raw in self.headers.items():
@@ -56,38 +54,6 @@ class HfFolder:
         if name not in self._file_of:
             raise KeyError(f"{self.path} lacks the tensor {name}")
         return self._file_of[name]
-
-
-def read_header(path: Path) -> bytes:
-    """The JSON header of a safetensors file, padding included, as it stands."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-        if length > size:
-            raise ValueError(f"{path} is not a safetensors file or is cut off ({size} bytes)")
-        raw = file.read(length)
-    try:
-        last = max((e["data_offsets"][1] for n, e in json.loads(raw).items() if n != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has no readable safetensors header: {error}") from error
-    if 8 + length + last != size:
-        raise ValueError(f"{path} is cut off or padded: {size} bytes, its header describes {8 + length + last}")
-    return raw
-
-
-def _weight_files(folder: Path) -> list[str]:
-    if (folder / INDEX).is_file():
-        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-        missing = [file for file in files if not (folder / file).is_file()]
-        if missing:
-            raise FileNotFoundError(f"{folder / INDEX} names {missing[0]}, which is not there ({len(missing)} missing)")
-        return files
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
-    raise FileNotFoundError(
-        f"{folder} holds neither {SINGLE} nor {INDEX}; weights in pickle files (.bin) are not read, save them "
-        "as safetensors"
-    )
 
 
 class SafetensorsWriter:

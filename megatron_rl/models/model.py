@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,11 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import LearnerSection
+from megatron_rl.files import read_json
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.shape import ModelShape
+
+LARGEST_CONFIG = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,17 @@ def read_hf_config(path: Path | str, key: str = "model.path") -> dict[str, Any]:
     file = Path(path) if Path(path).suffix == ".json" else Path(path) / "config.json"
     if not str(path) or not file.is_file():
         raise ConfigError(
-            f"{key}: no config.json in {str(path)!r}; name a Hugging Face model folder "
-            "(`megatron-rl toy` makes a small one)"
+            f"{key}: no config.json in {str(path)!r}; name a Hugging Face model folder{_where_from(path)}"
         )
     try:
-        found = json.loads(file.read_text())
+        return read_json(file, LARGEST_CONFIG, expected="the keys of a model's config.json")
     except ValueError as error:
-        raise ConfigError(f"{key}: {file} is not valid JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{key}: {file} holds a {type(found).__name__}, expected the keys of a model's config.json")
-    return found
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _where_from(path: Path | str) -> str:
+    if Path(path).is_relative_to("data/toy"):
+        return " (`megatron-rl toy` makes this one)"
+    if Path(path).is_relative_to("runs"):
+        return " (a run with log.export=true leaves one there; for the toy, that of recipes/toy_sft.yaml)"
+    return ", or bring the folder there"

@@ -6,7 +6,6 @@ the model or the files.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,19 +23,20 @@ from megatron_rl.config.schema import (
     QuantizationSection,
     RewardSection,
     RolloutSection,
+    RunSection,
     SamplerSection,
 )
-from megatron_rl.environment import for_rewards, only
 from megatron_rl.learner import limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight import engine, files, placement
+from megatron_rl.preflight import engine, files, model_folder, notes, placement
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.preflight.sync_plan import size_problems
 from megatron_rl.quantization.formats import FP8_CAPABILITY, format_problem
-from megatron_rl.rewards.functions import resolve
+from megatron_rl.rewards.pool import check_importable
+from megatron_rl.runs.metrics import METRICS
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Checked:
     machine: Machine
     policy: Model
     to_bring: tuple[str, ...] = ()  # what is not here, of a recipe that is checked for a machine elsewhere
+    notes: tuple[str, ...] = ()  # what may be meant, but surprises
 
 
 def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, here: bool = True) -> Checked:
@@ -63,7 +64,8 @@ def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, 
         problems += [each.error for each in absent if each.error]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return Checked(facts["machine"], facts["policy"], tuple(each.what for each in absent) if on else ())
+    to_bring = tuple(each.what for each in absent) if on else ()
+    return Checked(facts["machine"], facts["policy"], to_bring, tuple(findings(notes.RULES, facts)))
 
 
 def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str]]:
@@ -74,9 +76,9 @@ def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str
     except ConfigError as error:
         problems.append(str(error))
     try:
-        facts["hf_config"] = read_card(config.model.path) if on else read_hf_config(config.model.path)
-        facts["policy"] = Model.of(facts["hf_config"], Layout.from_config(config.learner))
-        facts["shape"] = facts["policy"].shape
+        hf_config = read_card(config.model.path) if on else read_hf_config(config.model.path)
+        facts["policy"] = Model.of(hf_config, Layout.from_config(config.learner))
+        facts |= {"hf_config": hf_config, "shape": facts["policy"].shape}  # of which sizes can be believed
     except ConfigError as error:
         problems.append(str(error))
     except ValueError as error:
@@ -136,19 +138,25 @@ def learner_fp8(machine: Machine, learner: LearnerSection) -> Iterator[str]:
         )
 
 
+def stop_metric(run: RunSection) -> Iterator[str]:
+    known = [name for name in METRICS if name.startswith("eval/")]
+    for metric, least in (run.stop or {}).items():
+        if metric not in known:
+            yield f"run.stop: no run logs {metric}; use one of {', '.join(known)}"
+        elif METRICS[metric].meaning.startswith("fraction") and least > 1:
+            yield f"run.stop: {metric} is a fraction and never reaches {least:g}; use 0 to 1"
+
+
 def reward_function(reward: RewardSection) -> Iterator[str]:
     try:
-        with only(for_rewards(os.environ, reward.environment)):  # what the workers will see
-            resolve(reward.name)
-    except LookupError as error:
-        yield f"reward.name: {error.args[0]}"
+        check_importable(reward)
     except ConfigError as error:
         yield str(error)
 
 
 RULES: tuple[Rule, ...] = (
-    size_problems, learner_limits, optimizer, unquantized, context, formats, learner_fp8, reward_function,
-    *engine.RULES,
+    size_problems, learner_limits, optimizer, unquantized, context, formats, learner_fp8, stop_metric, reward_function,
+    *engine.RULES, *model_folder.RULES,
     placement.ranks, placement.engine_gpus, placement.fleet_gpus, placement.host_memory, placement.reach,
     files.unnamed_data,
 )  # fmt: skip

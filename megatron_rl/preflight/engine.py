@@ -5,15 +5,20 @@ Torch-free.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
+from megatron_rl.config import foreign
 from megatron_rl.config.fleet import is_fleet, replica_formats
+from megatron_rl.config.rules import OWNED_ARGUMENTS
 from megatron_rl.config.schema import (
     Device,
+    EvalSection,
     Format,
     KvCache,
     LearnerSection,
     QuantizationSection,
+    RolloutSection,
     SamplerSection,
     Sleep,
     SyncSection,
@@ -24,7 +29,7 @@ from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.placement import gpus_of_engines
-from megatron_rl.quantization.formats import FP8_CAPABILITY, is_quantized
+from megatron_rl.quantization.formats import FP8_CAPABILITY, is_ignored, is_quantized
 
 EXPERTS_PATTERN = r"re:.*\.experts\..*"  # every expert, for quantization.ignore
 
@@ -57,6 +62,32 @@ def _experts(machine: Machine, shape: ModelShape, format: Format, ignore: list[s
             f"quantization.format: {format} experts have no kernel on hosts; add {EXPERTS_PATTERN!r} to "
             "quantization.ignore (the experts stay in BF16, everything else is quantized), or use format none"
         )
+
+
+def ignored(shape: ModelShape, sampler: SamplerSection, quantization: QuantizationSection) -> Iterator[str]:
+    """Entries that name nothing: what they were meant for would be quantized without a word."""
+    if all(format == Format.none for format in replica_formats(sampler, quantization)):
+        return
+    modules = {name.rpartition(".")[0] for param in params(shape) for name in param.hf} | {"lm_head"}
+    for entry in quantization.ignore:
+        if not any(is_ignored(module, [entry]) for module in modules):
+            near = difflib.get_close_matches(entry, modules, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            yield (
+                f"quantization.ignore: {entry!r} matches no layer of this model; {hint}names are written as in "
+                r"checkpoints, such as model.layers.0.mlp.down_proj, patterns as re:.*\.down_proj"
+            )
+
+
+def arguments(sampler: SamplerSection, rollout: RolloutSection, eval: EvalSection) -> Iterator[str]:
+    """sampler.vllm against the vLLM that is installed, where one is."""
+    known = foreign.fields_of("vllm", ("engine/arg_utils.py",), ("EngineArgs",))
+    if known is not None:
+        given = {key: value for key, value in sampler.vllm.items() if key not in OWNED_ARGUMENTS}
+        yield from foreign.misfits("sampler.vllm", "vLLM's EngineArgs", given, known, null=True)
+    longest = rollout.max_prompt_tokens + max(rollout.max_response_tokens, eval.max_response_tokens or 0)
+    if (given_length := sampler.vllm.get("max_model_len") or longest) < longest:
+        yield f"sampler.vllm.max_model_len: {given_length}, but prompt and answer take {longest} tokens; leave it out"
 
 
 def cache(machine: Machine, quantization: QuantizationSection) -> Iterator[str]:
@@ -119,4 +150,4 @@ def transport(
         )
 
 
-RULES = (experts, cache, sleep, transport)
+RULES = (experts, ignored, arguments, cache, sleep, transport)

@@ -41,18 +41,18 @@ def absent_model(model: ModelSection) -> Iterator[Absent]:
     elif weights and not list(folder.glob("*.safetensors")):
         yield Absent(
             f"{folder}: .safetensors (model.path)",
-            f"model.path: {model.path} holds no .safetensors weights; run the recipe that makes them "
-            "(for the toy: recipes/toy_sft.yaml), or set model.init=random",
+            f"model.path: {model.path} holds no .safetensors weights; bring them there (for the toy, the run of "
+            "recipes/toy_sft.yaml makes them), or set model.init=random",
         )
 
 
 def absent_data(data: DataSection) -> Iterator[Absent]:
-    for key in ("train", "eval"):
-        value = getattr(data, key)
-        if value and not Path(value).is_file():
-            yield Absent(
-                f"{value} (data.{key})", f"data.{key}: no file {value!r}; `megatron-rl toy` makes the toy's data"
-            )
+    given = {key: value for key in ("train", "eval") if (value := getattr(data, key))}
+    toy = any(Path(value).is_relative_to("data/toy") for value in given.values())
+    way_out = "`megatron-rl toy` makes the toy's data" if toy else "bring it there, or name another file"
+    for key, value in given.items():
+        if not Path(value).is_file():
+            yield Absent(f"{value} (data.{key})", f"data.{key}: no file {value!r}; {way_out}")
 
 
 def absent_dir(sync: SyncSection) -> Iterator[Absent]:

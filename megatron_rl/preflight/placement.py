@@ -6,9 +6,13 @@ import os
 from collections.abc import Iterator
 
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, devices, distant, is_fleet
-from megatron_rl.config.schema import Device, LearnerSection, SamplerSection, Sleep, SyncSection
+from megatron_rl.config.schema import Device, LearnerSection, RewardSection, SamplerSection, Sleep, SyncSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import Machine
+
+# of one process that has done nothing yet, as measured
+RANK_GIB = 0.6
+WORKER_GIB = 0.03
 
 
 def ranks(machine: Machine, learner: LearnerSection) -> Iterator[str]:
@@ -70,16 +74,30 @@ def fleet_gpus(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
         )
 
 
-def host_memory(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
-    """KV caches alone: a fleet multiplies them, and hosts kill what takes too much."""
-    if machine.kind != Device.cpu or not is_fleet(sampler):
+def host_memory(
+    machine: Machine, sampler: SamplerSection, learner: LearnerSection, reward: RewardSection
+) -> Iterator[str]:
+    """What processes take by being there, and KV caches: hosts kill what takes too much."""
+    if machine.kind != Device.cpu:  # hosts of GPUs have enough, and may be elsewhere
         return
-    each = sampler.vllm.get("kv_cache_memory_bytes", HOST_CACHE_BYTES) / (1 << 30)
-    wanted = sampler.fleet.replicas * sampler.tensor_parallel * each
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    wanted = reward.workers * WORKER_GIB
     if wanted > installed:
         yield (
-            f"sampler.vllm.kv_cache_memory_bytes: {each:g} GiB for each of {sampler.fleet.replicas} servers is "
+            f"reward.workers: {reward.workers} take about {wanted:.0f} GiB, this machine has {installed:.0f}; lower it"
+        )
+    world = Layout.from_config(learner).world
+    if world * RANK_GIB > installed:
+        yield (
+            f"learner: {world} ranks take about {world * RANK_GIB:.0f} GiB before they hold any weight, this machine "
+            f"has {installed:.0f}; lower learner.data_parallel={learner.data_parallel}, or another parallel size"
+        )
+    each = (sampler.vllm.get("kv_cache_memory_bytes") or HOST_CACHE_BYTES) / (1 << 30)
+    engines = sampler.fleet.replicas if is_fleet(sampler) else 1
+    wanted = engines * sampler.tensor_parallel * each
+    if wanted > installed:
+        yield (
+            f"sampler.vllm.kv_cache_memory_bytes: {each:g} GiB for each of {engines} servers is "
             f"{wanted:g} GiB, this machine has {installed:.0f}; lower it, or sampler.fleet.replicas"
         )
 

@@ -6,7 +6,15 @@ from collections import Counter
 from pathlib import Path
 
 from megatron_rl.config.fleet import is_fleet, replica_formats
-from megatron_rl.config.schema import Config, CorrectionConfig, QuantizationSection, RunSection, SamplerSection
+from megatron_rl.config.schema import (
+    Config,
+    CorrectionConfig,
+    Level,
+    Outside,
+    QuantizationSection,
+    RunSection,
+    SamplerSection,
+)
 from megatron_rl.preflight.checks import Checked
 from megatron_rl.preflight.sync_plan import plan_sync
 
@@ -30,6 +38,7 @@ def describe(config: Config, checked: Checked) -> str:
         ("loss", loss),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
         *(("to bring:", what) for what in checked.to_bring),
+        *(("note:", what) for what in checked.notes),
     ]  # fmt: skip
     return "\n".join(f"{name:<8} {text}" for name, text in rows) + "\nnothing was written (dry run)"
 
@@ -47,7 +56,18 @@ def _sampler(sampler: SamplerSection, quantization: QuantizationSection) -> str:
 def _correction(correction: CorrectionConfig) -> str:
     weight = correction.weight
     rules = f", {len(correction.reject)} reject rule(s)" if correction.reject else ""
-    return f"{weight.level} weight" + (f" capped at {weight.high:g}" if weight.high else "") + rules
+    if weight.level == Level.none:
+        return f"no weight{rules}"
+    inside = " to ".join(f"{bound:g}" for bound in (weight.low, weight.high) if bound is not None)
+    if weight.target_ess is not None:
+        bounds = f", capped for an effective sample size of {weight.target_ess:g}"
+    elif weight.outside == Outside.zero:
+        where = "above" if weight.low is None else "below" if weight.high is None else "outside"
+        bounds = f", 0 {where} {inside}"
+    else:
+        low = f", at least {weight.low:g}" if weight.low is not None else ""
+        bounds = (f" capped at {weight.high:g}" if weight.high is not None else "") + low
+    return f"{weight.level} weight{bounds}{rules}"
 
 
 def _stop(run: RunSection) -> str:

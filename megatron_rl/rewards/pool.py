@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import RewardSection
 from megatron_rl.environment import for_rewards
 from megatron_rl.process import end_with_descendants, for_the_driver_alone
+from megatron_rl.rewards.functions import BUILT_IN, own_places
 from megatron_rl.rewards.log import RewardLog
 
 START_TIMEOUT_S = 60.0
@@ -75,6 +76,17 @@ class RewardPool:
         self._log.close()
 
 
+def check_importable(config: RewardSection) -> None:
+    """Raises what `start` would. The user's module is imported in a process of its own, as it will be later."""
+    if config.name in BUILT_IN:
+        return
+    pool = RewardPool(replace(config, workers=1), "")
+    try:
+        pool.start()
+    finally:
+        pool.close()
+
+
 class _Breaker:
     """Ends the scoring of all workers once nearly all of the last answers were late."""
 
@@ -119,7 +131,7 @@ class _Worker:
             )
         start = {
             "name": self._config.name,
-            "path": [os.getcwd(), *filter(None, sys.path)],
+            "path": [os.getcwd(), *filter(None, sys.path), *own_places()],
             "memory_bytes": MEMORY_BYTES,
         }
         try:

@@ -18,8 +18,10 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.correction_rules import check_correction
+from megatron_rl.config.load import PRESET_SECTIONS
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite
+from megatron_rl.config.shape import misfits
 from megatron_rl.translation.areal import areal
 from megatron_rl.translation.fireworks import fireworks
 from megatron_rl.translation.keys import LEFT_OUT, Translation, TranslationError
@@ -92,13 +94,20 @@ def translate_file(framework: str, path: str | Path) -> str:
         raise TranslationError(f"{path}: not readable as text: {error}") from None
     try:
         mapping = read_yaml(text)
-        found = translate(framework, {} if mapping is None else mapping)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise TranslationError(f"{path}: not valid YAML ({error})") from None
-    except RecursionError:
-        raise TranslationError(f"{path}: an alias in it refers to what it is part of") from None
+    found = translate(framework, {} if mapping is None else mapping)
+    if mapping and _is_ours(mapping) and found == translate(framework, {}):
+        raise TranslationError(
+            f"{path}: this is a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
+        )
     lines = [f"{framework}: {Path(path).name}", *found.notes]
     return "".join(f"{_comment(line)}\n" for line in lines) + yaml_text(found.config)
+
+
+def _is_ours(mapping: Mapping[str, Any]) -> bool:
+    """Whether it fits our own schema; presets and bases are names there."""
+    return not any(misfits({key: value for key, value in mapping.items() if key not in ("base", *PRESET_SECTIONS)}))
 
 
 def _comment(text: str) -> str:

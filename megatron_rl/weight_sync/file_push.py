@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from megatron_rl.weight_sync.transports import SamplerClient
 
 WRITE_AHEAD = 16  # tensors between gathering and writing
 WRITER_POLL_S = 0.5
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Handover = queue.Queue[tuple[str, torch.Tensor] | BaseException | None]  # None: the end
 
@@ -62,12 +64,10 @@ class FilePush:
         self._sampler.update_weights(self._update_info(version))
         self._sampler.finish_weight_update(str(version))
 
-    def starts_over(self) -> bool:
-        was_patch = len(self._lineage.versions) > 1
+    def start_over(self) -> None:
         self._lineage.versions.clear()
         for sent in self._sent.values():
             sent.forget()
-        return was_patch
 
     def forget(self, version: int) -> None:
         for format in self._sources:
@@ -141,7 +141,7 @@ class FilePush:
         started = time.perf_counter()
         source = self._sources[format]
         tensors = source.tensors(parameters)
-        failure, count, nbytes = None, 0, 0
+        failure, passing, count, nbytes = None, False, 0, 0
         try:
             if self._sync_dir is not None:
                 self._sync_dir.require_free(self._nbytes)
@@ -149,7 +149,8 @@ class FilePush:
                 written = self._write_alongside(version, format, tensors)
                 count, nbytes = written.tensors, written.nbytes
         except (WeightSyncError, OSError) as error:
-            failure = str(error)
+            failure, cause = str(error), error.__cause__ or error
+            passing = isinstance(cause, OSError) and cause.errno not in FULL
         for _ in tensors:  # the other ranks of the group are still in the middle of it
             pass
         elapsed = time.perf_counter() - started
@@ -160,7 +161,14 @@ class FilePush:
         )
         sent = self._sent.get(format, Sent())
         return Contribution(
-            source.failure or failure, nbytes, count, seconds, summarize(source.errors), sent.values, sent.changed
+            source.failure or failure,
+            nbytes,
+            count,
+            seconds,
+            summarize(source.errors),
+            sent.values,
+            sent.changed,
+            passing=passing and source.failure is None,
         )
 
     def _write_alongside(self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:

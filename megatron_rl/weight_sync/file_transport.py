@@ -26,7 +26,7 @@ from megatron_rl.weight_sync.buckets import BUCKET_BYTES
 from megatron_rl.weight_sync.delta import Sent
 from megatron_rl.weight_sync.manifest import Manifest, TensorEntry, WeightSyncError
 
-ALIGNMENT = 64  # bytes: tensors are mapped in place, and kernels like aligned rows
+ALIGNMENT = 64  # bytes: tensors begin where a cache line does, which is where copying is fast
 SHARED_MEMORY = Path("/dev/shm")
 BACKGROUND = "background"
 SPARE = "spare"  # files of a version that is no longer needed
@@ -153,7 +153,7 @@ class _Buckets:
                 file,
                 offset,
                 data.nbytes,
-                manifests.checksum(data.data),
+                manifests.checksum(data.data, name),
                 None if patch is None else patch.changes,
             )
         )

@@ -7,7 +7,7 @@ them and compares the whole with what its engine expects before a single byte re
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -35,7 +35,7 @@ class TensorEntry:
     file: str  # relative to the manifest
     offset: int
     nbytes: int
-    checksum: str  # of the tensor, not of its patch
+    checksum: str  # of the tensor, not of its patch; covers the name
     changes: int | None = None  # the file holds a patch with so many changes; None: it holds the tensor
 
     @property
@@ -56,14 +56,35 @@ class Manifest:
     files: dict[str, int]  # file name -> bytes
     tensors: tuple[TensorEntry, ...]
     base: int | None = None  # the policy version that patches build on
+    checksum: str = ""  # of all the rest
 
 
-def checksum(data: bytes | memoryview) -> str:
-    return xxhash.xxh3_64_hexdigest(data)
+def hashing(name: str) -> xxhash.xxh3_64:
+    """Takes in the bytes of a tensor: under another name they have another checksum."""
+    return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(name.encode()))
+
+
+def checksum(data: bytes | memoryview, name: str) -> str:
+    hashed = hashing(name)
+    hashed.update(data)
+    return hashed.hexdigest()
 
 
 def encode(manifest: Manifest) -> bytes:
-    return msgspec.json.encode(manifest)
+    """With the checksum of its own."""
+    return msgspec.json.encode(replace(manifest, checksum=_own_checksum(manifest)))
+
+
+def verify_own(manifest: Manifest) -> None:
+    if manifest.checksum != _own_checksum(manifest):
+        raise WeightSyncError(
+            f"manifest {manifest.writer} of policy version {manifest.policy_version} is corrupt: it does not match its "
+            "own checksum"
+        )
+
+
+def _own_checksum(manifest: Manifest) -> str:
+    return checksum(msgspec.json.encode(replace(manifest, checksum="")), "manifest")
 
 
 def read(path: Path) -> Manifest:
@@ -71,6 +92,8 @@ def read(path: Path) -> Manifest:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise WeightSyncError(f"the manifest {path} is missing: its writer did not finish") from None
+    except OSError as error:
+        raise WeightSyncError(f"the manifest {path} is unreadable: {error}") from error
     except msgspec.DecodeError as error:
         raise WeightSyncError(f"the manifest {path} is unreadable: {error}") from error
 

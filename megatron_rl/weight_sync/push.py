@@ -1,8 +1,8 @@
 """One weight sync, from the learner's shards to a sampler that serves the new version.
 
-Every rank of the learner calls `push`; rank 0 also drives the sampler. Whatever goes wrong on any rank, or in the
-sampler, is raised on all of them, and the sampler keeps serving the version before; with `sync.staged: false` it may be
-left without one, and then refuses to generate.
+Every rank of the learner calls `push`; rank 0 also drives the sampler. What the sampler refuses is sent once more.
+Whatever else goes wrong on any rank, or in the sampler, is raised on all of them, and the sampler keeps serving the
+version before; with `sync.staged: false` it may be left without one, and then refuses to generate.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -74,23 +75,30 @@ class WeightSync:
         self._learner = learner
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.transport = _transport(sources, sampler, sync, engines, fleet)
-        self._refused = False  # the last version, by the sampler
+        self._again = False  # whether the last version failed in a way that sending it again can mend
         self._plan_seconds = time.perf_counter() - started
 
     def push(self, version: int) -> SyncReport:
         """Send the learner's present weights as policy `version`; returns once the sampler serves them.
 
-        A patch that was refused is followed by the whole.
+        What the sampler refused, or a file system did not take for another reason than its size, is sent again, once
+        and whole: a bit that flipped on the way will not flip twice.
         """
-        self._refused = False
         try:
             return self._push(version)
-        except Exception:  # of every kind: the transport must not build on a version that did not arrive
-            if not (self.transport.starts_over() and self._refused):
+        except Exception as error:  # of every kind: the transport must not build on a version that did not arrive
+            self.transport.start_over()
+            if not self._again:
                 raise
-        return self._push(version)
+            first = str(error)
+        try:
+            return replace(self._push(version), first_failure=first)
+        except WeightSyncError as error:
+            self.transport.start_over()
+            raise WeightSyncError(f"{error} (sent twice; the first time: {first})") from error
 
     def _push(self, version: int) -> SyncReport:
+        self._again = False
         started = time.perf_counter()
         plan_seconds, self._plan_seconds = self._plan_seconds, 0.0
         with _lost_ranks_named(version):
@@ -98,6 +106,7 @@ class WeightSync:
             parts = [Contribution.decode(part) for part in exchange(mine.encode())]
         failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
         if failures:
+            self._again = all(part.passing for part in parts if part.failure)
             if self._rank == 0:
                 self.transport.forget(version)
             raise WeightSyncError(f"policy version {version} was not sent: " + "; ".join(failures[:3]))
@@ -127,7 +136,7 @@ class WeightSync:
             waited = time.perf_counter() - started
             self.transport.tidy(version, taken=outcome is None)  # before another rank writes anything again
         refused = isinstance(outcome, WeightSyncError)
-        waited, message, self._refused = exchange([waited, None if outcome is None else str(outcome), refused])[0]
+        waited, message, self._again = exchange([waited, None if outcome is None else str(outcome), refused])[0]
         if outcome is not None:
             raise outcome
         if message is not None:

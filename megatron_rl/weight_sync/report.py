@@ -32,6 +32,7 @@ class SyncReport:
     seconds: SyncSeconds
     error: ErrorSummary
     changed_fraction: float | None = None  # values that differ from the version before; None where nobody compared
+    first_failure: str = ""  # why it had to be sent again
 
     def metrics(self) -> dict[str, float]:
         out = {f"sync/{name}_s": value for name, value in vars(self.seconds).items()}
@@ -39,6 +40,7 @@ class SyncReport:
             "sync/version": float(self.version),
             "sync/bytes": float(self.nbytes),
             "sync/tensors": float(self.tensors),
+            "sync/resent": float(bool(self.first_failure)),
         }
         if self.changed_fraction is not None:
             out["sync/changed_fraction"] = self.changed_fraction
@@ -62,6 +64,7 @@ class Contribution:
     error: ErrorSummary = field(default_factory=ErrorSummary)
     values: int = 0  # compared with the version before
     changed: int = 0
+    passing: bool = False  # the failure is one that may not come again
 
     @classmethod
     def sum(cls, parts: Sequence[Contribution]) -> Contribution:
@@ -75,6 +78,7 @@ class Contribution:
             ErrorSummary.merge(part.error for part in parts),
             sum(part.values for part in parts),
             sum(part.changed for part in parts),
+            all(part.passing for part in parts if part.failure),
         )
 
     def encode(self) -> dict[str, Any]:

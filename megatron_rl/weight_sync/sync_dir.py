@@ -1,25 +1,26 @@
 """The private folder that versions pass through: made for one run, held by a lock, removed at its end.
 
 The lock, not a process number, says whether a folder's run is still alive: it holds across containers that share
-memory, and the kernel drops it however the run ends.
+memory, and the kernel drops it however the run ends (owned_folder.py).
 """
 
 from __future__ import annotations
 
-import fcntl
+import math
 import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
+from megatron_rl.owned_folder import LOCK as LOCK
+from megatron_rl.owned_folder import claim, is_abandoned
 from megatron_rl.scratch import remove_with_it
 from megatron_rl.weight_sync.file_transport import SHARED_MEMORY, spare_bytes
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 PREFIX = "megatron-rl-sync-"
-LOCK = "owner.lock"
 GRACE_S = 60.0  # a folder this young may not hold its lock yet
 
 
@@ -31,11 +32,10 @@ class SyncDir:
             self._parent.mkdir(parents=True, exist_ok=True)
             remove_stale(self._parent)
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._parent))  # mode 0700
+            self._lock = claim(self.path)
         except OSError as error:
             raise WeightSyncError(f"sync.dir={self._parent} cannot be used: {error}. Name a writable folder") from error
         remove_with_it([self.path])
-        self._lock: BinaryIO = (self.path / LOCK).open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def require_free(self, nbytes: int) -> None:
         """Files that the next version will write again count as free."""
@@ -43,30 +43,33 @@ class SyncDir:
         free = stat.f_bavail * stat.f_frsize + spare_bytes(self.path)
         if free < nbytes:
             raise WeightSyncError(
-                f"an update of {nbytes / 2**20:.0f} MiB does not fit into {self._parent}, which has "
-                f"{free / 2**20:.0f} MiB free: free space there, or set sync.dir to a larger file system"
+                f"an update of {_mib(nbytes, math.ceil)} MiB does not fit into {self._parent}, which has "
+                f"{_mib(free, math.floor)} MiB free: free space there, or set sync.dir to a larger file system"
             )
 
     def close(self) -> None:
-        self._lock.close()
+        os.close(self._lock)
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def remove_stale(parent: Path) -> list[Path]:
-    """Folders of this user's runs that ended without removing them."""
-    removed = []
-    for folder in parent.glob(PREFIX + "*"):
-        try:
-            stat = folder.stat()
-            if stat.st_uid != os.getuid() or time.time() - stat.st_mtime < GRACE_S:
-                continue
-            with (folder / LOCK).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-                removed.append(folder)
-        except (BlockingIOError, FileNotFoundError, NotADirectoryError):
-            continue  # alive, or removed by someone else meanwhile
-    return removed
+    """Folders of this user's runs that ended without removing them. What else has such a name is nobody's business."""
+    stale = [folder for folder in parent.glob(PREFIX + "*") if _age(folder) >= GRACE_S and is_abandoned(folder)]
+    for folder in stale:
+        shutil.rmtree(folder, ignore_errors=True)
+    return stale
+
+
+def _age(folder: Path) -> float:
+    try:
+        return time.time() - folder.lstat().st_mtime
+    except OSError:
+        return 0.0  # gone
+
+
+def _mib(nbytes: int, rounded: Callable[[float], int]) -> str:
+    """To a tenth, up for what is needed and down for what there is, so that the two never look equal."""
+    return f"{rounded(nbytes / 2**20 * 10) / 10:.1f}".removesuffix(".0")
 
 
 def _shared_memory() -> Path:

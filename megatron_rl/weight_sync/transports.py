@@ -59,7 +59,7 @@ class Push(Protocol):
     def tidy(self, version: int, taken: bool) -> None:
         """Rank 0, after `load`: what is kept of a version, now that the sampler has taken or refused it."""
 
-    def starts_over(self) -> bool:
-        """Every rank, after a version did not arrive: whether it is worth sending again, in another way."""
+    def start_over(self) -> None:
+        """Every rank, after a version did not arrive: nothing may build on it, the next one is whole."""
 
     def close(self) -> None: ...

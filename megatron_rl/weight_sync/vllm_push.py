@@ -92,8 +92,8 @@ class VllmPush:
     def forget(self, version: int) -> None:
         self._relay.abandon(f"policy version {version} was not sent by every rank")
 
-    def starts_over(self) -> bool:
-        return False  # every version is sent whole
+    def start_over(self) -> None:
+        pass  # every version is sent whole
 
     def tidy(self, version: int, taken: bool) -> None:
         pass  # nothing lies anywhere

@@ -19,11 +19,16 @@ from megatron_rl.engine.receiver import BACKEND, FileUpdateInfo, FileWeightTrans
 
 class FaultyEngine(FileWeightTransferEngine):
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        self.fault = Path(update_info.directory) / "fault"
+        self.fault, self.version = Path(update_info.directory) / "fault", update_info.policy_version
         super().receive_weights(update_info)
 
     def prepare(self, tensors):
         name = self.fault.read_text() if self.fault.exists() else ""
+        for path in self.fault.parent.glob(f"v*{self.version}/*.bin"):  # after the check, before anything is loaded
+            if name == "changed_after_the_check":
+                path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+            elif name == "cut_after_the_check":
+                os.truncate(path, path.stat().st_size // 2)
         if name == "parameter_not_written":
             tensors = {key: tensor for key, tensor in tensors.items() if key != "model.norm.weight"}
         make_live = super().prepare(tensors)

@@ -52,6 +52,7 @@ def test_updates_reach_every_expert_and_faults_are_named(family: str, found: dic
     assert case.get("kept_kernels_show", True), "without packing the experts again the answers are wrong"
     assert stack in case["unwritten"]
     assert "unwritten" in case["unwritten"]
+    assert "corrupt tensor" in case["changed"], "what is loaded in place is checked when it is loaded"
     assert case["healed"]
 
 

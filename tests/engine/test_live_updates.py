@@ -147,6 +147,19 @@ def test_a_faulty_update_is_refused_and_the_old_version_serves_on(live_int8, fau
     assert essence(live.rollouts()) != before
 
 
+@pytest.mark.fault("a version's files change after they were checked", "refused, the version before serves on")
+@pytest.mark.parametrize("fault", ["changed_after_the_check", "cut_after_the_check"])
+def test_what_is_loaded_is_what_was_checked(live_int8, fault):
+    live: Live = live_int8
+    live.update(21)
+    before = essence(live.rollouts())
+    with pytest.raises(WeightSyncError, match=r"corrupt tensor|truncated file"):
+        live.update(22, fault)
+    assert essence(live.rollouts()) == before
+    live.update(22)
+    assert essence(live.rollouts()) != before
+
+
 def test_patches_load_like_whole_tensors(live_fp8):
     """A version of patches, read by a receiver that has not read the one before; then one whose base is gone."""
     live: Live = live_fp8

@@ -11,6 +11,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from megatron_rl.engine import reload
 from megatron_rl.engine.child import Engine
 from megatron_rl.engine.expectation import cache_scales
+from megatron_rl.weight_sync.file_transport import version_directory
 
 
 def run_case(case: Case, victim: str) -> dict[str, Any]:
@@ -31,6 +32,8 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
         found["kept_kernels_show"] = case.update_wrongly(engine, keep_kernels) == "" and answers(engine) != first
     found["unwritten"] = case.update_wrongly(engine, drop(victim))
     case.version += 1  # a torn engine wants a newer version
+    found["changed"] = case.update_wrongly(engine, change_files(case))
+    case.version += 1
     found["healed"] = case.update(engine, case.tensors(1)) == "" and answers(engine) == first
     if case.hf["model_type"] == "mixtral":
         found["layerwise"] = [run_layerwise(engine, case.tensors(1)), run_layerwise(engine, whole, victim)]
@@ -65,6 +68,17 @@ def keep_kernels(model: Any, tensors: Any, load: Callable[[Any], None]) -> None:
         load(tensors)
     finally:
         reload.restore_checkpoint_layout = restore
+
+
+def change_files(case: Case) -> Callable[..., None]:
+    """Every file of the version changes after it was accepted."""
+
+    def load_changed(model: Any, tensors: Any, load: Callable[[Any], None]) -> None:
+        for path in version_directory(case.folder, case.version).glob("*.bin"):
+            path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+        load(tensors)
+
+    return load_changed
 
 
 def drop(victim: str) -> Callable[..., None]:

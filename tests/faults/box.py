@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,12 @@ class Box:
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """`megatron-rl WORDS`, in a session of its own; its output in the file `screen`."""
+        return self.launch([*MEGATRON_RL, *words], **options)
+
+    def launch(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         screen = (self.folder / "screen").open("w")
         options = {"stdout": screen, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL} | options
         environment = os.environ | {"TMPDIR": str(self.tmp)} | self.env
-        command = [*MEGATRON_RL, *words]
         process = subprocess.Popen(
             command, cwd=self.folder, env=environment, text=True, start_new_session=True, **options
         )

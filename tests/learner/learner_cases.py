@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,43 @@ def make_batch(rows: int = 14, seed: int = 0) -> Batch:
         groups_B=torch.arange(rows) // 4,
         versions_B=torch.zeros(rows, dtype=torch.int64),
     )
+
+
+def _without_answers(batch: Batch, kept: tuple[int, ...] = ()) -> Batch:
+    """All answers but those of the rows `kept` are empty."""
+    answered_B = torch.isin(torch.arange(len(batch)), torch.tensor(kept))
+    return replace(
+        batch,
+        response_lengths_B=torch.where(answered_B, batch.response_lengths_B, 0),
+        mask_BT=batch.mask_BT & answered_B[:, None],
+        sampler_logprobs_BT=batch.sampler_logprobs_BT * answered_B[:, None],
+    )
+
+
+def _trained(batch: Batch, rows: tuple[int, ...]) -> Batch:
+    """Only the first token of these rows counts."""
+    mask_BT = torch.zeros_like(batch.mask_BT)
+    mask_BT[list(rows), 0] = True
+    return replace(batch, mask_BT=mask_BT & batch.mask_BT)
+
+
+def _rows(*rows: int) -> Batch:
+    """The first row is much longer than the others, row 3 has no answer, row 5 counts nothing."""
+    return make_batch(6).rows(torch.tensor(rows, dtype=torch.int64))
+
+
+# what a step may be short of
+EMPTINESS: dict[str, Callable[[], Batch]] = {
+    "nothing": lambda: _rows(*range(6)),
+    "answers": lambda: _without_answers(_rows(*range(6))),
+    "all answers but the longest": lambda: _without_answers(_rows(*range(6)), (0,)),
+    "all answers but one": lambda: _without_answers(_rows(*range(6)), (4,)),
+    "tokens to train on": lambda: _trained(_rows(*range(6)), ()),
+    "all tokens but one": lambda: _trained(_rows(*range(6)), (2,)),
+    "rows": lambda: _rows(),
+    "all rows but one": lambda: _rows(1),
+    "all rows but one without an answer": lambda: _rows(3),
+}
 
 
 def make_targets(batch: Batch, anchor_BT: torch.Tensor, seed: int = 1) -> Targets:

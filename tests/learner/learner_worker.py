@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from learner_cases import make_batch, make_targets
+from learner_cases import EMPTINESS, make_batch, make_targets
 
 from megatron_rl.config.schema import (
     Config,
@@ -92,6 +92,34 @@ def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
     return learner.update(replace(targets, ref_logprobs_BT=before_BT - 0.5, mask_BT=nothing_BT))
 
 
+def emptiness(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """Scores and one update for every case of little or nothing."""
+    found = {}
+    for name, make in EMPTINESS.items():
+        learner.init_random(7)
+        learner.take_activation_amax(), learner.take_cache_amax()
+        before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
+        batch = make()
+        logprobs_BT, steps = learner.logprobs(batch), learner.steps
+        seen = {"norms": learner.take_activation_amax(), "cache": learner.take_cache_amax()}
+        update = learner.update(make_targets(batch, torch.zeros_like(logprobs_BT)))
+        moved = [not torch.equal(old, new) for old, (_, new) in zip(before, learner.named_parameters(), strict=True)]
+        found[name] = {
+            "logprobs": logprobs_BT.tolist(),
+            "seen": {what: _over_all_ranks(learner, amax) for what, amax in seen.items()},
+            "update": update,
+            "steps": learner.steps - steps,
+            "moved": _over_all_ranks(learner, torch.tensor(any(moved)).float()) > 0,
+        }
+    return found
+
+
+def _over_all_ranks(learner: Learner, seen: torch.Tensor) -> list[Any]:
+    if learner.world_size > 1:
+        dist.all_reduce(seen, dist.ReduceOp.MAX)
+    return seen.tolist()
+
+
 def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """A minibatch with one infinite advantage, then a good one."""
     batch = make_batch()
@@ -129,16 +157,13 @@ def activations(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     cached_L2 = learner.take_cache_amax()
     seen_LNH = learner.take_activation_amax()
     empty = bool(learner.take_activation_amax().any())
-    if learner.world_size > 1:
-        for seen in (seen_LNH, cached_L2, trained_L2):
-            dist.all_reduce(seen, dist.ReduceOp.MAX)
     return {
-        "amax": seen_LNH.tolist(),
+        "amax": _over_all_ranks(learner, seen_LNH),
         "unseen": bool(unseen_LNH.any()),
         "left": empty,
-        "cache": cached_L2.tolist(),
+        "cache": _over_all_ranks(learner, cached_L2),
         "cache_unseen": bool(unseen_L2.any()),
-        "cache_trained": trained_L2.tolist(),
+        "cache_trained": _over_all_ranks(learner, trained_L2),
     }
 
 
@@ -173,6 +198,7 @@ KINDS = {
     "train": train,
     "nonfinite": nonfinite,
     "rejected": rejected,
+    "emptiness": emptiness,
     "broadcast": broadcast,
     "dead_rank": dead_rank,
     "activations": activations,

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.data.toy import write_toy
 from megatron_rl.runs.run_dir import read_status
 
 ROOT = Path(__file__).parents[2]
@@ -157,3 +158,27 @@ def test_bad_arguments(tool, place, capsys, words, message):
     with pytest.raises(SystemExit):
         call(tool, place, *words)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.fault("one of several corrections is mistyped, or an override cannot work", "no run is started")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--corrections", "none", "tiss"], "correction is tiss: no preset; did you mean tis?"),
+        (["--corrections", "none", "tis", "bypass", "loss.name=ppo", "optim.lr=0"], "optim.lr: 0, expected above 0"),
+        (["--corrections", "tis", "--seeds", "1", "-3"], "run.seed: -3, expected 0 or more"),
+        (["--corrections", "tis", "--steps", "-1"], "run.steps: -1, expected 0 or more"),
+        (["--corrections", "tis", "foo.bar=1"], "foo: unknown key"),
+        (["--corrections", "tis", "model.path=nowhere"], "no config.json in 'nowhere'"),
+        (["--corrections", "tis", "data.train=nope.jsonl"], "no file 'nope.jsonl'"),
+        (["--corrections", "tis", "reward.name=nope:f"], "No module named 'nope'"),
+    ],
+)
+def test_a_mistake_is_found_before_the_first_run(tool, tmp_path, monkeypatch, capsys, words, said):
+    write_toy(tmp_path / "data" / "toy")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(f"base: {ROOT}/conf/toy.yaml\nmodel: {{path: data/toy/model, init: random}}\n")
+    monkeypatch.setattr(tool.Runner, "run", lambda self, arguments: pytest.fail("a run was started"))
+    assert tool.main(["mine.yaml", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

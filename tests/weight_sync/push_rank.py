@@ -62,7 +62,7 @@ class Client:
         for _, entry in manifest.join(parts).values():
             data = (version_directory(directory, version) / entry.file).read_bytes()
             data = data[entry.offset : entry.offset + entry.nbytes]
-            assert manifest.checksum(data) == entry.checksum
+            assert manifest.checksum(data, entry.name) == entry.checksum
             flat = torch.frombuffer(bytearray(data), dtype=torch_dtype(entry.dtype))
             self.tensors[entry.name] = flat.view(entry.shape)
 
@@ -70,7 +70,9 @@ class Client:
         self.calls.append(f"finish {weight_version}")
 
 
-def join_pair(rank: int, rendezvous: str, folder: str) -> tuple[WeightSync, Weights, Client]:
+def join_pair(
+    rank: int, rendezvous: str, folder: str, client: Client | None = None
+) -> tuple[WeightSync, Weights, Client]:
     """Become one of two tensor-parallel ranks that send INT8; the client is rank 0's sampler."""
     torch.set_num_threads(1)
     buckets.BUCKET_BYTES = 1 << 20  # several of them
@@ -80,8 +82,28 @@ def join_pair(rank: int, rendezvous: str, folder: str) -> tuple[WeightSync, Weig
         quantization=QuantizationSection(format=Format.int8),
         sync=SyncSection(dir=folder),
     )
-    client, learner = Client(), Weights(rank, 2)
+    client, learner = client or Client(), Weights(rank, 2)
     return open_sync(learner, client if rank == 0 else None, config), learner, client
+
+
+class RefusesOnce(Client):
+    def update_weights(self, update_info: Any) -> None:
+        self.refuse = "update" not in self.calls
+        super().update_weights(update_info)
+
+
+def run_resending_rank(rank: int, rendezvous: str, folder: str, out: str) -> None:
+    """Two versions, the first of which is refused at the first attempt."""
+    sync, _, client = join_pair(rank, rendezvous, folder, RefusesOnce())
+    reports = [sync.push(version) for version in (1, 2)]
+    sync.close()
+    found = {
+        "calls": client.calls,
+        "resent": [report.metrics()["sync/resent"] for report in reports],
+        "first_failure": reports[0].first_failure,
+    }
+    Path(out).write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 def run_rank(rank: int, rendezvous: str, folder: str, out: str) -> None:

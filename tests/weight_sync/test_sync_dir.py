@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_rl import owned_folder
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.sync_dir import GRACE_S, LOCK, PREFIX, SyncDir, remove_stale
 
@@ -50,3 +54,115 @@ def test_unusable_parent_names_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WeightSyncError, match=r"sync.dir=.*/file"):
         SyncDir(str(tmp_path / "file"))
+
+
+def leftover(parent: Path, name: str, boot: str, host: str) -> Path:
+    folder = parent / f"{PREFIX}{name}"
+    folder.mkdir()
+    (folder / LOCK).write_text(f"{boot} {host} 1\n")
+    (folder / "v00000001").mkdir()
+    age(folder)
+    return folder
+
+
+@pytest.mark.fault("locks of the shared file system are local to a node", "another node's live folder is left alone")
+def test_a_folder_is_judged_where_its_lock_was_given_alone(tmp_path: Path) -> None:
+    here, boot = socket.gethostname(), owned_folder.BOOT_ID.read_text().strip()
+    elsewhere = leftover(tmp_path, "elsewhere", "another-boot", "another-host")
+    twin = leftover(tmp_path, "twin", boot, "another-name-for-this-kernel")
+    before = leftover(tmp_path, "before", "another-boot", here)
+    killed = leftover(tmp_path, "killed", boot, here)
+    assert sorted(remove_stale(tmp_path)) == sorted([before, killed, twin])
+    assert elsewhere.exists()
+
+
+def test_the_lock_names_its_owner(tmp_path: Path) -> None:
+    own = SyncDir(str(tmp_path))
+    boot, host, process = (own.path / LOCK).read_text().split()
+    assert (host, process) == (socket.gethostname(), str(os.getpid()))
+    assert len(boot) == 36
+    own.close()
+
+
+def test_a_killed_owner_s_folder_is_removed_by_the_next(tmp_path: Path) -> None:
+    script = f"import os; from megatron_rl.weight_sync.sync_dir import SyncDir; d = SyncDir({str(tmp_path)!r}); "
+    script += "print(d.path, flush=True); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    folder = Path(killed.stdout.strip())
+    age(folder)
+    following = SyncDir(str(tmp_path))
+    assert not folder.exists()
+    following.close()
+
+
+ODD = {
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a link into nothing": lambda path: path.symlink_to("nowhere"),
+    "a link to a folder": lambda path: path.symlink_to("/"),
+    "a file": lambda path: path.write_text("x"),
+    "a pipe": os.mkfifo,
+    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+    "a folder without a lock": Path.mkdir,
+    "a folder that nobody may enter": lambda path: path.mkdir(0),
+    "a folder whose lock is a folder": lambda path: (path / LOCK).mkdir(parents=True),
+    "a folder whose lock is a pipe": lambda path: (path.mkdir(), os.mkfifo(path / LOCK)),
+    "a folder whose lock is a link": lambda path: (path.mkdir(), (path / LOCK).symlink_to("/etc/hostname")),
+    "a folder whose lock links to itself": lambda path: (path.mkdir(), (path / LOCK).symlink_to(path / LOCK)),
+}
+
+
+@pytest.mark.fault("a stranger's odd file has the name of a run's folder", "no run is refused, nothing is removed")
+@pytest.mark.parametrize("what", ODD)
+def test_an_odd_file_refuses_nobody(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_rl.weight_sync.sync_dir.GRACE_S", 0.0)
+    monkeypatch.chdir(tmp_path)  # a socket's name must be short
+    odd = Path(PREFIX + "odd")
+    ODD[what](odd)
+    own = SyncDir(".")
+    assert odd.is_symlink() or odd.exists()
+    own.close()
+
+
+@pytest.mark.fault("a stranger's folder looks like a dead run's", "it is left alone")
+def test_a_stranger_s_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boot = owned_folder.BOOT_ID.read_text().strip()
+    folder = leftover(tmp_path, "stranger", boot, socket.gethostname())
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    assert remove_stale(tmp_path) == []
+    assert folder.exists()
+
+
+@pytest.mark.fault("a file system gives no locks", "a run starts there")
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(owned_folder.fcntl, "flock", no_locks)
+    first = SyncDir(str(tmp_path))
+    age(first.path)
+    second = SyncDir(str(tmp_path))
+    assert first.path.exists()
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("needed", "free", "said"),
+    [
+        (1, 0, "0.1 MiB does not fit into {}, which has 0 MiB free"),
+        (300_000, 100_000, "0.3 MiB does not fit into {}, which has 0 MiB free"),
+        ((1 << 20) + 1, 1 << 20, "1.1 MiB does not fit into {}, which has 1 MiB free"),
+        (3 << 20, (3 << 20) - 1, "3 MiB does not fit into {}, which has 2.9 MiB free"),
+        (3 << 40, 1 << 40, "3145728 MiB does not fit into {}, which has 1048576 MiB free"),
+    ],
+)
+def test_what_is_needed_never_looks_like_what_there_is(
+    tmp_path: Path, needed: int, free: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = SyncDir(str(tmp_path))
+    real = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((real[0], 1, *real[2:4], free, *real[5:])))
+    with pytest.raises(WeightSyncError) as refused:
+        own.require_free(needed)
+    assert said.format(tmp_path) in str(refused.value)
+    own.close()

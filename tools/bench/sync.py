@@ -317,7 +317,7 @@ def explanation(row: dict[str, Any]) -> list[str]:
     engine = row["engine"]
     parts = {
         "packing in the engine": engine["build_s"],
-        "checksums and mapping in the engine": engine["verify_s"],
+        "reading and checksums in the engine": engine["verify_s"],
         "swapping": engine["load_s"],
         "messages to the engine": row["load"] - sum(engine[key] for key in ("build_s", "verify_s", "load_s")),
         **{f"{phase} in the learner": row[phase] for phase in ("quantize", "gather", "transfer")},

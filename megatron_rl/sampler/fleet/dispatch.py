@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.fleet.replica import Answer, NoServerLeft, Replica, ReplicaGone
+from megatron_rl.sampler.fleet.replica import Answer, NoServerLeft, Replica, ReplicaGone, RequestRefused
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import SamplingParams
 
@@ -27,6 +27,10 @@ class Job:
 
     token_ids: tuple[int, ...]
     seed: int
+    name: str = "a prompt"
+
+    def __str__(self) -> str:
+        return f"{self.name} of {len(self.token_ids)} tokens"
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ class Dispatcher:
             self._on_gone(replica, str(error))
             self._retry(index, str(error))
             return
+        except RequestRefused as error:
+            raise SamplerError(f"{self._jobs[index]} cannot be answered: {error}") from None
         other = {answer.version for answer in answers if answer.token_ids} - {self._version}
         if other:
             reason = f"{replica.name} answered with policy version {min(other)}, not {self._version}"
@@ -132,8 +138,7 @@ class Dispatcher:
         self._retried += 1
         if self._tries[index] >= TRIES:
             raise SamplerError(
-                f"a prompt of {len(self._jobs[index].token_ids)} tokens was given up: {TRIES} tries ended with the "
-                f"server, the last one with: {reason}"
+                f"{self._jobs[index]} was given up: {TRIES} tries ended with the server, the last one with: {reason}"
             )
         self._waiting.appendleft(index)
 

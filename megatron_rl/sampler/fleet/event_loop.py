@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 STOP_S = 5.0
+MEANWHILE_S = 1.0
 
 
 class EventLoopThread:
@@ -19,10 +20,15 @@ class EventLoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run to the end and return the result; an interrupt of the caller cancels it."""
+    def call(self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
+        """Run to the end and return the result; an interrupt of the caller cancels it.
+
+        `meanwhile` is called in the caller's thread every now and then, for what cannot wait for a long call's end.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
+            while not wait([future], MEANWHILE_S).done:
+                meanwhile()
             return future.result()
         except CancelledError:
             raise RuntimeError("the event loop was stopped meanwhile") from None

@@ -22,11 +22,29 @@ from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 HEALTH_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 4.0  # of an idle connection: less than a server's own 5 s, or it could end under a request
 MISSING_LOGPROB = -9999.0  # what the server writes for a logprob that is NaN, infinite or not there
 
 
 class ReplicaGone(SamplerError):
     """The server is unreachable, hangs, or broke down; another one may do better."""
+
+
+class RequestRefused(SamplerError):
+    """The server says that the request is wrong: no other server would take it."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look at a server has shown."""
+
+    alive: bool
+    slow: str = ""  # why it does not answer at once
+
+
+class _Health(msgspec.Struct):
+    engine: str = "answers"
+    error: str = ""
 
 
 class _Logprob(msgspec.Struct):
@@ -80,13 +98,13 @@ class Replica:
     restarts: int = 0
     load: int = 0  # sequences it works on
     served: int = 0  # sequences it has answered
-    running: set[asyncio.Task[list[Answer]]] = field(default_factory=set)
+    running: set[asyncio.Future[Any]] = field(default_factory=set)  # what has been asked of it, to be cancelled with it
     _session: aiohttp.ClientSession | None = None
 
     def take_out(self, reason: str) -> None:
         """No more requests to it; whatever it works on is cancelled, for others to take over."""
         self.ready, self.reason, self.version = False, reason, NO_VERSION
-        for task in list(self.running):
+        for task in self.running - {asyncio.current_task()}:
             task.cancel()
 
     async def close(self) -> None:
@@ -124,7 +142,10 @@ class Replica:
 
     async def call_workers(self, method: str, **arguments: Any) -> None:
         """Call a method of every worker of the engine; the first failure is raised."""
-        answers = await self._collective("guarded_call", [method, arguments])
+        await self._guarded_call(method, arguments, again=True)
+
+    async def _guarded_call(self, method: str, arguments: dict[str, Any], again: bool) -> None:
+        answers = await self._collective("guarded_call", [method, arguments], again)
         for kind, message in filter(None, answers):
             text = f"{self.name}: {message}"
             raise WeightSyncError(text) if kind == WeightSyncError.__name__ else SamplerError(f"{text} ({kind})")
@@ -147,7 +168,7 @@ class Replica:
     async def finish_update(self) -> dict[str, Any]:
         """Load what was verified; afterwards the server stamps its answers with the new version."""
         try:
-            await self.call_workers("finish_weight_update")
+            await self._guarded_call("finish_weight_update", {}, again=False)
         finally:
             states: list[dict[str, Any]] = await self._collective("weight_sync_state", [])
             versions = sorted({state["policy_version"] for state in states})
@@ -167,43 +188,55 @@ class Replica:
         await self.post("/reset_prefix_cache")
         await self.post("/update_weight_version", {"new_version": str(version)})
 
-    async def _collective(self, method: str, arguments: list[Any]) -> list[Any]:
-        body = await self.post("/collective_rpc", {"method": method, "args": arguments})
+    async def _collective(self, method: str, arguments: list[Any], again: bool = True) -> list[Any]:
+        body = await self.post("/collective_rpc", {"method": method, "args": arguments}, again=again)
         return msgspec.json.decode(body)["results"]
 
     async def is_healthy(self) -> bool:
-        """Whether the server answers, and says that its engine lives."""
+        return (await self.look()).alive
+
+    async def look(self) -> Look:
+        """Whether the server answers, and its engine, or at least works."""
         try:
-            await self.request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
-        except SamplerError:
-            return False
-        return True
+            body = await self.request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+            health = msgspec.json.decode(body or b"{}", type=_Health)
+        except (SamplerError, msgspec.DecodeError) as error:
+            return Look(False, str(error))
+        return Look(True, "" if health.engine == "answers" else f"its engine is {health.engine}")
 
     async def get(self, path: str) -> Any:
         return msgspec.json.decode(await self.request("GET", path, timeout_s=self.timeout_s))
 
-    async def post(self, path: str, body: Any = None) -> bytes:
-        return await self.request("POST", path, body, timeout_s=self.timeout_s)
+    async def post(self, path: str, body: Any = None, *, again: bool = True) -> bytes:
+        return await self.request("POST", path, body, timeout_s=self.timeout_s, again=again)
 
-    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> bytes:
-        """The response's body. Whatever says that the server itself is in trouble raises ReplicaGone."""
+    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float, again: bool = True) -> bytes:
+        """The response's body. Whatever says that the server itself is in trouble raises ReplicaGone.
+
+        `again`: a connection that ends without a response may say nothing of the server; a second one is tried.
+        """
+        content = None if body is None else msgspec.json.encode(body)
         try:
-            async with self._connection().request(
-                method,
-                self.address + path,
-                data=None if body is None else msgspec.json.encode(body),
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
-            ) as response:
-                content = await response.read()
+            async with asyncio.timeout(timeout_s):
+                try:
+                    status, answer = await self._exchange(method, path, content)
+                except (aiohttp.ClientError, OSError):
+                    if not again or (self.process is not None and self.process.ended()):
+                        raise
+                    status, answer = await self._exchange(method, path, content)
         except TimeoutError:
             raise ReplicaGone(f"{self.name} did not answer {path} within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ReplicaGone(f"{self.name}: {path}: {type(error).__name__}: {error}") from None
-        if response.status >= 500:
-            raise ReplicaGone(f"{self.name}: {path} failed ({response.status}): {_shortened(content)}")
-        if response.status >= 400:
-            raise SamplerError(f"{self.name} refused {path} ({response.status}): {_shortened(content)}")
-        return content
+        if status >= 500:
+            raise ReplicaGone(f"{self.name}: {path} failed ({status}): {_shortened(answer)}")
+        if status >= 400:
+            raise RequestRefused(f"{self.name} refused {path} ({status}): {_shortened(answer)}")
+        return answer
+
+    async def _exchange(self, method: str, path: str, content: bytes | None) -> tuple[int, bytes]:
+        async with self._connection().request(method, self.address + path, data=content) as response:
+            return response.status, await response.read()
 
     async def answers_without_key(self) -> bool:
         """Whether a request without the key gets through to a route that moves weights."""
@@ -221,7 +254,9 @@ class Replica:
             if self.key:
                 headers["authorization"] = f"Bearer {self.key}"
             # as many connections as there are prompts in flight; proxies of the environment are not asked
-            self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0))
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            # the request has a limit; none for its parts
+            self._session = aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
         return self._session
 
 

@@ -90,7 +90,10 @@ class FleetSampler:
             return []
         self.wait_ready()
         start = time.perf_counter()
-        jobs = [Job(prompt.token_ids, request_seed(seed, first_group + i)) for i, prompt in enumerate(prompts)]
+        jobs = [
+            Job(prompt.token_ids, request_seed(seed, first_group + i), f"prompt {prompt.id}")
+            for i, prompt in enumerate(prompts)
+        ]
         dispatched, restarted = self._call(lambda servers: servers.answer(jobs, params))
         rollouts = [
             rollout
@@ -165,7 +168,7 @@ class FleetSampler:
         if self._loop is None or self._servers is None:
             raise SamplerError("the sampler is not running: it was never started, was closed, or failed before")
         try:
-            return self._loop.call(ask(self._servers))
+            return self._loop.call(ask(self._servers), self._pass_on_notes)
         finally:
             self._pass_on_notes()
 

@@ -1,22 +1,29 @@
 """`megatron-rl serve`: one server for the fleet of a run elsewhere, in the foreground, until it is interrupted.
 
 The run names it under `sampler.fleet.addresses`; both sides read the key from the environment
-variable MEGATRON_RL_FLEET_KEY. The weights come from the run: until its first sync the server holds none.
+variable MEGATRON_RL_FLEET_KEY. The weights come from the run: until its first sync the server holds none. It ends with
+whoever started it, unless under nohup.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
+import sys
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE, devices, is_fleet
-from megatron_rl.config.schema import SamplerSection
+from megatron_rl.config.schema import Format, SamplerSection
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
+from megatron_rl.sampler.fleet.replica import HEALTH_TIMEOUT_S, Replica
 from megatron_rl.sampler.fleet.server_process import ServerProcess, ServerSettings
 from megatron_rl.sampler.model_folder import write_engine_folder
 from megatron_rl.scratch import Scratch
+
+POLL_S = 1.0
 
 
 def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> int:
@@ -24,7 +31,10 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
         raise ConfigError(f"{KEY_VARIABLE} is not set in the environment; export the key that the run will use")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _check_place(host, port)
+    starter = None if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else os.getppid()  # nohup: nobody's end is ours
+    for number in (signal.SIGTERM, signal.SIGHUP) if starter else (signal.SIGTERM,):
+        signal.signal(number, signal.default_int_handler)
     with Scratch() as scratch:
         scratch.enter()
         folder = write_engine_folder(hf_folder, scratch.path / "engine", settings.quantization)
@@ -39,11 +49,44 @@ def serve(settings: EngineSettings, hf_folder: Path, host: str, port: int) -> in
         )
         server = ServerProcess(own, key)
         try:
-            return server.wait()
+            return _until_ended(server, key, starter, f"{hf_folder} in {settings.quantization.format}")
         except KeyboardInterrupt:
             return 0
         finally:
             server.end()
+
+
+def _check_place(host: str, port: int) -> None:
+    place = f"--host {host} --port {port}"
+    if not 0 < port < 1 << 16:
+        raise ConfigError(f"{place}: a port is a number from 1 to 65535")
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{place}: nobody can listen there ({error.strerror or error}); choose another") from None
+
+
+def _until_ended(server: ServerProcess, key: str, starter: int | None, what: str) -> int:
+    """The server's exit status; 0 once whoever started this process is gone."""
+    replica = Replica("this server", Format.none, server.address, key, HEALTH_TIMEOUT_S)
+    ready = False
+    while (code := server.wait(POLL_S)) is None:
+        if starter is not None and os.getppid() != starter:
+            return 0
+        if not ready and asyncio.run(_is_ready(replica)):
+            ready = True
+            print(f"ready: {server.address} serves {what} to the run that names it under", end=" ")
+            print("sampler.fleet.addresses", flush=True)
+    print(f"the server ended (exit status {code}); its last lines say why", file=sys.stderr)
+    return code
+
+
+async def _is_ready(replica: Replica) -> bool:
+    try:
+        return await replica.is_healthy()
+    finally:
+        await replica.close()
 
 
 def own_devices(sampler: SamplerSection) -> str | None:

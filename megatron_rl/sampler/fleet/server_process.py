@@ -23,13 +23,15 @@ from megatron_rl.sampler.model_folder import write_engine_folder
 from megatron_rl.sampler.shared_memory import FOLDER, remove_segments, segments_of_session
 from megatron_rl.scratch import current, remove_with_it
 
+EVERYWHERE = ("0.0.0.0", "::")
 END_GRACE_S = 4.0  # for workers to release the memory that they share
 
-# the routes that move weights exist in this mode only; server_key.RequireKey guards them
-_SERVER_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1"}
+_SERVER_VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes that move weights exist in this mode only
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # the fleet hangs up first: a connection never ends under a request
+}
 _SERVER_ARGUMENTS = {
     "tokens_only": True,  # token ids in, token ids out
-    "middleware": "megatron_rl.engine.server_key.RequireKey",
     "uvicorn_log_level": "warning",
     "disable_uvicorn_access_log": True,
 }
@@ -101,7 +103,8 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}"
+        host = LOOPBACK if self.settings.host in EVERYWHERE else self.settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -112,8 +115,11 @@ class ServerProcess:
         code = self._process.poll()
         return None if code is None else f"its process ended (exit status {code})"
 
-    def wait(self) -> int:
-        return self._process.wait()
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status, once it has one."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
 
     def end(self) -> None:
         """End the server and its engine; safe in any state."""

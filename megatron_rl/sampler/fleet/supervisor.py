@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 POLL_S = 0.2
 PROBE_EVERY_S = 2.0  # between two looks at every server
 MAX_RESTARTS = 3  # of each server: one that goes on dying is ill
+SLOW = 2  # looks in a row without an answer of the engine until somebody is told
 UNANSWERED = 3  # looks in a row without an answer until a server counts as gone
 WARM_UP = SamplingParams(samples=2, max_tokens=2)
 
@@ -92,6 +93,13 @@ class Supervisor:
         await self._until_healthy()
         if self._own is None:
             await self._check_given()
+        await self._unless_gone(self._make_current())
+        if self.first_start.done():
+            state.note(f"{replica.name} is back with policy version {replica.version}")
+        state.changed.set()
+
+    async def _make_current(self) -> None:
+        replica, state = self.replica, self._state
         await replica.forget_version()
         await replica.generate((0,), 0, WARM_UP)  # the first generation loads and compiles for seconds
         if replica.process is not None:
@@ -103,9 +111,6 @@ class Supervisor:
                 await replica.stage_update(state.kept_update[replica.format])
                 await replica.finish_update()
             replica.ready, replica.reason = True, ""
-        if self.first_start.done():
-            state.note(f"{replica.name} is back with policy version {replica.version}")
-        state.changed.set()
 
     async def _until_healthy(self) -> None:
         replica, state = self.replica, self._state
@@ -125,8 +130,7 @@ class Supervisor:
         replica = self.replica
         if replica.key and await replica.answers_without_key():
             raise ReplicaGone(
-                f"{replica.address} moves weights for whoever asks, without the key; start it with "
-                "--middleware megatron_rl.engine.server_key.RequireKey"
+                f"{replica.address} moves weights for whoever asks, without the key; start it with `megatron-rl serve`"
             )
         info = (await replica.get("/server_info?config_format=json"))["vllm_config"]["model_config"]
         if info["logprobs_mode"] != "processed_logprobs":
@@ -139,21 +143,47 @@ class Supervisor:
                 f"start it with --max-model-len {self._state.max_tokens}"
             )
 
+    async def _unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it, and look at the server meanwhile."""
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self._until_gone())
+        try:
+            await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ReplicaGone(watching.result())
+            working.result()
+        finally:
+            working.cancel()
+            watching.cancel()
+
     async def _watch(self) -> None:
-        """Returns once the server is gone."""
+        """Returns once the server is gone, or was taken out by whoever asked it something."""
+        replica = self.replica
+        reason = await self._until_gone(lambda: not replica.ready)
+        self._state.take_out(replica, reason)
+        await self._failed(reason)
+
+    async def _until_gone(self, taken_out: Callable[[], bool] = lambda: False) -> str:
+        """What became of it: its process ended, or it left several looks in a row unanswered."""
         replica, state = self.replica, self._state
-        unanswered, next_look = 0, time.monotonic() + PROBE_EVERY_S
-        while replica.ready:
+        slow, unanswered, next_look = 0, 0, time.monotonic() + PROBE_EVERY_S
+        while not taken_out():
             await asyncio.sleep(min(POLL_S, PROBE_EVERY_S))
             ended = replica.process.ended() if replica.process else None
             if ended:
-                state.take_out(replica, ended)
-            elif time.monotonic() >= next_look:
-                unanswered = 0 if await replica.is_healthy() else unanswered + 1
-                next_look = time.monotonic() + PROBE_EVERY_S
-                if unanswered >= UNANSWERED:
-                    state.take_out(replica, f"did not answer {UNANSWERED} times in a row")
-        await self._failed(replica.reason)
+                return ended
+            if time.monotonic() < next_look:
+                continue
+            look = await replica.look()
+            next_look = time.monotonic() + PROBE_EVERY_S
+            unanswered = 0 if look.alive else unanswered + 1
+            if unanswered >= UNANSWERED:
+                return f"did not answer {UNANSWERED} times in a row: {look.slow}"
+            if slow >= SLOW and not look.slow:
+                state.note(f"{replica.name} answers again")
+            slow = slow + 1 if look.slow else 0
+            if slow == SLOW:
+                state.note(f"{replica.name} is slow to answer: {look.slow}")
+        return replica.reason
 
     async def _failed(self, reason: str) -> None:
         """Clear away what is left; decide whether there is another try."""

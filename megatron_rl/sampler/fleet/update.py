@@ -34,7 +34,7 @@ class FleetUpdates:
         """Ask every server that is ready, all at once. One that is gone is taken out; with none left, an error."""
         state = self._state
         ready = [replica for replica in self._replicas if replica.ready]
-        answers = await asyncio.gather(*(ask(replica) for replica in ready), return_exceptions=True)
+        answers = await asyncio.gather(*(self._ask(replica, ask) for replica in ready), return_exceptions=True)
         for replica, answer in zip(ready, answers, strict=True):
             if isinstance(answer, ReplicaGone):
                 state.take_out(replica, str(answer))
@@ -46,12 +46,32 @@ class FleetUpdates:
             raise NoServerLeft(self._replicas, state.version, state.start_timeout_s)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
+    async def _ask(self, replica: Replica, ask: Callable[[Replica], Any]) -> Any:
+        """Its supervisor may take the replica out meanwhile, and so end the wait for its answer."""
+        task = asyncio.ensure_future(ask(replica))
+        replica.running.add(task)
+        try:
+            await asyncio.wait([task])
+        finally:
+            replica.running.discard(task)
+            task.cancel()  # where the caller was
+        if task.cancelled():
+            raise ReplicaGone(replica.reason)
+        return task.result()
+
     async def begin(self) -> None:
         state = self._state
         if not any(replica.ready for replica in self._replicas):
             await self._until_one_is_ready()
         self._end()  # one that was never finished
-        await asyncio.wait_for(state.updating.acquire(), state.start_timeout_s)
+        try:
+            await asyncio.wait_for(state.updating.acquire(), state.start_timeout_s)
+        except TimeoutError:
+            raise SamplerError(
+                f"a weight update could not begin within sampler.start_timeout_s={state.start_timeout_s:g}: "
+                f"{', '.join(one.name for one in self._replicas if not one.ready and not one.given_up)} is still "
+                "receiving the version before. Read its log; raise sampler.start_timeout_s where it was only slow"
+            ) from None
         self._updating = True
         try:
             await self.on_all(lambda one: one.start_update())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.fleet.dispatch import TRIES, Dispatched, Dispatcher, Job
-from megatron_rl.sampler.fleet.replica import Answer, Replica, ReplicaGone
+from megatron_rl.sampler.fleet.replica import Answer, Replica, ReplicaGone, RequestRefused
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import SamplingParams
 
@@ -57,7 +57,7 @@ def run(replicas, count=8, *, version=0, patience_s=0.3, max_sequences=4, during
 
         dispatcher = Dispatcher(
             replicas,
-            [Job((index,), index) for index in range(count)],
+            [Job((index,), index, f"prompt {index}") for index in range(count)],
             PARAMS,
             version=version,
             max_sequences=max_sequences,
@@ -172,3 +172,23 @@ def test_a_server_that_comes_back_is_used():
         changed.set()
 
     assert tokens(run([only], 6, during=restart, patience_s=5)) == expected(6)
+
+
+@pytest.mark.fault("a prompt that no server takes", "the run ends with one refusal, which names it; no server is lost")
+def test_a_refused_prompt_is_named_and_takes_no_server_with_it():
+    class Strict(Scripted):
+        async def generate(self, token_ids, seed, params):
+            if token_ids == (5,):
+                self.asked.append(seed)
+                raise RequestRefused(f"{self.name} refused /inference/v1/generate (400): 5 is beyond the vocabulary")
+            return await super().generate(token_ids, seed, params)
+
+    both = [Strict(name, Format.none, "", "", 1.0) for name in "ab"]
+    for one in both:
+        one.ready, one.version = True, 0
+    with pytest.raises(
+        SamplerError, match=r"prompt 5 of 1 tokens cannot be answered: . refused .*beyond the vocabulary"
+    ):
+        run(both)
+    assert all(one.ready for one in both)
+    assert sum(one.asked.count(5) for one in both) == 1

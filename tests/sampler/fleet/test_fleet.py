@@ -4,6 +4,7 @@ Server 0 samples in INT8 and is started by the fleet; server 1 samples in BF16, 
 is given by address.
 """
 
+import json
 import math
 import os
 import signal
@@ -29,6 +30,7 @@ from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.fleet.replica import Replica
 from megatron_rl.sampler.fleet.sampler import FleetSampler
 from megatron_rl.sampler.fleet.server_process import free_port
+from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -165,6 +167,49 @@ def test_the_key_is_in_no_command_line_and_no_log(live):
         assert not any(one.key in log.read_text(errors="replace") for one in live.replicas)
     assert KEY not in Path(f"/proc/{replica.process.pid}/environ").read_text()
     assert replica.address.startswith("http://127.0.0.1:")
+
+
+HOSTILE = {
+    "/inference/v1/generate": [
+        {"token_ids": [10**6], "sampling_params": {"max_tokens": 4}},
+        {"token_ids": [2**63], "sampling_params": {"max_tokens": 4}},
+        {"token_ids": [-1], "sampling_params": {"max_tokens": 4}},
+        {"token_ids": [1], "sampling_params": {"max_tokens": 10**6}},
+    ],
+    "/collective_rpc": [
+        {"method": "__class__"},
+        {"method": "save_sharded_state", "args": ["/tmp/nowhere"]},
+        {"method": "guarded_call", "args": ["__class__", {}]},
+    ],
+    "/update_weight_version": [{"new_version": "x"}, []],
+}
+
+
+@pytest.mark.fault("hostile requests with the key", "400 each; the servers serve on")
+def test_hostile_requests_end_no_server(live):
+    before = live.rollouts()
+    for replica in live.replicas:
+        headers = {"Authorization": f"Bearer {replica.key}", "Content-Type": "application/json"}
+        for path, bodies in HOSTILE.items():
+            for body in bodies:
+                content = json.dumps(body).encode()
+                request = urllib.request.Request(replica.address + path, data=content, headers=headers)
+                with pytest.raises(urllib.error.HTTPError) as refused:
+                    urllib.request.urlopen(request, timeout=PATIENCE_S)
+                assert refused.value.code == 400, body
+    assert sorted(r.group for r in live.rollouts()) == sorted(r.group for r in before)
+    assert live.sampler.stats.restarts == 0
+
+
+@pytest.mark.fault("a prompt of a token beyond the vocabulary", "one refusal that names it; no server is lost")
+def test_a_poisoned_prompt_costs_one_refusal(live):
+    poisoned = Prompt(77, (3, 5000), "", {})
+    with pytest.raises(
+        SamplerError, match=r"prompt 77 of 2 tokens cannot be answered: .*5000 is beyond the vocabulary"
+    ):
+        live.rollouts([*PROMPTS, poisoned])
+    assert all(one["ready"] for one in live.sampler.health()["replicas"])
+    assert len(live.rollouts()) == 2 * len(PROMPTS)
 
 
 def flip_a_byte(manifest: Path) -> None:

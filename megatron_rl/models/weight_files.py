@@ -1,0 +1,187 @@
+"""Which safetensors files hold a folder's weights, and what their headers say. Torch-free: no weight is read.
+
+A folder may come from anywhere: file names stay inside of it, and headers are small, before anything is believed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.files import read_json
+from megatron_rl.models.mapping import params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tensors import DTYPES
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LARGEST_HEADER = 32 << 20  # some 200,000 tensors
+
+EMBEDDING = "model.embed_tokens.weight"
+TIED_COPY = "lm_head.weight"
+HARMLESS = ".rotary_emb.inv_freq"  # of old Llama models: nothing reads it
+_FLOATS = ("F64", "F32", "BF16", "F16")  # what a policy's weights may be held in
+_ITEM_BYTES = dict(DTYPES.values())
+_COMPARED = 1 << 20  # bytes at the start, in the middle and at the end
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a file holds a tensor."""
+
+    file: Path
+    dtype: str  # as safetensors calls it
+    shape: tuple[int, ...]
+    start: int  # of its bytes, in the file
+    nbytes: int
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        with self.file.open("rb") as file:
+            file.seek(self.start + offset)
+            return file.read(min(nbytes, self.nbytes - offset))
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files; FileNotFoundError and ValueError say what is wrong with the folder."""
+    if (folder / INDEX).is_file():
+        placed = read_json(folder / INDEX).get("weight_map")
+        names = list(placed.values()) if isinstance(placed, dict) else []
+        if not names or not all(isinstance(name, str) and _is_plain(name) for name in names):
+            raise ValueError(f"{folder / INDEX} has no weight_map of tensors to names of files in its folder")
+        files = sorted(set(names))
+        missing = [file for file in files if not (folder / file).is_file()]
+        if missing:
+            raise FileNotFoundError(f"{folder / INDEX} names {missing[0]}, which is not there ({len(missing)} missing)")
+        return files
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    raise FileNotFoundError(
+        f"{folder} holds neither {SINGLE} nor {INDEX}; weights in pickle files (.bin) are not read, save them "
+        "as safetensors"
+    )
+
+
+def _is_plain(name: str) -> bool:
+    return Path(name).name == name and name.endswith(".safetensors")
+
+
+def read_header(path: Path) -> bytes:
+    """The JSON header of a safetensors file, padding included, as it stands."""
+    return _read(path)[0]
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    raw, entries = _read(path)
+    base = 8 + len(raw)
+    return {
+        name: Stored(path, dtype, shape, base + start, end - start)
+        for name, (dtype, shape, start, end) in entries.items()
+    }
+
+
+def _read(path: Path) -> tuple[bytes, dict[str, tuple[str, tuple[int, ...], int, int]]]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+        if length > size:
+            raise ValueError(f"{path} is not a safetensors file or is cut off ({size} bytes)")
+        if length > LARGEST_HEADER:
+            raise ValueError(f"{path} has a header of {length} bytes, expected at most {LARGEST_HEADER}")
+        raw = file.read(length)
+    try:
+        found = json.loads(raw)
+        entries = {name: _entry(name, entry) for name, entry in found.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} has no readable safetensors header: {error}") from None
+    last = 0
+    for name, (_, _, start, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if start != last:
+            raise ValueError(f"{path}: the bytes of {name} begin at {start}, those before it end at {last}")
+        last = end
+    if 8 + length + last != size:
+        raise ValueError(f"{path} is cut off or padded: {size} bytes, its header describes {8 + length + last}")
+    return raw, entries
+
+
+def _entry(name: str, entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    numbers = [*shape, start, end]
+    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{name} has no dtype, shape and place")
+    if dtype in _ITEM_BYTES and end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
+        raise ValueError(f"{name} is {dtype} {shape}, but has {end - start} bytes")
+    return dtype, tuple(shape), start, end
+
+
+def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
+    """How the folder's weights differ from those that config.json promises, as far as their headers say."""
+    try:
+        held: dict[str, Stored] = {}
+        for file in weight_files(folder):
+            held |= stored_tensors(folder / file)
+    except (OSError, ValueError) as error:
+        yield str(error)
+        return
+    wanted = {
+        name: size
+        for param in params(shape)
+        if not param.row.copy
+        for name, size in zip(param.hf, param.shapes, strict=True)
+    }
+    layers = 1 + max((int(found[1]) for name in held if (found := _LAYER.match(name))), default=-1)
+    if layers != shape.layers:
+        yield f"num_hidden_layers of config.json is {shape.layers}, but {folder} holds the weights of {layers}"
+        wanted = {name: size for name, size in wanted.items() if not _beyond(name, layers)}
+        held = {name: one for name, one in held.items() if not _beyond(name, shape.layers)}
+    missing = [name for name in wanted if name not in held]
+    if missing:
+        yield f"{folder} lacks {_some(missing)}; config.json promises {'it' if len(missing) == 1 else 'them'}"
+    yield from _unknown(folder, shape, [name for name in held if name not in wanted], held)
+    both = [name for name in wanted if name in held]
+    wrong = [name for name in both if held[name].shape != wanted[name]]
+    if wrong:
+        first = f"{list(held[wrong[0]].shape)}, config.json says {list(wanted[wrong[0]])}"
+        yield f"{folder}: the shape of {_some(wrong)} is another: {first}"
+    other = [name for name in both if held[name].dtype not in _FLOATS]
+    if other:
+        first = held[other[0]].dtype
+        yield f"{folder} holds {_some(other)} as {first}, expected one of {', '.join(_FLOATS)}; name the BF16 model"
+
+
+def _unknown(folder: Path, shape: ModelShape, names: list[str], held: Mapping[str, Stored]) -> Iterator[str]:
+    names = [name for name in names if not name.endswith(HARMLESS)]
+    if shape.tied and TIED_COPY in names:
+        names.remove(TIED_COPY)
+        if EMBEDDING in held and not _alike(held[TIED_COPY], held[EMBEDDING]):
+            yield (
+                f"tie_word_embeddings of config.json is true, but the {TIED_COPY} of {folder} differs from "
+                f"{EMBEDDING}; set it to false"
+            )
+    if names:
+        yield f"{folder} holds {_some(names)}, which a {shape.family} model of this config.json does not have"
+
+
+def _alike(one: Stored, other: Stored) -> bool:
+    """Judged by three pieces: two tensors that were trained apart differ in all of them."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    places = (0, max(0, one.nbytes // 2), max(0, one.nbytes - _COMPARED))
+    return all(one.read(place, _COMPARED) == other.read(place, _COMPARED) for place in places)
+
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+
+
+def _beyond(name: str, layers: int) -> bool:
+    found = _LAYER.match(name)
+    return found is not None and int(found[1]) >= layers
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"

@@ -1,0 +1,55 @@
+"""What may be meant, but surprises: said beside the plan and at the start of a run, and nothing is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.config.schema import DataSection, EvalSection, ModelSection, RunSection
+from megatron_rl.files import read_json
+
+LONGEST_ROW = 1 << 20
+
+
+def unreachable_stop(run: RunSection, eval: EvalSection) -> Iterator[str]:
+    if run.stop and eval.every == 0:
+        yield f"run.stop={run.stop} never happens, as eval.every=0 turns evaluations off; the run ends after run.steps"
+
+
+def plain_prompts(model: ModelSection, data: DataSection) -> Iterator[str]:
+    if _has_template(Path(model.path)) and _is_text(Path(data.train), data.prompt_key):
+        yield (
+            f"the prompts of {data.train} are plain text and are not put into the chat template that {model.path} has; "
+            f"for a chat model make {data.prompt_key} a list of messages, such as "
+            '[{"role": "user", "content": "..."}]'
+        )
+
+
+def _has_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+    except ValueError:
+        return False
+
+
+def _is_text(file: Path, key: str) -> bool:
+    """Whether the first row has text there; what cannot be read is said elsewhere."""
+    if not file.is_file():
+        return False
+    try:
+        if file.suffix == ".parquet":
+            import pyarrow.parquet
+            import pyarrow.types
+
+            kind = pyarrow.parquet.read_schema(file).field(key).type
+            return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+        with file.open(encoding="utf-8") as lines:
+            return isinstance(json.loads(lines.readline(LONGEST_ROW)).get(key), str)
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError):
+        return False
+
+
+RULES = (unreachable_stop, plain_prompts)

@@ -1,0 +1,202 @@
+"""What a server's door lets through to vLLM, and in which form."""
+
+import asyncio
+import json
+
+import pytest
+
+from megatron_rl.engine import requests
+from megatron_rl.engine.requests import BODIES, CheckRequests, Limits, Refused, checked
+
+GENERATE, RPC, STAMP = BODIES
+LIMITS = Limits(vocabulary=101, tokens=48, sequences=16)
+SAMPLING = {
+    "n": 2, "seed": 7, "max_tokens": 4, "temperature": 0.0, "top_p": 0.5, "top_k": -1, "stop_token_ids": [3],
+    "logprobs": 0, "flat_logprobs": True, "detokenize": False,
+}  # fmt: skip
+UPDATE = {"update_info": {"directory": "/sync", "policy_version": 3, "writers": 2, "background": True}}
+
+
+def refusal(route, body) -> str:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(Refused) as refused:
+        checked(route, content, LIMITS)
+    assert refused.value.status == 400
+    return str(refused.value)
+
+
+def prompt(ids, **sampling) -> dict:
+    return {"token_ids": ids, "sampling_params": {"max_tokens": 4, **sampling}}
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (GENERATE, {"token_ids": [0, 100], "sampling_params": SAMPLING}),
+        (GENERATE, {"token_ids": [1] * 44, "sampling_params": {"max_tokens": 4}}),
+        (RPC, {"method": "weight_sync_state"}),
+        (RPC, {"method": "guarded_call", "args": ["abort_weight_update", {}]}),
+        (RPC, {"method": "guarded_call", "args": ["init_weight_transfer_engine", {"init_info": {}}]}),
+        (RPC, {"method": "guarded_call", "args": ["update_weights", UPDATE]}),
+        (STAMP, {"new_version": "-1"}),
+        (STAMP, {"new_version": "12"}),
+    ],
+)
+def test_what_a_fleet_asks_passes(route, body):
+    assert json.loads(checked(route, json.dumps(body).encode(), LIMITS)) == body
+
+
+@pytest.mark.fault("token ids that the engine cannot look up", "400 at the door, which names them")
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        ([101], "101 is beyond the vocabulary of 101"),
+        ([1, 10**6, 2], "1000000 is beyond"),
+        ([-1], "token_ids"),
+        ([2**63], "token_ids"),
+        ([10**400], "token_ids"),
+        ([True], "bool"),
+        ([1.0], "float"),
+        ([1e3], "float"),
+        ([[1]], "array"),
+        (["1"], "str"),
+        ([None], "null"),
+        ([], "length >= 1"),
+        (None, "null"),
+        ("1", "str"),
+        ({"0": 1}, "object"),
+        ([1] * 45, "45 tokens and max_tokens=4 exceed 48"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_token_ids_are_checked(ids, why):
+    assert why in refusal(GENERATE, prompt(ids))
+
+
+@pytest.mark.fault("sampling parameters beyond reason", "400 at the door")
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"max_tokens": 48}, {"max_tokens": 0}, {"max_tokens": 2**63}, {"max_tokens": 1.5}, {"max_tokens": True},
+        {"n": 17}, {"n": 0}, {"seed": -1}, {"seed": 2**64}, {"stop_token_ids": [101]}, {"stop_token_ids": [-1]},
+        {"top_p": 0}, {"top_p": 2}, {"top_k": -2}, {"temperature": -1}, {"temperature": "1"}, {"logprobs": 1000},
+        {"logit_bias": {"1000": 1}}, {"allowed_token_ids": [1000]}, {"extra_args": {}}, {"structured_outputs": {}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sampling_parameters_are_checked(sampling):
+    refusal(GENERATE, prompt([1], **sampling))
+
+
+@pytest.mark.fault("odd bodies: deep JSON, huge numbers, NaN, other types", "400 at the door")
+@pytest.mark.parametrize("route", BODIES, ids=lambda route: route[1])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"null", b"[]", b'"x"', b"1", b"\xff\xfe\x00", b'{"a":', b"1" * 6000, b"[" * 100_000, b'{"a":' * 100_000,
+        b'{"method":"guarded_call","args":' + b"[" * 100_000, b'{"token_ids":' + b"[" * 100_000,
+        b'{"token_ids":[1],"sampling_params":{"temperature":NaN}}',
+        b'{"token_ids":[1],"sampling_params":{"temperature":1e999}}',
+        b'{"token_ids":[1],"sampling_params":{"max_tokens":4},"stream":true}',
+        b'{"token_ids":[1],"sampling_params":{"max_tokens":4},"content_parts":[{"type":"image_url"}]}',
+        b'{"new_version":"main"}', b'{"new_version":3}', b'{"new_version":"\xed\xa0\xbd"}',
+    ],
+    ids=lambda body: body[:24],
+)  # fmt: skip
+def test_odd_bodies_are_refused(route, body):
+    refusal(route, body)
+
+
+@pytest.mark.fault("a worker method that no fleet calls, or other arguments", "400; the engine never hears of it")
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"method": "__class__"},
+        {"method": "save_sharded_state", "args": ["/tmp/x"]},
+        {"method": "getattr", "args": []},
+        {"method": 5},
+        {"method": "weight_sync_state", "args": [1]},
+        {"method": "weight_sync_state", "timeout": 0.1},
+        {"method": "guarded_call"},
+        {"method": "guarded_call", "args": ["__class__", {}]},
+        {"method": "guarded_call", "args": ["guarded_call", {}]},
+        {"method": "guarded_call", "args": ["save_sharded_state", {"path": "/tmp/x"}]},
+        {"method": "guarded_call", "args": ["start_weight_update", {"x": 1}]},
+        {"method": "guarded_call", "args": ["start_weight_update", []]},
+        {"method": "guarded_call", "args": ["update_weights", {"update_info": {}}]},
+        {"method": "guarded_call", "args": ["update_weights", {"update_info": UPDATE["update_info"] | {"writers": 0}}]},
+        {
+            "method": "guarded_call",
+            "args": ["update_weights", {"update_info": UPDATE["update_info"] | {"directory": 1}}],
+        },
+        {"method": "guarded_call", "args": ["init_weight_transfer_engine", {"init_info": {"x": 1}}]},
+    ],
+    ids=str,
+)
+def test_worker_methods_are_those_of_a_list(call):
+    refusal(RPC, call)
+
+
+def test_a_name_given_twice_is_read_once():
+    """What vLLM reads is what was checked, whichever of the two its own parser would take."""
+    body = b'{"token_ids":[100000],"token_ids":[1],"sampling_params":{}}'
+    assert json.loads(checked(GENERATE, body, LIMITS))["token_ids"] == [1]
+
+
+def ask(method, path, query=b"", body=(b"",)) -> tuple[int, list[dict]]:
+    sent: list[dict] = []
+    reached: list[dict] = []
+    parts = [{"type": "http.request", "body": part, "more_body": i + 1 < len(body)} for i, part in enumerate(body)]
+
+    async def app(scope, receive, send):
+        reached.append(scope)
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return parts.pop(0)
+
+    scope = {"type": "http", "method": method, "path": path, "query_string": query, "headers": []}
+    asyncio.run(CheckRequests(app)(scope, receive, send))
+    return sent[0]["status"], reached
+
+
+@pytest.mark.fault("any other route, with the key", "404: a server answers what a fleet asks")
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/pause"), ("POST", "/abort_requests"), ("POST", "/weight_checker"), ("POST", "/scale_elastic_ep"),
+        ("POST", "/update_weights"), ("GET", "/collective_rpc"), ("POST", "/collective_rpc/"),
+        ("POST", "/v1/completions"), ("OPTIONS", "/collective_rpc"), ("PUT", "/health"), ("POST", "//collective_rpc"),
+        ("GET", "/docs"),
+    ],
+)  # fmt: skip
+def test_other_routes_do_not_exist(method, path):
+    assert ask(method, path) == (404, [])
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "status"),
+    [
+        ("/sleep", b"level=2", 200),
+        ("/sleep", b"", 200),
+        ("/sleep", b"level=9", 400),
+        ("/sleep", b"level=1&mode=keep", 400),
+        ("/wake_up", b"tags=weights&tags=kv_cache", 200),
+        ("/wake_up", b"", 200),
+        ("/wake_up", b"tags=all", 400),
+        ("/reset_prefix_cache", b"", 200),
+        ("/reset_prefix_cache", b"reset_running_requests=true", 400),
+    ],
+)
+def test_queries_are_checked(path, query, status):
+    assert ask("POST", path, query)[0] == status
+
+
+@pytest.mark.fault("a body that does not end", "413 after 16 MiB")
+def test_a_body_has_a_limit():
+    part = bytes(1 << 20)
+    assert ask("POST", RPC[1], body=[part] * 17)[0] == 413
+    assert requests.LONGEST_BODY == 16 << 20

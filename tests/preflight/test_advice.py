@@ -1,0 +1,81 @@
+"""What the dry run says: advice that fits, the correction as it is, and what may surprise."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.config import load
+from megatron_rl.config.schema import DataSection, ModelSection
+from megatron_rl.preflight.notes import plain_prompts
+from megatron_rl.preflight.summary import _correction
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.fault("a recipe of a large model lacks model and data", "the advice is not to make the toy's")
+def test_the_toy_is_no_advice_for_a_large_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", str(ROOT / "recipes" / "dapo_int8.yaml"), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "model.path: no config.json in 'models/Qwen3-8B'; name a Hugging Face model folder, or bring the" in said
+    assert "data.train: no file 'data/dapo_math/train.parquet'; bring it there, or name another file" in said
+    assert "toy" not in said
+    assert cli.main(["train", str(ROOT / "recipes" / "toy_sft.yaml"), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "model.path: no config.json in 'data/toy/model'; name a Hugging Face model folder (`megatron-rl toy`" in said
+    assert "data.train: no file 'data/toy/train.jsonl'; `megatron-rl toy` makes the toy's data" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["correction=none"], "no weight"),
+        (["correction=tis"], "token weight capped at 2"),
+        (["correction=tis", "correction.weight.low=0.5"], "token weight capped at 2, at least 0.5"),
+        (["correction=icepop"], "token weight, 0 outside 0.5 to 5"),
+        (["correction=icepop", "correction.weight.low=null"], "token weight, 0 above 5"),
+        (["correction=icepop", "correction.weight.high=null"], "token weight, 0 below 0.5"),
+        (["correction=adaptive"], "token weight, capped for an effective sample size of 0.95"),
+        (["correction=seq_tis"], "sequence weight capped at 5"),
+        (["correction=geo_mask"], "no weight, 1 reject rule(s)"),
+    ],
+)
+def test_the_correction_is_said_as_it_is(overrides: list[str], said: str) -> None:
+    assert _correction(load(ROOT / "recipes" / "quickstart.yaml", overrides).correction) == said
+
+
+def notes(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+    assert cli.main(["train", "mine.yaml", "--dry-run", *overrides]) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+
+
+@pytest.mark.fault("plain prompts meet a model with a chat template", "the plan says so, for both kinds of file")
+def test_plain_prompts_for_a_chat_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    assert notes(capsys) == []
+    settings = place / "data" / "toy" / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": "{{ messages }}"}))
+    (found,) = notes(capsys)
+    assert "data/toy/train.jsonl are plain text" in found
+    rows = [json.loads(line) for line in (place / "data" / "toy" / "train.jsonl").read_text().splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / "train.parquet")
+    (found,) = notes(capsys, "data.train=train.parquet")
+    assert "train.parquet are plain text" in found
+    (place / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
+    assert list(plain_prompts(ModelSection(path="data/toy/model"), DataSection(train="chat.jsonl"))) == []
+    assert list(plain_prompts(ModelSection(path="data/toy/model"), DataSection(train="train.parquet"))) != []
+    for damaged in ("", "[", "[1]\n", "[" * 99_999, "\x00", '{"answer": "2"}\n'):
+        (place / "chat.jsonl").write_text(damaged)
+        assert list(plain_prompts(ModelSection(path="data/toy/model"), DataSection(train="chat.jsonl"))) == []
+
+
+@pytest.mark.fault("run.stop waits for an evaluation that is turned off", "the plan says so")
+def test_a_stop_that_never_comes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = notes(capsys, "eval.every=0")
+    assert "run.stop={'eval/accuracy': 0.28} never happens" in found

@@ -1,0 +1,145 @@
+"""Looks at a server, updates that cannot begin, and what the screen says of them; servers answer as they are told."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.schema import Format
+from megatron_rl.sampler.fleet import supervisor as module
+from megatron_rl.sampler.fleet.event_loop import EventLoopThread
+from megatron_rl.sampler.fleet.replica import Look, Replica, ReplicaGone
+from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
+from megatron_rl.sampler.fleet.update import FleetUpdates
+from megatron_rl.sampler.protocol import SamplerError
+
+FINE, BUSY, HUNG = Look(True), Look(True, "its engine is busy"), Look(False, "its engine neither answers nor works")
+HANG_S = 60.0
+
+
+@dataclass
+class Told(Replica):
+    looks: list[Look] = field(default_factory=list)
+
+    async def look(self) -> Look:
+        return self.looks.pop(0) if self.looks else FINE
+
+    async def hang(self) -> None:
+        await asyncio.sleep(HANG_S)
+
+
+def told(name: str, *looks: Look) -> Told:
+    one = Told(name, Format.none, "", "", 1.0)
+    one.ready, one.version, one.looks = True, 0, list(looks)
+    return one
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch) -> None:
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 0.001)
+
+
+def run(use: Callable[[FleetState], Any]) -> tuple[Any, list[str]]:
+    notes: list[str] = []
+
+    async def main() -> Any:
+        return await asyncio.wait_for(use(FleetState(0.2, 48, notes.append)), HANG_S / 2)
+
+    return asyncio.run(main()), notes
+
+
+def watched(*looks: Look) -> tuple[str, list[str]]:
+    """Until it is taken out, or has been looked at so often."""
+
+    async def use(state: FleetState) -> str:
+        one = told("server 0", *looks)
+        return await Supervisor(one, None, state)._until_gone(lambda: not one.looks)
+
+    return run(use)
+
+
+@pytest.mark.fault("an engine hangs behind a server that answers", "three looks, then it is out, with the reason")
+def test_three_looks_without_an_answer():
+    reason, notes = watched(FINE, HUNG, HUNG, HUNG, FINE)
+    assert reason == "did not answer 3 times in a row: its engine neither answers nor works"
+    assert notes == ["server 0 is slow to answer: its engine neither answers nor works"]
+
+
+@pytest.mark.fault(
+    "a server leaves two looks unanswered", "it stays; the screen says that it is slow, and that it is back"
+)
+def test_two_looks_are_no_death():
+    reason, notes = watched(HUNG, HUNG, FINE, HUNG, FINE, HUNG, HUNG, BUSY, FINE, FINE)
+    assert reason == ""
+    assert notes == [f"server 0 {what}" for what in (f"is slow to answer: {HUNG.slow}", "answers again") * 2]
+
+
+@pytest.mark.fault("an engine is busy for long", "it stays; the screen says so once")
+def test_a_busy_engine_is_left_alone():
+    reason, notes = watched(*[BUSY] * 20)
+    assert reason == ""
+    assert notes == ["server 0 is slow to answer: its engine is busy"]
+
+
+@pytest.mark.fault("a server hangs while it is brought up to date", "three looks; the update ends")
+def test_a_hang_during_a_re_sync_is_noticed():
+    async def use(state: FleetState) -> None:
+        one = told("server 0", HUNG, HUNG, HUNG)
+        with pytest.raises(ReplicaGone, match="did not answer 3 times in a row"):
+            await Supervisor(one, None, state)._unless_gone(one.hang())
+
+    run(use)
+
+
+@pytest.mark.fault("a server hangs in the middle of an update", "once it is out, the others' update goes on")
+def test_an_update_does_not_wait_for_a_server_that_is_out():
+    async def use(state: FleetState) -> list[str]:
+        hung, other = told("hung"), told("other")
+
+        async def ask(one: Told) -> str:
+            if one is hung:
+                await one.hang()
+            return one.name
+
+        answers = asyncio.ensure_future(FleetUpdates([hung, other], state).on_all(ask))
+        while not hung.running:
+            await asyncio.sleep(0.001)
+        state.take_out(hung, "did not answer 3 times in a row")
+        assert not other.running or other.ready
+        return await answers
+
+    assert run(use)[0] == ["other"]
+
+
+@pytest.mark.fault(
+    "a re-sync never ends and the next update waits for it", "an error in a sentence, which names the server"
+)
+def test_an_update_that_cannot_begin_says_why():
+    async def use(state: FleetState) -> None:
+        held, other = told("server 0 (int8)"), told("server 1 (none)")
+        held.ready = False
+        await state.updating.acquire()
+        with pytest.raises(SamplerError, match=r"start_timeout_s=0\.2: server 0 \(int8\) is still receiving"):
+            await FleetUpdates([held, other], state).begin()
+
+    run(use)
+
+
+def test_the_caller_of_a_long_call_is_not_left_in_the_dark(monkeypatch):
+    monkeypatch.setattr("megatron_rl.sampler.fleet.event_loop.MEANWHILE_S", 0.01)
+    loop, seen, end = EventLoopThread("test"), [], asyncio.Event()
+
+    async def until_seen() -> int:
+        await asyncio.wait_for(end.wait(), HANG_S)
+        return len(seen)
+
+    def meanwhile() -> None:
+        seen.append(1)
+        loop._loop.call_soon_threadsafe(end.set)
+
+    try:
+        assert loop.call(until_seen(), meanwhile) >= 1
+    finally:
+        loop.stop()

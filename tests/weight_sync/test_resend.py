@@ -1,0 +1,161 @@
+"""A version that is refused, or not written, for a reason that may not come again: sent once more, and counted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from push_rank import Weights, run_resending_rank
+from simulated import open_sync
+from spawned import exit_codes
+from test_delta_push import Receiver
+
+from megatron_rl.config.schema import Config, FleetSection, Format, QuantizationSection, SamplerSection, SyncSection
+from megatron_rl.quantization.formats import BY_FORMAT
+from megatron_rl.weight_sync import file_push
+from megatron_rl.weight_sync.file_transport import version_directory, write_version
+from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.push import WeightSync
+
+TIMEOUT_S = 180
+Damage = Callable[[Path], Any]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def the(pattern: str, damage: Damage) -> Damage:
+    return lambda folder: damage(next(folder.glob(pattern)))
+
+
+DAMAGES: dict[str, Damage] = {
+    "a bit of a bucket flips": the("*.bin", flip),
+    "a bucket is cut short": the("*.bin", lambda path: path.write_bytes(path.read_bytes()[:-1])),
+    "a bucket is lost": the("*.bin", Path.unlink),
+    "a bit of the manifest flips": the("*.json", flip),
+    "the manifest is torn": the("*.json", lambda path: path.write_bytes(path.read_bytes()[:100])),
+    "the manifest is lost": the("*.json", Path.unlink),
+    "the whole version is lost": shutil.rmtree,
+}
+
+
+class Unlucky(Receiver):
+    """A receiver whose next versions are damaged before it looks at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.damages: list[Damage] = []
+
+    def update_weights(self, info: Any) -> None:
+        info = info.get(BY_FORMAT, {}).get("int8", info)
+        if self.damages:
+            self.damages.pop(0)(version_directory(Path(info["directory"]), info["policy_version"]))
+        super().update_weights(info)
+
+
+def embedded(folder: Path, full_every: int = 1, **sampler: Any) -> tuple[Unlucky, WeightSync]:
+    config = Config(
+        quantization=QuantizationSection(format=Format.int8),
+        sync=SyncSection(dir=str(folder), full_every=full_every),
+        sampler=SamplerSection(**sampler),
+    )
+    receiver = Unlucky()
+    return receiver, open_sync(Weights(0, 1), receiver, config)
+
+
+def fleet(folder: Path) -> tuple[Unlucky, WeightSync]:
+    return embedded(folder, fleet=FleetSection(replicas=2, formats=[Format.int8, Format.none]))
+
+
+@pytest.mark.fault("a version is damaged on its way", "it is sent again once, which is counted and said")
+@pytest.mark.parametrize("sampler", [embedded, fleet])
+@pytest.mark.parametrize("what", DAMAGES)
+def test_what_was_damaged_is_sent_again(tmp_path: Path, sampler: Callable[..., Any], what: str) -> None:
+    receiver, sync = sampler(tmp_path)
+    assert sync.push(1).metrics()["sync/resent"] == 0
+    receiver.damages = [DAMAGES[what]]
+    report = sync.push(2)
+    assert report.metrics()["sync/resent"] == 1
+    assert report.first_failure
+    assert receiver.version == 2
+    assert sync.push(3).first_failure == ""
+
+
+@pytest.mark.fault("a version is damaged twice", "the run ends, and says that it was sent twice")
+def test_it_is_sent_again_once_only(tmp_path: Path) -> None:
+    receiver, sync = embedded(tmp_path)
+    sync.push(1)
+    receiver.damages = [DAMAGES["a bit of a bucket flips"], DAMAGES["the manifest is lost"]]
+    with pytest.raises(WeightSyncError, match=r"manifest .* is missing.*\(sent twice; the first time: corrupt tensor"):
+        sync.push(2)
+    assert not receiver.damages
+    assert receiver.version == 1
+    assert sync.push(3).metrics()["sync/resent"] == 0
+
+
+@pytest.mark.fault("a patch is damaged, or what it builds on", "the whole version is sent")
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_damaged_patch_is_followed_by_the_whole(tmp_path: Path, victim: int) -> None:
+    receiver, sync = embedded(tmp_path, full_every=4)
+    whole = sync.push(1).nbytes
+    sync._learner.parameters["decoder.layers.1.mlp.linear_fc2.weight"][:, 1] *= -1
+    receiver.damages = [lambda folder: the("*.bin", flip)(version_directory(folder.parent, victim))]
+    report = sync.push(2)
+    assert report.nbytes == whole
+    assert report.first_failure
+    assert receiver.version == 2
+
+
+def fail_once(error: Exception) -> Callable[..., Any]:
+    errors = [error]
+
+    def write(*arguments: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return write_version(*arguments, **options)
+
+    return write
+
+
+@pytest.mark.fault("the file system refuses a write once", "the version is sent again")
+def test_what_was_not_written_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, sync = embedded(tmp_path)
+    sync.push(1)
+    monkeypatch.setattr(file_push, "write_version", fail_once(OSError(5, "Input/output error")))
+    report = sync.push(2)
+    assert "Input/output error" in report.first_failure
+    assert receiver.version == 2
+
+
+def test_what_cannot_be_mended_is_sent_once(tmp_path: Path) -> None:
+    receiver, sync = embedded(tmp_path)
+    sync.push(1)
+    receiver.dead = True
+    with pytest.raises(RuntimeError, match=r"process ended$"):
+        sync.push(2)
+    receiver.dead = False
+    weights = dict(sync._learner.named_parameters())
+    weights["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] = float("nan")
+    with pytest.raises(WeightSyncError, match=r"has diverged$"):
+        sync.push(3)
+    assert not receiver.refusals
+
+
+@pytest.mark.ranks
+@pytest.mark.fault("one of two ranks' versions is refused", "both ranks send it again")
+def test_every_rank_sends_again(tmp_path: Path) -> None:
+    outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    arguments = [(rank, str(tmp_path / "store"), str(tmp_path / "sync"), str(out)) for rank, out in enumerate(outs)]
+    assert exit_codes(run_resending_rank, arguments, TIMEOUT_S) == [0, 0]
+    driver, other = (json.loads(out.read_text()) for out in outs)
+    assert driver["calls"] == ["init", "start", "update", "start", "update", "finish 1", "start", "update", "finish 2"]
+    assert driver["resent"] == other["resent"] == [1, 0]
+    assert "misshapen tensor X" in driver["first_failure"]
+    assert "misshapen tensor X" in other["first_failure"]
