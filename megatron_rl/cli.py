@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.process import STOP_AFTER_STEP, hold
+from megatron_rl.process import STOP_AFTER_STEP, hold, lasting_output
 
 hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
@@ -22,6 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
+    with lasting_output():
+        return _execute(parser, arguments)
+
+
+def _execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     options, rest = parser.parse_known_args(arguments)
     stray = [word for word in rest if word.startswith("-") or "overrides" not in options]
     if stray:
@@ -133,7 +138,7 @@ def _serve(options: argparse.Namespace) -> int:
     from megatron_rl.sampler.fleet.serve import serve
 
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
-    return serve(settings, Path(config.model.path), options.host, options.port)
+    return serve(settings, config.model.folder, options.host, options.port)
 
 
 def check_run(config: Config, found: Sequence[str] = ()) -> None:
@@ -191,16 +196,14 @@ def _ranks_of_starter(config: Config, ranks: str) -> None:
 
 
 def _check_place(config: Config, writes: bool = True) -> None:
-    """The data can be read, and the run's directory is free."""
+    """The data can be read, and the run's directory is free: of several ranks the one that writes looks."""
     from megatron_rl.data.prompts import check_datasets
-    from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
+    from megatron_rl.runs.run_dir import check_run_dir
 
+    if not writes:
+        return
     check_datasets(config.model, config.data, config.rollout, config.reward)
-    try:
-        if writes:
-            check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
-    except RunDirectoryUsed as error:
-        raise ConfigError(f"run.name: {error}") from None
+    check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
 
 
 def _rank(ranks: str) -> int:
@@ -249,11 +252,11 @@ def _report(options: argparse.Namespace) -> int:
     from megatron_rl.runs.report import write_report
 
     output = options.output or options.runs[0] / "report.html"
-    for path in options.runs:
-        if not (path / "metrics.jsonl").is_file():
-            raise ConfigError(f"{path}: no metrics.jsonl; name a run directory such as runs/quickstart")
-    write_report(options.runs, output)
-    print(output)
+    try:
+        unread = write_report(options.runs, output)
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from None
+    print("\n".join([*(f"not readable: {problem}" for problem in unread), str(output)]))
     return 0
 
 

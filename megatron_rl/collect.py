@@ -15,7 +15,8 @@ from typing import Protocol
 
 from megatron_rl.advantage import SPREAD, has_spread, overlong_penalty
 from megatron_rl.config.schema import RewardSection, RolloutSection
-from megatron_rl.data.prompts import PromptOrder, Tokenizer
+from megatron_rl.data.prompts import PromptOrder
+from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored
 

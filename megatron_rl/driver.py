@@ -94,7 +94,7 @@ class Driver:
             raise
 
     def _open(self, run_dir: Path) -> None:
-        config, folder = self._config, Path(self._config.model.path)
+        config, folder = self._config, self._config.model.folder
         signal.signal(STOP_AFTER_STEP, self._finish_step)
         release(STOP_AFTER_STEP)
         tokenizer = FolderTokenizer(folder)
@@ -192,6 +192,7 @@ class Driver:
             weights_BT=correction.weights_BT,
             mask_BT=correction.mask_BT,
             advantages_B=advantages_B,
+            truths=[one.rollout.prompt.row.get(self._config.data.answer_key) for one in self._scored],
         )
 
     def __enter__(self) -> Self:

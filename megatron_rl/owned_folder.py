@@ -46,7 +46,7 @@ def is_abandoned(folder: Path) -> bool:
         return False
     try:
         boot, host, *_ = [*os.read(lock, 1024).decode(errors="replace").split(), "", ""]
-        if boot and boot != _boot_id():
+        if boot != _boot_id():
             return host == gethostname()  # this machine, before it was started again
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

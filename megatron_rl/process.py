@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import os
 import re
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO, cast
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -37,6 +40,19 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*usual)
+
+
+@contextmanager
+def hidden(module: str) -> Iterator[None]:
+    """Whoever can do without the module does: megatron imports W&B, which makes folders, for what is not used here."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
 
 
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
@@ -123,9 +139,16 @@ def work_below(pid: int) -> Work:
         with suppress(OSError):
             state, *fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
             ticks += sum(map(int, fields[10:14]))  # its own and its ended children's, in user and system mode
-            turns += sum(map(int, re.findall(r"ctxt_switches:\s+(\d+)", Path(f"/proc/{each}/status").read_text())))
+            turns += turns_of(each)
             stopped += [each] if state == "T" else []
     return Work(ticks / os.sysconf("SC_CLK_TCK"), turns, tuple(stopped))
+
+
+def turns_of(pid: int) -> int:
+    """How often this process's main thread was given a core, or gave it back; 0 where nobody counts."""
+    with suppress(OSError):
+        return sum(map(int, re.findall(r"ctxt_switches:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())))
+    return 0
 
 
 def _descendants(pid: int) -> list[int]:
@@ -135,3 +158,63 @@ def _descendants(pid: int) -> list[int]:
         with suppress(OSError):
             found += map(int, path.read_text().split())
     return found + [grandchild for child in found for grandchild in _descendants(child)]
+
+
+def describe_end(code: int) -> str:
+    """Of a process that has ended, from what its parent is told: 3, or -9."""
+    if code >= 0:
+        return f"exit status {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"ended by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
+
+
+def exit_status(code: int) -> int:
+    """As a shell gives it: 128 and the number of the signal that ended the process."""
+    return 128 - code if code < 0 else code
+
+
+class Lasting:
+    """A stream for words that need not be heard: when its reader is gone, or its disk full, work goes on without."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._unheard():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._unheard():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _unheard(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):  # for good; what is still buffered goes nowhere
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Closed pipes and terminals end nothing that runs inside."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast("TextIO", stream and Lasting(stream)) for stream in before)  # none: closed before
+    try:
+        yield
+    finally:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def interrupt_by_name(number: int, frame: FrameType | None) -> None:
+    """A handler: ends what goes on, and says which signal it was."""
+    raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")

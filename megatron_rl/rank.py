@@ -5,9 +5,12 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.fleet import KEY_VARIABLE
@@ -18,10 +21,14 @@ from megatron_rl.process import (
     SHORT_SPIN,
     STOP_AFTER_STEP,
     die_with_parent,
+    hidden,
     hold,
+    interrupt_by_name,
+    lasting_output,
     leave_to_the_driver,
     rare_collections,
 )
+from megatron_rl.runs.run_dir import LAUNCHER
 
 DRIVER_SECRETS = frozenset({"WANDB_API_KEY", KEY_VARIABLE})
 LEAVE_S = 30  # from a rank's last word to its end
@@ -52,12 +59,14 @@ def run_rank(config: Config, run_dir: Path) -> None:
         if rank or name not in DRIVER_SECRETS:
             del os.environ[name]
     os.environ.update(compiled_code())
-    with rare_collections():
+    with rare_collections(), hidden("wandb"):
         from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
         from megatron_rl.train import train
 
     # a driver that is asked to end writes down that it was; the others have nothing to say
-    signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else end_by_name)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt_by_name)
     try:
         train(config, to_yaml(config), run_dir, rank, leave_soon)
     finally:
@@ -73,5 +82,16 @@ def leave_soon() -> None:
     faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
 
+def end_by_name(number: int, frame: FrameType | None) -> None:
+    """Slurm sends SIGTERM when a job is to end, and when another of its tasks has failed: then the job goes on."""
+    if LAUNCHER not in os.environ and "SLURM_JOB_ID" in os.environ:
+        ask = ["scontrol", "-o", "show", "job", os.environ["SLURM_JOB_ID"]]
+        with suppress(OSError, subprocess.SubprocessError):
+            if "JobState=RUNNING" in subprocess.run(ask, capture_output=True, text=True, timeout=5, check=True).stdout:
+                raise RuntimeError("another rank has ended; srun's own lines say which one, and how")
+    interrupt_by_name(number, frame)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    with lasting_output():
+        main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -53,7 +53,7 @@ def train(
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
     with ExitStack() as last, ExitStack() as word, driving as driver:
         word.callback(said)
-        model = Model.read(config.model.path, config.learner)
+        model = Model.read(config.model.folder, config.learner)
         learner = Learner(
             model,
             run=config.run,
@@ -82,7 +82,7 @@ def train(
             calibrate(learner, driver, config.quantization)
             loop(config, driver, learner, sync)
             if config.log.export:
-                export_hf(learner, Path(config.model.path), run_dir / "model")
+                export_hf(learner, config.model.folder, run_dir / "model")
 
 
 def load_policy(learner: Learner, model: ModelSection, seed: int, kl_coef: float) -> None:
@@ -129,7 +129,7 @@ def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: Weig
         recorder.log(step, drawn | correction.metrics | updates | synced | evaluated | seen.metrics(batch, step))
         stop = learner.broadcast(driver.asked_to_stop() or reached(config.run, evaluated))
         if stop:
-            recorder.note(f"stopped after step {step}: {stop}")
+            recorder.end_early(stop, asked=driver.asked_to_stop() is not None)
             break
 
 

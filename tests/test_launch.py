@@ -12,7 +12,7 @@ import pytest
 from megatron_rl import launch
 from megatron_rl.config.schema import Config, LearnerSection, RunSection
 from megatron_rl.process import STOP_AFTER_STEP, hold
-from megatron_rl.runs.run_dir import read_status
+from megatron_rl.runs.status import read_status
 
 SECOND_FAILS = """#!/bin/sh
 if [ "$RANK" = 1 ]; then echo "ValueError: a bad shard" >&2; exit 1; fi
@@ -164,6 +164,58 @@ def test_a_lost_connection_is_not_a_cause() -> None:
     assert launch.first_cause({0: "ValueError", 1: lost}) == 0
     assert launch.first_cause({1: lost, 2: lost}) == 1
     assert launch.first_cause({}) == 0
+
+
+@pytest.mark.fault("a rank is killed", "status and last line name rank, signal and a likely cause; exit status 137")
+@pytest.mark.usefixtures("handlers")
+def test_a_killed_rank_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in = tmp_path / "python"
+    stand_in.write_text('#!/bin/sh\nif [ "$RANK" = 1 ]; then kill -9 $$; fi\nexec sleep 60\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(launch.sys, "executable", str(stand_in))
+    monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
+    config = Config(run=RunSection(name="run", root=str(tmp_path)), learner=LearnerSection(tensor_parallel=2))
+    assert launch.launch(config) == 137
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["reason"]) == ("failed", "rank 1: ended by SIGKILL (out of memory?)")
+    assert capsys.readouterr().err.rstrip().endswith("failed: rank 1: ended by SIGKILL (out of memory?)")
+
+
+LOST = "RuntimeError: Connection closed by peer"
+OWN = "SamplerError: the sampler's process ended"
+
+
+@pytest.mark.fault("a rank only followed another one", "the cause is not overwritten by what it said")
+@pytest.mark.parametrize(
+    ("state", "reason", "stopping", "rank", "expected"),
+    [
+        ("failed", OWN, None, 0, ("failed", OWN)),
+        ("failed", OWN, None, 1, ("failed", OWN)),  # the driver is still writing its report
+        ("failed", LOST, None, 1, ("failed", "rank 1: why")),
+        ("stopped", "stopped by SIGTERM", None, 1, ("failed", "rank 1: why")),  # this process has ended it
+        ("stopped", "stopped by SIGTERM", None, 0, ("stopped", "stopped by SIGTERM")),  # somebody else has
+        ("running", "", None, 0, ("failed", "rank 0: why")),
+        ("running", "", None, None, ("finished", "")),  # it could not say so
+        ("finished", "", None, 1, ("finished", "")),
+        ("stopped", "stopped by SIGINT", "stopped by SIGTERM", None, ("stopped", "stopped by SIGTERM")),
+        ("finished", "", "stopped by SIGTERM", None, ("finished", "")),
+        ("running", "", "stopped by SIGTERM", None, ("stopped", "stopped by SIGTERM")),
+    ],
+)
+def test_whose_word_counts(
+    state: str, reason: str, stopping: str | None, rank: int | None, expected: tuple[str, str]
+) -> None:
+    assert launch.ending({"state": state, "reason": reason}, stopping, rank, "why") == expected
+
+
+def test_the_error_is_found_in_what_a_log_ends_with() -> None:
+    noise = "(MainProcess pid=8) INFO 11-22 03:15:43 [block_pool.py:861] Successfully reset prefix cache"
+    assert launch.last_error(["Traceback", "[rank1]: ValueError: a bad shard", noise]) == "ValueError: a bad shard"
+    assert launch.last_error(["megatron_rl.runs.record.RecordLost: no room", "  at exit"]).endswith("no room")
+    assert launch.last_error(["what is this"]) == "what is this"
+    assert launch.last_error([]) == ""
 
 
 def test_signals_to_every_task_leave_the_followers_alone() -> None:

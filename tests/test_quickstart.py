@@ -28,21 +28,6 @@ def test_a_host_takes_the_recipes_as_they_are() -> None:
     assert fitting(Machine(Device.cpu, "a host")) == []
 
 
-@pytest.mark.fault("USR1 during the quickstart's warm start", "the warm start ends well, and no second run starts")
-def test_a_warm_start_that_was_asked_to_stop_is_the_last_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (place / "recipes").symlink_to(ROOT / "recipes")
-    begun = []
-
-    def run(config: Config) -> int:
-        begun.append(config.run.name)
-        (place / config.run.root / str(config.run.name)).mkdir(parents=True)
-        mark_status(place / config.run.root / str(config.run.name), "stopped", "asked to by SIGUSR1")
-        return 0
-
-    assert quickstart([], run) == 0
-    assert begun == ["toy_sft"]
-
-
 @pytest.mark.fault("an override of the quickstart is wrong", "it is refused before the warm start; nothing is moved")
 @pytest.mark.parametrize(
     ("override", "said"),
@@ -77,4 +62,19 @@ def test_a_quickstart_that_can_run_is_begun(place: Path, monkeypatch: pytest.Mon
     begun = []
     monkeypatch.setattr(cli, "run", lambda config: begun.append(config.run.name) or 7)
     assert cli.main(["quickstart", "correction=icepop", "optim.lr=2e-4"]) == 7
+    assert begun == ["toy_sft"]
+
+
+@pytest.mark.fault("USR1 during the quickstart's warm start", "the warm start ends well, and no second run starts")
+def test_a_warm_start_that_was_asked_to_stop_is_the_last_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "recipes").symlink_to(ROOT / "recipes")
+    begun = []
+
+    def run(config: Config) -> int:
+        begun.append(config.run.name)
+        (place / config.run.root / str(config.run.name)).mkdir(parents=True)
+        mark_status(place / config.run.root / str(config.run.name), "stopped", "asked to by SIGUSR1")
+        return 0
+
+    assert quickstart([], run) == 0
     assert begun == ["toy_sft"]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import scratch
+from megatron_rl import owned_folder, scratch
 from megatron_rl.config import ConfigError
-from megatron_rl.owned_folder import LOCK, _boot_id
+from megatron_rl.owned_folder import LOCK
 from megatron_rl.scratch import ELSEWHERE, PREFIX, Scratch, entered, remove_stale, remove_with_it
 
 HOLDER = """
@@ -87,18 +87,18 @@ def test_the_next_start_removes_what_a_killed_one_left(there: Path) -> None:
 
 @pytest.mark.fault("the folder of another machine's run on a shared file system", "it is left alone, locked or not")
 def test_what_another_machine_owns_is_left_to_it(there: Path) -> None:
-    foreign, odd = folder_of(there, "6f0c-other-boot node7 17"), folder_of(there, "\0 \n")
+    foreign = folder_of(there, "6f0c-other-boot node7 17")
+    empty, odd = folder_of(there, ""), folder_of(there, "\0 \n")
     rebooted = folder_of(there, f"6f0c-other-boot {os.uname().nodename} 17")
     assert remove_stale(there) == [rebooted]
-    assert foreign.exists()
-    assert odd.exists()
+    assert all(folder.exists() for folder in (foreign, empty, odd))
 
 
 @pytest.mark.fault("a stranger's link, file or folder of that name", "a start ignores it")
 def test_what_strangers_put_there_is_ignored(there: Path) -> None:
     precious = there / "precious"
     precious.mkdir()
-    (precious / LOCK).write_text(f"{_boot_id()} {os.uname().nodename} 1")
+    (precious / LOCK).write_text(f"{owned_folder._boot_id()} {os.uname().nodename} 1")
     for name, target in (("a", precious), ("b", there / f"{PREFIX}b"), ("c", there / "nowhere")):
         (there / f"{PREFIX}{name}").symlink_to(target)
     (there / f"{PREFIX}d").write_text("")
@@ -130,10 +130,10 @@ def test_a_name_too_long_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rank_uses_what_it_was_given(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = folder_of(there, f"{_boot_id()} {os.uname().nodename} 1")
+    dead = folder_of(there, f"{owned_folder._boot_id()} {os.uname().nodename} 1")
     with Scratch() as given:
         assert not dead.exists()
-        dead = folder_of(there, f"{_boot_id()} {os.uname().nodename} 1")
+        dead = folder_of(there, f"{owned_folder._boot_id()} {os.uname().nodename} 1")
         monkeypatch.setattr(tempfile, "tempdir", str(given.path))
         with entered():
             assert scratch.current() == given.path

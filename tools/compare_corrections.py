@@ -23,12 +23,14 @@ from pathlib import Path
 
 from megatron_rl.cli import check_run
 from megatron_rl.config import ConfigError, load
-from megatron_rl.process import STOP_AFTER_STEP, die_with_parent, hold, release
+from megatron_rl.config.bounds import is_folder_name
+from megatron_rl.config.schema import IfExists
+from megatron_rl.process import STOP_AFTER_STEP, die_with_parent, hold, lasting_output, release
 from megatron_rl.rewards.functions import RECIPE_FOLDER
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report import headline_numbers, write_report
 from megatron_rl.runs.run_data import load_run
-from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.run_dir import RunDir, check_run_dir
 
 STOP_TIMEOUT_S = 30.0  # a run stops its own children within ten seconds
 INTERRUPTED = 130
@@ -115,13 +117,11 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     group = options.group or f"{options.recipe.stem}_corrections"
     experiments = plan(group, options.corrections, options.seeds)
     archive = any(override.startswith("run.if_exists=archive") for override in options.overrides)
-    taken = [e.name for e in experiments if (options.root / e.name).exists()]
-    if taken and not archive:
-        print(
-            f"run directories are used: {', '.join(taken)} in {options.root}. Choose another --group NAME, or move "
-            "them aside with run.if_exists=archive",
-            file=sys.stderr,
-        )
+    try:
+        for experiment in experiments:
+            check_run_dir(options.root / experiment.name, IfExists.archive if archive else IfExists.refuse)
+    except ConfigError as error:
+        print(f"{error}. Or choose another --group NAME", file=sys.stderr)
         return 2
     if train is TRAIN and (found := mistakes([arguments_of(each, options, group) for each in experiments])):
         print("\n".join(f"error: {line}" for line in found), file=sys.stderr)
@@ -209,6 +209,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("corrections", "seeds"):
         if len(set(getattr(options, name))) != len(getattr(options, name)):
             parser.error(f"--{name} names one twice")
+    group = options.group or f"{options.recipe.stem}_corrections"
+    for name in (experiment.name for experiment in plan(group, options.corrections, options.seeds)):
+        if not is_folder_name(name):
+            parser.error(f"--group {options.group!r}: {name!r} cannot be the name of a folder")
     for override in overrides:
         if override.split("=", 1)[0] in ("run.name", "run.root", "correction"):
             parser.error(f"{override}: this tool sets that key itself; see --group, --root and --corrections")
@@ -216,4 +220,5 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with lasting_output():
+        sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ workers: int = field(default=1, metadata=at_least(1))
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Section = TypeVar("Section")
 LARGEST = 2**32 - 1  # of a whole number: seeds beyond it are none to numpy, and no size comes near
+LONGEST_NAME = 255  # bytes, of a file
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,27 @@ def is_pattern(text: str) -> bool:
 def inside(**bounds: Mapping[str, Bound]) -> dict[str, Any]:
     """Of the keys in a map that is handed to megatron-core or vLLM; what they hold otherwise is theirs to say."""
     return {"inside": {key: bound["bound"] for key, bound in bounds.items()}}
+
+
+def is_folder_name(name: str) -> bool:
+    """One component of a path, which no file system and no command takes for something else."""
+    return (
+        name.isprintable()
+        and name.strip(" ") == name
+        and "/" not in name
+        and not name.startswith("-")
+        and name not in ("", ".", "..")
+        and len(os.fsencode(name)) <= LONGEST_NAME
+    )
+
+
+FOLDER_NAME = {
+    "bound": Bound(
+        is_folder_name,
+        "{key} is {value!r}: it names one folder; use letters, digits and any of . _ - after the first character, "
+        f"at most {LONGEST_NAME} bytes",
+    )
+}
 
 
 def as_written(value: object) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from megatron_rl.config.bounds import as_written
 from megatron_rl.config.plain_yaml import DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml, write_yaml
 from megatron_rl.config.rules import check
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import all_keys, defaults, misfits
+from megatron_rl.config.shape import all_keys, defaults, known, misfits
 
-__all__ = ["ConfigError", "all_keys", "from_mapping", "load", "read", "to_yaml"]
+__all__ = ["ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_config", "to_yaml"]
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 MOST_FILES = 64  # that a recipe is made of
@@ -37,20 +37,21 @@ class ConfigError(Exception):
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The typed configuration of a recipe with overrides applied; `run.name` defaults to the file's stem."""
-    config, found = read(recipe, overrides)
-    if found:
-        raise ConfigError("\n".join(found))
-    return config
+    return _sound(*read(recipe, overrides))
 
 
 def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
     """The configuration, and what the recipe alone shows to be wrong: those values stand at null or their defaults."""
     path = Path(recipe)
-    merged = _read(path, [])
+    return _checked(_read(path, []), path, overrides)
+
+
+def _checked(merged: dict[str, Any], path: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     for item in overrides:
         merged = _merge(merged, _override(item), path)
     if _values(merged) > MOST_NODES:
         raise ConfigError(f"{path}: more than {MOST_NODES} values with all overrides")
+    merged = _named(merged, path.stem)
     misfit = {section: list(misfits({section: value})) for section, value in merged.items()}
     unreadable = [section for section, lines in misfit.items() if lines]
     # sections that cannot be read stand at their defaults, of which nothing is said
@@ -58,17 +59,22 @@ def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, lis
     if unreadable:
         found = [line for line in found if not any(f"{section}." in line for section in unreadable)]
         raise ConfigError("\n".join([*(line for lines in misfit.values() for line in lines), *found]))
-    if config.run.name is None:
-        config = replace(config, run=replace(config.run, name=path.stem))
     return config, found
+
+
+def _named(merged: dict[str, Any], stem: str) -> dict[str, Any]:
+    run = merged.get("run", {})
+    nameless = isinstance(run, Mapping) and run.get("name") is None
+    return {**merged, "run": {**run, "name": stem}} if nameless else merged
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Config:
     """Typed and strict: unknown keys and values of the wrong type are refused with their full path, all at once."""
-    found = list(misfits(mapping))
+    resolved = _without_preset_names(mapping)
+    found = list(misfits(resolved))
     if found:
         raise ConfigError("\n".join(found))
-    return _typed(mapping)
+    return _typed(resolved)
 
 
 def _typed(mapping: Mapping[str, Any]) -> Config:
@@ -81,28 +87,50 @@ def _typed(mapping: Mapping[str, Any]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration; `from_mapping` of it gives the same object back."""
-    return write_yaml(asdict(config))
+    """The resolved configuration; `from_mapping` of it gives the same object back.
+
+    A section that is what a preset says names it: runs are grouped by `correction.preset`.
+    """
+    mapping = asdict(config)
+    for section in PRESET_SECTIONS:
+        if name := preset_name(section, getattr(config, section)):
+            mapping[section] = {"preset": name, **mapping[section]}
+    return write_yaml(mapping)
+
+
+def preset_name(section: str, value: Any) -> str | None:
+    for path in sorted((CONF / section).glob("*.yaml")):
+        preset = read_yaml(path.read_text(encoding="utf-8")) or {}
+        if OmegaConf.to_object(OmegaConf.merge(defaults(value.__class__), preset)) == value:
+            return path.stem
+    return None
+
+
+def _without_preset_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Beside a name, a resolved section holds all that it stands for."""
+    resolved = dict(mapping)
+    for section in PRESET_SECTIONS:
+        if isinstance(resolved.get(section), Mapping):
+            resolved[section] = {key: value for key, value in resolved[section].items() if key != "preset"}
+    return resolved
+
+
+def recorded_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a run has left behind, whose keys and presets may be gone since."""
+    return _sound(*_checked(known(_without_preset_names(_loaded(path))), path, overrides))
+
+
+def _sound(config: Config, found: Sequence[str]) -> Config:
+    if found:
+        raise ConfigError("\n".join(found))
+    return config
 
 
 def _read(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A file over its bases. `read`: how many values each file had so far; `seen`: the files that lead here."""
-    named = f"{seen[-1]}: base names {path}, but there is" if seen else f"{path}:"
-    if not path.is_file():
-        stems = {other.stem: other for other in path.parent.glob("*.yaml")}
-        near = difflib.get_close_matches(path.stem, stems, n=1)
-        hint = f"; did you mean {stems[near[0]]}?" if near else ""
-        raise ConfigError(f"{named} no such file{hint}")
     if path.resolve() in [one.resolve() for one in seen]:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
-    try:
-        if path.stat().st_size > LARGEST_TEXT:
-            raise ValueError(f"it has {path.stat().st_size} bytes, expected at most {LARGEST_TEXT}")
-        loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: holds {as_written(loaded)[:80]}, expected keys such as `run:` or `learner:`")
+    loaded = _loaded(path, seen)
     read.append(_values(loaded))
     if len(read) > MOST_FILES or len(seen) > DEEPEST or sum(read) > MOST_NODES:
         most = f"{MOST_FILES} files or {MOST_NODES} values"
@@ -120,6 +148,24 @@ def _read(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> dict[str,
 def _values(node: Any) -> int:
     inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
     return 1 + sum(map(_values, inner))
+
+
+def _loaded(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    named = f"{seen[-1]}: base names {path}, but there is" if seen else f"{path}:"
+    if not path.is_file():
+        stems = {other.stem: other for other in path.parent.glob("*.yaml")}
+        near = difflib.get_close_matches(path.stem, stems, n=1)
+        hint = f"; did you mean {stems[near[0]]}?" if near else ""
+        raise ConfigError(f"{named} no such file{hint}")
+    try:
+        if path.stat().st_size > LARGEST_TEXT:
+            raise ValueError(f"it has {path.stat().st_size} bytes, expected at most {LARGEST_TEXT}")
+        loaded: Any = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: holds {as_written(loaded)[:80]}, expected keys such as `run:` or `learner:`")
+    return loaded
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> dict[str, Any]:

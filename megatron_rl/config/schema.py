@@ -7,10 +7,13 @@ beside its field; rules about two keys at once are in `rules.py`.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.bounds import above, at_least, between, expect, inside, is_pattern, need
+from megatron_rl.config.bounds import FOLDER_NAME, above, at_least, between, expect, inside, is_pattern, need
 from megatron_rl.loss.table import LOSSES
+
+KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
 
 POSITIVE = at_least(1)
 NOT_NEGATIVE = at_least(0)
@@ -106,7 +109,7 @@ class Wandb(StrEnum):
 
 @dataclass(frozen=True)
 class RunSection:
-    name: str | None = None  # null: the recipe file's stem
+    name: str | None = field(default=None, metadata=FOLDER_NAME)  # null: the recipe file's stem
     root: str = "runs"
     seed: int = field(default=1, metadata=NOT_NEGATIVE)
     steps: int = field(default=100, metadata=NOT_NEGATIVE)
@@ -117,15 +120,24 @@ class RunSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    path: str = ""  # a Hugging Face folder: config.json, tokenizer, and weights where init is pretrained
+    # a Hugging Face folder (config.json, tokenizer, and weights where init is pretrained), or what
+    # `tools/convert.py import` made of one
+    path: str = ""
     init: ModelInit = ModelInit.pretrained
+
+    @property
+    def folder(self) -> Path:
+        """Of config.json and tokenizer."""
+        kept = Path(self.path) / KEPT
+        imported = not (Path(self.path) / "config.json").is_file() and (kept / "config.json").is_file()
+        return kept if imported else Path(self.path)
 
 
 @dataclass(frozen=True)
 class DataSection:
     train: str = ""  # .jsonl or .parquet
     eval: str | None = None
-    prompt_key: str = "prompt"  # text, or a list of chat messages
+    prompt_key: str = "prompt"  # text, or a list of chat messages; dots reach into a column, also in answer_key
     answer_key: str = "answer"
     shuffle: bool = True
     long_prompts: LongPrompts = LongPrompts.error  # what happens to prompts above rollout.max_prompt_tokens

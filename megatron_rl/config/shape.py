@@ -59,6 +59,23 @@ def _texts(value: object) -> Iterator[str]:
         yield value
 
 
+def known(mapping: Mapping[Any, Any], schema: type = Config) -> dict[Any, Any]:
+    """The mapping without what is no key of `schema` (any more)."""
+    types = get_type_hints(schema)
+    kept: dict[Any, Any] = {}
+    for key, value in mapping.items():
+        if key not in types:
+            continue
+        inner = next((one for one in (types[key], *get_args(types[key])) if is_dataclass(one)), None)
+        if isinstance(inner, type) and isinstance(value, Mapping):
+            kept[key] = known(value, inner)
+        elif isinstance(inner, type) and isinstance(value, list):
+            kept[key] = [known(one, inner) if isinstance(one, Mapping) else one for one in value]
+        else:
+            kept[key] = value
+    return kept
+
+
 def _section(value: object, schema: Any, full: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         yield from misfits(value, schema, f"{full}.")

@@ -105,7 +105,7 @@ class _Version:
         file, data = self._files[entry.file], np.empty(entry.stored_bytes, dtype=np.uint8)
         hashed, at = manifest.hashing(entry.name), 0
         while at < len(data):
-            part = data[at : at + CHUNK]
+            part = data.data[at : at + CHUNK]
             count = os.preadv(file, [part], entry.offset + at)
             if count == 0:
                 raise WeightSyncError(f"truncated file {entry.file}: it ends inside tensor {entry.name}")

@@ -56,6 +56,7 @@ from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
+from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.types import Batch, Targets
 
 
@@ -151,10 +152,16 @@ class Learner:
             for name, parameter in module.named_parameters():
                 yield global_name(name, first_layer, first_expert), parameter
 
-    def load_hf(self, folder: Path | str) -> None:
-        """Weights of a Hugging Face folder."""
+    def load_hf(self, path: Path | str) -> None:
+        """Weights of a Hugging Face folder, or of a torch_dist checkpoint of any layout."""
+        if is_checkpoint(Path(path)):
+            from megatron_rl.models import torch_dist  # with torch's own checkpoints: seconds that few runs need
+
+            get = torch_dist.getter(torch_dist.Reader(Path(path)), self.shape)
+        else:
+            get = HfFolder(path).get
         with torch.no_grad():
-            self._load(HfFolder(folder).get)
+            self._load(get)
 
     def init_random(self, seed: int) -> None:
         """A random model: the same one for every layout."""

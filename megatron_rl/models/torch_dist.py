@@ -11,6 +11,7 @@ import io
 import json
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import assemble, cut
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import TensorSpec, dtype_name
-
-BACKEND_FILE = "metadata.json"
-INDEX_FILE = ".metadata"
+from megatron_rl.models.weight_files import BACKEND_FILE, INDEX_FILE
 
 # everything that an index written by torch or megatron-core refers to
 _INDEX_CLASSES = {
@@ -225,17 +224,17 @@ def read_index(path: Path) -> Metadata:
     return metadata
 
 
-class _alone:
+@contextmanager
+def _alone() -> Iterator[None]:
     """A process group of this process only, for the time of a save, unless there is one already."""
-
-    def __enter__(self) -> None:
-        self._begun = not dist.is_initialized()
-        if self._begun:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-    def __exit__(self, *error: object) -> None:
-        if self._begun:
-            dist.destroy_process_group()
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -255,6 +254,20 @@ def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
 def tensors(reader: Reader, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
     for param in _own(shape):
         yield from reader.parameter(param, shape)
+
+
+def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
+    """`get_hf` over a checkpoint. The tensors of a parameter are read at once, and kept until the next one's are."""
+    behind = {name: param for param in _own(shape) for name in param.hf}
+    kept: dict[str, torch.Tensor] = {}
+
+    def get(name: str) -> torch.Tensor:
+        if name not in kept:
+            kept.clear()
+            kept.update(reader.parameter(behind[name], shape))
+        return kept[name]
+
+    return get
 
 
 def _own(shape: ModelShape) -> Iterator[Param]:

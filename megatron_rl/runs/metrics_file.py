@@ -26,15 +26,32 @@ def decode_line(text: str) -> dict[str, float]:
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """One line per step: of a step that a resumed run did again, the latest counts. Torn lines are skipped."""
+    return read_lines(path)[0]
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, float]], int]:
+    """The lines of `read_metrics`, and how many more there are that cannot be read."""
     by_step: dict[int, dict[str, float]] = {}
+    torn = 0
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
-            try:
-                line = decode_line(text)
-            except json.JSONDecodeError:
-                continue
-            by_step[int(line["progress/step"])] = line
-    return [by_step[step] for step in sorted(by_step)]
+            line = _numbers(text)
+            if "progress/step" in line:
+                by_step[int(line["progress/step"])] = line
+            else:
+                torn += 1
+    return [by_step[step] for step in sorted(by_step)], torn
+
+
+def _numbers(text: str) -> dict[str, float]:
+    """What is a number in a line; nothing of one that is torn, or does not say its step."""
+    try:
+        line = {name: value for name, value in decode_line(text).items() if type(value) in (int, float)}
+        all(map(math.isfinite, line.values()))  # whole numbers may be too large for one with a point
+        int(line["progress/step"])
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
+        return {}
+    return line
 
 
 def append_to(path: Path) -> TextIO:

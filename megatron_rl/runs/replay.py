@@ -11,11 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_rl.config import ConfigError, load
+from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
 from megatron_rl.rollout_correction import correct
 from megatron_rl.runs.console import table
 from megatron_rl.runs.rollout_file import Recorded, load_recorded, recorded_steps
+from megatron_rl.runs.run_data import readable
 from megatron_rl.runs.run_dir import RunDir
 
 COLUMNS: dict[str, tuple[str, str]] = {
@@ -33,24 +34,24 @@ COLUMNS: dict[str, tuple[str, str]] = {
 def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> str:
     """The run's own correction and the named presets, with overrides on top, on everything that it recorded."""
     run = RunDir(folder)
-    own = load(run.config)
-    presets = {name: load(run.config, [f"correction={name}", *overrides]).correction for name in names}
+    own = recorded_config(run.config)
+    presets = {name: recorded_config(run.config, [f"correction={name}", *overrides]).correction for name in names}
     files = recorded_steps(run.rollouts)
     if not files:
         raise ConfigError(f"{run.rollouts}: no recorded steps; log.record_every says which steps are recorded")
-    recorded = [_load(path) for _, path in files]
+    problems: list[str] = []
+    recorded = [one for _, path in files if (one := readable(path, load_recorded, None, problems))]
+    if not recorded:
+        raise ConfigError("\n".join(problems))
+    if any(one.prox_logprobs_BT is None for one in recorded):
+        raise ConfigError(
+            f"{run.rollouts}: no learner logprobs were recorded; a run has them with correction.anchor=prox and a "
+            "policy loss"
+        )
     tokens = sum(int(one.batch.mask_BT.sum()) for one in recorded)
     found = replay(recorded, {"(as run)": own.correction} | presets, own.advantage)
-    return f"{len(recorded)} recorded steps of {run.path}, {tokens:,} tokens\n{describe(found)}"
-
-
-def _load(path: Path) -> Recorded:
-    recorded = load_recorded(path)
-    if recorded.prox_logprobs_BT is None:
-        raise ConfigError(
-            f"{path}: no learner logprobs were recorded; a run has them with correction.anchor=prox and a policy loss"
-        )
-    return recorded
+    unread = "".join(f"\nnot readable: {problem}" for problem in problems)
+    return f"{len(recorded)} recorded steps of {run.path}, {tokens:,} tokens\n{describe(found)}{unread}"
 
 
 def replay(

@@ -15,19 +15,24 @@ from megatron_rl.files import write_whole
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report_figures import PALETTE
 from megatron_rl.runs.report_sections import Panel, sections, supervised
-from megatron_rl.runs.run_data import RunData, config_differences, load_runs
+from megatron_rl.runs.run_data import RunData, config_differences, load_runs, readable
+from megatron_rl.runs.run_dir import RunDir
 
 STYLE = Path(__file__).with_name("report.css")
 
 
-def write_report(run_dirs: Sequence[Path], output: Path) -> None:
-    write_whole(output, page(load_runs(run_dirs)))
+def write_report(run_dirs: Sequence[Path], output: Path) -> list[str]:
+    """Returns what of the directories cannot be read: the page is about the rest, and says so too."""
+    runs = load_runs(run_dirs)
+    write_whole(output, page(runs))
+    return _problems(runs)
 
 
 def page(runs: Sequence[RunData]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    parts = [_headline(runs, title), _summary(runs), _differences(runs)]
-    for heading, panels in sections(runs).items():
+    drawn, head = sections(runs), _headline(runs, title)  # they find what cannot be read
+    parts = [head, _unreadable(runs), _summary(runs), _differences(runs)]
+    for heading, panels in drawn.items():
         if panels:
             parts.append(f"<h2>{heading}</h2>\n<div class=grid>{''.join(map(_draw, panels))}</div>")
     parts.append(_appendix(runs))
@@ -83,12 +88,17 @@ def describe_setup(run: RunData) -> str:
     return " · ".join(part for part in parts if part.strip())
 
 
+def setup(run: RunData) -> str:
+    """`describe_setup`, as far as a torn configuration holds it."""
+    return readable(RunDir(run.path).config, lambda _: describe_setup(run), "", run.unreadable)
+
+
 def _headline(runs: Sequence[RunData], title: str) -> str:
     if len(runs) == 1:
         run = runs[0]
         state = str(run.status.get("state", "unknown"))
         reason = str(run.status.get("reason") or "")
-        about = escape(describe_setup(run))
+        about = escape(setup(run))
         pill = f"<span class='pill {escape(state)}'>{escape(state)}</span>"
         why = f"<p>{escape(reason)}</p>" if reason else ""
         return f"<header><h1>{escape(title)} {pill}</h1><p>{about}</p>{why}</header>"
@@ -97,6 +107,16 @@ def _headline(runs: Sequence[RunData], title: str) -> str:
         for number, run in enumerate(runs)
     )
     return f"<header><h1>{escape(title)}</h1></header><nav>{chips}</nav>"
+
+
+def _unreadable(runs: Sequence[RunData]) -> str:
+    """What of torn folders is not on this page."""
+    items = "".join(f"<li>{escape(one)}</li>" for one in _problems(runs))
+    return f"<section class=unreadable><h2>Not readable</h2><ul>{items}</ul></section>" if items else ""
+
+
+def _problems(runs: Sequence[RunData]) -> list[str]:
+    return [f"{run.name}: {problem}" if len(runs) > 1 else problem for run in runs for problem in run.unreadable]
 
 
 def _summary(runs: Sequence[RunData]) -> str:

@@ -193,7 +193,8 @@ def weight_bounds(run: RunData) -> list[float | None]:
     """Where a token's ratio is clamped. The bounds of a sequence weight act on another quantity."""
     if run.setting("correction.weight.level", "none") != "token":
         return []
-    return [run.setting("correction.weight.low"), run.setting("correction.weight.high")]
+    bounds = [run.setting("correction.weight.low"), run.setting("correction.weight.high")]
+    return [bound if isinstance(bound, int | float) else None for bound in bounds]
 
 
 def mismatch_by(runs: Sequence[RunData], by: str, x_title: str) -> go.Figure | None:

@@ -6,6 +6,8 @@ are null. Shape suffixes: B sequences, T response positions (right-padded).
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from megatron_rl.types import Batch, Prompt, Rollout, Scored, collate, padded
 if TYPE_CHECKING:
     import torch
 
+STEP = re.compile(r"step_([0-9]+)\.parquet")
 SCHEMA = pa.schema(
     [
         ("prompt_id", pa.int64()),
@@ -30,7 +33,9 @@ SCHEMA = pa.schema(
         ("format", pa.string()),  # weight format of the engine that answered
         ("reward", pa.float32()),
         ("error", pa.string()),
-        ("text", pa.string()),
+        ("text", pa.string()),  # the answer
+        ("prompt", pa.string()),
+        ("truth", pa.string()),  # the data set's own solution, as JSON where it is no text
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("token_ids", pa.list_(pa.int32())),
         ("sampler_logprobs", pa.list_(pa.float32())),  # NaN where the sampler reported none
@@ -50,6 +55,7 @@ class Columns(TypedDict, total=False):
     weights_BT: torch.Tensor | None
     mask_BT: torch.Tensor | None
     advantages_B: torch.Tensor | None
+    truths: Sequence[Any]  # the data set's own solutions
 
 
 def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
@@ -66,6 +72,8 @@ def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Colum
         "reward": [one.reward for one in scored],
         "error": [one.error for one in scored],
         "text": [one.text for one in scored],
+        "prompt": [rollout.prompt.text for rollout in rollouts],
+        "truth": [None if truth is None else _as_text(truth) for truth in columns.get("truths", [None] * len(scored))],
         "prompt_token_ids": [rollout.prompt.token_ids for rollout in rollouts],
         "token_ids": [rollout.token_ids for rollout in rollouts],
         "sampler_logprobs": [rollout.logprobs for rollout in rollouts],
@@ -101,9 +109,9 @@ def load_recorded(path: Path) -> Recorded:
 
 
 def _scored(row: Mapping[str, Any]) -> Scored:
-    """What `write_rollouts` was given; of the prompt, the file holds the tokens alone."""
+    """What `write_rollouts` was given; of the data set's row, the file holds the truth alone."""
     rollout = Rollout(
-        prompt=Prompt(row["prompt_id"], tuple(row["prompt_token_ids"]), text="", row={}),
+        prompt=Prompt(row["prompt_id"], tuple(row["prompt_token_ids"]), text=row.get("prompt") or "", row={}),
         token_ids=tuple(row["token_ids"]),
         logprobs=tuple(row["sampler_logprobs"]),
         loss_mask=tuple(row["loss_mask"]),
@@ -115,7 +123,12 @@ def _scored(row: Mapping[str, Any]) -> Scored:
 
 def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
     """(step, file) in the order of steps."""
-    return sorted((int(path.stem.removeprefix("step_")), path) for path in folder.glob("step_*.parquet"))
+    names = ((STEP.fullmatch(path.name), path) for path in folder.glob("step_*.parquet"))
+    return sorted((int(name[1]), path) for name, path in names if name)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _rows(values_BT: torch.Tensor | None, lengths: Sequence[int], name: str) -> list[list[float] | None]:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, pooled
-from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.rollout_file import load_recorded, read_rollouts, recorded_steps
-from megatron_rl.runs.run_dir import RunDir, read_status
+from megatron_rl.runs.metrics_file import read_lines
+from megatron_rl.runs.rollout_file import STEP, load_recorded, read_rollouts, recorded_steps
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.status import known_status
 
+T = TypeVar("T")
+LONGEST_PROBLEM = 300  # characters
 RECORDED_STEPS = 8  # as many recorded steps, evenly spread, are read for histograms and cuts
 
 
-class NotARun(RuntimeError):
+class NotARun(ConfigError):
     pass
 
 
@@ -60,6 +64,7 @@ class RunData:
     env: Mapping[str, Any]
     status: Mapping[str, Any]
     lines: tuple[Mapping[str, float], ...]  # one per step, in order
+    unreadable: list[str] = field(default_factory=list)  # files of a torn folder, and why; grows while it is read
 
     def series(self, name: str, first_step: int = 0) -> Series:
         found = [
@@ -90,12 +95,14 @@ class RunData:
             if not isinstance(value, Mapping) or part not in value:
                 return default
             value = value[part]
-        return value
+        kinds = (dict, list)  # where a section or a list is expected, a torn file may hold something else
+        return default if isinstance(default, kinds) and not isinstance(value, type(default)) else value
 
     @cached_property
     def tokens(self) -> Tokens | None:
         """None without recorded steps that hold both logprobs."""
-        parts = [part for _, path in self._recorded() for part in _tokens_of(path)]
+        nothing: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        parts = [part for _, path in self._recorded() for part in readable(path, _tokens_of, nothing, self.unreadable)]
         if not parts:
             return None
         return Tokens(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
@@ -103,7 +110,12 @@ class RunData:
     @cached_property
     def mismatch(self) -> list[Slice]:
         """The recorded steps along every cut; the policy that step N ought to sample from has version N - 1."""
-        return pooled(part for step, path in self._recorded() for part in recorded_breakdowns(path, step - 1))
+        nothing: list[Slice] = []
+        return pooled(
+            part
+            for step, path in self._recorded()
+            for part in readable(path, partial(recorded_breakdowns, policy_version=step - 1), nothing, self.unreadable)
+        )
 
     def _recorded(self) -> list[tuple[int, Path]]:
         steps = recorded_steps(RunDir(self.path).rollouts)
@@ -113,20 +125,49 @@ class RunData:
 
 def load_run(path: Path) -> RunData:
     run = RunDir(path)
-    if not run.metrics.is_file():
+    if not any(file.is_file() for file in (run.metrics, run.config, run.status)):
         raise NotARun(f"{path} is not a run directory: it has no metrics.jsonl. Give the folder of a run, as runs/NAME")
-    config = read_yaml(run.config.read_text(encoding="utf-8")) if run.config.is_file() else {}
-    env = json.loads(run.env.read_text(encoding="utf-8")) if run.env.is_file() else {}
-    return RunData(path.resolve().name, path, config or {}, env, read_status(path), tuple(read_metrics(run.metrics)))
+    problems: list[str] = []
+    config = readable(run.config, lambda path: _mapping(read_yaml(_text(path))), dict[str, Any](), problems)
+    env, _ = (
+        readable(file, lambda path: _mapping(json.loads(_text(path))), dict[str, Any](), problems)
+        for file in (run.env, run.status)
+    )
+    lines, torn = readable(run.metrics, read_lines, (list[dict[str, float]](), 0), problems)
+    if torn:
+        problems.append(f"{run.metrics.name}: {torn} lines are torn, or do not say their step")
+    strange = [file.name for file in run.rollouts.glob("*.parquet") if not STEP.fullmatch(file.name)]
+    problems += [f"rollouts/{name}: not named after a step" for name in sorted(strange)]
+    return RunData(path.resolve().name, path, config, env, known_status(path), tuple(lines), problems)
+
+
+def readable(path: Path, read: Callable[[Path], T], otherwise: T, problems: list[str]) -> T:
+    """What a file holds. A torn one may fail its reader in any way: that is said, and the others are still shown."""
+    try:
+        return read(path)
+    except Exception as error:
+        text = " ".join(str(error).split())[:LONGEST_PROBLEM]
+        problem = f"{path.parent.name}/{path.name}: {type(error).__name__}: {text}"
+        if problem not in problems:
+            problems.append(problem)
+        return otherwise
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _mapping(found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise TypeError(f"it holds {type(found).__name__}, not keys and values")
+    return found
 
 
 def load_runs(paths: Sequence[Path]) -> list[RunData]:
     """Runs with distinct names: folders of the same name are told apart by their paths."""
     runs = [load_run(path) for path in paths]
     names = [run.name for run in runs]
-    return [
-        run if names.count(run.name) == 1 else RunData(str(run.path), *list(vars(run).values())[1:6]) for run in runs
-    ]
+    return [run if names.count(run.name) == 1 else replace(run, name=str(run.path)) for run in runs]
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -161,7 +202,8 @@ def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[S
     )
 
 
-def _tokens_of(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _tokens_of(path: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    parts = []
     table = read_rollouts(path)
     columns = [table.column(name).to_pylist() for name in ("sampler_logprobs", "prox_logprobs", "weights", "kept")]
     for sampler, prox, weights, kept, mask in zip(*columns, table.column("loss_mask").to_pylist(), strict=True):
@@ -172,4 +214,5 @@ def _tokens_of(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]
         if kept is not None:
             w = np.where(np.asarray(kept, bool), w, np.nan)
         use = np.asarray(mask, bool) & np.isfinite(mu) & np.isfinite(p)
-        yield mu[use], p[use], w[use]
+        parts.append((mu[use], p[use], w[use]))
+    return parts

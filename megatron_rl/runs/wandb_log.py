@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import netrc
 import os
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.config.schema import LogSection, Wandb
-from megatron_rl.runs.run_dir import ENDED, redact
+from megatron_rl.runs.run_dir import redact
+from megatron_rl.runs.status import ENDED
 
 HOST = "api.wandb.ai"
 PROJECT = "megatron-rl"
+INIT_S = 20.0  # a server that does not answer within this is not waited for
+FINISH_S = 20.0  # less than a launcher waits for a driver that has said its last word
 
 
 def has_key() -> bool:
@@ -39,31 +44,64 @@ def resolve_mode(asked: Wandb) -> Wandb:
 
 
 class WandbLog:
+    """Online where its server answers in time; else the same file is written here, for `wandb sync` to send later."""
+
     def __init__(self, config: LogSection, resolved: Mapping[str, Any], run_dir: Path, mode: Wandb) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
         self._wandb = wandb
-        self._run = wandb.init(
-            mode="online" if mode is Wandb.online else "offline",
+        self.trouble = ""
+        begin = partial(self._begin, resolved, run_dir)
+        if mode is not Wandb.online:
+            self._run = begin("offline")
+            return
+        try:
+            self._run = begin("online")
+        except wandb.Error as error:
+            self._run = begin("offline")
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
+
+    def _begin(self, resolved: Mapping[str, Any], run_dir: Path, mode: Literal["online", "offline"]) -> Any:
+        return self._wandb.init(
+            mode=mode,
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run_dir.name,
             dir=str(run_dir),
             config=redact(resolved),
-            settings=wandb.Settings(
-                disable_git=True, save_code=False, console="off", x_disable_meta=True, x_disable_stats=True
+            settings=self._wandb.Settings(
+                disable_git=True,
+                save_code=False,
+                console="off",
+                x_disable_meta=True,
+                x_disable_stats=True,
+                init_timeout=INIT_S,
+                finish_timeout=FINISH_S,
             ),
         )
 
     @property
     def where(self) -> str:
-        return self._run.url or f"wandb sync {Path(self._run.dir).parent}"
+        return self._run.url or self._sync
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self, state: str) -> None:
+    def close(self, state: str) -> str:
+        """What remains to be done by hand ("": nothing)."""
         assert state in ENDED
+        begun = time.monotonic()
         self._run.finish(exit_code=0 if state == "finished" else 1)
+        late = time.monotonic() - begun >= FINISH_S
         self._wandb.teardown()  # its writer is a process of its own: only when it has ended is the file whole
+        return (
+            f"W&B did not take everything within {FINISH_S:.0f} s; what is missing is sent by {self._sync}"
+            if late
+            else ""
+        )
+
+    @property
+    def _sync(self) -> str:
+        return f"wandb sync {Path(self._run.dir).parent}"

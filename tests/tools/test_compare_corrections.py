@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megatron_rl.data.toy import write_toy
-from megatron_rl.runs.run_dir import read_status
+from megatron_rl.runs.status import read_status
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools/compare_corrections.py"

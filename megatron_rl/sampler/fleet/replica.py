@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from megatron_rl.config.schema import Format
+from megatron_rl.process import turns_of
 from megatron_rl.sampler.fleet.server_process import ServerProcess
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import SamplingParams
@@ -28,6 +29,10 @@ MISSING_LOGPROB = -9999.0  # what the server writes for a logprob that is NaN, i
 
 class ReplicaGone(SamplerError):
     """The server is unreachable, hangs, or broke down; another one may do better."""
+
+
+class NoAnswer(ReplicaGone):
+    """In time."""
 
 
 class RequestRefused(SamplerError):
@@ -196,10 +201,14 @@ class Replica:
         return (await self.look()).alive
 
     async def look(self) -> Look:
-        """Whether the server answers, and its engine, or at least works."""
+        """Whether the server answers, and its engine, or at least works: on a crowded machine that may take long."""
+        turns = turns_of(self.process.pid) if self.process else 0
         try:
             body = await self.request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
             health = msgspec.json.decode(body or b"{}", type=_Health)
+        except NoAnswer as error:
+            works = self.process is not None and turns_of(self.process.pid) > turns
+            return Look(works, "it is busy" if works else str(error))
         except (SamplerError, msgspec.DecodeError) as error:
             return Look(False, str(error))
         return Look(True, "" if health.engine == "answers" else f"its engine is {health.engine}")
@@ -225,7 +234,7 @@ class Replica:
                         raise
                     status, answer = await self._exchange(method, path, content)
         except TimeoutError:
-            raise ReplicaGone(f"{self.name} did not answer {path} within {timeout_s:g} s") from None
+            raise NoAnswer(f"{self.name} did not answer {path} within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ReplicaGone(f"{self.name}: {path}: {type(error).__name__}: {error}") from None
         if status >= 500:

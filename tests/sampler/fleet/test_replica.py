@@ -4,12 +4,15 @@ import asyncio
 import json
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.config.schema import Format
+from megatron_rl.sampler.fleet import replica as module
 from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone, RequestRefused
 from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.types import SamplingParams
@@ -17,7 +20,7 @@ from megatron_rl.types import SamplingParams
 CHOICE = {"index": 0, "token_ids": [5, 6], "finish_reason": "length", "weight_versions": [{"version": "3"}]}
 ANSWER = {"choices": [CHOICE | {"logprobs": {"content": [{"logprob": -1.0}, {"logprob": -9999.0}]}}]}
 PARAMS = SamplingParams(samples=1, max_tokens=2)
-RESET, HANG_UP = 0, 1  # in the place of a status
+RESET, HANG_UP, SILENT = 0, 1, 2  # in the place of a status
 
 
 def with_server(replies: list[tuple[int, object]], use: Callable[[Replica, list[str]], Awaitable[object]]) -> object:
@@ -38,6 +41,8 @@ def with_server(replies: list[tuple[int, object]], use: Callable[[Replica, list[
                         place.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     writer.close()
                     return
+                if status == SILENT:
+                    continue
                 body = json.dumps(content).encode()
                 writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body)
 
@@ -127,3 +132,25 @@ def test_a_given_server_that_asks_for_no_key_is_refused():
             await Supervisor(replica, None, FleetState(1.0, 48, print))._check_given()
 
     with_server([(200, {"weight_version": "3"})], use)
+
+
+@pytest.mark.fault(
+    "a server gives no answer in time", "it is busy if its process had a core meanwhile, else the look is missed"
+)
+@pytest.mark.parametrize(("child", "works"), [("while True: time.sleep(0.01)", True), ("time.sleep(100)", False)])
+def test_a_server_that_is_starved_is_not_hung(monkeypatch, child, works):
+    monkeypatch.setattr(module, "HEALTH_TIMEOUT_S", 0.3)
+    command = [sys.executable, "-c", f"import time; print(1, flush=True)\n{child}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+
+    async def use(replica: Replica, asked: list[str]):
+        process.stdout.readline()
+        await asyncio.sleep(0.2)  # it goes on from there to what it does
+        replica.process = SimpleNamespace(pid=process.pid, ended=lambda: None)
+        return await replica.look()
+
+    try:
+        assert with_server([(SILENT, None)], use).alive == works
+    finally:
+        process.kill()
+        process.communicate()

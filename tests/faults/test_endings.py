@@ -1,0 +1,109 @@
+"""However a whole run ends: status.json is true, and the last line on the screen is the cause."""
+
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+from box import Box, wait_for
+
+PATIENCE_S = 400
+
+
+def begun(box: Box, *overrides: str, steps: int = 2) -> subprocess.Popen[str]:
+    process = box.train("run.steps=100000", *overrides)
+    wait_for(lambda: box.steps() > steps or process.poll() is not None, PATIENCE_S, "the first steps")
+    assert process.poll() is None, box.screen
+    return process
+
+
+def last_line(box: Box) -> str:
+    assert "Traceback" not in box.screen.rpartition("failed; the end of")[0]
+    assert "Tokenizer not available" not in box.screen
+    return box.screen.rstrip().splitlines()[-1]
+
+
+@pytest.mark.fault("a whole run's output goes to `head`", "it goes on to its end")
+def test_a_pipe_that_is_closed(box: Box) -> None:
+    head = subprocess.Popen(["head", "-n", "2"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    process = box.train("run.steps=2", stdout=head.stdin)
+    assert head.stdin is not None
+    head.stdin.close()
+    assert process.wait(PATIENCE_S) == 0, box.screen
+    assert box.status()["state"] == "finished"
+
+
+@pytest.mark.fault("a rank of a whole run is killed", "it is named with its signal, last")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank(box: Box, rank: int) -> None:
+    process = begun(box)
+    (victim,) = [
+        one for one in box.processes("megatron_rl.rank") if one.environ().get("RANK") == str(rank) and one.is_running()
+    ]
+    victim.kill()
+    assert process.wait(PATIENCE_S) == 137, box.screen
+    reason = f"rank {rank}: ended by SIGKILL (out of memory?)"
+    assert (box.status()["state"], box.status()["reason"]) == ("failed", reason)
+    assert last_line(box) == f"failed: {reason}"
+
+
+@pytest.mark.fault("the engine, or a worker of it, is killed", "the last line says which one, and by what")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_engine(box: Box, workers: int) -> None:
+    process = begun(box, f"sampler.tensor_parallel={workers}")
+    (victim,) = box.processes("engine.child") if workers == 1 else box.processes("VLLM::Worker_TP1")
+    victim.kill()
+    assert process.wait(PATIENCE_S) != 0, box.screen
+    assert box.status()["state"] == "failed"
+    assert "SIGKILL" in box.status()["reason"]
+    assert "SIGKILL" in last_line(box)
+    assert ("VllmWorker-1" if workers == 2 else "sampler's process") in last_line(box)
+
+
+@pytest.mark.fault("a whole run is asked to end after its step", "its status says where it stopped, and why")
+def test_usr1(box: Box) -> None:
+    process = begun(box)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(PATIENCE_S) == 0, box.screen
+    status = box.status()
+    assert status["state"] == "stopped"
+    assert f"after step {status['step']} of 100000" in status["reason"]
+    assert "SIGUSR1" in status["reason"]
+    assert status["step"] == box.steps() - 1
+
+
+@pytest.mark.fault("the disk of a whole run is full", "its status says so, and no launcher ends in a traceback")
+def test_a_full_disk(box: Box) -> None:
+    folder = box.folder / "small"
+    folder.mkdir()
+    if os.system(f"mount -t tmpfs -o size=8m tmpfs {folder}"):
+        pytest.skip("needs the right to mount")
+    try:
+        process = begun(box, f"run.root={folder}", "run.name=run", steps=-1)
+        run = folder / "run"
+        wait_for(lambda: (run / "metrics.jsonl").exists(), PATIENCE_S, "the first lines")
+        with (folder / "filler").open("wb", buffering=0) as filler:
+            filler.write(b"x" * shutil.disk_usage(folder).free)
+        assert process.wait(PATIENCE_S) != 0
+        status = (run / "status.json").read_text()
+        assert '"failed"' in status
+        assert "No space left" in status
+        assert "No space left" in last_line(box)
+    finally:
+        os.system(f"umount -l {folder}")
+
+
+@pytest.mark.fault("a second start has the name of a whole run that goes on", "it is refused, the first goes on")
+def test_a_second_start(box: Box) -> None:
+    process = begun(box)
+    other = Box(box.folder)
+    shutil.copy(box.folder / "screen", box.folder / "screen_1")
+    for mode in ("refuse", "archive"):
+        assert other.train(f"run.if_exists={mode}").wait(PATIENCE_S) == 2
+        assert "goes on" in other.screen
+    before = box.steps()
+    wait_for(lambda: box.steps() > before, PATIENCE_S, "a step after that")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 143
+    assert box.status()["reason"] == "stopped by SIGTERM"

@@ -1,0 +1,180 @@
+"""status.json in every end: what it says is true, also where there is no room to say it."""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from run_factory import make_config, make_scored, make_yaml, quiet
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import IfExists, LogSection, Wandb
+from megatron_rl.files import last_lines
+from megatron_rl.runs import record, wandb_log
+from megatron_rl.runs.console import PlainDisplay
+from megatron_rl.runs.record import Recorder, RecordLost, describe_contents
+from megatron_rl.runs.run_dir import open_run
+from megatron_rl.runs.status import beat, mark_status, read_status
+
+
+def start(path: Path, steps: int = 3) -> Recorder:
+    config = make_config()
+    return Recorder(config.log, make_yaml(config, path.name), path, steps, quiet(steps))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    path = tmp_path / "tiny"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def go_on(recorder: Recorder, steps: int) -> None:
+    with recorder:
+        for step in range(1, steps + 1):
+            recorder.log(step, {"loss/total": 1.0})
+        recorder.rollouts(steps + 1, make_scored(400)[0])
+
+
+def fill(folder: Path) -> None:
+    with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    assert shutil.disk_usage(folder).free == 0
+
+
+@pytest.mark.fault("the disk of a run's directory is full", "the run fails by a sentence, and status.json says so")
+@pytest.mark.parametrize("what", ["metrics", "rollouts"])
+def test_a_full_disk(tiny: Path, what: str) -> None:
+    recorder = start(tiny / "run")
+    recorder.log(0, {})
+    fill(tiny)
+    with pytest.raises(RecordLost, match=rf"run/{what}") as caught:
+        go_on(recorder, 100 if what == "metrics" else 0)
+    status = read_status(tiny / "run")
+    assert status["state"] == "failed"
+    assert status["reason"] == f"RecordLost: {caught.value}"
+    assert "No space left" in status["reason"]
+    assert not list((tiny / "run").rglob("*.partial"))
+
+
+@pytest.mark.fault("the disk is full when a run starts", "a sentence names the place, and nothing is left")
+def test_a_full_disk_at_the_start(tiny: Path) -> None:
+    fill(tiny)
+    with pytest.raises(ConfigError, match=r"run\.root=.*No space left"):
+        open_run(tiny / "run", IfExists.refuse, "run: {name: run}")
+    assert [entry.name for entry in tiny.iterdir()] == ["filler"]
+
+
+@pytest.mark.fault("the place of the runs can only be read", "a sentence names it")
+def test_a_place_that_can_only_be_read(tiny: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(tiny)], check=True)
+    with pytest.raises(ConfigError, match=r"run\.root=.*(written|Read-only)"):
+        open_run(tiny / "run", IfExists.refuse, "run: {name: run}")
+
+
+@pytest.mark.fault("a run's directory is removed or moved while it goes on", "the run fails by a sentence")
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_directory_that_goes_away(tmp_path: Path, moved: bool) -> None:
+    recorder = start(tmp_path / "run")
+    recorder.log(0, {})
+    if moved:
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RecordLost, match=r"run/rollouts.*cannot be written"):
+        go_on(recorder, 0)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.fault("a run is asked to end after its step", "its status says that it did not finish, where and why")
+def test_a_run_that_is_asked_to_stop(tmp_path: Path) -> None:
+    for name, steps, asked, state in (
+        ("a", 1, True, "stopped"),
+        ("b", 3, True, "finished"),
+        ("c", 1, False, "finished"),
+    ):
+        with start(tmp_path / name) as recorder:
+            recorder.log(steps, {})
+            recorder.end_early("asked to by SIGUSR1", asked=asked)
+        status = read_status(tmp_path / name)
+        assert (status["state"], status["step"], status["steps"]) == (state, steps, 3)
+        assert f"step {steps} of 3" in status["reason"]
+        assert "SIGUSR1" in status["reason"]
+
+
+@pytest.mark.fault("somebody asks whether a run is alive", "its status has process, host, start and last sign of life")
+def test_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = start(tmp_path / "run")
+    first = read_status(tmp_path / "run")
+    assert first["pid"] == os.getpid()
+    assert first["host"] == os.uname().nodename
+    assert first["started"] <= first["heartbeat"]
+    mark_status(tmp_path / "run", "running", heartbeat="2020-01-01T00:00:00+00:00")
+    monkeypatch.setattr(record, "BEAT_S", 0.0)
+    time.sleep(0.01)
+    with recorder.phase("rollout"):
+        pass
+    later = read_status(tmp_path / "run")
+    assert later["heartbeat"] >= first["heartbeat"]
+    assert (later["state"], later["pid"], later["started"]) == ("running", first["pid"], first["started"])
+
+
+@pytest.mark.fault("the reason of an end is endless", "the status is still one block, and whole")
+def test_an_endless_reason(tmp_path: Path) -> None:
+    open_run(tmp_path / "run", IfExists.refuse, "run: {name: run}")
+    mark_status(tmp_path / "run", "failed", "é" * 100_000)
+    assert (tmp_path / "run" / "status.json").stat().st_size < 4096
+    beat(tmp_path / "run")
+    assert read_status(tmp_path / "run")["pid"] == os.getpid()
+
+
+@pytest.mark.fault("a log is large, endless in one line, or gone", "its end is read, and no more")
+def test_the_end_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.seek(3 << 30)  # holes
+        file.write(b"\n" + b"y" * 9000 + b"\nlast\n")
+    lines = last_lines(log, 2)
+    assert [len(line) for line in lines] == [1000, 4]
+    assert lines[-1] == "last"
+    assert last_lines(tmp_path / "none", 2) == []
+
+
+@pytest.mark.fault("W&B's server cannot be reached", "the run goes on offline within seconds, and says so")
+@pytest.mark.parametrize("mode", [Wandb.online, Wandb.auto])
+def test_wandb_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Wandb) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(wandb_log, "INIT_S", 2.0)
+    config = make_config()
+    said = StringIO()
+    recorder = Recorder(
+        LogSection(wandb=mode), make_yaml(config, "run"), tmp_path / "run", 3, PlainDisplay(3, said), IfExists.refuse
+    )
+    with recorder:
+        recorder.log(1, {"loss/total": 1.0})
+    assert "offline: " in said.getvalue()
+    assert "wandb sync" in said.getvalue()
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"loss/total" in file.read_bytes()
+    assert read_status(tmp_path / "run")["state"] == "finished"
+
+
+@pytest.mark.fault("a run ends with a model exported", "the last words name it")
+def test_the_summary_names_the_model(tmp_path: Path) -> None:
+    run, _ = open_run(tmp_path / "run", IfExists.refuse, "run: {name: run}")
+    run.metrics.touch()
+    assert "model/" not in describe_contents(run)
+    run.model.mkdir()
+    assert "model/" in describe_contents(run)
