@@ -398,6 +398,17 @@ class EvalSection:
 
 
 @dataclass(frozen=True)
+class CheckpointSection:
+    """The whole state of a run, to go on from: run.if_exists=resume. It is kept at the end too, unless both are 0."""
+
+    every: int = field(default=0, metadata=NOT_NEGATIVE)  # steps; 0: by time only
+    minutes: float = field(default=30.0, metadata=NOT_NEGATIVE)  # 0: by steps only
+    keep_last: int = field(default=2, metadata=POSITIVE)
+    keep_every: int = field(default=0, metadata=NOT_NEGATIVE)  # steps whose checkpoints stay; 0: none
+    best: str | None = None  # a metric, such as eval/accuracy: the checkpoint with the highest stays
+
+
+@dataclass(frozen=True)
 class LogSection:
     wandb: Wandb = Wandb.none
     record_every: int = 10  # rollouts with both logprobs, as parquet; 0: never
@@ -420,4 +431,5 @@ class Config:
     optim: OptimSection = field(default_factory=OptimSection)
     learner: LearnerSection = field(default_factory=LearnerSection)
     eval: EvalSection = field(default_factory=EvalSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)

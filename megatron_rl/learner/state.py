@@ -90,6 +90,12 @@ def restore_own(learner: Learner, tensors: dict[str, Tensor], text: dict[str, st
     random.setstate((version, tuple(numbers), gauss))
 
 
+def restore_measured(learner: Learner, ranks: list[dict[str, Tensor]]) -> None:
+    """From ranks of another layout: what any of them has seen. Their random states mean nothing here."""
+    seen = {name: torch.stack([rank[name] for rank in ranks]).amax(0) for name in learner.measured()}
+    learner.measure(seen)
+
+
 def _writes(learner: Learner, param: Param) -> bool:
     """Of the ranks that hold the same shard in a tensor-parallel group, the first."""
     if param.row.copy:

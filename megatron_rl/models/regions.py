@@ -1,7 +1,7 @@
 """Where the parts of a rank's shard lie in the whole tensors of a checkpoint. Pure integers.
 
-A checkpoint keeps each parameter as one rank alone would hold it; a learner of any layout writes its blocks of that, and
-reads others. The distributed optimizer keeps a contiguous run of each flattened shard: that is at most a few blocks too.
+A checkpoint keeps each parameter as one rank alone would hold it; a learner of any layout writes its blocks of that,
+and reads others. The distributed optimizer keeps a contiguous run of each flattened shard: a few blocks, too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def run_regions(regions: list[Region], local: tuple[int, ...], start: int, stop:
     for box_start, box_size in _boxes(local, start, stop):
         for region in regions:
             low = tuple(map(max, box_start, region.start))
-            high = (min(b + n, r + m) for b, n, r, m in zip(box_start, box_size, region.start, region.size, strict=True))
+            high = (
+                min(b + n, r + m) for b, n, r, m in zip(box_start, box_size, region.start, region.size, strict=True)
+            )
             size = tuple(h - lo for h, lo in zip(high, low, strict=True))
             if min(size) <= 0:
                 continue

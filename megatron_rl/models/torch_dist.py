@@ -162,7 +162,7 @@ class Reader:
         return [(piece.name, part.contiguous()) for piece, part in cut(param, local, slices)]
 
     def read(self, entry: Entry, offset: tuple[int, ...], size: tuple[int, ...], kind: str = "") -> torch.Tensor:
-        """A block of one parameter, or of what an optimizer keeps about it (`kind`, such as optimizer.state.exp_avg.)"""
+        """A block of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg."""
         key = self._key(entry, kind)
         if key not in self._tensors:
             raise CheckpointError(f"{self.folder} lacks {key}")

@@ -27,7 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 
-BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,8 @@ def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for block in written:
-        offset = torch.Size(block["offset"])
-        known = tensors.setdefault(
-            block["key"],
-            TensorStorageMetadata(TensorProperties(torch_dtype(block["dtype"])), torch.Size(block["whole"]), []),
-        )
+        offset, properties = torch.Size(block["offset"]), TensorProperties(torch_dtype(block["dtype"]))
+        known = tensors.setdefault(block["key"], TensorStorageMetadata(properties, torch.Size(block["whole"]), []))
         known.chunks.append(ChunkStorageMetadata(offset, torch.Size(block["size"])))
         places[MetadataIndex(block["key"], offset)] = _StorageInfo(block["file"], block["begin"], block["bytes"])
     for key, tensor in tensors.items():
@@ -82,7 +84,7 @@ def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
             raise ValueError(f"{folder}: {covered} of {tensor.size.numel()} values of {key} were written")
     torch.save({}, folder / "common.pt")  # megatron-core wants one
     with (folder / ".metadata").open("wb") as file:
-        pickle.dump(Metadata(tensors, storage_data=places), file)
+        pickle.dump(Metadata(dict(tensors), storage_data=places), file)
         file.flush()
         os.fsync(file.fileno())
     (folder / "metadata.json").write_text(json.dumps(BACKEND) + "\n")  # last: without it there is no checkpoint

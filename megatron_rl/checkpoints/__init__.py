@@ -1,0 +1,1 @@
+"""How does a run go on where it stopped?"""
