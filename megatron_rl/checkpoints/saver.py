@@ -71,6 +71,11 @@ class Saver:
             step, partial, about or {}, _in_thread(lambda: _write(partial, rank, blocks, own, text, shared))
         )
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is under way."""
+        return self._pending is None
+
     def settle(self, wait: bool = False) -> None:
         """All ranks: publish the save that is under way, once it is on disk everywhere."""
         save = self._pending
