@@ -166,14 +166,11 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
 def _check_place(config: Config, writes: bool = True) -> None:
     """The data can be read, and the run's directory is free."""
     from megatron_rl.data.prompts import check_datasets
-    from megatron_rl.runs.run_dir import RunDirectoryUsed, check_run_dir
+    from megatron_rl.runs.run_dir import check_run_dir
 
     check_datasets(config.model, config.data, config.rollout, config.reward)
-    try:
-        if writes:
-            check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
-    except RunDirectoryUsed as error:
-        raise ConfigError(f"run.name: {error}") from None
+    if writes:
+        check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
 
 
 def _rank(ranks: str) -> int:

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+TAIL_BYTES = 64 << 10
+LONGEST_LINE = 1000
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -30,3 +33,14 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_whole(path: Path, text: str) -> None:
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Of a log that may be large, or gone: what its last 64 KiB hold of them, each cut where it is endless."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = log.read(TAIL_BYTES).decode(errors="replace").rstrip().splitlines()[-count:]
+    except OSError:
+        return []
+    return [line[:LONGEST_LINE] for line in lines]

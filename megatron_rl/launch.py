@@ -18,16 +18,22 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
+from megatron_rl.files import last_lines
 from megatron_rl.models.layout import Layout
-from megatron_rl.runs.run_dir import ENDED, RunDir, mark_status, open_run, read_status
+from megatron_rl.process import describe_end, exit_status
+from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
+from megatron_rl.runs.status import ENDED, mark_status, read_status
 
 STOP_GRACE_S = 6.0  # for the driver to close its engines and write down what happened
 PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
 LOG_LINES_SHOWN = 25
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe", re.I)
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
+ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Lost|Used)(: |$))")
 
 
 def launch(config: Config) -> int:
@@ -42,15 +48,35 @@ def launch(config: Config) -> int:
     finally:
         ranks.end()
         shutil.rmtree(store, ignore_errors=True)
-    if ranks.stopping:
-        if read_status(run.path).get("state") not in ENDED:
-            mark_status(run.path, "stopped", ranks.stopping)
-    elif status:
-        rank, log = ranks.culprit()
-        if rank or read_status(run.path).get("state") not in ENDED:  # the driver cannot know what ended another rank
-            mark_status(run.path, "failed", f"rank {rank}: {log[-1] if log else f'ended with status {status}'}")
-        ranks.explain(rank, log)
+    if status or read_status(run.path).get("state") not in ENDED:
+        conclude(run, ranks)
     return status
+
+
+def conclude(run: RunDir, ranks: RankProcesses) -> None:
+    """Writes how the run ended where the driver has not, or cannot know it, and says it last on the screen."""
+    said = read_status(run.path)
+    rank, why, log = ranks.culprit()
+    state, reason = ending(said, ranks.stopping, rank, why)
+    try:
+        if (state, reason) != (said.get("state"), said.get("reason")):
+            mark_status(run.path, state, reason)
+    except OSError as error:
+        print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
+    if rank is not None and not ranks.stopping:
+        ranks.explain(rank, log)
+        print(f"\n{state}: {reason.partition(chr(10))[0] or why}", file=sys.stderr, flush=True)
+
+
+def ending(said: Mapping[str, Any], stopping: str | None, rank: int | None, why: str) -> tuple[str, str]:
+    """State and reason, from the driver's own words, a signal to this process, and the rank that failed first."""
+    state, reason = str(said.get("state")), str(said.get("reason", ""))
+    if stopping:
+        return (state, reason) if state in ("finished", "failed") else ("stopped", stopping)
+    followed = rank and (state == "stopped" or LOST_PEER.search(reason))  # the driver cannot know what ended a rank
+    if state in ENDED and not followed:
+        return state, reason
+    return ("finished", "") if rank is None else ("failed", f"rank {rank}: {why}")
 
 
 class RankProcesses:
@@ -77,6 +103,7 @@ class RankProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log,
                 stderr=log,
+                pass_fds=[self._run.lock.fileno()] if self._run.lock else [],  # held until the last rank has ended
                 start_new_session=True,
             )
 
@@ -107,7 +134,7 @@ class RankProcesses:
             if failed and not self.stopping:
                 self._settle(PEER_GRACE_S)
                 self._failed = [rank for rank, process in enumerate(self._processes) if process.poll()]
-                return abs(failed[0])
+                return exit_status(failed[0])
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(0.05)
@@ -128,15 +155,21 @@ class RankProcesses:
                 process.kill()
             process.wait()
 
-    def culprit(self) -> tuple[int, list[str]]:
-        """The rank that failed for a reason of its own, and the end of its log."""
-        logs = {rank: _tail(self._log(rank)) for rank in self._failed}
-        rank = first_cause({rank: "\n".join(lines) for rank, lines in logs.items()})
-        return rank, logs.get(rank, [])
+    def culprit(self) -> tuple[int | None, str, list[str]]:
+        """The rank that failed for a reason of its own, that reason, and the end of its log."""
+        if not self._failed:
+            return None, "", []
+        logs = {rank: last_lines(self._log(rank), LOG_LINES_SHOWN) for rank in self._failed}
+        codes = {rank: self._processes[rank].returncode for rank in self._failed}
+        whys = {
+            rank: (last_error(logs[rank]) if code > 0 else "") or describe_end(code) for rank, code in codes.items()
+        }
+        rank = first_cause(whys)
+        return rank, whys[rank], logs[rank]
 
     def explain(self, rank: int, log: Sequence[str]) -> None:
         print(f"\nrank {rank} failed; the end of {self._log(rank)}:", file=sys.stderr)
-        print("\n".join(f"  {line}" for line in log), file=sys.stderr, flush=True)
+        print("\n".join(f"  {line}" for line in log or ["(empty)"]), file=sys.stderr, flush=True)
 
 
 def first_cause(logs: Mapping[int, str]) -> int:
@@ -144,13 +177,16 @@ def first_cause(logs: Mapping[int, str]) -> int:
     return next((rank for rank, log in logs.items() if not LOST_PEER.search(log)), min(logs, default=0))
 
 
-def _tail(log: Path) -> list[str]:
-    return log.read_text(errors="replace").rstrip().splitlines()[-LOG_LINES_SHOWN:]
+def last_error(log: Sequence[str]) -> str:
+    """The exception that a log ends with: what libraries say on their way out may follow it."""
+    errors = [line for line in log if ERROR.match(line)]
+    return RANK_PREFIX.sub("", (errors or list(log) or [""])[-1])
 
 
 def rank_environment(rank: int, count: int, store: Path) -> Mapping[str, str]:
     """Ranks on one machine meet in a file and talk over the loopback interface: no port is open to others."""
     return {
+        LAUNCHER: str(os.getpid()),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),

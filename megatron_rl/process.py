@@ -74,3 +74,16 @@ def _descendants(pid: int) -> list[int]:
         with suppress(OSError):
             found += map(int, path.read_text().split())
     return found + [grandchild for child in found for grandchild in _descendants(child)]
+
+
+def describe_end(code: int) -> str:
+    """Of a process that has ended, from what its parent is told: 3, or -9."""
+    if code >= 0:
+        return f"exit status {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"ended by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
+
+
+def exit_status(code: int) -> int:
+    """As a shell gives it: 128 and the number of the signal that ended the process."""
+    return 128 - code if code < 0 else code

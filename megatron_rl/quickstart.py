@@ -11,7 +11,8 @@ from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_toy
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.run_dir import RunDir, read_status
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.status import read_status
 
 TOY = Path("data/toy")
 WARM_START = Path("recipes/toy_sft.yaml")

@@ -126,7 +126,7 @@ def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: Weig
         recorder.log(step, drawn | correction.metrics | updates | synced | evaluated | seen.metrics(batch, step))
         stop = learner.broadcast(driver.asked_to_stop() or reached(config.run, evaluated))
         if stop:
-            recorder.note(f"stopped after step {step}: {stop}")
+            recorder.end_early(stop, asked=driver.asked_to_stop() is not None)
             break
 
 

@@ -6,6 +6,7 @@ workers: int = field(default=1, metadata=at_least(1))
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
@@ -14,6 +15,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Section = TypeVar("Section")
+LONGEST_NAME = 255  # bytes, of a file
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,27 @@ def expect(holds: Callable[[Any], bool], expected: str) -> dict[str, Bound]:
 
 def need(holds: Callable[[Any], bool], way_out: str) -> dict[str, Bound]:
     return {"bound": Bound(holds, "{key} is {value}: " + way_out)}
+
+
+def is_folder_name(name: str) -> bool:
+    """One component of a path, which no file system and no command takes for something else."""
+    return (
+        name.isprintable()
+        and name.strip(" ") == name
+        and "/" not in name
+        and not name.startswith("-")
+        and name not in ("", ".", "..")
+        and len(os.fsencode(name)) <= LONGEST_NAME
+    )
+
+
+FOLDER_NAME = {
+    "bound": Bound(
+        is_folder_name,
+        "{key} is {value!r}: it names one folder; use letters, digits and any of . _ - after the first character, "
+        f"at most {LONGEST_NAME} bytes",
+    )
+}
 
 
 def as_written(value: object) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, lis
     merged = _read(path, seen=())
     for item in overrides:
         merged = _merge(merged, _override(item), path)
+    merged = _named(merged, path.stem)
     misfit = {section: list(misfits({section: value})) for section, value in merged.items()}
     unreadable = [section for section, lines in misfit.items() if lines]
     # sections that cannot be read stand at their defaults, of which nothing is said
@@ -55,9 +56,13 @@ def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, lis
     if unreadable:
         found = [line for line in found if not any(f"{section}." in line for section in unreadable)]
         raise ConfigError("\n".join([*(line for lines in misfit.values() for line in lines), *found]))
-    if config.run.name is None:
-        config = replace(config, run=replace(config.run, name=path.stem))
     return config, found
+
+
+def _named(merged: dict[str, Any], stem: str) -> dict[str, Any]:
+    run = merged.get("run", {})
+    nameless = isinstance(run, Mapping) and run.get("name") is None
+    return {**merged, "run": {**run, "name": stem}} if nameless else merged
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Config:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.bounds import above, at_least, expect, need
+from megatron_rl.config.bounds import FOLDER_NAME, above, at_least, expect, need
 from megatron_rl.loss.table import LOSSES
 
 POSITIVE = at_least(1)
@@ -101,7 +101,7 @@ class Wandb(StrEnum):
 
 @dataclass(frozen=True)
 class RunSection:
-    name: str | None = None  # null: the recipe file's stem
+    name: str | None = field(default=None, metadata=FOLDER_NAME)  # null: the recipe file's stem
     root: str = "runs"
     seed: int = field(default=1, metadata=NOT_NEGATIVE)
     steps: int = field(default=100, metadata=NOT_NEGATIVE)

@@ -5,12 +5,14 @@ Shape suffixes: B sequences, T response positions (right-padded); row i belongs 
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shlex
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -20,7 +22,9 @@ from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
 from megatron_rl.runs.metrics_file import append_to, encode_line
-from megatron_rl.runs.run_dir import ENDED, RunDir, mark_status, open_run, read_status
+from megatron_rl.runs.phase_clock import PhaseClock
+from megatron_rl.runs.run_dir import RunDir, claimed_for_this_process, open_run
+from megatron_rl.runs.status import ENDED, beat, mark_status
 from megatron_rl.runs.wandb_log import WandbLog, resolve_mode
 from megatron_rl.types import Scored
 
@@ -28,6 +32,11 @@ if TYPE_CHECKING:
     from megatron_rl.runs.rollout_file import Columns
 
 ETA_STEPS = 20  # the steps that the estimate of the time left looks back at
+BEAT_S = 15.0  # between signs of life in status.json, where a phase of the loop is not longer
+
+
+class RecordLost(RuntimeError):
+    """What the run has to say can no longer be written."""
 
 
 class SilentRecorder:
@@ -42,39 +51,8 @@ class SilentRecorder:
     def note(self, text: str) -> None:
         pass
 
-
-class PhaseClock:
-    """Splits a step's wall clock. A phase inside another one is not counted twice."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._open: list[str] = []
-        self._begun = self._since = time.perf_counter()
-
-    def enter(self, name: str) -> None:
-        self._charge()
-        self._open.append(name)
-
-    def leave(self) -> str | None:
-        """The phase that goes on, if there is one around."""
-        self._charge()
-        self._open.pop()
-        return self._open[-1] if self._open else None
-
-    def finish_step(self) -> dict[str, float]:
-        self._charge()
-        whole = self._since - self._begun
-        claimed = math.fsum(self._seconds.values())
-        split = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
-        self._seconds, self._begun = {}, self._since
-        return {**split, "time/step": whole, "time/other": max(0.0, whole - claimed)}
-
-    def _charge(self) -> None:
-        now = time.perf_counter()
-        if self._open:
-            name = self._open[-1]
-            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
-        self._since = now
+    def end_early(self, reason: str, *, asked: bool) -> None:
+        pass
 
 
 class Recorder:
@@ -95,11 +73,13 @@ class Recorder:
     ) -> None:
         mode = resolve_mode(config.wandb)
         moved = ""
-        if read_status(run_dir).get("state") == "starting":
+        if claimed_for_this_process(run_dir):
             self.run = RunDir(run_dir)
         else:
             self.run, moved = open_run(run_dir, if_exists, resolved_yaml)
         mark_status(run_dir, "running")
+        self._beat_at = time.monotonic()
+        self._end = "finished", ""
         self._n_steps = n_steps
         self._clock = PhaseClock()
         self._begun = time.perf_counter()
@@ -121,6 +101,7 @@ class Recorder:
     def phase(self, name: str) -> Iterator[None]:
         self._clock.enter(name)
         self._display.phase(name)
+        self._beat()
         try:
             yield
         finally:
@@ -133,14 +114,18 @@ class Recorder:
         line |= {"progress/step": step, "progress/elapsed_s": time.perf_counter() - self._begun}
         line |= {name: value for name, value in _derived(line).items() if name not in line}
         self._warn_unknown(line)
-        self._metrics.write(encode_line(line) + "\n")
-        self._metrics.flush()
+        with _written(self.run.metrics):
+            self._metrics.write(encode_line(line) + "\n")
+            self._metrics.flush()
+            if not os.fstat(self._metrics.fileno()).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "it was removed while the run went on")
         if self._wandb:
             self._wandb.log(step, line)
         eta_s = self._estimate_left(step, line["time/step"])
         self._last_step = step
         self._display.step(step, line, eta_s)
         self._write_text(step_line(step, self._n_steps, line, eta_s))
+        self._beat()
         return line
 
     def note(self, text: str) -> None:
@@ -151,7 +136,18 @@ class Recorder:
         """rollouts/step_N.parquet: the input of replay, and of the report's histograms."""
         from megatron_rl.runs.rollout_file import write_rollouts
 
-        write_rollouts(self.run.rollouts / f"step_{step}.parquet", scored, **columns)
+        path = self.run.rollouts / f"step_{step}.parquet"
+        with _written(path):
+            write_rollouts(path, scored, **columns)
+
+    def end_early(self, reason: str, *, asked: bool) -> None:
+        """The loop leaves after this step. `asked`: somebody wanted it to; else the run has reached what it was for."""
+        step, steps = self._last_step, self._n_steps
+        if asked and step != steps:
+            self._end = "stopped", f"stopped after step {step} of {steps}: {reason}"
+        else:
+            self._end = "finished", f"ended after step {step} of {steps}: {reason}"
+        self.note(self._end[1])
 
     def close(self, state: str = "finished", reason: str = "") -> None:
         """Says how it ended, in status.json first: whatever fails after that, the run's state is known."""
@@ -160,9 +156,13 @@ class Recorder:
         if state not in ENDED:
             raise ValueError(f"state {state!r}: use one of {', '.join(ENDED)}")
         self._closed = True
-        self._metrics.close()
+        with suppress(OSError):  # what a full disk has not taken was said when it was written
+            self._metrics.close()
         more: dict[str, Any] = {"step": self._last_step, "steps": self._n_steps}
-        mark_status(self.run.path, state, reason, unknown_metrics=sorted(self._unknown), **more)
+        try:
+            mark_status(self.run.path, state, reason, unknown_metrics=sorted(self._unknown), **more)
+        except OSError as error:
+            self.note(f"{self.run.status} could not be written: {error.strerror}")
         self._display.phase("report")
         self._write_report()
         self._display.close()
@@ -170,23 +170,26 @@ class Recorder:
         self.note(describe_contents(self.run))
         if self._wandb:
             self._wandb.close(state)
-        self._text.close()
+        with suppress(OSError):
+            self._text.close()
+        if self.run.lock:
+            self.run.lock.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None:
-            self.close()
+            self.close(*self._end)
         elif issubclass(kind, (KeyboardInterrupt, SystemExit)):
             self.close("stopped", str(error) or "interrupted")
         else:
             self.close("failed", f"{kind.__name__}: {error}")
 
     def _write_report(self) -> None:
-        if not self.run.metrics.stat().st_size:
-            return
         try:
+            if not self.run.metrics.stat().st_size:
+                return
             from megatron_rl.runs.report import write_report
 
             write_report([self.run.path], self.run.report)
@@ -214,11 +217,31 @@ class Recorder:
         return math.fsum(recent) / len(recent) * (self._n_steps - step) if recent and step < self._n_steps else None
 
     def _write_text(self, text: str) -> None:
-        self._text.write(text + "\n")
-        self._text.flush()
+        with suppress(OSError):  # the same words are on the screen
+            self._text.write(text + "\n")
+            self._text.flush()
+
+    def _beat(self) -> None:
+        if time.monotonic() - self._beat_at > BEAT_S and not self._closed:
+            self._beat_at = time.monotonic()
+            with suppress(OSError):  # metrics say what is wrong
+                beat(self.run.path, step=self._last_step, steps=self._n_steps)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordLost(
+            f"{path} cannot be written: {error.strerror or error}. A run needs room where its directory is, and the "
+            "directory to stay there"
+        ) from error
 
 
 def describe_contents(run: RunDir) -> str:
+    if not run.metrics.exists():
+        return f"{run.path} is gone"
     n_rollouts = len(list(run.rollouts.glob("step_*.parquet")))
     n_checkpoints = sum(1 for entry in run.checkpoints.iterdir() if entry.is_dir()) if run.checkpoints.is_dir() else 0
     with run.metrics.open("rb") as lines:
@@ -227,6 +250,7 @@ def describe_contents(run: RunDir) -> str:
         ("metrics.jsonl", f"{n_lines} lines"),
         ("rollouts/", f"{n_rollouts} recorded steps") if n_rollouts else None,
         ("checkpoints/", f"{n_checkpoints} checkpoints") if n_checkpoints else None,
+        ("model/", "the last policy, as a Hugging Face folder") if run.model.is_dir() else None,
         (f"logs/attempt_{run.attempt}/", ""),
         ("report.html", "opens offline") if run.report.exists() else None,
     ]

@@ -3,49 +3,51 @@
 runs/<name>/
   config.yaml       the resolved configuration
   env.json          versions and platform
-  status.json       starting | running | finished | stopped | failed, and why
+  status.json       how it stands: starting | running | finished | stopped | failed, and why
+  owner.lock        held by the run's processes
   metrics.jsonl     one line per step
   rollouts/         step_N.parquet: tokens and both logprobs
   checkpoints/
+  model/            the last policy, with log.export
   logs/attempt_N/   one folder per start
   report.html
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
 import re
-import subprocess
-import sys
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
+from megatron_rl.runs.environment import environment
+from megatron_rl.runs.metrics_file import read_metrics
+from megatron_rl.runs.run_lock import LOCK, hold
+from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
 
-PACKAGES = (
-    *("megatron-rl", "megatron-core", "torch", "vllm", "transformers", "transformer-engine", "nvidia-modelopt"),
-    *("compressed-tensors", "safetensors", "numpy", "pyarrow", "omegaconf", "wandb", "plotly", "rich"),
-)
-ENDED = ("finished", "stopped", "failed")
+LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
 # Configuration is free of secrets by design; the pass-through maps are the only way one could slip in.
 SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|bearer|(hf|auth|access)_?token)s?$", re.I)
 
 
-class RunDirectoryUsed(RuntimeError):
+class RunDirectoryUsed(ConfigError):
     pass
 
 
 @dataclass(frozen=True)
 class RunDir:
     path: Path
+    lock: FileIO | None = field(default=None, compare=False, repr=False)  # of whoever has claimed it
 
     @property
     def config(self) -> Path:
@@ -57,7 +59,7 @@ class RunDir:
 
     @property
     def status(self) -> Path:
-        return self.path / "status.json"
+        return self.path / STATUS
 
     @property
     def metrics(self) -> Path:
@@ -70,6 +72,10 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
 
     @property
     def report(self) -> Path:
@@ -88,20 +94,16 @@ class RunDir:
 
 def check_run_dir(path: Path, if_exists: IfExists) -> None:
     """Raises where `open_run` would. Touches nothing: for early checks and dry runs."""
-    if path.exists() and not path.is_dir():
-        raise RunDirectoryUsed(f"run directory {path} is a file; choose another name: run.name=...")
-    if if_exists is IfExists.refuse and _used(path):
-        raise RunDirectoryUsed(
-            f"run directory {path} is used ({_describe(path)}). Nothing was changed. Either choose another name: "
-            f"run.name={path.name}_2, or move the old one to {archive_name(path)}: run.if_exists=archive"
-        )
-
-
-def archive_name(path: Path) -> Path:
-    number = 1
-    while path.with_name(f"{path.name}.{number}").exists():
-        number += 1
-    return path.with_name(f"{path.name}.{number}")
+    try:
+        above = next((folder for folder in path.parents if folder.exists()), path)
+        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+            raise _unusable(path, f"{above} is no folder that can be written")
+        if path.exists() and not path.is_dir():
+            raise RunDirectoryUsed(f"run.name: run directory {path} is a file; choose another name: run.name=...")
+        if _used(path):
+            _check_free(path, if_exists, goes_on(path))
+    except OSError as error:
+        raise _unusable(path, error.strerror) from None
 
 
 def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:
@@ -111,79 +113,95 @@ def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDi
     put its children's logs there, before the driver rank exists.
     """
     check_run_dir(path, if_exists)
+    try:
+        lock, moved = _claim(path, if_exists)
+        try:
+            return _furnish(RunDir(path, lock), resolved_yaml), moved
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)  # nothing but what stands half finished
+            raise
+    except OSError as error:
+        raise _unusable(path, error.strerror) from None
+
+
+def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, str]:
+    """The lock of an empty directory. Whoever moves an old one holds that one's lock: of many, one does."""
     moved = ""
-    if _used(path):
-        archived = archive_name(path)
-        path.rename(archived)
-        moved = f"the old {path} is now {archived}"
-    run = RunDir(path)
-    for folder in (run.rollouts, run.checkpoints, path / "logs" / "attempt_1"):
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = hold(path)
+        if lock is None:
+            raise _refused(path, "belongs to a run that goes on or is being started")
+        if not _used(path):
+            return lock, moved
+        with lock:
+            _check_free(path, if_exists, going_on=False)
+            archived = archive_name(path)
+            why = f": it ended before its first step ({_describe(path)})" if if_exists is IfExists.refuse else ""
+            path.rename(archived)
+            moved = f"the old {path} is now {archived}{why}"
+
+
+def _furnish(run: RunDir, resolved_yaml: str) -> RunDir:
+    for folder in (run.rollouts, run.checkpoints, run.path / "logs" / "attempt_1"):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(run.config, _redacted_yaml(resolved_yaml))
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
-    mark_status(path, "starting")
-    return run, moved
+    mark_status(run.path, "starting", pid=os.getpid(), host=platform.node(), started=now())
+    return run
 
 
-def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
-    """Also for a launcher whose driver rank died without a word."""
-    status = {**read_status(path), "state": state, "reason": reason, "time": _now(), **more}
-    write_whole(RunDir(path).status, json.dumps(status, indent=2) + "\n")
+def claimed_for_this_process(path: Path) -> bool:
+    """Whether a launcher, or this process itself, has opened the run that is still to be recorded."""
+    status, launcher = read_status(path), os.environ.get(LAUNCHER)
+    return status.get("state") == "starting" and str(status.get("pid", launcher)) in (str(launcher), str(os.getpid()))
 
 
-def read_status(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(RunDir(path).status.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+def archive_name(path: Path) -> Path:
+    number = 1
+    while path.with_name(f"{path.name}.{number}").exists():
+        number += 1
+    return path.with_name(f"{path.name}.{number}")
 
 
-def environment() -> dict[str, Any]:
-    """What a reader needs to reproduce the run. Never environment variables, arguments or remote addresses."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "time": _now(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "versions": versions,
-        "devices": _devices(),
-        "git": _git(Path(__file__).parent),
-    }
+def _check_free(path: Path, if_exists: IfExists, going_on: bool) -> None:
+    if going_on:
+        status = known_status(path)
+        who = f"process {status.get('pid')} on {status.get('host')}, last sign of life {status.get('heartbeat')}"
+        raise _refused(path, f"belongs to a run that goes on ({who})")
+    if if_exists is IfExists.refuse and not _ended_before_its_first_step(path):
+        raise _refused(
+            path,
+            f"is used ({_describe(path)})",
+            f", or move the old one to {archive_name(path)}: run.if_exists=archive",
+        )
 
 
-def _devices() -> list[str]:
-    torch = sys.modules.get("torch")  # only where somebody needed it anyway
-    if torch is None or not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+def _refused(path: Path, why: str, more: str = "") -> RunDirectoryUsed:
+    return RunDirectoryUsed(
+        f"run.name: run directory {path} {why}. Nothing was changed. Choose another name: run.name={path.name}_2{more}"
+    )
 
 
-def _git(folder: Path) -> dict[str, Any] | None:
-    def ask(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
-    try:
-        ask("ls-files", "--error-unmatch", "metrics.py")  # installed inside somebody else's repository: not ours to say
-        return {"commit": ask("rev-parse", "HEAD"), "modified": bool(ask("status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
+def _unusable(path: Path, why: str | None) -> ConfigError:
+    return ConfigError(f"run.root={path.parent}: {path.name} cannot be made there: {why}; name a folder with room")
 
 
 def _used(path: Path) -> bool:
-    return path.is_dir() and any(path.iterdir())
+    return path.is_dir() and any(entry.name != LOCK for entry in path.iterdir())
+
+
+def _ended_before_its_first_step(path: Path) -> bool:
+    """Nothing of it is worth more than its logs, so that it makes room for the next start of its name."""
+    run = RunDir(path)
+    begun = run.metrics.is_file() and any(line["progress/step"] >= 1 for line in read_metrics(run.metrics))
+    return known_status(path).get("state") in ("failed", "stopped") and not begun
 
 
 def _describe(path: Path) -> str:
-    state = read_status(path).get("state", "no status")
-    metrics = RunDir(path).metrics
+    status, metrics = known_status(path), RunDir(path).metrics
+    why = f": {status['reason'].splitlines()[0]}" if status.get("reason") else ""
+    state = f"{status.get('state', 'no status')}{why}"
     if not metrics.exists():
         return f"{state}, no metrics"
     with metrics.open("rb") as lines:
@@ -203,7 +221,3 @@ def _redacted_yaml(text: str) -> str:
     config = read_yaml(text)
     hidden = redact(config)
     return text if hidden == config else write_yaml(hidden)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

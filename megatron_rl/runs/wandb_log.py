@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import LogSection, Wandb
-from megatron_rl.runs.run_dir import ENDED, redact
+from megatron_rl.runs.run_dir import redact
+from megatron_rl.runs.status import ENDED
 
 HOST = "api.wandb.ai"
 PROJECT = "megatron-rl"

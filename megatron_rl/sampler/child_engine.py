@@ -10,12 +10,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.config.fleet import devices
-from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail
+from megatron_rl.process import describe_end
+from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, lost_worker
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
 from megatron_rl.sampler.protocol import SamplerError
@@ -97,6 +99,7 @@ class ChildEngine:
         try:
             self._channel.send({"id": self._requests, "method": method, "arguments": arguments})
         except ChannelClosed:
+            self._wait_briefly()
             raise self._failure(f"the sampler's process ended before `{method}`") from None
 
     def _receive(self, method: str, timeout_s: float, key: str) -> Any:
@@ -108,6 +111,7 @@ class ChildEngine:
         except TimeoutError:
             raise self._failure(f"the sampler did not answer `{method}` within {key}={timeout_s:g}") from None
         except ChannelClosed:
+            self._wait_briefly()
             raise self._failure(f"the sampler's process ended during `{method}`") from None
         except BaseException:
             self.close()  # an interrupt in mid-answer leaves a stream that cannot be read on
@@ -119,7 +123,8 @@ class ChildEngine:
     def _error(self, method: str, error: dict[str, str]) -> Exception:
         if error["type"] == WeightSyncError.__name__:
             return WeightSyncError(error["message"])
-        message = f"`{method}` failed in the sampler: {error['type']}: {error['message']}"
+        why = lost_worker(self._log_path) or f"{error['type']}: {error['message']}"
+        message = f"`{method}` failed in the sampler: {why}"
         if method == "start":
             return self._failure(message)
         return SamplerError(f"{message} (log: {self._log_path})")
@@ -127,9 +132,21 @@ class ChildEngine:
     def _failure(self, message: str) -> SamplerError:
         """Close, and put the end of the child's log under the message."""
         process = self.process
+        by_itself = process is not None and process.poll() is not None
         self.close()
-        code = "" if process is None or process.returncode is None else f" (exit status {process.returncode})"
-        return SamplerError(f"{message}{code}. The end of {self._log_path}:\n{log_tail(self._log_path)}")
+        if process is not None and process.returncode is not None:
+            message += f" (exit status {process.returncode})"
+            message += f": {describe_end(process.returncode)}" if by_itself and process.returncode < 0 else ""
+        tail = log_tail(self._log_path)
+        return SamplerError(
+            f"{message}. The end of {self._log_path}:\n{tail}" if tail else f"{message}; see {self._log_path}"
+        )
+
+    def _wait_briefly(self) -> None:
+        """A process closes its sockets a moment before it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            if self.process is not None:
+                self.process.wait(CLOSE_GRACE_S)
 
     def _note_segments(self) -> None:
         """Only workers share memory; which of it is theirs can be seen while they live."""

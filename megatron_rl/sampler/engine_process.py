@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from megatron_rl.engine.server import ALL_CORES
-from megatron_rl.process import SHORT_SPIN
+from megatron_rl.files import last_lines
+from megatron_rl.process import SHORT_SPIN, describe_end
 from megatron_rl.sampler.protocol import SamplerError
 
 LOG_LINES_SHOWN = 15
+# vLLM warns with a whole traceback that there is no tokenizer, where none is wanted
+ROUTINE = re.compile(r"(\([^)]*\) )?(DEBUG|INFO|WARNING) \d\d-\d\d |\[W\d{4} |.*resource_tracker")
+WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-?\d+)\)")
 REAP_S = 5.0
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -89,7 +94,11 @@ def end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:
-    """The last lines of a log, reading at most its last 64 KiB."""
-    with path.open("rb") as log:
-        log.seek(max(0, path.stat().st_size - (64 << 10)))
-        return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+    """The last lines of an engine's log that say more than that it is at work."""
+    return "\n".join([line for line in last_lines(path, 1000) if not ROUTINE.match(line)][-lines:])
+
+
+def lost_worker(path: Path) -> str:
+    """What the log says of a worker that has died ("": of none): its engine's own errors only follow from that."""
+    died = [found for line in last_lines(path, 1000) if (found := WORKER_DIED.search(line))]
+    return f"the engine's worker {died[0][1]} was {describe_end(int(died[0][2]))}" if died else ""

@@ -1,0 +1,95 @@
+"""status.json: how a run stands in its own words, and what is true of it when it can no longer say.
+
+state       starting | running | finished | stopped | failed
+reason      why it ended as it did
+step, steps the last one that is recorded, of how many
+pid, host   of the process that owns the run
+started, time, heartbeat
+            its start, its last change of state, its last sign of life
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.files import write_whole
+from megatron_rl.runs.run_lock import held
+
+STATUS = "status.json"
+ENDED = ("finished", "stopped", "failed")
+LONGEST_REASON = 2000  # characters; a status fits into one block of a disk
+SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
+
+
+def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
+    """Also for a launcher whose driver rank died without a word."""
+    about = {"state": state, "reason": _shortened(reason), "time": now(), "heartbeat": now()}
+    text = json.dumps({**read_status(path), **about, **more}, indent=2) + "\n"
+    try:
+        write_whole(path / STATUS, text)
+    except OSError:
+        with (path / STATUS).open("r+", encoding="utf-8") as file:  # a full disk has room where the old one stands
+            file.write(text)
+            file.truncate()
+
+
+def beat(path: Path, **more: Any) -> None:
+    """A sign of life of a run that goes on."""
+    status = read_status(path)
+    mark_status(path, "running", **{"time": status.get("time", now()), **more})
+
+
+def read_status(path: Path) -> dict[str, Any]:
+    """What the file says; nothing where there is none, or none that can be read."""
+    try:
+        status = json.loads((path / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def known_status(path: Path) -> dict[str, Any]:
+    """The status as far as it can be true: a run whose process is gone has failed, whatever it said last."""
+    status = read_status(path)
+    if status.get("state", "finished") in ENDED or not _gone(path, status):
+        return status
+    reason = (
+        f"ended without a word: process {status.get('pid')} on {status.get('host')} is gone; its last sign of life "
+        f"was at {status.get('heartbeat')}"
+    )
+    return {**status, "state": "failed", "reason": reason}
+
+
+def goes_on(path: Path) -> bool:
+    """As far as can be seen from here."""
+    status = known_status(path)
+    return held(path) is True or ("pid" in status and status.get("state") not in ENDED)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _gone(path: Path, status: dict[str, Any]) -> bool:
+    """Locks of another machine may not be seen here: what counts there is how long it has been silent."""
+    if "pid" not in status or held(path):
+        return False
+    if status.get("host") != platform.node():
+        return _silent(str(status.get("heartbeat")))
+    return held(path) is False or not Path(f"/proc/{status['pid']}").exists()
+
+
+def _silent(heartbeat: str) -> bool:
+    try:
+        last = datetime.fromisoformat(heartbeat)
+    except ValueError:
+        return True
+    return (datetime.now(UTC) - last).total_seconds() > SILENT_S
+
+
+def _shortened(reason: str) -> str:
+    return reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} ..."
