@@ -170,7 +170,7 @@ def _check_place(config: Config, writes: bool = True) -> None:
 
     check_datasets(config.model, config.data, config.rollout, config.reward)
     if writes:
-        check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
+        check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
 
 
 def _rank(ranks: str) -> int:

@@ -22,6 +22,7 @@ TEMPERATURE = need(lambda value: value > 0, "use a temperature above 0")
 class IfExists(StrEnum):
     refuse = "refuse"
     archive = "archive"
+    resume = "resume"  # go on from the newest whole checkpoint; start where there is nothing
 
 
 class ModelInit(StrEnum):
@@ -106,6 +107,7 @@ class RunSection:
     seed: int = field(default=1, metadata=NOT_NEGATIVE)
     steps: int = field(default=100, metadata=NOT_NEGATIVE)
     if_exists: IfExists = IfExists.refuse
+    resume_allow: list[str] = field(default_factory=list)  # keys that may have changed when a run goes on
     device: Device = Device.auto
     stop: dict[str, float] | None = None  # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
 

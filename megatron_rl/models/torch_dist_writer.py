@@ -51,7 +51,7 @@ def write_blocks(path: Path, blocks: Iterable[Block]) -> list[dict[str, Any]]:
     with path.open("wb") as file:
         for block in blocks:
             begin = file.tell()
-            torch.save(block.tensor, file)
+            torch.save(_alone(block.tensor), file)
             written.append(
                 {
                     "key": block.key,
@@ -67,6 +67,12 @@ def write_blocks(path: Path, blocks: Iterable[Block]) -> list[dict[str, Any]]:
         file.flush()
         os.fsync(file.fileno())
     return written
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under a storage of its own: of a view, torch.save would write all that it is a view of."""
+    raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
 
 
 def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:

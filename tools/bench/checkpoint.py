@@ -1,4 +1,4 @@
-"""What a checkpoint costs the step, against a plain copy of the same bytes in memory; and what writing it costs the next.
+"""What a checkpoint costs the step, against a plain copy of the same bytes; and what writing it costs the next ones.
 
     python tools/bench/checkpoint.py [--hidden 768] [--layers 8] [--saves 5]
 
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.checkpoints.saver import Saver
 from megatron_rl.config.schema import CheckpointSection, Config, LearnerSection, OptimSection, SyncSection
 from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.saver import Saver
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.types import Batch, Targets
@@ -52,7 +52,7 @@ def main() -> None:
         for step in range(options.saves + 1):
             alone.append(seconds(lambda: learner.update(targets)))
             copy.append(seconds(lambda: target.copy_(source)))
-            blocked.append(seconds(lambda step=step: saver.begin(step, {"driver": {}, "updates": learner.steps})))
+            blocked.append(seconds(lambda step=step: saver.begin(step, {"driver": {}})))
             during = []
             while not saver.settled:
                 during.append(seconds(lambda: learner.update(targets)))
@@ -64,7 +64,8 @@ def main() -> None:
     print(f"plain copy {statistics.median(copy) * 1e3:7.0f} ms")
     print(f"blocked    {statistics.median(blocked) * 1e3:7.0f} ms   {median_ratio(blocked, copy):.2f} of a plain copy")
     print(f"step       {statistics.median(alone) * 1e3:7.0f} ms")
-    print(f"   beside a save {statistics.median(slow):.3f} of that, for {statistics.fmean(n for _, n in beside):.1f} steps")
+    steps = statistics.fmean(count for _, count in beside)
+    print(f"   beside a save {statistics.median(slow):.3f} of that, for {steps:.1f} steps")
 
 
 def median_ratio(these: list[float], those: list[float]) -> float:

@@ -12,46 +12,53 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.checkpoints import folder
-from megatron_rl.checkpoints.folder import Checkpoint
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import state
 from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_writer import Block, write_blocks, write_index
+from megatron_rl.runs import checkpoints
+from megatron_rl.runs.checkpoints import Checkpoint
 
 if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
-    from megatron_rl.weight_sync.push import WeightSync
 
 POLICY, RANKS, SYNC = "policy", "ranks", "sync.safetensors"
 ALIGNMENT = 64
+
+
+class Keeps(Protocol):
+    """A part of the run that is the same on every rank, such as the scales of the weight sync."""
+
+    def state(self) -> dict[str, Tensor]: ...
+
+    def restore(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 class Saver:
     """Of one rank. A save that fails is reported and forgotten: the run, and the checkpoints before, go on."""
 
     def __init__(
-        self, root: Path, section: CheckpointSection, learner: Learner, sync: WeightSync, note: Callable[[str], None]
+        self, root: Path, section: CheckpointSection, learner: Learner, sync: Keeps, note: Callable[[str], None]
     ) -> None:
         self._root, self._section = root, section
         self._learner, self._sync, self._note = learner, sync, note
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pending: _Save | None = None
         if learner.is_driver:
-            folder.clean(root)
+            checkpoints.clean(root)
 
-    def begin(self, step: int, about: Mapping[str, Any] | None) -> None:
-        """Copy everything, and start to write. `about`: rank 0's part of the manifest."""
+    def begin(self, step: int, about: Mapping[str, Any]) -> None:
+        """Copy everything, and start to write. `about`: what the run itself wants to know again."""
         self.settle(wait=True)
-        partial = folder.partial_of(self._root, step)
+        partial = checkpoints.partial_of(self._root, step)
         problem = None
         if self._learner.is_driver:
             try:
@@ -68,7 +75,11 @@ class Saver:
         shared = self._sync.state() if self._learner.is_driver else None
         rank = self._learner.rank
         self._pending = _Save(
-            step, partial, about or {}, _in_thread(lambda: _write(partial, rank, blocks, own, text, shared))
+            step,
+            partial,
+            self._learner.steps,
+            about,
+            _in_thread(lambda: _write(partial, rank, blocks, own, text, shared)),
         )
 
     @property
@@ -119,8 +130,8 @@ class Saver:
         for path in (save.partial / POLICY).iterdir():
             name = f"{POLICY}/{path.name}"
             if name not in files:
-                files[name] = list(folder.digest(path))
-        folder.publish(
+                files[name] = list(checkpoints.digest(path))
+        checkpoints.publish(
             save.partial,
             self._root,
             step=save.step,
@@ -129,12 +140,12 @@ class Saver:
             files=files,
             **save.about,
         )
-        folder.prune(self._root, self._section.keep_last, self._section.keep_every)
+        checkpoints.prune(self._root, self._section.keep_last, self._section.keep_every)
 
     def _failed(self, step: int, partial: Path, problem: str) -> None:
         if self._learner.is_driver:
             shutil.rmtree(partial, ignore_errors=True)
-            kept = folder.steps(self._root)
+            kept = checkpoints.steps(self._root)
             older = f"the newest one is of step {kept[0]}" if kept else "there is none yet"
             self._note(f"the checkpoint of step {step} was not saved ({problem}); the run goes on, {older}")
 
@@ -158,10 +169,10 @@ class Saver:
 class _Save:
     """One that is under way."""
 
-    def __init__(self, step: int, partial: Path, about: Mapping[str, Any], future: Future[dict[str, Any]]) -> None:
-        self.step, self.partial, self.future = step, partial, future
-        self.about = dict(about)
-        self.updates = self.about.pop("updates", 0)
+    def __init__(
+        self, step: int, partial: Path, updates: int, about: Mapping[str, Any], future: Future[dict[str, Any]]
+    ) -> None:
+        self.step, self.partial, self.updates, self.about, self.future = step, partial, updates, about, future
 
     def outcome(self) -> dict[str, Any] | None:
         """What the other ranks have to know of this one's part; None while it is written."""
@@ -201,7 +212,10 @@ def _write(
     if shared is not None:
         paths.append(partial / SYNC)
         save_file(shared, paths[2])
-    return {"written": written, "files": {str(path.relative_to(partial)): list(folder.digest(path)) for path in paths}}
+    return {
+        "written": written,
+        "files": {str(path.relative_to(partial)): list(checkpoints.digest(path)) for path in paths},
+    }
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

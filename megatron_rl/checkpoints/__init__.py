@@ -1,1 +1,0 @@
-"""How does a run go on where it stopped?"""
