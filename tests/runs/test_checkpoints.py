@@ -19,10 +19,6 @@ CONFIG = {
     "optim": {"lr": 0.1, "megatron": {"clip_grad": 1.0}},
     "log": {"wandb": "none"},
 }
-    "run": {"steps": 4, "seed": 1},
-    "optim": {"lr": 0.1, "megatron": {"clip_grad": 1.0}},
-    "log": {"wandb": "none"},
-}
 
 
 def save(root: Path, step: int, score: float | None = None) -> Path:
