@@ -22,6 +22,8 @@ from typing import Any
 
 import xxhash
 
+from megatron_rl.runs.console import table
+
 MANIFEST = "checkpoint.json"
 FORMAT = 1
 
@@ -128,6 +130,20 @@ def newest_whole(root: Path, note: Callable[[str], None]) -> Checkpoint | None:
         except TornCheckpoint as error:
             note(f"the checkpoint of step {step} is not whole and is passed over: {error}")
     return None
+
+
+def describe(root: Path) -> str:
+    """A table, the newest first. Every byte is read, to tell the whole ones from the others."""
+    rows = []
+    for step in steps(root):
+        try:
+            found, verdict = verify(path_of(root, step)), "whole"
+        except TornCheckpoint as error:
+            rows.append((str(step), "", "", "", f"torn: {error}"))
+            continue
+        best = "" if found.best is None else f"{found.best[0]} {found.best[1]:.4g}"
+        rows.append((str(step), found.time, f"{found.nbytes / 1e6:.1f} MB", best, verdict))
+    return "\n".join(table(("step", "saved", "size", "best", "verdict"), rows)) if rows else f"{root}: no checkpoints"
 
 
 def prune(root: Path, keep_last: int, keep_every: int) -> list[int]:
