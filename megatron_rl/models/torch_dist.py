@@ -154,24 +154,30 @@ class Reader:
         padded = param.row.split is Split.vocab and stored[0] >= wanted[0]
         if stored[1:] != wanted[1:] or (stored[0] != wanted[0] and not padded):
             raise CheckpointError(f"{entry.key} of {self.folder} has shape {stored}, config.json says {wanted}")
-        local = self._read(entry, wanted)
+        local = self.read(entry, (0,) * len(wanted), wanted)
         slices = param.slices(shape, Layout(), Place())
         return [(piece.name, part.contiguous()) for piece, part in cut(param, local, slices)]
 
-    def _read(self, entry: Entry, size: tuple[int, ...]) -> torch.Tensor:
-        key = self._prefix + entry.key
-        target = torch.empty((*(1 for _ in entry.axes), *size), dtype=self.dtype(entry))
-        offsets = torch.Size((*(index for index, _ in entry.axes), *(0 for _ in size)))
+    def read(self, entry: Entry, offset: tuple[int, ...], size: tuple[int, ...], kind: str = "") -> torch.Tensor:
+        """A block of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg."""
+        key = self._key(entry, kind)
+        if key not in self._tensors:
+            raise CheckpointError(f"{self.folder} lacks {key}")
+        target = torch.empty((*(1 for _ in entry.axes), *size), dtype=self._tensors[key].properties.dtype)
+        offsets = torch.Size((*(index for index, _ in entry.axes), *offset))
         chunk = ChunkStorageMetadata(offsets=offsets, sizes=target.size())
         items = create_read_items_for_chunk_list(key, self._tensors[key], [chunk])
         covered = sum(torch.Size(item.lengths).numel() for item in items)
         if covered != target.numel():
-            raise CheckpointError(f"{entry.key} of {self.folder} is incomplete: {covered} of {target.numel()} values")
+            raise CheckpointError(f"{key} of {self.folder} is incomplete: {covered} of {target.numel()} values")
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{entry.key} of {self.folder} cannot be read: {error}") from error
+            raise CheckpointError(f"{key} of {self.folder} cannot be read: {error}") from error
         return target.view(size)
+
+    def _key(self, entry: Entry, kind: str = "") -> str:
+        return f"{kind}{self._prefix}{entry.key}"
 
 
 def _check_places(folder: Path, metadata: Metadata) -> None:
