@@ -15,6 +15,7 @@ from box import MEGATRON_RL, ROOT, Box, wait_for
 
 from megatron_rl.sampler.fleet.server_process import free_port
 
+pytestmark = pytest.mark.timeout(1800)
 START_S, STEP_S = 600, 300  # two engines may compile one after the other
 KEY = "0123456789abcdef" * 2
 RECIPE = str(ROOT / "recipes" / "quickstart_fleet.yaml")
