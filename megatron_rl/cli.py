@@ -91,6 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("-o", "--output", type=Path, help="default: report.html in the (first) run directory")
     report.set_defaults(run=_report)
 
+    kept = commands.add_parser("checkpoints", help="what a run can go on from, and whether it is whole")
+    kept.add_argument("folder", type=Path, metavar="RUN")
+    kept.set_defaults(run=_checkpoints)
+
     replay_arguments(commands.add_parser("replay", help="other corrections on the batches that a run recorded"))
 
     translate = commands.add_parser("translate", help="another project's correction settings as ours")
@@ -138,7 +142,7 @@ def _serve(options: argparse.Namespace) -> int:
     from megatron_rl.sampler.fleet.serve import serve
 
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
-    return serve(settings, Path(config.model.path), options.host, options.port)
+    return serve(settings, config.model.folder, options.host, options.port)
 
 
 def check_run(config: Config, found: Sequence[str] = ()) -> None:
@@ -196,13 +200,14 @@ def _ranks_of_starter(config: Config, ranks: str) -> None:
 
 
 def _check_place(config: Config, writes: bool = True) -> None:
-    """The data can be read, and the run's directory is free."""
+    """The data can be read, and the run's directory is free: of several ranks the one that writes looks."""
     from megatron_rl.data.prompts import check_datasets
     from megatron_rl.runs.run_dir import check_run_dir
 
+    if not writes:
+        return
     check_datasets(config.model, config.data, config.rollout, config.reward)
-    if writes:
-        check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
+    check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
 
 
 def _rank(ranks: str) -> int:
@@ -256,6 +261,16 @@ def _report(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from None
     print("\n".join([*(f"not readable: {problem}" for problem in unread), str(output)]))
+    return 0
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    from megatron_rl.runs.checkpoints import describe
+    from megatron_rl.runs.run_dir import RunDir
+
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder}: no such folder; name a run directory such as runs/quickstart")
+    print(describe(RunDir(options.folder).checkpoints))
     return 0
 
 

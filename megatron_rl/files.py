@@ -11,6 +11,13 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_JSON = 32 << 20
+
+
+def partial_of(path: Path, pid: int) -> Path:
+    """Where that process writes what is to take the place of `path`."""
+    return path.with_name(f".{path.name}.{pid}.partial")
+
+
 TAIL_BYTES = 64 << 10
 LONGEST_LINE = 1000
 
@@ -18,7 +25,7 @@ LONGEST_LINE = 1000
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of `path` when the block ends well, and is removed when it does not."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = partial_of(path, os.getpid())
     try:
         yield partial
         if partial.is_file():
@@ -38,17 +45,6 @@ def write_whole(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def last_lines(path: Path, count: int) -> list[str]:
-    """Of a log that may be large, or gone: what its last 64 KiB hold of them, each cut where it is endless."""
-    try:
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = log.read(TAIL_BYTES).decode(errors="replace").rstrip().splitlines()[-count:]
-    except OSError:
-        return []
-    return [line[:LONGEST_LINE] for line in lines]
-
-
 def read_json(path: Path, largest: int = LARGEST_JSON, expected: str = "keys and values") -> dict[str, Any]:
     """The keys of a JSON file that somebody else wrote; ValueError says what is wrong with it."""
     try:
@@ -66,3 +62,14 @@ def read_json(path: Path, largest: int = LARGEST_JSON, expected: str = "keys and
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}, expected {expected}")
     return found
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Of a log that may be large, or gone: what its last 64 KiB hold of them, each cut where it is endless."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = log.read(TAIL_BYTES).decode(errors="replace").rstrip().splitlines()[-count:]
+    except OSError:
+        return []
+    return [line[:LONGEST_LINE] for line in lines]

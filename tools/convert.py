@@ -13,33 +13,32 @@ Runs without a GPU; an import holds the model in memory once, an export one tens
 from __future__ import annotations
 
 import argparse
+import multiprocessing.util
+import os
 import shutil
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+from megatron_rl.config.schema import KEPT
+from megatron_rl.files import partial_of, replacing
+from megatron_rl.process import die_with_parent
 
-from megatron_rl.config import ConfigError
-from megatron_rl.models import torch_dist
-from megatron_rl.models.hf_folder import (
-    INDEX,
-    HfFolder,
-    HfFolderWriter,
-    copy_companions,
-    write_folder,
-)
-from megatron_rl.models.model import read_hf_config
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.torch_dist import CheckpointError
-from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, TIED_COPY
+if TYPE_CHECKING:
+    import torch
 
-KEPT = "hf"  # what an import keeps of the Hugging Face folder, inside the checkpoint
-HEADERS = "headers"
+    from megatron_rl.models.hf_folder import HfFolder
+    from megatron_rl.models.shape import ModelShape
+
+HEADERS = "headers"  # of the weight files, as they stood
 EXTRAS = "extras"
 PROGRESS_EVERY_S = 2.0
+ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 class Progress:
@@ -59,8 +58,18 @@ class Progress:
 
 def import_folder(source: Path, target: Path) -> None:
     """Hugging Face folder -> checkpoint."""
-    _refuse_existing(target)
+    from megatron_rl.learner import host  # before megatron
+    from megatron_rl.models import torch_dist
+    from megatron_rl.models.hf_folder import INDEX, HfFolder, copy_companions, write_folder
+    from megatron_rl.models.model import read_hf_config
+    from megatron_rl.models.shape import ModelShape
+    from megatron_rl.models.torch_dist import CheckpointError
+    from megatron_rl.models.weight_files import companions, refuse_links_out
+
+    _refuse_target(source, target)
     folder = HfFolder(source)
+    kept_index = [INDEX] if (source / INDEX).is_file() else []
+    refuse_links_out(source, [*companions(source), *folder.files, *kept_index])
     hf_config = read_hf_config(source, key="HF_FOLDER")
     shape = ModelShape.from_hf(hf_config)
     extras = _check_names(folder, shape)
@@ -74,15 +83,14 @@ def import_folder(source: Path, target: Path) -> None:
         progress.add(tensor.nbytes)
         return tensor
 
-    from megatron_rl.learner import host  # before megatron
-
     host.install()
-    with _completed(target) as partial:
+    with replacing(target) as partial:
+        partial.mkdir(parents=True)
         torch_dist.save(partial, shape, get)
         kept = partial / KEPT
         copy_companions(source, kept)
-        if (source / INDEX).is_file():
-            shutil.copyfile(source / INDEX, kept / INDEX)
+        for name in kept_index:
+            shutil.copyfile(source / name, kept / name)
         (kept / HEADERS).mkdir()
         for file, header in folder.headers.items():
             (kept / HEADERS / f"{file}.header").write_bytes(header)
@@ -93,7 +101,14 @@ def import_folder(source: Path, target: Path) -> None:
 
 def export_folder(source: Path, target: Path, original: Path | None = None) -> None:
     """Checkpoint -> Hugging Face folder."""
-    _refuse_existing(target)
+    from megatron_rl.models import torch_dist
+    from megatron_rl.models.hf_folder import INDEX, HfFolder, HfFolderWriter, copy_companions
+    from megatron_rl.models.model import read_hf_config
+    from megatron_rl.models.shape import ModelShape
+    from megatron_rl.models.torch_dist import CheckpointError
+    from megatron_rl.models.weight_files import EMBEDDING, TIED_COPY, refuse_links_out
+
+    _refuse_target(source, target)
     reader = torch_dist.Reader(source)
     companions = original or source / KEPT
     if not companions.is_dir():
@@ -104,11 +119,13 @@ def export_folder(source: Path, target: Path, original: Path | None = None) -> N
     shape = ModelShape.from_hf(read_hf_config(companions, key="HF_FOLDER"))
     specs = torch_dist.specs(reader, shape)
     headers = _headers(companions)
+    kept_index = [INDEX] if headers and (companions / INDEX).is_file() else []
+    refuse_links_out(companions, [*kept_index, EXTRAS])
     progress = Progress("wrote", len(specs))
-    with _completed(target) as partial:
+    with replacing(target) as partial:
         copy_companions(companions, partial)
-        if headers and (companions / INDEX).is_file():
-            shutil.copyfile(companions / INDEX, partial / INDEX)
+        for name in kept_index:
+            shutil.copyfile(companions / name, partial / name)
         with HfFolderWriter(partial, specs, headers or None) as writer:
             for name, tensor in torch_dist.tensors(reader, shape):
                 writer.add(name, tensor)
@@ -117,31 +134,31 @@ def export_folder(source: Path, target: Path, original: Path | None = None) -> N
                 progress.add(tensor.nbytes)
             if headers and (companions / EXTRAS).is_dir():
                 extras = HfFolder(companions / EXTRAS)
+                refuse_links_out(companions / EXTRAS, extras.files)
                 for name in extras.names:
                     writer.add(name, extras.get(name))
     print(f"wrote the Hugging Face folder {target}")
 
 
-@contextmanager
-def _completed(target: Path) -> Iterator[Path]:
-    """A folder that takes its name only when it is complete."""
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def _headers(kept: Path) -> dict[str, bytes]:
+    from megatron_rl.models.weight_files import LARGEST_HEADER, is_plain_name, refuse_links_out
+
     files = sorted((kept / HEADERS).glob("*.header"))
+    refuse_links_out(kept, [f"{HEADERS}/{file.name}" for file in files])
+    for file in files:
+        if not is_plain_name(file.name.removesuffix(".header")) or file.stat().st_size > LARGEST_HEADER:
+            raise ValueError(f"{file} is not the header of a file of weights; import the model again")
     return {file.name.removesuffix(".header"): file.read_bytes() for file in files}
 
 
 def _check_names(folder: HfFolder, shape: ModelShape) -> list[str]:
     """Refuses missing and unknown tensors; returns harmless ones that are kept aside as they are."""
+    import torch
+
+    from megatron_rl.models import torch_dist
+    from megatron_rl.models.torch_dist import CheckpointError
+    from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, TIED_COPY
+
     wanted = set(torch_dist.hf_shapes(shape))
     missing = sorted(wanted - set(folder.names))
     if missing:
@@ -160,21 +177,18 @@ def _check_names(folder: HfFolder, shape: ModelShape) -> list[str]:
     return extras
 
 
-def _refuse_existing(target: Path) -> None:
-    if target.exists():
-        raise CheckpointError(f"{target} exists already: name another target, or remove it first")
+def _refuse_target(source: Path, target: Path) -> None:
+    if os.path.lexists(target):
+        raise ValueError(f"{target} exists already: name another target, or remove it first")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{target} lies inside {source}, which is only read: name a target elsewhere")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    to_megatron = commands.add_parser("import", help="Hugging Face folder -> torch_dist checkpoint")
-    to_hf = commands.add_parser("export", help="torch_dist checkpoint -> Hugging Face folder")
-    for command in (to_megatron, to_hf):
-        command.add_argument("source", type=Path)
-        command.add_argument("target", type=Path)
-    to_hf.add_argument("--hf", type=Path, help="folder with config.json and tokenizer, where the checkpoint has none")
-    given = parser.parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    given = _parse(argv)
+    from megatron_rl.config import ConfigError
+    from megatron_rl.models.torch_dist import CheckpointError
+
     try:
         if given.command == "import":
             import_folder(given.source, given.target)
@@ -186,5 +200,53 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    to_megatron = commands.add_parser("import", help="Hugging Face folder -> torch_dist checkpoint")
+    to_hf = commands.add_parser("export", help="torch_dist checkpoint -> Hugging Face folder")
+    for command in (to_megatron, to_hf):
+        command.add_argument("source", type=Path)
+        command.add_argument("target", type=Path)
+    to_hf.add_argument("--hf", type=Path, help="folder with config.json and tokenizer, where the checkpoint has none")
+    return parser.parse_args(argv)
+
+
+def watched(argv: Sequence[str] | None = None) -> int:
+    """`main` in a process group of its own: megatron's writer waits for its children, so that all are ended at once."""
+    target = _parse(argv).target
+    # private, and gone with this process: the writer's sockets, and what megatron's imports leave behind
+    os.environ["TMPDIR"] = tempfile.tempdir = multiprocessing.util.get_temp_dir()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDING, signal.SIGCHLD})
+        return main(argv)
+    with suppress(OSError):  # it has done so itself
+        os.setpgid(child, child)
+    asked = ""
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        number = signal.sigwait({*ENDING, signal.SIGCHLD})
+        if number != signal.SIGCHLD:
+            asked = signal.Signals(number).name
+            _end_group(child)
+    status = os.waitstatus_to_exitcode(ended[1])
+    if status >= 0:
+        return status
+    _end_group(child)
+    shutil.rmtree(partial_of(target, child), ignore_errors=True)
+    reason = f"interrupted by {asked}" if asked else f"killed by {signal.Signals(-status).name}, out of memory?"
+    print(f"error: {reason}: {target} was not written", file=sys.stderr)
+    return 128 + (signal.Signals[asked] if asked else -status)
+
+
+def _end_group(leader: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(watched())

@@ -16,8 +16,8 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Section = TypeVar("Section")
-LONGEST_NAME = 255  # bytes, of a file
 LARGEST = 2**32 - 1  # of a whole number: seeds beyond it are none to numpy, and no size comes near
+LONGEST_NAME = 255  # bytes, of a file
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,19 @@ def need(holds: Callable[[Any], bool], way_out: str) -> dict[str, Bound]:
     return {"bound": Bound(holds, "{key} is {value}: " + way_out)}
 
 
+def is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
+def inside(**bounds: Mapping[str, Bound]) -> dict[str, Any]:
+    """Of the keys in a map that is handed to megatron-core or vLLM; what they hold otherwise is theirs to say."""
+    return {"inside": {key: bound["bound"] for key, bound in bounds.items()}}
+
+
 def is_folder_name(name: str) -> bool:
     """One component of a path, which no file system and no command takes for something else."""
     return (
@@ -65,19 +78,6 @@ FOLDER_NAME = {
         f"at most {LONGEST_NAME} bytes",
     )
 }
-
-
-def is_pattern(text: str) -> bool:
-    try:
-        re.compile(text)
-    except (re.error, OverflowError, RecursionError):
-        return False
-    return True
-
-
-def inside(**bounds: Mapping[str, Bound]) -> dict[str, Any]:
-    """Of the keys in a map that is handed to megatron-core or vLLM; what they hold otherwise is theirs to say."""
-    return {"inside": {key: bound["bound"] for key, bound in bounds.items()}}
 
 
 def as_written(value: object) -> str:

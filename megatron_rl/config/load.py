@@ -49,9 +49,9 @@ def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, lis
 def _checked(merged: dict[str, Any], path: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     for item in overrides:
         merged = _merge(merged, _override(item), path)
-    merged = _named(merged, path.stem)
     if _values(merged) > MOST_NODES:
         raise ConfigError(f"{path}: more than {MOST_NODES} values with all overrides")
+    merged = _named(merged, path.stem)
     misfit = {section: list(misfits({section: value})) for section, value in merged.items()}
     unreadable = [section for section, lines in misfit.items() if lines]
     # sections that cannot be read stand at their defaults, of which nothing is said
@@ -117,7 +117,7 @@ def _without_preset_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def recorded_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration that a run has left behind, whose keys and presets may be gone since."""
-    return _sound(*_checked(known(_without_preset_names(_loaded(path, f"{path}:"))), path, overrides))
+    return _sound(*_checked(known(_without_preset_names(_loaded(path))), path, overrides))
 
 
 def _sound(config: Config, found: Sequence[str]) -> Config:
@@ -130,7 +130,7 @@ def _read(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> dict[str,
     """A file over its bases. `read`: how many values each file had so far; `seen`: the files that lead here."""
     if path.resolve() in [one.resolve() for one in seen]:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
-    loaded = _loaded(path, f"{seen[-1]}: base names {path}, but there is" if seen else f"{path}:")
+    loaded = _loaded(path, seen)
     read.append(_values(loaded))
     if len(read) > MOST_FILES or len(seen) > DEEPEST or sum(read) > MOST_NODES:
         most = f"{MOST_FILES} files or {MOST_NODES} values"
@@ -145,8 +145,13 @@ def _read(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> dict[str,
     return _merge(merged, loaded, path)
 
 
-def _loaded(path: Path, named: str) -> dict[str, Any]:
-    """One file, without its bases. `named`: how a sentence begins that ends in "no such file"."""
+def _values(node: Any) -> int:
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    return 1 + sum(map(_values, inner))
+
+
+def _loaded(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    named = f"{seen[-1]}: base names {path}, but there is" if seen else f"{path}:"
     if not path.is_file():
         stems = {other.stem: other for other in path.parent.glob("*.yaml")}
         near = difflib.get_close_matches(path.stem, stems, n=1)
@@ -161,11 +166,6 @@ def _loaded(path: Path, named: str) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: holds {as_written(loaded)[:80]}, expected keys such as `run:` or `learner:`")
     return loaded
-
-
-def _values(node: Any) -> int:
-    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
-    return 1 + sum(map(_values, inner))
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> dict[str, Any]:

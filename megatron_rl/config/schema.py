@@ -7,10 +7,13 @@ beside its field; rules about two keys at once are in `rules.py`.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.bounds import FOLDER_NAME, above, at_least, between, expect, inside, is_pattern, need
 from megatron_rl.loss.table import LOSSES
+
+KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
 
 POSITIVE = at_least(1)
 NOT_NEGATIVE = at_least(0)
@@ -27,6 +30,7 @@ TEMPERATURE = need(lambda value: value > 0, "use a temperature above 0")
 class IfExists(StrEnum):
     refuse = "refuse"
     archive = "archive"
+    resume = "resume"  # go on from the newest whole checkpoint; start where there is nothing
 
 
 class ModelInit(StrEnum):
@@ -111,21 +115,31 @@ class RunSection:
     seed: int = field(default=1, metadata=NOT_NEGATIVE)
     steps: int = field(default=100, metadata=NOT_NEGATIVE)
     if_exists: IfExists = IfExists.refuse
+    resume_allow: list[str] = field(default_factory=list)  # keys that may have changed when a run goes on
     device: Device = Device.auto
     stop: dict[str, float] | None = None  # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    path: str = ""  # a Hugging Face folder: config.json, tokenizer, and weights where init is pretrained
+    # a Hugging Face folder (config.json, tokenizer, and weights where init is pretrained), or what
+    # `tools/convert.py import` made of one
+    path: str = ""
     init: ModelInit = ModelInit.pretrained
+
+    @property
+    def folder(self) -> Path:
+        """Of config.json and tokenizer."""
+        kept = Path(self.path) / KEPT
+        imported = not (Path(self.path) / "config.json").is_file() and (kept / "config.json").is_file()
+        return kept if imported else Path(self.path)
 
 
 @dataclass(frozen=True)
 class DataSection:
     train: str = ""  # .jsonl or .parquet
     eval: str | None = None
-    prompt_key: str = "prompt"  # text, or a list of chat messages
+    prompt_key: str = "prompt"  # text, or a list of chat messages; dots reach into a column, also in answer_key
     answer_key: str = "answer"
     shuffle: bool = True
     long_prompts: LongPrompts = LongPrompts.error  # what happens to prompts above rollout.max_prompt_tokens
@@ -439,6 +453,17 @@ class EvalSection:
 
 
 @dataclass(frozen=True)
+class CheckpointSection:
+    """The whole state of a run, to go on from: run.if_exists=resume. It is kept at the end too, unless both are 0."""
+
+    every: int = field(default=0, metadata=NOT_NEGATIVE)  # steps; 0: by time only
+    minutes: float = field(default=30.0, metadata=NOT_NEGATIVE)  # 0: by steps only
+    keep_last: int = field(default=2, metadata=POSITIVE)
+    keep_every: int = field(default=0, metadata=NOT_NEGATIVE)  # steps whose checkpoints stay; 0: none
+    best: str | None = None  # a metric, such as eval/accuracy: the checkpoint with the highest stays
+
+
+@dataclass(frozen=True)
 class LogSection:
     wandb: Wandb = Wandb.none
     record_every: int = field(default=10, metadata=NOT_NEGATIVE)  # rollouts with both logprobs, as parquet; 0: never
@@ -461,4 +486,5 @@ class Config:
     optim: OptimSection = field(default_factory=OptimSection)
     learner: LearnerSection = field(default_factory=LearnerSection)
     eval: EvalSection = field(default_factory=EvalSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)

@@ -49,6 +49,16 @@ def misfits(mapping: Mapping[Any, Any], schema: type = Config, prefix: str = "")
             yield from _leaf(value, types[key], schema, full)
 
 
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+    elif isinstance(value, str):
+        yield value
+
+
 def known(mapping: Mapping[Any, Any], schema: type = Config) -> dict[Any, Any]:
     """The mapping without what is no key of `schema` (any more)."""
     types = get_type_hints(schema)
@@ -64,16 +74,6 @@ def known(mapping: Mapping[Any, Any], schema: type = Config) -> dict[Any, Any]:
         else:
             kept[key] = value
     return kept
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list):
-        for one in value:
-            yield from _texts(one)
-    elif isinstance(value, str):
-        yield value
 
 
 def _section(value: object, schema: Any, full: str) -> Iterator[str]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import (
@@ -23,79 +23,13 @@ from megatron_rl.config.schema import (
     RolloutSection,
     RolloutSource,
 )
+from megatron_rl.data.rows import field, read_rows
+from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.types import Prompt
 
+EARLY_SAMPLE = 1000  # prompts of a data set that are encoded before a run is started
 
-class Tokenizer(Protocol):
-    stop_token_ids: tuple[int, ...]
-
-    def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]: ...
-
-
-class FolderTokenizer:
-    """The tokenizer of a Hugging Face folder. Transformers is imported only for chat templates."""
-
-    def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer as Backend
-
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"model.path: {folder} holds no tokenizer.json; save one there with the model")
-        self._folder = folder
-        try:
-            self._backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"model.path: {path} is not a readable tokenizer ({error})") from None
-        self._chat: Any = None
-        self.stop_token_ids = _stop_tokens(folder, self._backend)
-
-    def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        if isinstance(prompt, str):
-            return self._backend.encode(prompt, add_special_tokens=False).ids
-        try:
-            return self._encode_chat(list(prompt))
-        except Exception as error:  # transformers and jinja raise families of their own
-            first = str(error).strip().split("\n")[0]
-            raise ConfigError(
-                f"model.path: the chat template of {self._folder} does not take a prompt that is a list of messages "
-                f"({type(error).__name__}: {first}); add a template, or make data.prompt_key a column of plain text"
-            ) from None
-
-    def _encode_chat(self, messages: list[Mapping[str, str]]) -> list[int]:
-        if self._chat is None:
-            from transformers import AutoTokenizer
-
-            self._chat = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
-        return list(
-            self._chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        )
-
-    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        return self._backend.decode_batch([list(row) for row in token_ids], skip_special_tokens=True)
-
-
-def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json knows best, then config.json, then the tokenizer."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        eos = _read_json(path).get("eos_token_id")
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (int(eos),)
-    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    found = backend.token_to_id(token) if token else None
-    if found is None:
-        raise ConfigError(f"model.path: no eos_token_id in {folder}/config.json or generation_config.json; add one")
-    return (found,)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
-        raise ConfigError(f"model.path: {path} is not valid JSON ({error})") from None
+_Found = tuple[int, str, str | list[dict[str, Any]]]  # number of the row, the prompt as text, the prompt
 
 
 @dataclass(frozen=True)
@@ -115,79 +49,114 @@ class Dataset:
         return f"{len(self)} prompts of {self.rows} rows" + (f" ({', '.join(left_out)} left out)" if left_out else "")
 
 
-def load_dataset(key: str, config: DataSection, tokenizer: Tokenizer, max_prompt_tokens: int) -> Dataset:
-    """The data set that `data.<key>` names."""
+def load_dataset(
+    key: str,
+    config: DataSection,
+    tokenizer: FolderTokenizer,
+    max_prompt_tokens: int,
+    *,
+    needs_answer: bool = False,
+    sample: int | None = None,
+) -> Dataset:
+    """The data set that `data.<key>` names. `sample`: every row is looked at, but only so many prompts are encoded."""
     path = Path(getattr(config, key) or "")
     rows = read_rows(f"data.{key}", path)
-    prompts: list[Prompt] = []
-    seen: set[str] = set()
-    duplicates = too_long = longest = 0
-    for index, row in enumerate(rows):
-        prompt = _field(row, config.prompt_key, "data.prompt_key", path, index)
-        if not isinstance(prompt, (str, list)):
-            raise ConfigError(
-                f"data.prompt_key: {config.prompt_key!r} of row {index} of {path} is {type(prompt).__name__}, expected "
-                "text or a list of messages"
-            )
-        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        if text in seen:
-            duplicates += 1
-            continue
-        seen.add(text)
-        token_ids = tokenizer.encode(prompt)
-        if not token_ids:
-            raise ConfigError(f"data.{key}: row {index} of {path} has an empty prompt; remove it")
-        longest = max(longest, len(token_ids))
-        if len(token_ids) > max_prompt_tokens:
-            too_long += 1
-            continue
-        prompts.append(Prompt(id=index, token_ids=tuple(token_ids), text=text, row=row))
+    distinct = _distinct(rows, config, path, needs_answer)
+    found = distinct if sample is None else _telling(distinct, sample)
+    texts = []
+    for index, _, prompt in found:
+        try:
+            texts.append(tokenizer.text(prompt))
+        except ConfigError as error:
+            raise ConfigError(f"{error} (row {index} of {path})") from None
+    encoded = tokenizer.encode_texts(texts, max_prompt_tokens)
+    empty = next((index for (index, _, _), ids in zip(found, encoded, strict=True) if not ids), None)
+    if empty is not None:
+        raise ConfigError(f"data.{key}: row {empty} of {path} has an empty prompt; remove it")
+    longest = max(map(len, encoded), default=0)
+    too_long = sum(len(ids) > max_prompt_tokens for ids in encoded)
     if too_long and config.long_prompts == LongPrompts.error:
         raise ConfigError(
-            f"rollout.max_prompt_tokens: {max_prompt_tokens}, but {too_long} prompts of {path} are longer "
-            f"(the longest has {longest} tokens); raise it, or set data.long_prompts=drop"
+            f"rollout.max_prompt_tokens: {max_prompt_tokens}, but {too_long} prompts of {path} are longer (the longest "
+            f"has {longest} tokens{' or more' if longest > 2 * max_prompt_tokens else ''}); raise it, or set "
+            "data.long_prompts=drop"
         )
+    prompts = tuple(
+        Prompt(id=index, token_ids=tuple(ids), text=text, row=rows[index])
+        for (index, text, _), ids in zip(found, encoded, strict=True)
+        if len(ids) <= max_prompt_tokens
+    )
     if not prompts:
         raise ConfigError(f"data.{key}: {path} leaves no prompts ({len(rows)} rows, {too_long} too long)")
-    return Dataset(tuple(prompts), len(rows), duplicates, too_long)
+    return Dataset(prompts, len(rows), len(rows) - len(distinct), too_long)
 
 
-def read_rows(key: str, path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise ConfigError(f"{key}: no file {str(path)!r}; `megatron-rl toy` makes the toy's data, or name your own")
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            return pyarrow.parquet.read_table(path).to_pylist()
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{key}: {path} is not a readable parquet file ({error})") from None
-    if path.suffix == ".jsonl":
-        return _json_lines(key, path)
-    raise ConfigError(f"{key}: {path} ends in {path.suffix!r}; .jsonl and .parquet are read")
+def _distinct(rows: list[dict[str, Any]], config: DataSection, path: Path, needs_answer: bool) -> list[_Found]:
+    found: list[_Found] = []
+    seen: set[str] = set()
+    for index, row in enumerate(rows):
+        where = f"row {index} of {path}"
+        prompt = _prompt(row, config.prompt_key, where)
+        _take_answer(row, config.answer_key, where, needs_answer)
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        if text not in seen:
+            seen.add(text)
+            found.append((index, text, prompt))
+    return found
 
 
-def _json_lines(key: str, path: Path) -> list[dict[str, Any]]:
-    rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{key}: {path}, line {number} is not JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{key}: {path}, line {number} holds {type(row).__name__}, expected an object")
-            rows.append(row)
-    return rows
+def _telling(found: list[_Found], count: int) -> list[_Found]:
+    """The longest, which may be too long, the shortest, and one of each kind of conversation, for the template."""
+    ranked = sorted(found, key=lambda each: len(each[1]), reverse=True)
+    chosen = {each[0]: each for each in (*ranked[:count], *ranked[-1:])}
+    kinds = {_kind(each[2]): each for each in found}
+    return list((chosen | {each[0]: each for each in kinds.values()}).values())
 
 
-def _field(row: Mapping[str, Any], name: str, key: str, path: Path, index: int) -> Any:
-    if name not in row:
-        raise ConfigError(f"{key}: {name!r} is not a column of {path} (row {index} has {', '.join(row)})")
-    return row[name]
+def _kind(prompt: str | list[dict[str, Any]]) -> Any:
+    if isinstance(prompt, str):
+        return None
+    return tuple((each["role"], type(each.get("content")), *each) for each in prompt)
+
+
+def _prompt(row: Mapping[str, Any], name: str, where: str) -> str | list[dict[str, Any]]:
+    prompt = _value(row, name, "data.prompt_key", where)
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list):
+        raise ConfigError(
+            f"data.prompt_key: {name!r} of {where} is {type(prompt).__name__}, expected text or a list of messages"
+        )
+    if not prompt or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt):
+        raise ConfigError(
+            f"data.prompt_key: {name!r} of {where} is a list, but not one of messages such as "
+            '{"role": "user", "content": "..."}'
+        )
+    return prompt
+
+
+def _take_answer(row: dict[str, Any], name: str, where: str, needed: bool) -> None:
+    """Where the answer lies inside a column, the row gets a column of the dotted name: everyone reads row[name]."""
+    try:
+        answer = row[name] = field(row, name)
+    except LookupError as error:
+        if needed:
+            raise _missing("data.answer_key", name, where, error) from None
+        return
+    if needed and (answer is None or isinstance(answer, (list, dict))):
+        kind = "null" if answer is None else type(answer).__name__
+        raise ConfigError(f"data.answer_key: {name!r} of {where} is {kind}, expected text or a number; remove the row")
+
+
+def _value(row: Mapping[str, Any], name: str, key: str, where: str) -> Any:
+    try:
+        return field(row, name)
+    except LookupError as error:
+        raise _missing(key, name, where, error) from None
+
+
+def _missing(key: str, name: str, where: str, error: LookupError) -> ConfigError:
+    return ConfigError(f"{key}: {name!r} is not in {where}: {error}")
 
 
 class PromptOrder:
@@ -217,14 +186,15 @@ class PromptOrder:
 
 def check_datasets(model: ModelSection, data: DataSection, rollout: RolloutSection, reward: RewardSection) -> None:
     """Raises what loading the data would raise, before anything is started."""
-    tokenizer = FolderTokenizer(Path(model.path))
+    tokenizer = FolderTokenizer(model.folder)
     needs_answer = reward.name == "exact_match" or rollout.source == RolloutSource.dataset
     for key in ("train", "eval") if data.eval else ("train",):
-        dataset = load_dataset(key, data, tokenizer, rollout.max_prompt_tokens)
-        if key == "train" and len(dataset) < rollout.prompts_per_step:
+        found = load_dataset(
+            key, data, tokenizer, rollout.max_prompt_tokens, needs_answer=needs_answer, sample=EARLY_SAMPLE
+        )
+        left = found.rows - found.duplicates - found.too_long
+        if key == "train" and left < rollout.prompts_per_step:
             raise ConfigError(
-                f"rollout.prompts_per_step: {rollout.prompts_per_step}, but {data.train} has {len(dataset)} prompts: "
+                f"rollout.prompts_per_step: {rollout.prompts_per_step}, but {data.train} has {left} prompts: "
                 "a step would draw some twice; lower it"
             )
-        for prompt in dataset.prompts if needs_answer else ():
-            _field(prompt.row, data.answer_key, "data.answer_key", Path(getattr(data, key)), prompt.id)

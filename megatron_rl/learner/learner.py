@@ -56,6 +56,7 @@ from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
+from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.types import Batch, Targets
 
 
@@ -151,10 +152,16 @@ class Learner:
             for name, parameter in module.named_parameters():
                 yield global_name(name, first_layer, first_expert), parameter
 
-    def load_hf(self, folder: Path | str) -> None:
-        """Weights of a Hugging Face folder."""
+    def load_hf(self, path: Path | str) -> None:
+        """Weights of a Hugging Face folder, or of a torch_dist checkpoint of any layout."""
+        if is_checkpoint(Path(path)):
+            from megatron_rl.models import torch_dist  # with torch's own checkpoints: seconds that few runs need
+
+            get = torch_dist.getter(torch_dist.Reader(Path(path)), self.shape)
+        else:
+            get = HfFolder(path).get
         with torch.no_grad():
-            self._load(HfFolder(folder).get)
+            self._load(get)
 
     def init_random(self, seed: int) -> None:
         """A random model: the same one for every layout."""
@@ -181,6 +188,14 @@ class Learner:
     def take_cache_amax(self) -> Tensor:
         """Largest key and value of each layer that this rank saw since the last call: [layer, 2]."""
         return self._cache.take()
+
+    def measured(self) -> dict[str, Tensor]:
+        """What forward passes have shown since the last sync: a checkpoint keeps it."""
+        return {"activations": self._activations.amax_LNH, "cache": self._cache.amax_L2}
+
+    def measure(self, seen: Mapping[str, Tensor]) -> None:
+        for name, held in self.measured().items():
+            held.copy_(seen[name])
 
     def _logprobs(self, batch: Batch) -> Tensor:
         packs = self._packs(batch, range(len(batch)))

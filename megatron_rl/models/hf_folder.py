@@ -7,10 +7,10 @@ before the first byte, so tensors may arrive in any order and land at their fina
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from megatron_rl.files import replacing, write_whole
 from megatron_rl.models.tensors import DTYPES, TensorSpec, torch_dtype
-from megatron_rl.models.weight_files import INDEX, SINGLE, read_header, weight_files
+from megatron_rl.models.weight_files import INDEX, SINGLE, companions, header_entries, read_header, weight_files
 
 _DTYPE_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}  # by their name in safetensors
 
@@ -56,18 +57,22 @@ class HfFolder:
         return self._file_of[name]
 
 
+class _Discarded(Exception):
+    """A file is not to be completed."""
+
+
 class SafetensorsWriter:
-    """One safetensors file, written in any order into a temporary name and renamed when complete."""
+    """One safetensors file, written in any order; it takes its name when it is complete."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec] = (), header: bytes | None = None) -> None:
         """`header`: an existing file's own header bytes, to be reproduced exactly; otherwise made from `specs`."""
         self.path = path
         raw = make_header(specs) if header is None else header
-        self._entries = {name: entry for name, entry in json.loads(raw).items() if name != "__metadata__"}
-        self._missing = set(self._entries)
+        self._entries = header_entries(raw, path)
+        self.missing = set(self._entries)
         self._base = 8 + len(raw)
-        self._temporary = path.with_name(path.name + ".tmp")
-        self._file = self._temporary.open("wb")
+        self._whole = ExitStack()
+        self._file = self._whole.enter_context(self._whole.enter_context(replacing(path)).open("wb"))
         self._file.write(struct.pack("<Q", len(raw)) + raw)
 
     def __contains__(self, name: object) -> bool:
@@ -75,23 +80,24 @@ class SafetensorsWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         entry = self._entries[name]
-        wanted = (torch_dtype(_DTYPE_NAMES[entry["dtype"]]), tuple(entry["shape"]))
+        if entry.dtype not in _DTYPE_NAMES:
+            raise ValueError(f"{name} has a place of dtype {entry.dtype}, expected one of {', '.join(_DTYPE_NAMES)}")
+        wanted = (torch_dtype(_DTYPE_NAMES[entry.dtype]), entry.shape)
         if (tensor.dtype, tuple(tensor.shape)) != wanted:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, its place is {wanted[0]} {wanted[1]}")
-        self._file.seek(self._base + entry["data_offsets"][0])
+        self._file.seek(self._base + entry.start)
         self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        self._missing.discard(name)
+        self.missing.discard(name)
 
     def close(self) -> None:
-        self._file.close()
-        if self._missing:
-            self._temporary.unlink()
-            raise ValueError(f"{self.path} would lack {len(self._missing)} tensors, first {min(self._missing)}")
-        os.replace(self._temporary, self.path)
+        if self.missing:
+            self.discard()
+            raise ValueError(f"{self.path} would lack {len(self.missing)} tensors, first {min(self.missing)}")
+        self._whole.close()
 
     def discard(self) -> None:
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        with suppress(_Discarded), self._whole:
+            raise _Discarded
 
 
 def make_header(specs: Sequence[TensorSpec]) -> bytes:
@@ -157,26 +163,18 @@ class HfFolderWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
+        complete = kind is None and not any(writer.missing for writer in self._writers)
+        with ExitStack() as each:  # one that lacks a tensor says so, after the others are gone
             for writer in self._writers:
-                writer.discard()
-            return
-        for writer in self._writers:
-            writer.close()
-        if self._index is not None:
-            (self.path / INDEX).write_text(json.dumps(self._index, indent=2) + "\n")
+                each.callback(writer.close if complete or (writer.missing and kind is None) else writer.discard)
+        if complete and self._index is not None:
+            write_whole(self.path / INDEX, json.dumps(self._index, indent=2) + "\n")
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
     """Copy everything but weights and their index (config, tokenizer, generation defaults); returns the names."""
     target.mkdir(parents=True, exist_ok=True)
-    names = [
-        entry.name
-        for entry in sorted(source.iterdir())
-        if entry.is_file()
-        and entry.name != INDEX
-        and entry.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-    ]
+    names = companions(source)
     for name in names:
         shutil.copyfile(source / name, target / name)
     return names

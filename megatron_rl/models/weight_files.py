@@ -9,7 +9,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_rl.models.tensors import DTYPES
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+BACKEND_FILE, INDEX_FILE = "metadata.json", ".metadata"  # of a torch_dist checkpoint
 LARGEST_HEADER = 32 << 20  # some 200,000 tensors
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -29,6 +30,16 @@ HARMLESS = ".rotary_emb.inv_freq"  # of old Llama models: nothing reads it
 _FLOATS = ("F64", "F32", "BF16", "F16")  # what a policy's weights may be held in
 _ITEM_BYTES = dict(DTYPES.values())
 _COMPARED = 1 << 20  # bytes at the start, in the middle and at the end
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a header says of a tensor; its place counts from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -47,12 +58,17 @@ class Stored:
             return file.read(min(nbytes, self.nbytes - offset))
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a torch_dist checkpoint is there whose writing was finished."""
+    return all((folder / name).is_file() for name in (BACKEND_FILE, INDEX_FILE))
+
+
 def weight_files(folder: Path) -> list[str]:
     """Names of the files; FileNotFoundError and ValueError say what is wrong with the folder."""
     if (folder / INDEX).is_file():
         placed = read_json(folder / INDEX).get("weight_map")
         names = list(placed.values()) if isinstance(placed, dict) else []
-        if not names or not all(isinstance(name, str) and _is_plain(name) for name in names):
+        if not names or not all(isinstance(name, str) and is_plain_name(name) for name in names):
             raise ValueError(f"{folder / INDEX} has no weight_map of tensors to names of files in its folder")
         files = sorted(set(names))
         missing = [file for file in files if not (folder / file).is_file()]
@@ -67,7 +83,30 @@ def weight_files(folder: Path) -> list[str]:
     )
 
 
-def _is_plain(name: str) -> bool:
+def companions(folder: Path) -> list[str]:
+    """Names of all files of a model's folder but weights and their index; ValueError where one is elsewhere."""
+    names = [
+        entry.name
+        for entry in sorted(folder.iterdir())
+        if entry.is_file()
+        and entry.name != INDEX
+        and entry.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+    ]
+    refuse_links_out(folder, names)
+    return names
+
+
+def refuse_links_out(folder: Path, names: Iterable[str]) -> None:
+    """A copy would hold what a link leads to: only files of the folder, or of the hub's cache that it is part of."""
+    here = folder.resolve()
+    roots = [here, here.parents[1] / "blobs"] if here.parent.name == "snapshots" else [here]
+    for name in names:
+        file = (folder / name).resolve()
+        if not any(file.is_relative_to(root) for root in roots):
+            raise ValueError(f"{folder / name} is a link out of its folder, to {file}; put the file itself there")
+
+
+def is_plain_name(name: str) -> bool:
     return Path(name).name == name and name.endswith(".safetensors")
 
 
@@ -79,13 +118,10 @@ def read_header(path: Path) -> bytes:
 def stored_tensors(path: Path) -> dict[str, Stored]:
     raw, entries = _read(path)
     base = 8 + len(raw)
-    return {
-        name: Stored(path, dtype, shape, base + start, end - start)
-        for name, (dtype, shape, start, end) in entries.items()
-    }
+    return {name: Stored(path, e.dtype, e.shape, base + e.start, e.end - e.start) for name, e in entries.items()}
 
 
-def _read(path: Path) -> tuple[bytes, dict[str, tuple[str, tuple[int, ...], int, int]]]:
+def _read(path: Path) -> tuple[bytes, dict[str, Entry]]:
     size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
@@ -94,29 +130,36 @@ def _read(path: Path) -> tuple[bytes, dict[str, tuple[str, tuple[int, ...], int,
         if length > LARGEST_HEADER:
             raise ValueError(f"{path} has a header of {length} bytes, expected at most {LARGEST_HEADER}")
         raw = file.read(length)
+    entries = header_entries(raw, path)
+    last = max((entry.end for entry in entries.values()), default=0)
+    if 8 + length + last != size:
+        raise ValueError(f"{path} is cut off or padded: {size} bytes, its header describes {8 + length + last}")
+    return raw, entries
+
+
+def header_entries(raw: bytes, path: Path) -> dict[str, Entry]:
+    """What the header of the file `path` says of each tensor, whose bytes follow on each other without a gap."""
     try:
         found = json.loads(raw)
         entries = {name: _entry(name, entry) for name, entry in found.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} has no readable safetensors header: {error}") from None
     last = 0
-    for name, (_, _, start, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
-        if start != last:
-            raise ValueError(f"{path}: the bytes of {name} begin at {start}, those before it end at {last}")
-        last = end
-    if 8 + length + last != size:
-        raise ValueError(f"{path} is cut off or padded: {size} bytes, its header describes {8 + length + last}")
-    return raw, entries
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != last:
+            raise ValueError(f"{path}: the bytes of {name} begin at {entry.start}, those before it end at {last}")
+        last = entry.end
+    return entries
 
 
-def _entry(name: str, entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+def _entry(name: str, entry: Mapping[str, Any]) -> Entry:
     dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     numbers = [*shape, start, end]
     if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{name} has no dtype, shape and place")
     if dtype in _ITEM_BYTES and end - start != math.prod(shape) * _ITEM_BYTES[dtype]:
         raise ValueError(f"{name} is {dtype} {shape}, but has {end - start} bytes")
-    return dtype, tuple(shape), start, end
+    return Entry(dtype, tuple(shape), start, end)
 
 
 def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:

@@ -76,7 +76,7 @@ def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str
     except ConfigError as error:
         problems.append(str(error))
     try:
-        hf_config = read_card(config.model.path) if on else read_hf_config(config.model.path)
+        hf_config = read_card(str(config.model.folder)) if on else read_hf_config(config.model.folder)
         facts["policy"] = Model.of(hf_config, Layout.from_config(config.learner))
         facts |= {"hf_config": hf_config, "shape": facts["policy"].shape}  # of which sizes can be believed
     except ConfigError as error:

@@ -11,6 +11,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.load import CONF
 from megatron_rl.config.schema import DataSection, EvalSection, LogSection, ModelInit, ModelSection, SyncSection
 from megatron_rl.models.model import read_hf_config
+from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.runs.wandb_log import resolve_mode
 
 
@@ -35,10 +36,10 @@ def read_card(path: str) -> dict[str, Any]:
 
 def absent_model(model: ModelSection) -> Iterator[Absent]:
     folder, weights = Path(model.path), model.init == ModelInit.pretrained
-    if not (folder / "config.json").is_file():
+    if not (model.folder / "config.json").is_file():
         parts = "config.json, tokenizer and .safetensors" if weights else "config.json and tokenizer"
         yield Absent(f"{folder}: {parts} (model.path)", "")  # read_hf_config has said so
-    elif weights and not list(folder.glob("*.safetensors")):
+    elif weights and not list(folder.glob("*.safetensors")) and not is_checkpoint(folder):
         yield Absent(
             f"{folder}: .safetensors (model.path)",
             f"model.path: {model.path} holds no .safetensors weights; bring them there (for the toy, the run of "

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.config.schema import ModelInit, ModelSection
+from megatron_rl.config.schema import LogSection, ModelInit, ModelSection
 from megatron_rl.files import read_json
 from megatron_rl.models import weight_files
 from megatron_rl.models.shape import ModelShape
@@ -38,7 +38,7 @@ def weights(model: ModelSection, shape: ModelShape) -> Iterator[str]:
 
 def vocabulary(model: ModelSection, shape: ModelShape) -> Iterator[str]:
     """Tokens that the embedding has no row for."""
-    file = Path(model.path) / "tokenizer.json"
+    file = model.folder / "tokenizer.json"
     if not file.is_file():  # said where the data is read
         return
     try:
@@ -65,9 +65,9 @@ def end_of_text(model: ModelSection, shape: ModelShape, hf_config: Mapping[str, 
     """Ids that end an answer. An answer that never ends costs rollout.max_response_tokens each time."""
     found = {"config.json": hf_config}
     for name in ("generation_config.json", "tokenizer_config.json"):
-        if (Path(model.path) / name).is_file():
+        if (model.folder / name).is_file():
             try:
-                found[name] = read_json(Path(model.path) / name)
+                found[name] = read_json(model.folder / name)
             except ValueError as error:
                 yield f"model.path: {error}"
     for name, content in found.items():
@@ -76,9 +76,18 @@ def end_of_text(model: ModelSection, shape: ModelShape, hf_config: Mapping[str, 
         wrong = [number for number in ids if not (type(number) is int and 0 <= number < shape.vocab)]
         if wrong or given == []:
             yield (
-                f"model.path: eos_token_id of {Path(model.path) / name} is {given!r}, expected ids from 0 to "
+                f"model.path: eos_token_id of {model.folder / name} is {given!r}, expected ids from 0 to "
                 f"{shape.vocab - 1}; take it from the model's authors"
             )
 
 
-RULES = (weights, vocabulary, end_of_text)
+def exported(model: ModelSection, log: LogSection) -> Iterator[str]:
+    """What an export at the end of the run would copy."""
+    if log.export and model.folder.is_dir():
+        try:
+            weight_files.companions(model.folder)
+        except ValueError as error:
+            yield f"log.export: {error}"
+
+
+RULES = (weights, vocabulary, end_of_text, exported)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.config.schema import DataSection, EvalSection, ModelSection, RunSection
+from megatron_rl.data.rows import field
 from megatron_rl.files import read_json
 
 LONGEST_ROW = 1 << 20
@@ -18,7 +19,7 @@ def unreachable_stop(run: RunSection, eval: EvalSection) -> Iterator[str]:
 
 
 def plain_prompts(model: ModelSection, data: DataSection) -> Iterator[str]:
-    if _has_template(Path(model.path)) and _is_text(Path(data.train), data.prompt_key):
+    if _has_template(model.folder) and _is_text(Path(data.train), data.prompt_key):
         yield (
             f"the prompts of {data.train} are plain text and are not put into the chat template that {model.path} has; "
             f"for a chat model make {data.prompt_key} a list of messages, such as "
@@ -47,8 +48,8 @@ def _is_text(file: Path, key: str) -> bool:
             kind = pyarrow.parquet.read_schema(file).field(key).type
             return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
         with file.open(encoding="utf-8") as lines:
-            return isinstance(json.loads(lines.readline(LONGEST_ROW)).get(key), str)
-    except (OSError, ValueError, KeyError, AttributeError, RecursionError):
+            return isinstance(field(json.loads(lines.readline(LONGEST_ROW)), key), str)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 

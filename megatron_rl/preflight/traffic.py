@@ -66,7 +66,7 @@ def _read(request: Request) -> tuple[Config, dict[str, Any]]:
     target = request.target / "config.json" if (request.target / "config.json").is_file() else request.target
     if target.suffix != ".json":
         config = load(target, request.overrides)
-        return config, read_hf_config(config.model.path)
+        return config, read_hf_config(config.model.folder)
     return load(CONF / "base.yaml", [f"model.path={target}", *request.overrides]), read_hf_config(target)
 
 

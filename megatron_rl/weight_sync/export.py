@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from megatron_rl.distributed import exchange
+from megatron_rl.files import replacing
 from megatron_rl.models.hf_folder import INDEX, copy_companions
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import LearnerWeights
@@ -23,47 +26,49 @@ def export_hf(learner: LearnerWeights, origin: Path, folder: Path) -> None:
     `origin`: where the model came from, for its config.json and tokenizer.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    partial = folder.with_name(f".{folder.name}.partial")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _wait()
+    with ExitStack() as first:
+        partial = folder
+        if rank == 0:
+            partial = first.enter_context(replacing(folder))
+            partial.mkdir(parents=True)
+        partial = Path(exchange(str(partial))[0])
+        _write_weights(learner, partial, rank)
+        exchange(None)  # all have written
+        if rank == 0:
+            _write_index(partial)
+            copy_companions(origin, partial)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_weights(learner: LearnerWeights, folder: Path, rank: int) -> None:
     source = ShardSource(learner.model, learner.groups)
     held: dict[str, torch.Tensor] = {}
     size = files = 0
     for name, tensor in source.tensors(dict(learner.named_parameters())):
         if size + tensor.nbytes > FILE_BYTES and held:
-            _save(held, partial, rank, files)
+            _save(held, folder, rank, files)
             held, size, files = {}, 0, files + 1
         held[name] = tensor.detach().cpu().clone()
         size += tensor.nbytes
     if held:
-        _save(held, partial, rank, files)
-    _wait()
-    if rank == 0:
-        _write_index(partial)
-        copy_companions(origin, partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        _save(held, folder, rank, files)
 
 
 def _save(tensors: dict[str, torch.Tensor], folder: Path, rank: int, number: int) -> None:
-    save_file(tensors, folder / f"model-{rank:05d}-{number:05d}.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / f"{rank:05d}-{number:05d}.safetensors", metadata={"format": "pt"})
 
 
 def _write_index(folder: Path) -> None:
+    """Numbers the files of all ranks, and says which tensor is in which."""
     from safetensors import safe_open
 
     weight_map: dict[str, str] = {}
     size = 0
-    for file in sorted(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    for number, file in enumerate(files, 1):
+        file = file.rename(folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
         size += file.stat().st_size
         with safe_open(file, framework="pt") as opened:
             weight_map |= dict.fromkeys(opened.keys(), file.name)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _wait() -> None:
-    if dist.is_initialized():
-        dist.barrier()

@@ -8,7 +8,7 @@ from box import Box
 
 from megatron_rl.data.toy import write_toy
 
-WARM_START_S = 300
+WARM_START_S = 900
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from box import Box, wait_for
 
-SECONDS = 600
+SECONDS = 1200
 
 
 def flip_until_sent_again(box: Box, folder: Path) -> None:
@@ -31,6 +31,7 @@ def flip_until_sent_again(box: Box, folder: Path) -> None:
 @pytest.mark.parametrize("recipe", ["quickstart.yaml", "quickstart_fleet.yaml"])
 def test_a_flipped_bit_ends_no_run(box: Box, recipe: str) -> None:
     folder = box.folder / "sync"
+    folder.mkdir()
     run = box.train("run.steps=300", f"sync.dir={folder}", recipe=recipe)
     flip_until_sent_again(box, folder)
     steps = box.steps()

@@ -5,17 +5,26 @@ from __future__ import annotations
 import filecmp
 import importlib.util
 import json
+import os
 import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from megatron_rl.models import torch_dist
 from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter, write_folder
-from megatron_rl.models.mapping import params
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import params, stage_params
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import local_shard
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.models.torch_dist import CheckpointError
 
@@ -122,7 +131,6 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
     from megatron.core import dist_checkpointing  # isort: skip
 
     from megatron_rl.config.schema import Config
-    from megatron_rl.models.layout import Layout
     from megatron_rl.models.model import Model
 
     source = make(tmp_path / "hf", config)
@@ -138,6 +146,10 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
         assert got.keys() == dict(learner.named_parameters()).keys()
         for name, tensor in learner.named_parameters():
             assert torch.equal(got[name], tensor), name
+        learner.init_random(4)
+        learner.load_hf(tmp_path / "checkpoint")
+        for name, tensor in learner.named_parameters():
+            assert torch.equal(got[name], tensor), name
         (tmp_path / "saved").mkdir()
         dist_checkpointing.save(weights_of(learner.modules[0]), str(tmp_path / "saved"))
     finally:
@@ -149,6 +161,27 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
     assert sorted(before.names) == sorted(after.names)
     assert all(torch.equal(before.get(name), after.get(name)) for name in before.names)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (config_of("qwen3", tie_word_embeddings=True), Layout(tp=2, pp=2)),
+        (config_of("qwen2"), Layout(tp=2, dp=2)),
+        (config_of("qwen3_moe", mlp_only_layers=[0]), Layout(tp=2, ep=2, etp=1)),
+        (config_of("mixtral"), Layout(pp=2, ep=2, dp=2, etp=1)),
+    ],
+)
+def test_every_rank_starts_from_an_import_as_from_its_source(
+    tmp_path: Path, config: dict[str, Any], layout: Layout
+) -> None:
+    source, shape = make(tmp_path / "hf", config), ModelShape.from_hf(config)
+    assert convert.main(["import", str(source), str(tmp_path / "checkpoint")]) == 0
+    of_import, of_source = torch_dist.getter(torch_dist.Reader(tmp_path / "checkpoint"), shape), HfFolder(source).get
+    for place in layout.places():
+        for param in stage_params(shape, layout, place):
+            ours, theirs = (local_shard(param.megatron, shape, layout, place, get) for get in (of_import, of_source))
+            assert torch.equal(ours, theirs), (place, param.megatron)
 
 
 def weights_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -192,3 +225,126 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
     index.write_bytes(b"\x80")
     with pytest.raises(CheckpointError, match="unreadable"):
         torch_dist.read_index(index)
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.fault("an index names files outside of its folder", "import refuses it, and writes nothing anywhere")
+@pytest.mark.parametrize("name", ["../../other/model.safetensors", "{other}/model.safetensors", "..", "", "a/b"])
+def test_an_index_that_leads_out(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    source, other = make(tmp_path / "in" / "hf", config_of("llama")), make(tmp_path / "other", config_of("llama"))
+    weight_map = dict.fromkeys(HfFolder(source).names, name.format(other=other))
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    before = everything(tmp_path)
+    assert "weight_map" in fails(capsys, "import", source, tmp_path / "in" / "out")
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.fault("a file of the model's folder is a link to a secret", "import and export refuse to copy it")
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "notes.txt"])
+def test_links_out_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    source = make(tmp_path / "hf", config_of("llama"))
+    secret = tmp_path / "secret"
+    secret.write_bytes((source / name).read_bytes() if (source / name).exists() else b"secret")
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(secret)
+    said = fails(capsys, "import", source, tmp_path / "out")
+    assert f"{source / name} is a link out of its folder, to {secret}" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "secret"]
+
+
+def test_links_within_the_folder_and_into_the_hubs_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make(tmp_path / "made", config_of("llama"))
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1234", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in made.iterdir():
+        file.rename(blobs / file.name)
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
+    (snapshot / "also.json").symlink_to("config.json")
+    (tmp_path / "short").symlink_to(snapshot)
+    assert same_files(snapshot, round_trip(tmp_path / "short", tmp_path))
+
+
+@pytest.mark.fault("the checkpoint of a stranger holds links, or headers that lie", "export refuses it, writes nothing")
+def test_an_export_of_what_a_stranger_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make(tmp_path / "hf", config_of("llama"))
+    checkpoint = tmp_path / "checkpoint"
+    assert convert.main(["import", str(source), str(checkpoint)]) == 0
+    header = checkpoint / "hf" / "headers" / "model.safetensors.header"
+    whole = header.read_bytes()
+    lies = {
+        b"{" * 10_000: "no readable safetensors header",
+        b"[" * 100_000: "no readable safetensors header",
+        b"": "no readable safetensors header",
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}': "no dtype, shape and place",
+        b'{"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}': "has no place",
+        whole.replace(b'"data_offsets":[0,', b'"data_offsets":[1,', 1): "bytes",
+        whole.replace(b"BF16", b"F16", 1): "its place is torch.float16",
+        whole.replace(b"BF16", b"F4", 1): "a place of dtype F4",
+    }
+    for lie, word in lies.items():
+        header.write_bytes(lie)
+        assert word in fails(capsys, "export", checkpoint, tmp_path / "out")
+    header.write_bytes(whole)
+    (tmp_path / "secret").write_text("secret")
+    for link in ("notes.txt", "headers/more.safetensors.header", "extras", "model.safetensors.index.json"):
+        (checkpoint / "hf" / link).symlink_to(tmp_path / "secret")
+        assert "is a link out of its folder" in fails(capsys, "export", checkpoint, tmp_path / "out")
+        (checkpoint / "hf" / link).unlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf", "secret"]
+    assert "lies inside" in fails(capsys, "export", checkpoint, checkpoint / "hf" / "out")
+    assert "lies inside" in fails(capsys, "import", source, source / "out")
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    assert "exists already" in fails(capsys, "import", source, tmp_path / "out")
+    (tmp_path / "out").unlink()
+    assert convert.main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
+    assert same_files(source, tmp_path / "out")
+
+
+@pytest.mark.fault("a checkpoint's index or its links lead out of it", "nothing is read there")
+def test_a_checkpoint_that_leads_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, checkpoint = make(tmp_path / "hf", config_of("llama")), tmp_path / "checkpoint"
+    assert convert.main(["import", str(source), str(checkpoint)]) == 0
+    index, whole = checkpoint / ".metadata", (checkpoint / ".metadata").read_bytes()
+    metadata = torch_dist.read_index(index)
+    elsewhere = {key: replace(place, relative_path="../x.distcp") for key, place in metadata.storage_data.items()}
+    index.write_bytes(pickle.dumps(replace(metadata, storage_data=elsewhere)))
+    assert "names '../x.distcp'" in fails(capsys, "export", checkpoint, tmp_path / "out")
+    index.write_bytes(whole)
+    (data, *_) = sorted(checkpoint.glob("*.distcp"))
+    data.rename(tmp_path / "x.distcp")
+    data.symlink_to(tmp_path / "x.distcp")
+    assert "is a link out of its folder" in fails(capsys, "export", checkpoint, tmp_path / "out")
+    for lie in ("[" * 100_000, "[1]", "{", "\x00"):
+        (checkpoint / "metadata.json").write_text(lie)
+        assert "metadata.json" in fails(capsys, "export", checkpoint, tmp_path / "out")
+
+
+@pytest.mark.fault("Ctrl-C as soon as the converter starts", "one line, exit status 130, nothing is left")
+def test_an_early_interrupt(tmp_path: Path) -> None:
+    source = make(tmp_path / "hf", config_of("llama"))
+    command = [sys.executable, str(ROOT / "tools" / "convert.py"), "import", str(source), str(tmp_path / "out")]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
+    try:
+        while not psutil.Process(running.pid).children():
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=120)
+    finally:
+        running.kill()
+    assert running.returncode == 130
+    assert said == f"error: interrupted by SIGINT: {tmp_path / 'out'} was not written\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_help_comes_at_once() -> None:
+    told = subprocess.run(
+        [sys.executable, "-X", "importtime", "convert.py", "--help"],
+        cwd=ROOT / "tools", capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert "import" in told.stdout
+    imported = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
+    assert not imported & {"torch", "megatron", "transformers", "numpy"}

@@ -1,0 +1,103 @@
+"""The tokenizer of a model's folder: prompts to token ids, and answers back to text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rl.config import ConfigError
+
+Messages = Sequence[Mapping[str, Any]]
+_BATCH = 1024  # texts that are encoded at once, on all cores
+_CHARACTERS = 32  # for each token that a text may have: of a much longer one only the beginning is looked at
+
+
+class Tokenizer(Protocol):
+    stop_token_ids: tuple[int, ...]
+
+    def encode(self, prompt: str | Messages) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]: ...
+
+
+class FolderTokenizer:
+    """The tokenizer of a Hugging Face folder. Transformers is imported only for chat templates, and never its torch."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"model.path: {folder} holds no tokenizer.json; save one there with the model")
+        self._folder = folder
+        try:
+            self._backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"model.path: {path} is not a readable tokenizer ({error})") from None
+        self._chat: Any = None
+        self.stop_token_ids = _stop_tokens(folder, self._backend)
+
+    def encode(self, prompt: str | Messages) -> list[int]:
+        return self._backend.encode(self.text(prompt), add_special_tokens=False).ids
+
+    def text(self, prompt: str | Messages) -> str:
+        """What the model is to read: the prompt as it stands, or its messages in the model's chat template."""
+        if isinstance(prompt, str):
+            return prompt
+        try:
+            return self._render(list(prompt))
+        except Exception as error:  # transformers and jinja raise families of their own
+            first = str(error).strip().split("\n")[0]
+            raise ConfigError(
+                f"model.path: the chat template of {self._folder} does not take a prompt that is a list of messages "
+                f"({type(error).__name__}: {first}); add a template, or make data.prompt_key a column of plain text"
+            ) from None
+
+    def _render(self, messages: list[Mapping[str, Any]]) -> str:
+        if self._chat is None:
+            from transformers import PreTrainedTokenizerFast
+
+            self._chat = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
+        return self._chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    def encode_texts(self, texts: Sequence[str], at_most: int) -> list[list[int]]:
+        """Of a text that has far more than `at_most` tokens, only the first ones."""
+        beginnings = [self._beginning(text, at_most) for text in texts]
+        batches = (beginnings[start : start + _BATCH] for start in range(0, len(beginnings), _BATCH))
+        encodings = (self._backend.encode_batch_fast(batch, add_special_tokens=False) for batch in batches)
+        return [encoding.ids for some in encodings for encoding in some]
+
+    def _beginning(self, text: str, at_most: int) -> str:
+        size = _CHARACTERS * at_most
+        while size < len(text):
+            if len(self._backend.encode(text[:size], add_special_tokens=False)) > 2 * at_most:
+                return text[:size]
+            size *= 4
+        return text
+
+    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        return self._backend.decode_batch([list(row) for row in token_ids], skip_special_tokens=True)
+
+
+def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json knows best, then config.json, then the tokenizer."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        eos = _read_json(path).get("eos_token_id")
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    found = backend.token_to_id(token) if token else None
+    if found is None:
+        raise ConfigError(f"model.path: no eos_token_id in {folder}/config.json or generation_config.json; add one")
+    return (found,)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"model.path: {path} is not valid JSON ({error})") from None

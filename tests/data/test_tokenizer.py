@@ -1,0 +1,117 @@
+"""Chat templates and texts of any length: what is encoded, and how much of it before a run is started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.config import ConfigError, from_mapping
+from megatron_rl.config.schema import DataSection, LongPrompts, ModelSection, RewardSection, RolloutSection
+from megatron_rl.data import prompts
+from megatron_rl.data.prompts import FolderTokenizer, check_datasets, load_dataset
+from megatron_rl.data.toy import write_toy
+
+TEMPLATE = (
+    "{% for each in messages %}{% if each.role == 'banned' %}{{ raise_exception('no ' ~ each.role) }}{% endif %}"
+    "{{ each.content + eos_token }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_toy(tmp_path)
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+    return tmp_path / "model"
+
+
+def chat(text: str, role: str = "user") -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+def write_rows(path: Path, texts: list, **more: str) -> DataSection:
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "2"}) + "\n" for text in texts))
+    return DataSection(train=str(path), **more)
+
+
+def test_messages_are_read_through_the_template(folder: Path) -> None:
+    tokenizer = FolderTokenizer(folder)
+    assert tokenizer.text(chat("1+1")) == "1+1<end>="
+    assert tokenizer.encode(chat("1+1")) == [
+        *tokenizer.encode("1+1"),
+        *tokenizer.stop_token_ids,
+        *tokenizer.encode("="),
+    ]
+    assert tokenizer.encode_texts(["1+1<end>=", "2"], 8) == [tokenizer.encode(chat("1+1")), tokenizer.encode("2")]
+
+
+@pytest.mark.fault("the chat template refuses one row of many", "the row is named before the run starts")
+def test_a_row_that_the_template_refuses(folder: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [*(chat(f"{n}+1") for n in range(1500)), chat("1", "banned")])
+    with pytest.raises(ConfigError, match=r"model\.path: the chat template .*no banned.*\(row 1500 of .*jsonl\)"):
+        check_datasets(ModelSection(str(folder)), data, RolloutSection(), RewardSection())
+
+
+@pytest.mark.fault("a prompt of 5 MB", "refused or left out, without encoding it")
+def test_a_huge_prompt(folder: Path, tmp_path: Path) -> None:
+    tokenizer = FolderTokenizer(folder)
+    huge = "1+" * 2_500_000
+    data = write_rows(tmp_path / "rows.jsonl", ["1+1=", huge, chat(huge)])
+    with pytest.raises(ConfigError, match=r"2 prompts of .* are longer \(the longest has \d+ tokens or more\)"):
+        load_dataset("train", data, tokenizer, 16)
+    dropping = write_rows(tmp_path / "rows.jsonl", ["1+1=", huge, chat(huge)], long_prompts=LongPrompts.drop)
+    assert load_dataset("train", dropping, tokenizer, 16).too_long == 2
+    assert max(map(len, tokenizer.encode_texts([huge, huge], 16))) < 10_000
+    rare = "<end>" * 1000  # many characters in each token
+    assert len(tokenizer.encode_texts([rare], 999)[0]) == 1000
+
+
+def test_a_sample_is_encoded_before_the_start_and_holds_the_longest_and_the_shortest(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    plain = FolderTokenizer.encode_texts
+
+    def watched(self: FolderTokenizer, texts: list[str], at_most: int) -> list[list[int]]:
+        encoded.extend(texts)
+        return plain(self, texts, at_most)
+
+    monkeypatch.setattr(FolderTokenizer, "encode_texts", watched)
+    data = write_rows(tmp_path / "rows.jsonl", [chat(str(n)) for n in range(900, 3000)] + [chat("1" * 70)])
+    sections = (ModelSection(str(folder)), data, RolloutSection(max_prompt_tokens=71), RewardSection())
+    with pytest.raises(ConfigError, match=r"1 prompts .* are longer .* 72 tokens"):
+        check_datasets(*sections)
+    assert prompts.EARLY_SAMPLE <= len(encoded) <= prompts.EARLY_SAMPLE + 2
+    assert min(map(len, encoded)) == len("900<end>=")
+
+
+@pytest.mark.fault("chat data before a start", "checked without torch, whose import took longer than the check")
+def test_templates_need_no_torch(folder: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [chat("1+1")])
+    code = f"""
+import sys
+from megatron_rl.config.schema import *
+from megatron_rl.data.prompts import check_datasets
+data = DataSection({str(tmp_path / "rows.jsonl")!r})
+check_datasets(ModelSection({str(folder)!r}), data, RolloutSection(prompts_per_step=1), RewardSection())
+assert "transformers" in sys.modules and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.fault("64 ranks of torchrun or srun start", "the first looks at the data, once")
+@pytest.mark.parametrize(("rank", "looks"), [("0", 1), ("1", 0)])
+def test_one_rank_looks_at_the_data(monkeypatch: pytest.MonkeyPatch, place: Path, rank: str, looks: int) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(prompts, "check_datasets", lambda *sections: seen.append(sections))
+    monkeypatch.setattr("megatron_rl.rank.run_rank", lambda config, folder: None)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    given = {"run": {"name": "x", "root": str(place / "runs")}, "model": {"path": "data/toy/model", "init": "random"}}
+    given |= {"rollout": {"max_prompt_tokens": 16, "max_response_tokens": 16}, "eval": {"every": 0}}
+    config = from_mapping(given | {"data": {"train": "data/toy/train.jsonl"}})
+    assert cli.run(config, "env") == 0
+    assert len(seen) == looks
