@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.process import STOP_AFTER_STEP, hold, lasting_output
+from megatron_rl.processes.process import STOP_AFTER_STEP, hold, lasting_output
 
 hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
@@ -91,6 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("-o", "--output", type=Path, help="default: report.html in the (first) run directory")
     report.set_defaults(run=_report)
 
+    kept = commands.add_parser("checkpoints", help="what a run can go on from, and whether it is whole")
+    kept.add_argument("folder", type=Path, metavar="RUN")
+    kept.set_defaults(run=_checkpoints)
+
     replay_arguments(commands.add_parser("replay", help="other corrections on the batches that a run recorded"))
 
     translate = commands.add_parser("translate", help="another project's correction settings as ours")
@@ -171,8 +175,8 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
         print(f"note: {note}", file=sys.stderr)
     _check_place(config, writes=first)
     from megatron_rl.launch import launch
+    from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
-    from megatron_rl.scratch import entered
 
     if ranks == "local":
         return launch(config)
@@ -203,7 +207,7 @@ def _check_place(config: Config, writes: bool = True) -> None:
     if not writes:
         return
     check_datasets(config.model, config.data, config.rollout, config.reward)
-    check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists)
+    check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
 
 
 def _rank(ranks: str) -> int:
@@ -257,6 +261,16 @@ def _report(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from None
     print("\n".join([*(f"not readable: {problem}" for problem in unread), str(output)]))
+    return 0
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    from megatron_rl.runs.checkpoints import describe
+    from megatron_rl.runs.run_dir import RunDir
+
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder}: no such folder; name a run directory such as runs/quickstart")
+    print(describe(RunDir(options.folder).checkpoints))
     return 0
 
 

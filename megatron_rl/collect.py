@@ -41,6 +41,7 @@ class Collected:
     scored: list[Scored]  # what the step trains on
     drawn: list[Scored]  # everything, before the group filter
     metrics: dict[str, float]
+    ordinals: tuple[int, int]  # of the prompts drawn, from and to: a group's number is its prompt's place in the order
 
 
 class Collector:
@@ -62,11 +63,12 @@ class Collector:
         self._rebaseline = rebaseline
         self._seed = seed
         self._params = sampling_params(config, scorer.tokenizer.stop_token_ids)
-        self.order = order
-        self.next_group = 0
+        self._order = order
+        self.next_group = order.position
 
     def collect(self, step: int) -> Collected:
         """A step's rollouts: whole groups, neighbours, in the order they were drawn."""
+        first = self.next_group
         drawn: list[Group] = []
         kept: list[Group] = []
         wanted = self._config.prompts_per_step
@@ -79,10 +81,12 @@ class Collector:
         # A policy that solves everything leaves nothing to learn from: the step then runs on what was
         # drawn, with advantages of zero, rather than stopping the run.
         chosen = kept[:wanted] or drawn[:wanted]
-        return Collected(_flat(chosen), _flat(drawn), self._metrics(drawn, kept, chosen, rounds))
+        return Collected(
+            _flat(chosen), _flat(drawn), self._metrics(drawn, kept, chosen, rounds), (first, self.next_group)
+        )
 
     def _draw(self, count: int, step: int) -> list[Group]:
-        prompts = self.order.take(count)
+        prompts = self._order.take(count)
         first, self.next_group = self.next_group, self.next_group + count
         rollouts = self._answers.generate(prompts, self._params, seed=self._seed, first_group=first, step=step)
         scored = self._scorer.score(rollouts, self._params.max_tokens)

@@ -7,7 +7,7 @@ follower returns as None arrives from the driver through `learner.broadcast`.
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +20,13 @@ from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sa
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
 from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
-from megatron_rl.process import STOP_AFTER_STEP, release
+from megatron_rl.processes.process import STOP_AFTER_STEP, release
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
+from megatron_rl.runs import checkpoints
+from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.record import Recorder, SilentRecorder
+from megatron_rl.runs.save_schedule import SaveSchedule
 from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import Sampler, SamplerStats
@@ -40,6 +43,7 @@ class Follower:
     """Every rank but the first."""
 
     sampler: Sampler | None = None
+    resumes: Checkpoint | None = None
 
     def __init__(self) -> None:
         self.recorder = SilentRecorder()
@@ -65,6 +69,9 @@ class Follower:
     def asked_to_stop(self) -> str | None:
         return None
 
+    def to_keep(self, step: int, evaluated: Mapping[str, float], ending: bool) -> dict[str, Any] | None:
+        return None
+
     def record(self, step: int, correction: Correction, advantages_B: torch.Tensor) -> None:
         pass
 
@@ -87,6 +94,10 @@ class Driver:
         self._seen = SamplerStats()
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, if_exists=config.run.if_exists)
         self.recorder = self._stack.enter_context(recorder)
+        self.resumes: Checkpoint | None = None
+        if recorder.run.resumes_after is not None:
+            self.resumes = checkpoints.read(checkpoints.path_of(recorder.run.checkpoints, recorder.run.resumes_after))
+        self._saves = SaveSchedule(config.checkpoint, self.resumes)
         try:
             self._open(run_dir)
         except BaseException as error:
@@ -111,7 +122,8 @@ class Driver:
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
         supervised = config.rollout.source == RolloutSource.dataset
         answers = DatasetAnswers(tokenizer, config.data.answer_key) if supervised else self.sampler
-        order = PromptOrder(train, config.run.seed, config.data.shuffle)
+        position = self.resumes.driver["position"] if self.resumes else 0
+        order = PromptOrder(train, config.run.seed, config.data.shuffle, position)
         rebaseline = config.correction.rebaseline
         self._collector = Collector(config.rollout, order, answers, scorer, rebaseline=rebaseline, seed=config.run.seed)
         self._evaluator: Evaluator | None = None
@@ -142,7 +154,7 @@ class Driver:
         self._sleep_schedule.wake()
         collected = self._collector.collect(step)
         self._sleep_schedule.sleep()
-        self._scored, self._drawn = collected.scored, collected.drawn
+        self._scored, self._drawn, self._ordinals = collected.scored, collected.drawn, collected.ordinals
         return collate(collected.scored), collected.metrics | self._fleet_news()
 
     def _fleet_news(self) -> dict[str, float]:
@@ -181,7 +193,12 @@ class Driver:
     def asked_to_stop(self) -> str | None:
         return self._stop_reason
 
+    def to_keep(self, step: int, evaluated: Mapping[str, float], ending: bool) -> dict[str, Any] | None:
+        """What a checkpoint of this step has to know of rank 0; None where none is due."""
+        return self._saves.due(step, evaluated, ending, {"position": self._collector.next_group})
+
     def record(self, step: int, correction: Correction, advantages_B: torch.Tensor) -> None:
+        self.recorder.ledger(step, self._ordinals, sorted({one.rollout.group for one in self._scored}))
         every = self._config.log.record_every
         if every == 0 or step % every:
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,11 +34,13 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.saver import Saver
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction import Correction, correct
 from megatron_rl.rollout_correction.breakdown import mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
+from megatron_rl.runs import checkpoints
 from megatron_rl.runs.metrics import combine
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import probe
@@ -78,11 +80,25 @@ def train(
             fleet=is_fleet(config.sampler),
         )
         with closing(sync):
-            load_policy(learner, config.model, config.run.seed, config.loss.kl_coef)
-            calibrate(learner, driver, config.quantization)
-            loop(config, driver, learner, sync)
+            saver = Saver(run_dir / "checkpoints", config.checkpoint, learner, sync, driver.recorder.note)
+            done, seen = begin(config, driver, learner, saver)
+            loop(config, driver, learner, sync, saver, done, seen)
+            saver.close()
             if config.log.export:
                 export_hf(learner, config.model.folder, run_dir / "model")
+
+
+def begin(config: Config, driver: Driver | Follower, learner: Learner, saver: Saver) -> tuple[int, Seen]:
+    """The policy as it is at the start, or as a checkpoint has it; the steps that are done, and what they have seen."""
+    folder = learner.broadcast(str(driver.resumes.path) if driver.resumes else None)
+    if folder is None or config.loss.kl_coef:  # the reference is what the run began with
+        load_policy(learner, config.model, config.run.seed, config.loss.kl_coef)
+    if folder is None:
+        calibrate(learner, driver, config.quantization)
+        return 0, Seen()
+    found = checkpoints.read(Path(folder))
+    saver.load(found)
+    return found.step, Seen(**found.driver["seen"])
 
 
 def load_policy(learner: Learner, model: ModelSection, seed: int, kl_coef: float) -> None:
@@ -100,11 +116,22 @@ def calibrate(learner: Learner, driver: Driver | Follower, quantization: Quantiz
         learner.logprobs(learner.broadcast(driver.prompt_batch()))
 
 
-def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync, done: int = 0) -> None:
+def loop(
+    config: Config,
+    driver: Driver | Follower,
+    learner: Learner,
+    sync: WeightSync,
+    saver: Saver,
+    done: int,
+    seen: Seen,
+) -> None:
     """Steps after `done` up to run.steps; what `done` steps have made is what the sampler starts with."""
-    recorder, end, seed, seen = driver.recorder, config.run.steps, config.run.seed, Seen()
+    recorder, end, seed = driver.recorder, config.run.steps, config.run.seed
     synced = publish(done, end, config.sync, driver, learner, sync)
-    recorder.log(done, synced | evaluate(done, end, config.eval, driver, learner))
+    if done:  # its line is there already
+        recorder.skip()
+    else:
+        recorder.log(done, synced | evaluate(done, end, config.eval, driver, learner))
     for step in range(done + 1, end + 1):
         with recorder.phase("rollout"):
             batch, drawn = learner.broadcast(driver.collect(step))
@@ -128,6 +155,8 @@ def loop(config: Config, driver: Driver | Follower, learner: Learner, sync: Weig
         seen = seen.after(batch)
         recorder.log(step, drawn | correction.metrics | updates | synced | evaluated | seen.metrics(batch, step))
         stop = learner.broadcast(driver.asked_to_stop() or reached(config.run, evaluated))
+        with recorder.phase("checkpoint"):
+            keep(step, seen, evaluated, bool(stop) or step == end, driver, learner, saver)
         if stop:
             recorder.end_early(stop, asked=driver.asked_to_stop() is not None)
             break
@@ -214,6 +243,23 @@ def evaluate(
         return {}
     with driver.recorder.phase("eval"):
         return learner.broadcast(driver.evaluate(step))
+
+
+def keep(
+    step: int,
+    seen: Seen,
+    evaluated: dict[str, float],
+    ending: bool,
+    driver: Driver | Follower,
+    learner: Learner,
+    saver: Saver,
+) -> None:
+    """A checkpoint, where one is due; and the name of the one before, once it is on disk."""
+    saver.settle()
+    about = learner.broadcast(driver.to_keep(step, evaluated, ending))
+    if about is not None:
+        about["driver"]["seen"] = asdict(seen)
+        saver.begin(step, about)
 
 
 def due(step: int, every: int) -> bool:

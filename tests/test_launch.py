@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from megatron_rl import launch
 from megatron_rl.config.schema import Config, LearnerSection, RunSection
-from megatron_rl.process import STOP_AFTER_STEP, hold
+from megatron_rl.processes.process import STOP_AFTER_STEP, hold
 from megatron_rl.runs.status import read_status
 
 SECOND_FAILS = """#!/bin/sh
@@ -64,7 +65,7 @@ def test_the_rank_that_failed_by_itself_is_reported(
 STAND_IN = """#!{python}
 import os, signal, sys, time
 from pathlib import Path
-from megatron_rl.process import STOP_AFTER_STEP, release
+from megatron_rl.processes.process import STOP_AFTER_STEP, release
 folder, rank = Path(sys.argv[3]), os.environ["RANK"]
 assert sys.argv[1:3] == ["-m", "megatron_rl.rank"] and int(sys.argv[4]) == os.getppid()
 {body}
@@ -97,7 +98,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, ranks: 
 @pytest.mark.fault("USR1 before a rank can act on it", "it is kept, and reaches the driver")
 def test_usr1_is_kept_until_the_driver_can_act_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(STOP_AFTER_STEP)
-    os.kill(os.getpid(), STOP_AFTER_STEP)
+    signal.pthread_kill(threading.get_ident(), STOP_AFTER_STEP)  # other threads of the tests hold nothing
     assert launched(tmp_path, monkeypatch, ASKED) == 0
 
 

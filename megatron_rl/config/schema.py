@@ -30,6 +30,7 @@ TEMPERATURE = need(lambda value: value > 0, "use a temperature above 0")
 class IfExists(StrEnum):
     refuse = "refuse"
     archive = "archive"
+    resume = "resume"  # go on from the newest whole checkpoint; start where there is nothing
 
 
 class ModelInit(StrEnum):
@@ -114,6 +115,7 @@ class RunSection:
     seed: int = field(default=1, metadata=NOT_NEGATIVE)
     steps: int = field(default=100, metadata=NOT_NEGATIVE)
     if_exists: IfExists = IfExists.refuse
+    resume_allow: list[str] = field(default_factory=list)  # keys that may have changed when a run goes on
     device: Device = Device.auto
     stop: dict[str, float] | None = None  # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
 
@@ -451,6 +453,17 @@ class EvalSection:
 
 
 @dataclass(frozen=True)
+class CheckpointSection:
+    """The whole state of a run, to go on from: run.if_exists=resume. It is kept at the end too, unless both are 0."""
+
+    every: int = field(default=0, metadata=NOT_NEGATIVE)  # steps; 0: by time only
+    minutes: float = field(default=30.0, metadata=NOT_NEGATIVE)  # 0: by steps only
+    keep_last: int = field(default=2, metadata=POSITIVE)
+    keep_every: int = field(default=0, metadata=NOT_NEGATIVE)  # steps whose checkpoints stay; 0: none
+    best: str | None = None  # a metric, such as eval/accuracy: the checkpoint with the highest stays
+
+
+@dataclass(frozen=True)
 class LogSection:
     wandb: Wandb = Wandb.none
     record_every: int = field(default=10, metadata=NOT_NEGATIVE)  # rollouts with both logprobs, as parquet; 0: never
@@ -473,4 +486,5 @@ class Config:
     optim: OptimSection = field(default_factory=OptimSection)
     learner: LearnerSection = field(default_factory=LearnerSection)
     eval: EvalSection = field(default_factory=EvalSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)

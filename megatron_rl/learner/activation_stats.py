@@ -27,7 +27,7 @@ class ActivationStats:
     """Sees nothing until `watch` is called, and counts nothing outside `observing`."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
-        self._amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=device)
+        self.amax_LNH = torch.zeros(shape.layers, len(Norm), shape.hidden, device=device)
         self._active = False
 
     def watch(self, model: Any, first_layer: int, shard: int | None) -> None:
@@ -54,8 +54,8 @@ class ActivationStats:
 
     def take(self) -> Tensor:
         """[L, N, H] since the last call, 0 where nothing was seen."""
-        taken = self._amax_LNH.clone()
-        self._amax_LNH.zero_()
+        taken = self.amax_LNH.clone()
+        self.amax_LNH.zero_()
         return taken
 
     @torch.no_grad()
@@ -68,7 +68,7 @@ class ActivationStats:
         real = min(max(pack.tokens - (shard or 0) * rows, 0), rows)
         if real:
             amax_H = output()[:real].abs().amax(0).float()
-            torch.maximum(self._amax_LNH[layer, norm], amax_H, out=self._amax_LNH[layer, norm])
+            torch.maximum(self.amax_LNH[layer, norm], amax_H, out=self.amax_LNH[layer, norm])
 
 
 def passing_pack(model: torch.nn.Module) -> list[Pack]:

@@ -25,7 +25,7 @@ class CacheStats:
     """Sees nothing until `watch` is called."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
-        self._amax_L2 = torch.zeros(shape.layers, 2, device=device)
+        self.amax_L2 = torch.zeros(shape.layers, 2, device=device)
         self._active = True
 
     def watch(self, model: Any, first_layer: int) -> None:
@@ -46,8 +46,8 @@ class CacheStats:
 
     def take(self) -> Tensor:
         """[L, 2] since the last call, 0 where nothing was seen."""
-        taken = self._amax_L2.clone()
-        self._amax_L2.zero_()
+        taken = self.amax_L2.clone()
+        self.amax_L2.zero_()
         return taken
 
     @torch.no_grad()
@@ -57,4 +57,4 @@ class CacheStats:
             return
         _, key, value, *_ = args  # positions first
         seen_2 = torch.stack([part[: pack.tokens].detach().abs().amax() for part in (key, value)]).float()
-        torch.maximum(self._amax_L2[layer], seen_2, out=self._amax_L2[layer])
+        torch.maximum(self.amax_L2[layer], seen_2, out=self.amax_L2[layer])

@@ -189,6 +189,14 @@ class Learner:
         """Largest key and value of each layer that this rank saw since the last call: [layer, 2]."""
         return self._cache.take()
 
+    def measured(self) -> dict[str, Tensor]:
+        """What forward passes have shown since the last sync: a checkpoint keeps it."""
+        return {"activations": self._activations.amax_LNH, "cache": self._cache.amax_L2}
+
+    def measure(self, seen: Mapping[str, Tensor]) -> None:
+        for name, held in self.measured().items():
+            held.copy_(seen[name])
+
     def _logprobs(self, batch: Batch) -> Tensor:
         packs = self._packs(batch, range(len(batch)))
         logprobs_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)

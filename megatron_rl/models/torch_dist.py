@@ -8,7 +8,6 @@ checkpoint's index is a pickle; it is decoded by an unpickler that knows only th
 from __future__ import annotations
 
 import io
-import json
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,13 +22,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_rl.files import read_json
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import assemble, cut
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import TensorSpec, dtype_name
-from megatron_rl.models.weight_files import BACKEND_FILE, INDEX_FILE
+from megatron_rl.models.weight_files import BACKEND_FILE, INDEX_FILE, refuse_links_out
 
 # everything that an index written by torch or megatron-core refers to
 _INDEX_CLASSES = {
@@ -114,17 +114,18 @@ class Reader:
         self.folder = folder
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; give a torch_dist checkpoint")
-        try:
-            backend = json.loads((folder / BACKEND_FILE).read_text()).get("sharded_backend")
-        except FileNotFoundError:
+        if not (folder / BACKEND_FILE).is_file():
             raise CheckpointError(
                 f"{folder} has no {BACKEND_FILE}: not a torch_dist checkpoint, or one whose writing never finished"
-            ) from None
+            )
+        try:
+            backend = read_json(folder / BACKEND_FILE).get("sharded_backend")
         except ValueError as error:
-            raise CheckpointError(f"{folder / BACKEND_FILE} is unreadable: {error}") from error
+            raise CheckpointError(str(error)) from None
         if backend != "torch_dist":
             raise CheckpointError(f"{folder} holds a checkpoint of the kind {backend!r}; only torch_dist is read")
         self._metadata = read_index(folder / INDEX_FILE)
+        _check_places(folder, self._metadata)
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._tensors = {
@@ -153,24 +154,42 @@ class Reader:
         padded = param.row.split is Split.vocab and stored[0] >= wanted[0]
         if stored[1:] != wanted[1:] or (stored[0] != wanted[0] and not padded):
             raise CheckpointError(f"{entry.key} of {self.folder} has shape {stored}, config.json says {wanted}")
-        local = self._read(entry, wanted)
+        local = self.read(entry, (0,) * len(wanted), wanted)
         slices = param.slices(shape, Layout(), Place())
         return [(piece.name, part.contiguous()) for piece, part in cut(param, local, slices)]
 
-    def _read(self, entry: Entry, size: tuple[int, ...]) -> torch.Tensor:
-        key = self._prefix + entry.key
-        target = torch.empty((*(1 for _ in entry.axes), *size), dtype=self.dtype(entry))
-        offsets = torch.Size((*(index for index, _ in entry.axes), *(0 for _ in size)))
+    def read(self, entry: Entry, offset: tuple[int, ...], size: tuple[int, ...], kind: str = "") -> torch.Tensor:
+        """A block of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg."""
+        key = self._key(entry, kind)
+        if key not in self._tensors:
+            raise CheckpointError(f"{self.folder} lacks {key}")
+        target = torch.empty((*(1 for _ in entry.axes), *size), dtype=self._tensors[key].properties.dtype)
+        offsets = torch.Size((*(index for index, _ in entry.axes), *offset))
         chunk = ChunkStorageMetadata(offsets=offsets, sizes=target.size())
         items = create_read_items_for_chunk_list(key, self._tensors[key], [chunk])
         covered = sum(torch.Size(item.lengths).numel() for item in items)
         if covered != target.numel():
-            raise CheckpointError(f"{entry.key} of {self.folder} is incomplete: {covered} of {target.numel()} values")
+            raise CheckpointError(f"{key} of {self.folder} is incomplete: {covered} of {target.numel()} values")
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{entry.key} of {self.folder} cannot be read: {error}") from error
+            raise CheckpointError(f"{key} of {self.folder} cannot be read: {error}") from error
         return target.view(size)
+
+    def _key(self, entry: Entry, kind: str = "") -> str:
+        return f"{kind}{self._prefix}{entry.key}"
+
+
+def _check_places(folder: Path, metadata: Metadata) -> None:
+    """The index names files of its own folder, and no links to others."""
+    try:
+        files = {str(place.relative_path) for place in (metadata.storage_data or {}).values()}
+        elsewhere = [file for file in files if Path(file).name != file]
+        if elsewhere:
+            raise ValueError(f"it names {elsewhere[0]!r}, which is no file of its folder")
+        refuse_links_out(folder, files)
+    except (AttributeError, ValueError) as error:
+        raise CheckpointError(f"{folder / INDEX_FILE} is not an index to be read: {error}") from None
 
 
 class _Into(LoadPlanner):
@@ -217,7 +236,16 @@ def read_index(path: Path) -> Metadata:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     # what a damaged pickle can raise, according to the documentation of `pickle`
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(f"{path} is unreadable: {error}") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} does not hold a checkpoint index")

@@ -9,7 +9,7 @@ L layers of the whole model; the last dimension is (key, value).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class CacheScales:
     def __init__(self, layers: int, world: Group, take_cache_amax: Callable[[], Tensor]) -> None:
         self._layers, self._world, self._take = layers, world, take_cache_amax
         self._scales_L2: Tensor | None = None
+        self._repeats = False
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -32,6 +33,9 @@ class CacheScales:
 
     def begin_sync(self) -> None:
         """Every rank, at the start of a sync. A layer that nothing was seen of keeps the scale that it has."""
+        if self._repeats:
+            self._repeats = False
+            return
         amax_L2 = self._take().float()
         self._world.max_(amax_L2)
         if not bool(torch.isfinite(amax_L2).all()):
@@ -43,6 +47,15 @@ class CacheScales:
                 "score a batch before the first sync"
             )
         self._scales_L2 = made_L2 if self._scales_L2 is None else torch.where(amax_L2 > 0, made_L2, self._scales_L2)
+
+    def state(self) -> dict[str, Tensor]:
+        return {} if self._scales_L2 is None else {"cache_scales": self._scales_L2}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """The next sync is the one before the checkpoint again, with the scales that it had."""
+        if "cache_scales" in state:
+            self._scales_L2 = state["cache_scales"]
+            self._repeats = True
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """(name in a checkpoint, scale), as vLLM's loaders know them."""

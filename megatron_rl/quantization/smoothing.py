@@ -16,7 +16,7 @@ L layers, N norms of a layer (`table.Norm`), H hidden channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Smoothing:
         self._alpha, self._every, self._world = alpha, every, world
         self._take_activation_amax = take_activation_amax
         self.scales_LNH = torch.ones(self._size)
+        self._repeats = False
         self._age: int | None = None  # syncs since the scales were made; None: there are none yet
 
     def begin_sync(self, weight_amax: Callable[[], Tensor]) -> None:
@@ -57,6 +58,9 @@ class Smoothing:
 
         `weight_amax`: [L, N, H], the largest magnitude in each column of the quantized readers this rank holds.
         """
+        if self._repeats:
+            self._repeats = False
+            return
         if self._age is not None and self._age + 1 < self._every:
             self._age += 1
             return
@@ -66,6 +70,16 @@ class Smoothing:
         if both[0].any():
             self.scales_LNH = scales(both[0], both[1], self._alpha)
             self._age = 0
+
+    def state(self) -> dict[str, Tensor]:
+        return {"smoothing": self.scales_LNH, "smoothing.age": torch.tensor(-1 if self._age is None else self._age)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """The next sync is the one before the checkpoint again, with the scales that it had."""
+        if "smoothing" in state:
+            age = int(state["smoothing.age"])
+            self.scales_LNH, self._age = state["smoothing"], None if age < 0 else age
+            self._repeats = True
 
     def fold(self, param: Param, local: Tensor) -> Tensor:
         """The shard as the sampler gets it; the learner's own is left alone."""

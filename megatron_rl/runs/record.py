@@ -6,6 +6,7 @@ Shape suffixes: B sequences, T response positions (right-padded); row i belongs 
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shlex
@@ -54,6 +55,9 @@ class SilentRecorder:
     def end_early(self, reason: str, *, asked: bool) -> None:
         pass
 
+    def skip(self) -> None:
+        pass
+
 
 class Recorder:
     """Owns the run directory from the first line of metrics to the last word in status.json.
@@ -88,6 +92,7 @@ class Recorder:
         self._unknown: set[str] = set()
         self._closed = False
         self._metrics = append_to(self.run.metrics)
+        self._ledger = append_to(self.run.ledger)
         self._text = append_to(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
         self._display = display or choose_display(run_dir.name, n_steps)
@@ -128,6 +133,16 @@ class Recorder:
         self._beat()
         return line
 
+    def skip(self) -> None:
+        """What has passed since the last line belongs to no step: engines were started again."""
+        self._clock.finish_step()
+
+    def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
+        """Which prompts, by their number in the order of the whole run: those drawn, from and to; those trained on."""
+        with _written(self.run.ledger):
+            self._ledger.write(json.dumps({"step": step, "drawn": drawn, "trained": list(trained)}) + "\n")
+            self._ledger.flush()
+
     def note(self, text: str) -> None:
         self._display.note(text)
         self._write_text(text)
@@ -158,6 +173,7 @@ class Recorder:
         self._closed = True
         with suppress(OSError):  # what a full disk has not taken was said when it was written
             self._metrics.close()
+            self._ledger.close()
         more: dict[str, Any] = {"step": self._last_step, "steps": self._n_steps}
         try:
             mark_status(self.run.path, state, reason, unknown_metrics=sorted(self._unknown), **more)

@@ -7,7 +7,8 @@ runs/<name>/
   owner.lock        held by the run's processes
   metrics.jsonl     one line per step
   rollouts/         step_N.parquet: tokens and both logprobs
-  checkpoints/
+  ledger.jsonl      which prompts each step has drawn, and which of them it has trained on
+  checkpoints/      step_N/: to go on from
   model/            the last policy, with log.export
   logs/attempt_N/   one folder per start
   report.html
@@ -30,7 +31,9 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
+from megatron_rl.runs.checkpoints import Checkpoint, newest_whole
 from megatron_rl.runs.metrics_file import read_metrics
+from megatron_rl.runs.resume import refuse_changes, rewind
 from megatron_rl.runs.run_lock import LOCK, hold
 from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
 from megatron_rl.runs.versions import environment
@@ -66,6 +69,10 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
 
@@ -88,11 +95,16 @@ class RunDir:
         return max((int(name[8:]) for name in names if name[8:].isdigit()), default=0)
 
     @property
+    def resumes_after(self) -> int | None:
+        """The step that this attempt goes on from; None where it begins."""
+        return read_status(self.path).get("resumes_after")
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs" / f"attempt_{self.attempt}"
 
 
-def check_run_dir(path: Path, if_exists: IfExists) -> None:
+def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> None:
     """Raises where `open_run` would. Touches nothing: for early checks and dry runs."""
     try:
         above = next((folder for folder in path.parents if folder.exists()), path)
@@ -102,30 +114,36 @@ def check_run_dir(path: Path, if_exists: IfExists) -> None:
             raise RunDirectoryUsed(f"run.name: run directory {path} is a file; choose another name: run.name=...")
         if _used(path):
             _check_free(path, if_exists)
+            if if_exists is IfExists.resume and resolved_yaml and RunDir(path).config.is_file():
+                refuse_changes(RunDir(path).config, resolved_yaml)
     except OSError as error:
         raise _unusable(path, error.strerror) from None
 
 
 def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:
-    """Claims a directory for a new run. Returns it, and a line about what became of an old one ("": none).
+    """Claims a directory for a new run, or one that goes on. Returns it, and what became of an old one ("": none).
 
     The status stays "starting" until a Recorder takes over: a launcher can claim the directory, and
     put its children's logs there, before the driver rank exists.
     """
-    check_run_dir(path, if_exists)
+    check_run_dir(path, if_exists, resolved_yaml)
     try:
-        lock, moved = _claim(path, if_exists)
+        lock, found, moved = _claim(path, if_exists)
         try:
-            return _furnish(RunDir(path, lock), resolved_yaml), moved
+            return _furnish(RunDir(path, lock), resolved_yaml, found), moved
         except BaseException:
-            shutil.rmtree(path, ignore_errors=True)  # nothing but what stands half finished
+            if found is None:
+                shutil.rmtree(path, ignore_errors=True)  # nothing but what stands half finished
             raise
     except OSError as error:
         raise _unusable(path, error.strerror) from None
 
 
-def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, str]:
-    """The lock of an empty directory. Whoever moves an old one holds that one's lock: of many, one does."""
+def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, str]:
+    """The lock of an empty directory, or of one to go on in, with the checkpoint and a line about an old one.
+
+    Whoever moves an old one holds that one's lock: of many, one does.
+    """
     moved = ""
     while True:
         path.mkdir(parents=True, exist_ok=True)
@@ -133,21 +151,29 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, str]:
         if lock is None:
             raise _refused(path, "belongs to a run that goes on or is being started")
         if not _used(path):
-            return lock, moved
+            return lock, None, moved
+        torn: list[str] = []
+        if if_exists is IfExists.resume and (found := newest_whole(RunDir(path).checkpoints, torn.append)):
+            return lock, found, "\n".join((*torn, f"{path} goes on after step {found.step}, saved at {found.time}"))
         with lock:
             _check_free(path, if_exists, locked=False)
             archived = archive_name(path)
             why = f": it ended before its first step ({_describe(path, False)})" if if_exists is IfExists.refuse else ""
+            why = ": it holds no checkpoint to go on from" if if_exists is IfExists.resume else why
             path.rename(archived)
-            moved = f"the old {path} is now {archived}{why}"
+            moved = "\n".join((*torn, f"the old {path} is now {archived}{why}"))
 
 
-def _furnish(run: RunDir, resolved_yaml: str) -> RunDir:
-    for folder in (run.rollouts, run.checkpoints, run.path / "logs" / "attempt_1"):
+def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDir:
+    if found is not None:
+        rewind(run.path, found.step)
+    for folder in (run.rollouts, run.checkpoints, run.path / "logs" / f"attempt_{run.attempt + 1}"):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(run.config, _redacted_yaml(resolved_yaml))
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
-    mark_status(run.path, "starting", pid=os.getpid(), host=platform.node(), started=now())
+    step = None if found is None else found.step
+    about: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "started": now(), "attempt": run.attempt}
+    mark_status(run.path, "starting", **about, resumes_after=step)
     return run
 
 

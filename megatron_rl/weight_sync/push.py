@@ -8,11 +8,12 @@ version before; with `sync.staged: false` it may be left without one, and then r
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl.config.schema import (
     Format,
@@ -73,6 +74,7 @@ class WeightSync:
             for format in formats
         }
         self._learner = learner
+        self._scales: tuple[Smoothing | CacheScales, ...] = tuple(filter(None, (smoothing, cache_scales)))
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self.transport = _transport(sources, sampler, sync, engines, fleet)
         self._again = False  # whether the last version failed in a way that sending it again can mend
@@ -121,6 +123,14 @@ class WeightSync:
             ErrorSummary.merge(part.error for part in parts),
             sum(part.changed for part in parts) / values if (values := sum(part.values for part in parts)) else None,
         )
+
+    def state(self) -> dict[str, Tensor]:
+        """What the next sync builds on, the same on every rank: for a checkpoint."""
+        return {name: value for scales in self._scales for name, value in scales.state().items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        for scales in self._scales:
+            scales.restore(state)
 
     def close(self) -> None:
         self.transport.close()

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.owned_folder import LOCK as LOCK
-from megatron_rl.owned_folder import claim, is_abandoned
-from megatron_rl.scratch import remove_with_it
+from megatron_rl.processes.owned_folder import LOCK as LOCK
+from megatron_rl.processes.owned_folder import claim, is_abandoned
+from megatron_rl.processes.scratch import remove_with_it
 from megatron_rl.weight_sync.file_transport import SHARED_MEMORY, spare_bytes
 from megatron_rl.weight_sync.manifest import WeightSyncError
 

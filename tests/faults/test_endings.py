@@ -52,7 +52,8 @@ def test_a_killed_rank(box: Box, rank: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_engine(box: Box, workers: int) -> None:
     process = begun(box, f"sampler.tensor_parallel={workers}")
-    (victim,) = box.processes("engine.child") if workers == 1 else box.processes("VLLM::Worker_TP1")
+    (engine,) = box.processes("engine.child")
+    victim = engine if workers == 1 else next(one for one in engine.children() if "Worker_TP1" in str(one.cmdline()))
     victim.kill()
     assert process.wait(PATIENCE_S) != 0, box.screen
     assert box.status()["state"] == "failed"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from learner_cases import EMPTINESS, make_batch, make_targets
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.schema import (
     Config,
@@ -29,10 +30,14 @@ from megatron_rl.config.schema import (
     QuantizationSection,
     RolloutSection,
 )
+from megatron_rl.distributed import exchange
+from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner, NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
+from megatron_rl.models.torch_dist import Reader
+from megatron_rl.models.torch_dist_writer import write_blocks, write_index
 
 SECTIONS = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
 
@@ -179,6 +184,30 @@ def dead_rank(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     return {"error": "", "seconds": time.monotonic() - start}
 
 
+def checkpoint(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """Two updates; then what was there is written, or what another learner wrote is read; then two more."""
+    batch, folder = make_batch(), Path(job["checkpoint"])
+    targets = make_targets(batch, torch.zeros(batch.mask_BT.shape))
+    if job["reads"]:
+        state.restore(learner, Reader(folder), 2)
+        if learner.world_size == job["wrote"]:
+            own = load_file(folder / f"own_{learner.rank}.safetensors")
+            state.restore_own(learner, own, json.loads((folder / f"own_{learner.rank}.json").read_text()))
+    else:
+        for _ in range(2):
+            learner.update(targets)
+        folder.mkdir(parents=True, exist_ok=True)
+        written = write_blocks(folder / f"rank_{learner.rank}.distcp", state.blocks(learner))
+        everything = exchange(written)
+        if learner.is_driver:
+            write_index(folder, [block for part in everything for block in part])
+        tensors, text = state.own(learner)
+        save_file(tensors, folder / f"own_{learner.rank}.safetensors")
+        (folder / f"own_{learner.rank}.json").write_text(json.dumps(text))
+        learner.broadcast()
+    return {"steps": [learner.update(targets) for _ in range(2)], "after": learner.logprobs(batch).tolist()}
+
+
 def refused(job: dict[str, Any]) -> str:
     """The error that a configuration is refused with. `reversed`: with the ranks in another order than megatron's."""
     place = Layout.place
@@ -202,6 +231,7 @@ KINDS = {
     "broadcast": broadcast,
     "dead_rank": dead_rank,
     "activations": activations,
+    "checkpoint": checkpoint,
 }
 
 

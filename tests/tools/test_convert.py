@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,25 @@ def test_an_export_of_what_a_stranger_kept(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "out").unlink()
     assert convert.main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
     assert same_files(source, tmp_path / "out")
+
+
+@pytest.mark.fault("a checkpoint's index or its links lead out of it", "nothing is read there")
+def test_a_checkpoint_that_leads_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, checkpoint = make(tmp_path / "hf", config_of("llama")), tmp_path / "checkpoint"
+    assert convert.main(["import", str(source), str(checkpoint)]) == 0
+    index, whole = checkpoint / ".metadata", (checkpoint / ".metadata").read_bytes()
+    metadata = torch_dist.read_index(index)
+    elsewhere = {key: replace(place, relative_path="../x.distcp") for key, place in metadata.storage_data.items()}
+    index.write_bytes(pickle.dumps(replace(metadata, storage_data=elsewhere)))
+    assert "names '../x.distcp'" in fails(capsys, "export", checkpoint, tmp_path / "out")
+    index.write_bytes(whole)
+    (data, *_) = sorted(checkpoint.glob("*.distcp"))
+    data.rename(tmp_path / "x.distcp")
+    data.symlink_to(tmp_path / "x.distcp")
+    assert "is a link out of its folder" in fails(capsys, "export", checkpoint, tmp_path / "out")
+    for lie in ("[" * 100_000, "[1]", "{", "\x00"):
+        (checkpoint / "metadata.json").write_text(lie)
+        assert "metadata.json" in fails(capsys, "export", checkpoint, tmp_path / "out")
 
 
 @pytest.mark.fault("Ctrl-C as soon as the converter starts", "one line, exit status 130, nothing is left")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
@@ -19,7 +18,7 @@ SECRET = re.compile(
 # What a program needs to run at all. A reward runs what a model wrote: the rest it gets by `reward.environment`.
 FOR_REWARDS = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|PYTHON\w*"
-    r"|\w+_NUM_THREADS|CUDA_VISIBLE_DEVICES|SSL_CERT_(FILE|DIR)"
+    r"|\w+_NUM_THREADS|CUDA_VISIBLE_DEVICES|SSL_CERT_(FILE|DIR)|MEGATRON_RL_RECIPE_FOLDER"
 )
 # Where compiled code is kept. Each is read and run again: by default some of them lie where anyone may write.
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
@@ -40,19 +39,6 @@ def for_rewards(variables: Mapping[str, str], wanted: Collection[str]) -> dict[s
         raise ConfigError(f"reward.environment: {', '.join(missing)} not set; export it, or leave it out")
     usual = without_secrets({name: value for name, value in variables.items() if FOR_REWARDS.fullmatch(name)})
     return usual | {name: variables[name] for name in wanted}
-
-
-@contextmanager
-def only(variables: Mapping[str, str]) -> Iterator[None]:
-    """This process has no other variables meanwhile."""
-    all_of_them = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(all_of_them)
 
 
 def compiled_code() -> dict[str, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.environment import CACHES, compiled_code, for_rewards, is_secret, only, without_secrets
+from megatron_rl.processes.environment import CACHES, compiled_code, for_rewards, is_secret, without_secrets
 
 SECRETS = (
     "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "OPENAI_API_KEY",
@@ -35,13 +35,6 @@ def test_rewards_are_given_a_short_list() -> None:
     assert set(named) - set(for_rewards(everything, ())) == {"OPENAI_API_KEY", "MY_SERVICE"}
     with pytest.raises(ConfigError, match=r"reward\.environment: NOT_THERE not set"):
         for_rewards(everything, ("NOT_THERE",))
-
-
-def test_an_early_check_sees_what_a_worker_will(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOME_KEY", "1")
-    with only({"PATH": "/bin"}):
-        assert dict(os.environ) == {"PATH": "/bin"}
-    assert os.environ["SOME_KEY"] == "1"
 
 
 @pytest.fixture

@@ -1,0 +1,223 @@
+"""Saves while the run goes on, and loads. Every rank makes one and calls the same methods at the same steps.
+
+A step waits only for the copy of the rank's state into memory that is kept for it; a thread writes that to disk and
+reads it back. Once every rank's thread is done, rank 0 gives the folder its name.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.config.schema import CheckpointSection
+from megatron_rl.distributed import exchange
+from megatron_rl.learner import state
+from megatron_rl.models.torch_dist import Reader
+from megatron_rl.models.torch_dist_writer import Block, write_blocks, write_index
+from megatron_rl.runs import checkpoints
+from megatron_rl.runs.checkpoints import Checkpoint
+
+if TYPE_CHECKING:
+    from megatron_rl.learner.learner import Learner
+
+POLICY, RANKS, SYNC = "policy", "ranks", "sync.safetensors"
+ALIGNMENT = 64
+
+
+class Keeps(Protocol):
+    """A part of the run that is the same on every rank, such as the scales of the weight sync."""
+
+    def state(self) -> dict[str, Tensor]: ...
+
+    def restore(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class Saver:
+    """Of one rank. A save that fails is reported and forgotten: the run, and the checkpoints before, go on."""
+
+    def __init__(
+        self, root: Path, section: CheckpointSection, learner: Learner, sync: Keeps, note: Callable[[str], None]
+    ) -> None:
+        self._root, self._section = root, section
+        self._learner, self._sync, self._note = learner, sync, note
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._pending: _Save | None = None
+        if learner.is_driver:
+            checkpoints.clean(root)
+
+    def begin(self, step: int, about: Mapping[str, Any]) -> None:
+        """Copy everything, and start to write. `about`: what the run itself wants to know again."""
+        self.settle(wait=True)
+        partial = checkpoints.partial_of(self._root, step)
+        problem = None
+        if self._learner.is_driver:
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                for name in (POLICY, RANKS):
+                    (partial / name).mkdir(parents=True)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        if problem := exchange(problem)[0]:
+            self._failed(step, partial, problem)
+            return
+        blocks = self._copied(list(state.blocks(self._learner)))
+        own, text = state.own(self._learner)
+        shared = self._sync.state() if self._learner.is_driver else None
+        rank = self._learner.rank
+        self._pending = _Save(
+            step,
+            partial,
+            self._learner.steps,
+            about,
+            _in_thread(lambda: _write(partial, rank, blocks, own, text, shared)),
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is under way."""
+        return self._pending is None
+
+    def settle(self, wait: bool = False) -> None:
+        """All ranks: publish the save that is under way, once it is on disk everywhere."""
+        save = self._pending
+        if save is None:
+            return
+        if wait:
+            save.future.exception()
+        outcomes = exchange(save.outcome())
+        if any(outcome is None for outcome in outcomes):
+            return
+        self._pending = None
+        problems = [outcome["problem"] for outcome in outcomes if "problem" in outcome]
+        if self._learner.is_driver and not problems:
+            try:
+                self._publish(save, outcomes)
+            except (OSError, ValueError) as error:
+                problems = [f"{type(error).__name__}: {error}"]
+        if problems:
+            self._failed(save.step, save.partial, problems[0])
+
+    def load(self, found: Checkpoint) -> None:
+        """Into the learner and the sync, whatever layout wrote it."""
+        state.restore(self._learner, Reader(found.path / POLICY), found.updates)
+        self._sync.restore(_read_tensors(found.path / SYNC)[0])
+        same = dict(found.layout) == asdict(self._learner.layout)
+        ranks = sorted((found.path / RANKS).glob("rank_*.safetensors"))
+        if same:
+            mine = found.path / RANKS / f"rank_{self._learner.rank}.safetensors"
+            state.restore_own(self._learner, *_read_tensors(mine))
+        else:
+            state.restore_measured(self._learner, [_read_tensors(path)[0] for path in ranks])
+
+    def close(self) -> None:
+        """Before the processes part: what is under way is finished."""
+        self.settle(wait=True)
+
+    def _publish(self, save: _Save, outcomes: list[dict[str, Any]]) -> None:
+        written = [block for outcome in outcomes for block in outcome["written"]]
+        write_index(save.partial / POLICY, written)
+        files = {name: value for outcome in outcomes for name, value in outcome["files"].items()}
+        for path in (save.partial / POLICY).iterdir():
+            name = f"{POLICY}/{path.name}"
+            if name not in files:
+                files[name] = list(checkpoints.digest(path))
+        checkpoints.publish(
+            save.partial,
+            self._root,
+            step=save.step,
+            updates=save.updates,
+            layout=asdict(self._learner.layout),
+            files=files,
+            **save.about,
+        )
+        checkpoints.prune(self._root, self._section.keep_last, self._section.keep_every)
+
+    def _failed(self, step: int, partial: Path, problem: str) -> None:
+        if self._learner.is_driver:
+            shutil.rmtree(partial, ignore_errors=True)
+            kept = checkpoints.steps(self._root)
+            older = f"the newest one is of step {kept[0]}" if kept else "there is none yet"
+            self._note(f"the checkpoint of step {step} was not saved ({problem}); the run goes on, {older}")
+
+    def _copied(self, blocks: list[Block]) -> list[Block]:
+        """The blocks' values, in memory that is used again for the next save."""
+        sizes = [-(-block.tensor.nbytes // ALIGNMENT) * ALIGNMENT for block in blocks]
+        if self._buffer.numel() < sum(sizes):
+            pinned = self._learner.device.type != "cpu"
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        copied, at = [], 0
+        for block, size in zip(blocks, sizes, strict=True):
+            room = self._buffer[at : at + block.tensor.nbytes].view(block.tensor.dtype).view(block.tensor.shape)
+            room.copy_(block.tensor, non_blocking=True)
+            copied.append(Block(block.key, block.whole, block.offset, room))
+            at += size
+        if self._learner.device.type != "cpu":
+            torch.cuda.synchronize()
+        return copied
+
+
+class _Save:
+    """One that is under way."""
+
+    def __init__(
+        self, step: int, partial: Path, updates: int, about: Mapping[str, Any], future: Future[dict[str, Any]]
+    ) -> None:
+        self.step, self.partial, self.updates, self.about, self.future = step, partial, updates, about, future
+
+    def outcome(self) -> dict[str, Any] | None:
+        """What the other ranks have to know of this one's part; None while it is written."""
+        if not self.future.done():
+            return None
+        error = self.future.exception()
+        return self.future.result() if error is None else {"problem": f"{type(error).__name__}: {error}"}
+
+
+def _in_thread(work: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
+    """A daemon: a run that is told to end does not wait for a disk that hangs."""
+    future: Future[dict[str, Any]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def _write(
+    partial: Path,
+    rank: int,
+    blocks: list[Block],
+    own: dict[str, Tensor],
+    text: dict[str, str],
+    shared: dict[str, Tensor] | None,
+) -> dict[str, Any]:
+    """This rank's files; returns what the index and the manifest must know of them."""
+    policy = partial / POLICY / f"rank_{rank}.distcp"
+    written = write_blocks(policy, blocks)
+    paths = [policy, partial / RANKS / f"rank_{rank}.safetensors"]
+    save_file(own, paths[1], metadata=text)
+    if shared is not None:
+        paths.append(partial / SYNC)
+        save_file(shared, paths[2])
+    return {
+        "written": written,
+        "files": {str(path.relative_to(partial)): list(checkpoints.digest(path)) for path in paths},
+    }
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -1,0 +1,195 @@
+"""A run's checkpoints as folders: which there are, which are whole, which may go.
+
+checkpoints/step_120/
+  policy/           weights and optimizer: a torch_dist checkpoint
+  ranks/            random states and measurements of each rank
+  sync.safetensors  what the next sync builds on
+  checkpoint.json   written last: every other file with its size and checksum, and the driver's position
+
+A folder gets its name when it is complete; what a killed run left is called `.step_120.partial`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatron_rl.runs.console import table
+
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+
+
+class TornCheckpoint(RuntimeError):
+    """A checkpoint that is not whole: the text says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole one, as its manifest describes it."""
+
+    path: Path
+    step: int
+    updates: int  # optimizer steps
+    layout: Mapping[str, Any]
+    driver: Mapping[str, Any]  # what rank 0 goes on from
+    files: Mapping[str, tuple[int, str]]  # name -> bytes, checksum
+    time: str
+    best: tuple[str, float] | None = None  # the metric that it was kept for, and its value
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+
+def path_of(root: Path, step: int) -> Path:
+    return root / f"step_{step}"
+
+
+def partial_of(root: Path, step: int) -> Path:
+    return root / f".step_{step}.partial"
+
+
+def steps(root: Path) -> list[int]:
+    """Of everything that calls itself a checkpoint, the newest first."""
+    names = [entry.name for entry in root.glob("step_*") if entry.is_dir()] if root.is_dir() else []
+    return sorted((int(name[5:]) for name in names if name[5:].isdigit()), reverse=True)
+
+
+def publish(partial: Path, root: Path, **about: Any) -> Checkpoint:
+    """The last act of a save: the manifest, and the name. `files` are those of `digest`."""
+    manifest = {"format": FORMAT, "time": datetime.now(UTC).isoformat(timespec="seconds"), **about}
+    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump({"content": manifest, "checksum": _checksum(manifest)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    final = path_of(root, about["step"])
+    shutil.rmtree(final, ignore_errors=True)  # of an attempt that went on from an older one
+    for folder in (*(entry for entry in partial.iterdir() if entry.is_dir()), partial):
+        _sync_folder(folder)
+    partial.rename(final)
+    _sync_folder(root)
+    return read(final)
+
+
+def digest(path: Path) -> tuple[int, str]:
+    """Bytes and checksum of what is on disk."""
+    state = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(1 << 22):
+            state.update(piece)
+        return file.tell(), state.hexdigest()
+
+
+def read(path: Path) -> Checkpoint:
+    """What the manifest says; the files are not looked at."""
+    try:
+        stored = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        content = stored["content"]
+        if stored["checksum"] != _checksum(content):
+            raise TornCheckpoint(f"{path / MANIFEST} was changed after it was written")
+        if content.pop("format") != FORMAT:
+            raise TornCheckpoint(f"{path} was written by another version of this project")
+        files = {name: (int(size), str(checksum)) for name, (size, checksum) in content.pop("files").items()}
+        best = content.pop("best", None)
+        return Checkpoint(path, files=files, best=tuple(best) if best else None, **content)
+    except FileNotFoundError:
+        raise TornCheckpoint(f"{path} has no {MANIFEST}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raise TornCheckpoint(f"{path / MANIFEST} is unreadable ({type(error).__name__}: {error})") from None
+
+
+def verify(path: Path) -> Checkpoint:
+    """Reads every byte and compares it with the manifest."""
+    found = read(path)
+    for name, (size, checksum) in found.files.items():
+        file = path / name
+        try:
+            if file.stat().st_size != size:
+                raise TornCheckpoint(f"{file} has {file.stat().st_size} bytes, its manifest says {size}")
+            if digest(file) != (size, checksum):
+                raise TornCheckpoint(f"{file} was changed after it was written: its checksum differs")
+        except OSError as error:
+            raise TornCheckpoint(f"{file} cannot be read ({error.strerror})") from None
+    return found
+
+
+def newest_whole(root: Path, note: Callable[[str], None]) -> Checkpoint | None:
+    """Where a run goes on. One that is torn is left where it is, and passed over."""
+    for step in steps(root):
+        try:
+            return verify(path_of(root, step))
+        except TornCheckpoint as error:
+            note(f"the checkpoint of step {step} is not whole and is passed over: {error}")
+    return None
+
+
+def describe(root: Path) -> str:
+    """A table, the newest first. Every byte is read, to tell the whole ones from the others."""
+    rows = []
+    for step in steps(root):
+        try:
+            found, verdict = verify(path_of(root, step)), "whole"
+        except TornCheckpoint as error:
+            rows.append((str(step), "", "", "", f"torn: {error}"))
+            continue
+        best = "" if found.best is None else f"{found.best[0]} {found.best[1]:.4g}"
+        rows.append((str(step), found.time, f"{found.nbytes / 1e6:.1f} MB", best, verdict))
+    return "\n".join(table(("step", "saved", "size", "best", "verdict"), rows)) if rows else f"{root}: no checkpoints"
+
+
+def prune(root: Path, keep_last: int, keep_every: int) -> list[int]:
+    """Removes what is not among the last, not at a step to keep, and not the best. Returns the steps removed."""
+    present = steps(root)
+    kept = set(present[:keep_last]) | {step for step in present if keep_every and step % keep_every == 0}
+    best = _best(root, present)
+    removed = [step for step in present if step not in kept and step != best]
+    for step in removed:
+        doomed = partial_of(root, step)  # a half-removed folder does not look like a checkpoint
+        path_of(root, step).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    return removed
+
+
+def clean(root: Path) -> None:
+    """Removes what an earlier attempt had begun to save."""
+    for entry in root.glob(".step_*.partial"):
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def forget_after(root: Path, step: int) -> None:
+    """A run that goes on from an older checkpoint writes the newer ones again."""
+    for newer in [each for each in steps(root) if each > step]:
+        shutil.rmtree(path_of(root, newer), ignore_errors=True)
+
+
+def _best(root: Path, present: list[int]) -> int | None:
+    scores = {}
+    for step in present:
+        try:
+            found = read(path_of(root, step))
+        except TornCheckpoint:
+            continue
+        if found.best:
+            scores[step] = found.best[1]
+    return max(scores, key=lambda step: (scores[step], -step), default=None)
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

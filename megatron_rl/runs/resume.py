@@ -1,0 +1,93 @@
+"""Going on with a run that has stopped: what may have changed in its recipe, and what it takes back.
+
+Everything recorded after the checkpoint is taken back, and comes again: the same lines, where nothing was changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.files import replacing
+from megatron_rl.runs import checkpoints
+
+# what a run may go on with changed: how long, what is written down, on which machines
+MAY_CHANGE = (
+    *("run.root", "run.steps", "run.stop", "run.if_exists", "run.resume_allow", "run.device", "log.", "checkpoint."),
+    *("eval.", "data.eval", "sampler.", "reward.workers", "reward.timeout_s", "learner.tensor_parallel"),
+    *("learner.pipeline_parallel", "learner.expert_parallel", "learner.data_parallel", "learner.megatron."),
+    *("learner.tokens_per_microbatch", "sync.transport", "sync.dir", "sync.full_every", "sync.verify_every"),
+    *("sync.probe_budget", "sync.staged"),
+)
+
+
+def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
+    """Raises where the recipe has changed in what the run has learnt with, unless the key is in run.resume_allow."""
+    before, after = read_yaml(recorded.read_text(encoding="utf-8")), read_yaml(resolved_yaml)
+    allowed = (after.get("run") or {}).get("resume_allow") or ()
+    found = [
+        (key, old, new)
+        for key, old, new in changes(before, after)
+        if not any(key == free or (free.endswith(".") and key.startswith(free)) for free in MAY_CHANGE)
+        and key not in allowed
+    ]
+    if found:
+        listed = "\n".join(f"  {key}: {old} -> {new}" for key, old, new in found)
+        names = ", ".join(key for key, *_ in found)
+        raise ConfigError(
+            f"run.if_exists=resume: the recipe is not the one that {recorded.parent} began with:\n{listed}\n"
+            f"Undo that, or go on with the change: run.resume_allow=[{names}]"
+        )
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, old value, new value) of what differs. A key that the older version of the project did not have is new."""
+    before, after = dict(_flat(old)), dict(_flat(new))
+    for key in sorted(before.keys() & after.keys()):
+        if before[key] != after[key]:
+            yield key, before[key], after[key]
+    for key in sorted(before.keys() ^ after.keys()):
+        section = key.rpartition(".")[0]
+        if any(each.rpartition(".")[0] == section for each in before):  # else a whole section is new
+            yield key, before.get(key, "(none)"), after.get(key, "(none)")
+
+
+def rewind(run: Path, step: int) -> None:
+    """The records as they were after a step."""
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        _keep_lines(run / name, step)
+    for path in (run / "rollouts").glob("step_*.parquet"):
+        number = path.stem.removeprefix("step_")
+        if number.isdigit() and int(number) > step:
+            path.unlink()
+    checkpoints.forget_after(run / "checkpoints", step)
+
+
+def _keep_lines(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    with replacing(path) as partial, partial.open("wb") as kept:
+        for line in path.read_bytes().splitlines(keepends=True):
+            if _step(line) <= step:
+                kept.write(line)
+
+
+def _step(line: bytes) -> float:
+    """A torn line, or one without a step, belongs to none that is kept."""
+    try:
+        found = json.loads(line)
+        return int(found.get("progress/step", found.get("step"))) if line.endswith(b"\n") else float("inf")
+    except (ValueError, TypeError, AttributeError):
+        return float("inf")
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item

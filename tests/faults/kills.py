@@ -1,0 +1,113 @@
+"""Kills a run at random moments, lets it go on, and counts from its files alone what came of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from box import Box, wait_for
+
+STEPS = 12
+START_S, END_S = 400.0, 60.0
+RECIPE = (
+    *(f"run.steps={STEPS}", "run.if_exists=resume", "checkpoint.every=2", "checkpoint.keep_last=2", "eval.every=4"),
+    *("eval.max_prompts=32", "learner.n_minibatches=2", "rollout.max_gen_batches=2", "log.export=true"),
+)
+VICTIMS = ("rank 0", "rank 1", "everything", "engine", "launcher", "TERM", "USR1")
+UNEQUAL = ("time/", "perf/")  # what differs between two runs that are the same
+
+
+@dataclass(frozen=True)
+class Moment:
+    victim: str
+    line: int  # of metrics.jsonl that has to be there first; 0: while the run starts
+    delay_s: float
+
+    def __str__(self) -> str:
+        return f"{self.victim} {self.delay_s:.1f} s after line {self.line}"
+
+
+def moments(seed: int, count: int) -> list[Moment]:
+    """Ascending in the run, so that each attempt gets there."""
+    choice = random.Random(seed)
+    lines = sorted(choice.randrange(STEPS) for _ in range(count))
+    start = [Moment(choice.choice(VICTIMS), line, choice.uniform(0, 1.5)) for line in lines]
+    return [Moment(m.victim, m.line, m.delay_s if m.line else choice.uniform(0, 30)) for m in start]
+
+
+def strike(box: Box, moment: Moment) -> str:
+    """Start, or go on; kill; wait until nothing is left. What the screen said last."""
+    process = box.train(*RECIPE)
+    wait_for(lambda: box.steps() >= moment.line or process.poll() is not None, START_S, f"line {moment.line}")
+    time.sleep(moment.delay_s)
+    for pid, number in _targets(box, moment.victim, process.pid):
+        try:
+            psutil.Process(pid).send_signal(number)
+        except psutil.NoSuchProcess:  # the run was faster
+            pass
+    process.wait(START_S)
+    wait_for(lambda: not box.processes(), END_S, "processes are left")
+    return box.screen[-400:]
+
+
+def _targets(box: Box, victim: str, launcher: int) -> list[tuple[int, int]]:
+    found = {each.pid: " ".join(each.info["cmdline"] or []) for each in box.processes()}
+    ranks = sorted(pid for pid, words in found.items() if "megatron_rl.rank" in words)
+    engines = [pid for pid, words in found.items() if "megatron_rl.engine" in words]
+    chosen = {
+        "rank 0": ranks[:1],
+        "rank 1": ranks[1:2],
+        "everything": list(found),
+        "engine": engines,
+        "launcher": [launcher],
+        "TERM": [launcher],
+        "USR1": [launcher],
+    }[victim]
+    number = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}.get(victim, signal.SIGKILL)
+    return [(pid, number) for pid in chosen]
+
+
+def differences(run: Path, undisturbed: Path) -> list[str]:
+    """What is not the same in two runs: lines of metrics (times aside), the ledger, the weights' bytes."""
+    found = []
+    mine, theirs = (_lines(each / "metrics.jsonl") for each in (run, undisturbed))
+    if len(mine) != len(theirs):
+        found.append(f"{len(mine)} lines of metrics, not {len(theirs)}")
+    for one, other in zip(mine, theirs, strict=False):
+        unequal = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
+        unequal = [key for key in unequal if not key.startswith(UNEQUAL) and not key.endswith("_s")]
+        if unequal:
+            found.append(f"step {one.get('progress/step')}: {unequal[:3]} differ")
+    if (run / "ledger.jsonl").read_text() != (undisturbed / "ledger.jsonl").read_text():
+        found.append("the ledgers differ")
+    for path in sorted((undisturbed / "model").iterdir()):
+        if (run / "model" / path.name).read_bytes() != path.read_bytes():
+            found.append(f"model/{path.name} differs")
+    return found
+
+
+def miscounted(run: Path) -> list[str]:
+    """Each prompt of the order is drawn by one step, and trained on by no other."""
+    found, expected, trained = [], 0, []
+    for line in _lines(run / "ledger.jsonl"):
+        first, end = line["drawn"]
+        if first != expected:
+            found.append(f"step {line['step']} drew from {first}, not from {expected}")
+        if not all(first <= ordinal < end for ordinal in line["trained"]):
+            found.append(f"step {line['step']} trained on what it had not drawn")
+        expected, trained = end, trained + line["trained"]
+    if len(set(trained)) != len(trained):
+        found.append("a prompt was trained on twice")
+    steps = [line["step"] for line in _lines(run / "ledger.jsonl")]
+    if steps != list(range(1, STEPS + 1)):
+        found.append(f"the ledger holds the steps {steps}")
+    return found
+
+
+def _lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

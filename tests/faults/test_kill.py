@@ -1,0 +1,42 @@
+"""A run that is killed again and again ends as one that was left alone: `make kill-test` (KILLS=30, SEED=1)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import kills
+import pytest
+from box import Box
+
+KILLS, SEED = int(os.environ.get("KILLS", "4")), int(os.environ.get("SEED", "1"))
+EACH = 5  # kills of one run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for name in ("data", "runs"):
+        shutil.copytree(toy / name, folder / name)
+    box = Box(folder)
+    assert box.train(*kills.RECIPE).wait(kills.START_S) == 0, box.screen
+    assert not kills.miscounted(box.run)
+    return box.run
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.fault(
+    "a run is killed at random moments and goes on", "its records and weights are those of one left alone"
+)
+@pytest.mark.parametrize("chain", range(-(-KILLS // EACH)))
+def test_a_killed_run_goes_on(box: Box, undisturbed: Path, chain: int) -> None:
+    count = min(EACH, KILLS - chain * EACH)
+    for moment in kills.moments(SEED + chain, count):
+        said = kills.strike(box, moment)
+        state = box.status().get("state") if (box.run / "status.json").exists() else "none"
+        print(f"{moment}: {state}, {box.steps()} lines; {said.strip().splitlines()[-1:]}", flush=True)
+    assert box.train(*kills.RECIPE).wait(kills.START_S) == 0, box.screen
+    assert not kills.differences(box.run, undisturbed)
+    assert not kills.miscounted(box.run)
+    assert not list((box.run / "checkpoints").glob(".*"))

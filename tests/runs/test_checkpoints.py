@@ -1,0 +1,151 @@
+"""Checkpoints as folders: whole ones are found, torn ones are named and passed over, those that may go do."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.plain_yaml import write_yaml
+from megatron_rl.runs import checkpoints
+from megatron_rl.runs.checkpoints import TornCheckpoint
+from megatron_rl.runs.resume import refuse_changes, rewind
+
+CONFIG = {
+    "run": {"steps": 4, "seed": 1},
+    "optim": {"lr": 0.1, "megatron": {"clip_grad": 1.0}},
+    "log": {"wandb": "none"},
+}
+
+
+def save(root: Path, step: int, score: float | None = None) -> Path:
+    partial = checkpoints.partial_of(root, step)
+    (partial / "policy").mkdir(parents=True)
+    for name, size in (("policy/rank_0.distcp", 5000), ("policy/.metadata", 300), ("sync.safetensors", 40)):
+        (partial / name).write_bytes(random.Random(f"{step} {name}").randbytes(size))
+    names = ("policy/rank_0.distcp", "policy/.metadata", "sync.safetensors")
+    files = {name: list(checkpoints.digest(partial / name)) for name in names}
+    about = {} if score is None else {"best": ["eval/accuracy", score]}
+    driver = {"position": 10 * step}
+    return checkpoints.publish(
+        partial, root, step=step, updates=2 * step, layout={"tp": 1}, files=files, driver=driver, **about
+    ).path
+
+
+def test_a_whole_one_says_what_it_holds(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    found = checkpoints.verify(checkpoints.path_of(tmp_path, 4))
+    assert (found.step, found.updates, found.driver, found.nbytes) == (4, 8, {"position": 40}, 5340)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.fault("a checkpoint is cut short at any byte of any file", "it is passed over for the one before")
+def test_one_that_is_cut_is_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    choice = random.Random(1)
+    for _ in range(20):
+        path = save(tmp_path, 4)
+        victim = choice.choice([each for each in path.rglob("*") if each.is_file()])
+        victim.write_bytes(victim.read_bytes()[: choice.randrange(victim.stat().st_size)])
+        said: list[str] = []
+        found = checkpoints.newest_whole(tmp_path, said.append)
+        assert found is not None and found.step == 2
+        assert len(said) == 1 and victim.name in said[0]
+
+
+@pytest.mark.fault("a byte of a checkpoint is flipped", "it is passed over for the one before")
+def test_one_with_a_flipped_byte_is_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    choice = random.Random(2)
+    for _ in range(20):
+        path = save(tmp_path, 4)
+        victim = choice.choice([each for each in path.rglob("*") if each.is_file()])
+        content = bytearray(victim.read_bytes())
+        at = choice.randrange(len(content))
+        content[at] ^= 1 << choice.randrange(8)
+        victim.write_bytes(content)
+        found = checkpoints.newest_whole(tmp_path, lambda text: None)
+        assert found is not None and found.step == 2, (victim, at)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "policy/rank_0.distcp", "policy/.metadata", "sync.safetensors"])
+@pytest.mark.fault("a file of a checkpoint is missing", "it is passed over for the one before")
+def test_one_that_lacks_a_file_is_passed_over(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 2)
+    (save(tmp_path, 4) / name).unlink()
+    said: list[str] = []
+    found = checkpoints.newest_whole(tmp_path, said.append)
+    assert found is not None and found.step == 2
+    assert Path(name).name in said[0]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"content": 3, "checksum": "x"}', "[" * 100_000, "\xff"])
+def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    path = save(tmp_path, 4)
+    (path / "checkpoint.json").write_text(content, encoding="latin-1")
+    with pytest.raises(TornCheckpoint, match=r"checkpoint\.json"):
+        checkpoints.verify(path)
+
+
+def test_what_stays_is_the_last_ones_the_best_and_every_so_many(tmp_path: Path) -> None:
+    for step, score in ((1, 0.2), (2, 0.9), (3, 0.9), (4, None), (5, 0.1), (6, None), (7, 0.3)):
+        save(tmp_path, step, score)
+    removed = checkpoints.prune(tmp_path, keep_last=2, keep_every=4)
+    assert checkpoints.steps(tmp_path) == [7, 6, 4, 2]  # 2: of the two best the first
+    assert sorted(removed) == [1, 3, 5]
+
+
+def test_what_a_killed_run_had_begun_is_cleaned_up(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    checkpoints.partial_of(tmp_path, 4).mkdir()
+    assert checkpoints.steps(tmp_path) == [2]
+    checkpoints.clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+
+
+def test_records_after_the_checkpoint_are_taken_back(tmp_path: Path) -> None:
+    lines = [json.dumps({"progress/step": step, "loss/total": 0.5}) + "\n" for step in range(6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"progress/step": 2, "lo')
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)))
+    (tmp_path / "rollouts").mkdir()
+    for name in ("step_2", "step_3", "step_x"):
+        (tmp_path / "rollouts" / f"{name}.parquet").touch()
+    for step in (2, 4):
+        save(tmp_path / "checkpoints", step)
+    rewind(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:3])
+    assert (tmp_path / "ledger.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert sorted(path.stem for path in (tmp_path / "rollouts").iterdir()) == ["step_2", "step_x"]
+    assert checkpoints.steps(tmp_path / "checkpoints") == [2]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "refused"),
+    [
+        ("run.steps", 9, False),
+        ("log.wandb", "offline", False),
+        ("run.seed", 2, True),
+        ("optim.lr", 0.2, True),
+        ("optim.megatron.clip_grad", 2.0, True),
+        ("optim.megatron.adam_beta1", 0.5, True),  # a key that was left out before
+    ],
+)
+def test_a_changed_recipe_is_told_key_by_key(tmp_path: Path, key: str, value: object, refused: bool) -> None:
+    recorded = tmp_path / "config.yaml"
+    recorded.write_text(write_yaml(CONFIG))
+    new = json.loads(json.dumps(CONFIG))
+    *sections, name = key.split(".")
+    inner = new
+    for section in sections:
+        inner = inner[section]
+    inner[name] = value
+    if not refused:
+        refuse_changes(recorded, write_yaml(new))
+        return
+    with pytest.raises(ConfigError, match=rf"(?s){key}: .* -> {value}.*resume_allow=\[{key}\]"):
+        refuse_changes(recorded, write_yaml(new))
+    new["run"]["resume_allow"] = [key]
+    refuse_changes(recorded, write_yaml(new))
