@@ -88,14 +88,14 @@ def train(
                 export_hf(learner, config.model.folder, run_dir / "model")
 
 
-def begin(config: Config, driver: Driver | Follower, learner: Learner, saver: Saver) -> tuple[int, Seen]:
+def begin(config: Config, driver: Driver | Follower, learner: Learner, saver: Saver) -> tuple[int, Seen | None]:
     """The policy as it is at the start, or as a checkpoint has it; the steps that are done, and what they have seen."""
     folder = learner.broadcast(str(driver.resumes.path) if driver.resumes else None)
     if folder is None or config.loss.kl_coef:  # the reference is what the run began with
         load_policy(learner, config.model, config.run.seed, config.loss.kl_coef)
     if folder is None:
         calibrate(learner, driver, config.quantization)
-        return 0, Seen()
+        return 0, None
     found = checkpoints.read(Path(folder))
     saver.load(found)
     return found.step, Seen(**found.driver["seen"])
@@ -122,16 +122,20 @@ def loop(
     learner: Learner,
     sync: WeightSync,
     saver: Saver,
-    done: int,
-    seen: Seen,
+    done: int = 0,
+    seen: Seen | None = None,
 ) -> None:
-    """Steps after `done` up to run.steps; what `done` steps have made is what the sampler starts with."""
+    """Steps after `done` up to run.steps; what `done` steps have made is what the sampler starts with.
+
+    `seen`: by a run that goes on, whose line for `done` is there already.
+    """
     recorder, end, seed = driver.recorder, config.run.steps, config.run.seed
     synced = publish(done, end, config.sync, driver, learner, sync)
-    if done:  # its line is there already
-        recorder.skip()
-    else:
+    if seen is None:
         recorder.log(done, synced | evaluate(done, end, config.eval, driver, learner))
+    else:
+        recorder.skip()
+    seen = seen or Seen()
     for step in range(done + 1, end + 1):
         with recorder.phase("rollout"):
             batch, drawn = learner.broadcast(driver.collect(step))

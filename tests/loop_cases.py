@@ -6,7 +6,7 @@ Prints one JSON line per case: the metrics of its steps, and how far the policy 
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.config import load, to_yaml
@@ -23,11 +23,16 @@ class Kept(SilentRecorder):
         self.lines.append(dict(metrics))
         return dict(metrics)
 
+    def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
+        pass
+
 
 def main(folder: Path, cases: dict[str, list[str]]) -> None:
     from megatron_rl.config.fleet import distinct_formats
+    from megatron_rl.config.schema import CheckpointSection
     from megatron_rl.driver import Driver
     from megatron_rl.learner.learner import Learner
+    from megatron_rl.learner.saver import Saver
     from megatron_rl.models.model import Model
     from megatron_rl.train import load_policy, loop
     from megatron_rl.weight_sync.push import WeightSync
@@ -45,6 +50,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
             learner, driver.sampler, distinct_formats(base.sampler, base.quantization),
             quantization=base.quantization, sync=base.sync, engines=base.sampler, fleet=False,
         )  # fmt: skip
+        saver = Saver(folder / "run" / "checkpoints", CheckpointSection(minutes=0), learner, sync, driver.recorder.note)
         try:
             for number, (name, overrides) in enumerate(cases.items()):
                 done = number * (base.run.steps + 1)  # policy versions only ever grow
@@ -52,7 +58,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
                 learner.loss, learner.correction, learner.run = config.loss, config.correction, config.run
                 driver.recorder = Kept()
                 before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
-                loop(config, driver, learner, sync, done)
+                loop(config, driver, learner, sync, saver, done)
                 moved = sum(
                     float((parameter.detach() - old).abs().sum())
                     for old, (_, parameter) in zip(before, learner.named_parameters(), strict=True)

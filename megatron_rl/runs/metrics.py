@@ -239,6 +239,7 @@ _TABLE: list[Metric] = [
         ("sync", "sum", "s", "weight sync, probe included"),
         ("eval", "sum", "s", "evaluation on the held-out split"),
         ("record", "sum", "s", "writing rollouts and metrics"),
+        ("checkpoint", "sum", "s", "copying the state that a thread then writes, after the step before"),
         ("other", "sum", "s", "what no phase claims"),
     ),
     *_rows(
