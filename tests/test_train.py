@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 class Part:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.sampler = name, log, None
+        self.recorder: Any = SimpleNamespace(note=log.append)
 
     def close(self) -> None:
         self.log.append(f"{self.name} closed")
@@ -41,7 +42,8 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(monkeypatch: pytest.
     monkeypatch.setattr(train, "Learner", lambda *_, **__: Part("learner", log))
     monkeypatch.setattr(train, "WeightSync", lambda *_, **__: Part("sync", log))
     monkeypatch.setattr(train.Model, "read", lambda *_: None)
-    monkeypatch.setattr(train, "load_policy", lambda *_: None)
+    monkeypatch.setattr(train, "Saver", lambda *_: None)
+    monkeypatch.setattr(train, "begin", lambda *_: (0, None))
     monkeypatch.setattr(train, "loop", fails)
     with pytest.raises(ArithmeticError):
         train.train(Config(), "", tmp_path, rank=0)
@@ -58,7 +60,7 @@ def test_when_to_evaluate_and_to_publish() -> None:
 
     def push(step: int) -> Any:
         log.append(f"push {step}")
-        return SimpleNamespace(metrics=lambda: {"at": step})
+        return SimpleNamespace(metrics=lambda: {"at": step}, first_failure=None)
 
     sync: Any = SimpleNamespace(push=push)
 
@@ -76,7 +78,7 @@ def test_when_to_evaluate_and_to_publish() -> None:
 def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
     """Not the sampler's own logprobs, which would show as perfect agreement in replay and report."""
     written: dict[str, Any] = {}
-    recorder = SimpleNamespace(rollouts=lambda step, scored, **columns: written.update(columns))
+    recorder = SimpleNamespace(rollouts=lambda step, scored, **columns: written.update(columns), ledger=lambda *_: None)
     config = replace(
         Config(), correction=load(ROOT / "recipes" / "quickstart.yaml", [f"correction={preset}"]).correction
     )
@@ -87,7 +89,7 @@ def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
         groups_B=torch.zeros(2, dtype=torch.int64),
     )
     correction, advantages_B = correct(torch.full((2, 3), -0.1), batch, config.correction, config.advantage)
-    driver: Any = SimpleNamespace(_config=config, _scored=[], recorder=recorder)
+    driver: Any = SimpleNamespace(_config=config, _scored=[], _ordinals=(0, 1), recorder=recorder)
     Driver.record(driver, 10, correction, advantages_B)
     assert (written["prox_logprobs_BT"] is None) == (preset == "bypass")
 

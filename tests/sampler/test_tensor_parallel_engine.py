@@ -1,8 +1,8 @@
 """An engine of two workers: both load every update, or neither does."""
 
-import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from tiny_engine import Live, make_live
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.sampler.shared_memory import FOLDER, segments_of_session
+from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 
@@ -52,10 +53,11 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
         live.update(1)
         assert answers(live) == first
         manifest = live.write(2)
-        content = json.loads(manifest.read_text())
-        content["tensors"][3]["checksum"] = "0"
-        manifest.write_text(json.dumps(content))
-        with pytest.raises(WeightSyncError, match=f"corrupt tensor {content['tensors'][3]['name']}"):
+        content = manifests.read(manifest)
+        tensors = list(content.tensors)
+        tensors[3] = replace(tensors[3], checksum="0")
+        manifest.write_bytes(manifests.encode(replace(content, tensors=tensors)))
+        with pytest.raises(WeightSyncError, match=f"corrupt tensor {tensors[3].name}"):
             live.load()
         assert answers(live) == first
         live.update(2)
