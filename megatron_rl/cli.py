@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.process import STOP_AFTER_STEP, hold, lasting_output
+from megatron_rl.processes.process import STOP_AFTER_STEP, hold, lasting_output
 
 hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
@@ -175,8 +175,8 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
         print(f"note: {note}", file=sys.stderr)
     _check_place(config, writes=first)
     from megatron_rl.launch import launch
+    from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
-    from megatron_rl.scratch import entered
 
     if ranks == "local":
         return launch(config)

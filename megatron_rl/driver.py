@@ -20,7 +20,7 @@ from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sa
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
 from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
-from megatron_rl.process import STOP_AFTER_STEP, release
+from megatron_rl.processes.process import STOP_AFTER_STEP, release
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs import checkpoints

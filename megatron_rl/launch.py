@@ -20,14 +20,14 @@ from typing import Any
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.environment import compiled_code, without_secrets
 from megatron_rl.files import last_lines
 from megatron_rl.models.layout import Layout
-from megatron_rl.process import STOP_AFTER_STEP, describe_end, exit_status, hold, release
+from megatron_rl.processes.environment import compiled_code, without_secrets
+from megatron_rl.processes.process import STOP_AFTER_STEP, describe_end, exit_status, hold, release
+from megatron_rl.processes.scratch import Scratch
 from megatron_rl.rank import DRIVER_SECRETS, LEAVE_S
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
 from megatron_rl.runs.status import ENDED, mark_status, read_status
-from megatron_rl.scratch import Scratch
 
 STOP_GRACE_S = 6.0  # for the driver to close its engines and write down what happened
 PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone

@@ -16,8 +16,8 @@ from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.fleet import KEY_VARIABLE
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.environment import compiled_code, is_secret
-from megatron_rl.process import (
+from megatron_rl.processes.environment import compiled_code, is_secret
+from megatron_rl.processes.process import (
     SHORT_SPIN,
     STOP_AFTER_STEP,
     die_with_parent,

@@ -25,7 +25,7 @@ read -r -a overrides <<<"${OVERRIDES:-}"
 env --ignore-signal=USR1 .venv/bin/megatron-rl train "$RECIPE" "${overrides[@]}" --dry-run --ranks slurm
 
 if [[ $SLURM_JOB_NUM_NODES == 1 ]]; then
-  # One temporary folder for all ranks of the node, as megatron_rl/scratch.py makes them: locked by this shell, removed
+  # One temporary folder for all ranks of the node, as megatron_rl/processes/scratch.py makes them: locked by this shell, removed
   # with what it lists at the end, or by the next start. The ranks meet in a file there and talk over the loopback
   # interface: no port is open to others.
   TMPDIR=$(mktemp -d "${TMPDIR:-/tmp}/megatron-rl-run-XXXXXXXX")

@@ -12,7 +12,7 @@ import preloaded
 import pytest
 
 from megatron_rl.data.toy import write_toy
-from megatron_rl.process import SHORT_SPIN, collect_rarely
+from megatron_rl.processes.process import SHORT_SPIN, collect_rarely
 
 for name, value in SHORT_SPIN.items():
     os.environ.setdefault(name, value)

@@ -31,9 +31,9 @@ from types import SimpleNamespace
 from typing import IO, Any
 from unittest import mock
 
-import megatron_rl.process
+import megatron_rl.processes.process
 from megatron_rl import launch
-from megatron_rl.process import SHORT_SPIN, die_with_parent, rare_collections
+from megatron_rl.processes.process import SHORT_SPIN, die_with_parent, rare_collections
 from megatron_rl.sampler import child_engine
 from megatron_rl.sampler.engine_process import engine_environment
 
@@ -256,7 +256,7 @@ def become(request: dict[str, Any], descriptors: Mapping[int, int]) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     # whoever asked is no parent of this process, whose keeper looks after that
-    megatron_rl.process.die_with_parent = lambda *_, **__: None
+    megatron_rl.processes.process.die_with_parent = lambda *_, **__: None
     words = request["arguments"]
     here = os.getcwd() if words[0] == "-m" else str(Path(words[0]).parent)
     paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

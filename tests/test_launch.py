@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl import launch
 from megatron_rl.config.schema import Config, LearnerSection, RunSection
-from megatron_rl.process import STOP_AFTER_STEP, hold
+from megatron_rl.processes.process import STOP_AFTER_STEP, hold
 from megatron_rl.runs.status import read_status
 
 SECOND_FAILS = """#!/bin/sh
@@ -65,7 +65,7 @@ def test_the_rank_that_failed_by_itself_is_reported(
 STAND_IN = """#!{python}
 import os, signal, sys, time
 from pathlib import Path
-from megatron_rl.process import STOP_AFTER_STEP, release
+from megatron_rl.processes.process import STOP_AFTER_STEP, release
 folder, rank = Path(sys.argv[3]), os.environ["RANK"]
 assert sys.argv[1:3] == ["-m", "megatron_rl.rank"] and int(sys.argv[4]) == os.getppid()
 {body}

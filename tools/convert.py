@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config.schema import KEPT
 from megatron_rl.files import partial_of, replacing
-from megatron_rl.process import die_with_parent
+from megatron_rl.processes.process import die_with_parent
 
 if TYPE_CHECKING:
     import torch

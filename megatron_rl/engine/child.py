@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.channel import Channel, ChannelClosed
 from megatron_rl.engine.readiness import TAGS, Readiness
-from megatron_rl.process import die_with_parent, end_own_group, leave_to_the_driver, rare_collections
+from megatron_rl.processes.channel import Channel, ChannelClosed
+from megatron_rl.processes.process import die_with_parent, end_own_group, leave_to_the_driver, rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
 

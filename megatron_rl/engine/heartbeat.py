@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from megatron_rl.process import work_below
+from megatron_rl.processes.process import work_below
 
 WAIT_S = 4.0
 BUSY_SHARE = 0.05  # of a core; an engine that waits for a request uses a hundredth

@@ -34,7 +34,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine import double_buffer, expectation, host_kernels, reload
 from megatron_rl.engine.file_reader import stage
-from megatron_rl.process import die_with_spawner
+from megatron_rl.processes.process import die_with_spawner
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 BACKEND = "file"

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 
-from megatron_rl.process import collect_rarely, die_with_parent, end_own_group, leave_to_the_driver
+from megatron_rl.processes.process import collect_rarely, die_with_parent, end_own_group, leave_to_the_driver
 
 ALL_CORES = "all"
 MIDDLEWARE = ("megatron_rl.engine.requests.CheckRequests", "megatron_rl.engine.server_key.RequireKey")  # last one first

@@ -32,7 +32,7 @@ from megatron_rl.engine import expectation, reload
 from megatron_rl.engine.receiver import SyncState
 from megatron_rl.engine.receiver import WorkerExtension as WorkerExtension  # what vLLM looks for here
 from megatron_rl.models.tensors import TensorSpec
-from megatron_rl.process import die_with_spawner
+from megatron_rl.processes.process import die_with_spawner
 from megatron_rl.weight_sync import manifest, wire
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX, Announcement

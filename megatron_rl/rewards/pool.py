@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import RewardSection
-from megatron_rl.environment import for_rewards
-from megatron_rl.process import end_with_descendants, for_the_driver_alone
+from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
+from megatron_rl.processes.environment import for_rewards
+from megatron_rl.processes.process import end_with_descendants, for_the_driver_alone
 from megatron_rl.rewards.functions import BUILT_IN, own_places
 from megatron_rl.rewards.log import RewardLog
 

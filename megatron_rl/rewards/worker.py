@@ -14,8 +14,8 @@ import signal
 import socket
 import sys
 
-from megatron_rl.channel import Channel, ChannelClosed
-from megatron_rl.process import adopt_orphans, die_with_parent, release
+from megatron_rl.processes.channel import Channel, ChannelClosed
+from megatron_rl.processes.process import adopt_orphans, die_with_parent, release
 from megatron_rl.rewards.functions import Reward, resolve
 
 MAX_ERROR = 500  # characters: a window of replies must fit the channel

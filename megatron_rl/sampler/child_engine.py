@@ -14,15 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.config.fleet import devices
-from megatron_rl.process import describe_end, for_the_driver_alone
+from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
+from megatron_rl.processes.process import describe_end, for_the_driver_alone
+from megatron_rl.processes.scratch import remove_with_it
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, lost_worker
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.sampler.shared_memory import FOLDER, remove_segments, segments_of_session
-from megatron_rl.scratch import remove_with_it
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 CLOSE_GRACE_S = 3.0

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.owned_folder import LOCK as LOCK
-from megatron_rl.owned_folder import claim, is_abandoned
-from megatron_rl.scratch import remove_with_it
+from megatron_rl.processes.owned_folder import LOCK as LOCK
+from megatron_rl.processes.owned_folder import claim, is_abandoned
+from megatron_rl.processes.scratch import remove_with_it
 from megatron_rl.weight_sync.file_transport import SHARED_MEMORY, spare_bytes
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -54,7 +54,8 @@ class SyncDir:
 
 def remove_stale(parent: Path) -> list[Path]:
     """Folders of this user's runs that ended without removing them. What else has such a name is nobody's business."""
-    stale = [folder for folder in parent.glob(PREFIX + "*") if _age(folder) >= GRACE_S and is_abandoned(folder)]
+    old = [folder for folder in parent.glob(PREFIX + "*") if _age(folder) >= GRACE_S]
+    stale = [folder for folder in old if is_abandoned(folder, unnamed=True)]
     for folder in stale:
         shutil.rmtree(folder, ignore_errors=True)
     return stale

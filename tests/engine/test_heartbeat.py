@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.engine import heartbeat
 from megatron_rl.engine.heartbeat import Heartbeat
-from megatron_rl.process import Work, work_below
+from megatron_rl.processes.process import Work, work_below
 
 
 class Engine:

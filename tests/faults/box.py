@@ -38,7 +38,7 @@ class Box:
         return self.launch([*MEGATRON_RL, *words], **options)
 
     def launch(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        screen = (self.folder / "screen").open("w")
+        screen = options.pop("stdout", None) or (self.folder / "screen").open("w")
         options = {"stdout": screen, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL} | options
         environment = os.environ | {"TMPDIR": str(self.tmp)} | self.env
         process = subprocess.Popen(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import owned_folder
+from megatron_rl.processes import owned_folder
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.sync_dir import GRACE_S, LOCK, PREFIX, SyncDir, remove_stale
 

@@ -16,7 +16,7 @@ import sys
 MODULES = {"engine": "vllm.v1.engine.core", "learner": "megatron_rl.learner.learner"}
 PROGRAM = """
 import importlib, sys, time
-from megatron_rl.process import collect_rarely
+from megatron_rl.processes.process import collect_rarely
 if sys.argv[2] == "rarely":
     collect_rarely()
 start = time.process_time()

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from megatron_rl.config.schema import Format
-from megatron_rl.process import turns_of
+from megatron_rl.processes.process import turns_of
 from megatron_rl.sampler.fleet.server_process import ServerProcess
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import SamplingParams

@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 from megatron_rl.config.fleet import LOOPBACK, devices
 from megatron_rl.engine import server_key
 from megatron_rl.engine.server import ALL_CORES
-from megatron_rl.process import for_the_driver_alone
+from megatron_rl.processes.process import for_the_driver_alone
+from megatron_rl.processes.scratch import current, remove_with_it
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, share_of_cores
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
 from megatron_rl.sampler.shared_memory import FOLDER, remove_segments, segments_of_session
-from megatron_rl.scratch import current, remove_with_it
 
 EVERYWHERE = ("0.0.0.0", "::")
 END_GRACE_S = 4.0  # for workers to release the memory that they share

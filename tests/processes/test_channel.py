@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rl.channel import Channel, ChannelClosed
 from megatron_rl.engine.child import pack
+from megatron_rl.processes.channel import Channel, ChannelClosed
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megatron_rl.process import for_the_driver_alone, rare_collections, release
+from megatron_rl.processes.process import for_the_driver_alone, rare_collections, release
 
 
 @rare_collections()

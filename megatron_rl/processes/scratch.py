@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from megatron_rl.config import ConfigError
-from megatron_rl.owned_folder import LOCK, claim, is_abandoned
+from megatron_rl.processes.owned_folder import LOCK, claim, is_abandoned
 
 PREFIX = "megatron-rl-run-"
 ELSEWHERE = "elsewhere"  # paths outside that are removed with the folder

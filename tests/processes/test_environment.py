@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.environment import CACHES, compiled_code, for_rewards, is_secret, without_secrets
+from megatron_rl.processes.environment import CACHES, compiled_code, for_rewards, is_secret, without_secrets
 
 SECRETS = (
     "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "OPENAI_API_KEY",

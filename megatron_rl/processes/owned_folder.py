@@ -34,8 +34,11 @@ def claim(folder: Path) -> int:
     return lock
 
 
-def is_abandoned(folder: Path) -> bool:
-    """Whether it is this user's, and its owner has ended. False where that cannot be known."""
+def is_abandoned(folder: Path, unnamed: bool = False) -> bool:
+    """Whether it is this user's, and its owner has ended. False where that cannot be known.
+
+    `unnamed`: a lock that names nobody was given here, as those of earlier versions were.
+    """
     try:
         about = folder.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
@@ -46,7 +49,7 @@ def is_abandoned(folder: Path) -> bool:
         return False
     try:
         boot, host, *_ = [*os.read(lock, 1024).decode(errors="replace").split(), "", ""]
-        if boot != _boot_id():
+        if boot != _boot_id() and (boot or not unnamed):
             return host == gethostname()  # this machine, before it was started again
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import owned_folder, scratch
 from megatron_rl.config import ConfigError
-from megatron_rl.owned_folder import LOCK
-from megatron_rl.scratch import ELSEWHERE, PREFIX, Scratch, entered, remove_stale, remove_with_it
+from megatron_rl.processes import owned_folder, scratch
+from megatron_rl.processes.owned_folder import LOCK
+from megatron_rl.processes.scratch import ELSEWHERE, PREFIX, Scratch, entered, remove_stale, remove_with_it
 
 HOLDER = """
 import json, sys, time
 from pathlib import Path
-from megatron_rl.scratch import Scratch, remove_with_it
+from megatron_rl.processes.scratch import Scratch, remove_with_it
 own = Scratch()
 own.enter()
 remove_with_it([Path(sys.argv[1])])
