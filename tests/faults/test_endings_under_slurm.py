@@ -16,10 +16,10 @@ SLURM = ("munged", "slurmctld", "slurmd", "sbatch")
 
 
 def task(root: Path, rank: int) -> psutil.Process:
-    for process in psutil.process_iter():
-        words = " ".join(process.cmdline())
-        mine = f"run.root={root}" in words and "--ranks slurm" in words and process.name() != "srun"
-        if mine and process.environ().get("SLURM_PROCID") == str(rank):
+    for process in psutil.process_iter(["cmdline", "environ", "name"]):
+        words, environ = " ".join(process.info["cmdline"] or []), process.info["environ"] or {}
+        mine = f"run.root={root}" in words and "--ranks slurm" in words and process.info["name"] != "srun"
+        if mine and environ.get("SLURM_PROCID") == str(rank):
             return process
     raise AssertionError(f"no rank {rank}")
 
