@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -42,8 +43,13 @@ def moments(seed: int, count: int) -> list[Moment]:
 
 def strike(box: Box, moment: Moment) -> str:
     """Start, or go on; kill; wait until nothing is left. What the screen said last."""
+    attempts = len(list(box.run.glob("logs/attempt_*")))
     process = box.train(*RECIPE)
-    wait_for(lambda: box.steps() >= moment.line or process.poll() is not None, START_S, f"line {moment.line}")
+
+    def there() -> bool:
+        return _step(box, attempts + 1) >= moment.line or process.poll() is not None
+
+    wait_for(there, START_S, f"line {moment.line}")
     time.sleep(moment.delay_s)
     for pid, number in _targets(box, moment.victim, process.pid):
         try:
@@ -53,6 +59,13 @@ def strike(box: Box, moment: Moment) -> str:
     process.wait(START_S)
     wait_for(lambda: not box.processes(), END_S, "processes are left")
     return box.screen[-400:]
+
+
+def _step(box: Box, attempt: int) -> int:
+    """The last step that this attempt has recorded; 0 before the first."""
+    log = box.run / "logs" / f"attempt_{attempt}" / "driver.log"
+    steps = re.findall(r"^step\s+(\d+)/", log.read_text(), re.M) if log.exists() else []
+    return int(steps[-1]) if steps else 0
 
 
 def _targets(box: Box, victim: str, launcher: int) -> list[tuple[int, int]]:
