@@ -18,7 +18,10 @@ START_S, END_S = 400.0, 60.0
 RECIPE = (
     *(f"run.steps={STEPS}", "run.if_exists=resume", "checkpoint.every=2", "checkpoint.keep_last=2", "eval.every=4"),
     *("eval.max_prompts=32", "learner.n_minibatches=2", "rollout.max_gen_batches=2", "log.export=true"),
+    "reward.name=chance:score",
 )
+# answers of a model that knows nothing differ in it, so that every step has something to learn
+REWARD = "import zlib\n\n\ndef score(row, key, response):\n    return zlib.crc32(response.encode()) % 7 / 6\n"
 VICTIMS = ("rank 0", "rank 1", "everything", "engine", "launcher", "TERM", "USR1")
 UNEQUAL = ("time/", "perf/")  # what differs between two runs that are the same
 
@@ -83,6 +86,10 @@ def _targets(box: Box, victim: str, launcher: int) -> list[tuple[int, int]]:
     }[victim]
     number = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}.get(victim, signal.SIGKILL)
     return [(pid, number) for pid in chosen]
+
+
+def prepare(folder: Path) -> None:
+    (folder / "chance.py").write_text(REWARD)
 
 
 def differences(run: Path, undisturbed: Path) -> list[str]:

@@ -19,6 +19,7 @@ def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     for name in ("data", "runs"):
         shutil.copytree(toy / name, folder / name)
+    kills.prepare(folder)
     box = Box(folder)
     assert box.train(*kills.RECIPE).wait(kills.START_S) == 0, box.screen
     assert not kills.miscounted(box.run)
@@ -31,6 +32,7 @@ def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 @pytest.mark.parametrize("chain", range(-(-KILLS // EACH)))
 def test_a_killed_run_goes_on(box: Box, undisturbed: Path, chain: int) -> None:
+    kills.prepare(box.folder)
     count = min(EACH, KILLS - chain * EACH)
     for moment in kills.moments(SEED + chain, count):
         said = kills.strike(box, moment)
