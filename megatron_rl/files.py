@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_JSON = 32 << 20
+TAIL_BYTES = 64 << 10
+LONGEST_LINE = 1000
 
 
 def partial_of(path: Path, pid: int) -> Path:
     """Where that process writes what is to take the place of `path`."""
     return path.with_name(f".{path.name}.{pid}.partial")
-
-
-TAIL_BYTES = 64 << 10
-LONGEST_LINE = 1000
 
 
 @contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config import ConfigError
+from megatron_rl.files import read_json
 
 Messages = Sequence[Mapping[str, Any]]
 _BATCH = 1024  # texts that are encoded at once, on all cores
@@ -98,6 +98,6 @@ def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text()) if path.is_file() else {}
+        return read_json(path) if path.is_file() else {}
     except ValueError as error:
-        raise ConfigError(f"model.path: {path} is not valid JSON ({error})") from None
+        raise ConfigError(f"model.path: {error}") from None

@@ -94,10 +94,10 @@ class Saver:
             return
         if wait:
             save.future.exception()
-        outcomes = exchange(save.outcome())
-        if any(outcome is None for outcome in outcomes):
+        if not all(exchange(save.future.done())):
             return
         self._pending = None
+        outcomes = exchange(save.outcome())
         problems = [outcome["problem"] for outcome in outcomes if "problem" in outcome]
         if self._learner.is_driver and not problems:
             try:
@@ -174,10 +174,8 @@ class _Save:
     ) -> None:
         self.step, self.partial, self.updates, self.about, self.future = step, partial, updates, about, future
 
-    def outcome(self) -> dict[str, Any] | None:
-        """What the other ranks have to know of this one's part; None while it is written."""
-        if not self.future.done():
-            return None
+    def outcome(self) -> dict[str, Any]:
+        """What the other ranks have to know of this one's part, once it is written."""
         error = self.future.exception()
         return self.future.result() if error is None else {"problem": f"{type(error).__name__}: {error}"}
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_rl.files import write_whole
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 
 BACKEND = {
@@ -93,4 +94,4 @@ def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
         pickle.dump(Metadata(dict(tensors), storage_data=places), file)
         file.flush()
         os.fsync(file.fileno())
-    (folder / "metadata.json").write_text(json.dumps(BACKEND) + "\n")  # last: without it there is no checkpoint
+    write_whole(folder / "metadata.json", json.dumps(BACKEND) + "\n")  # last: without it there is no checkpoint

@@ -22,6 +22,7 @@ from typing import Any
 
 import xxhash
 
+from megatron_rl.files import write_whole
 from megatron_rl.runs.console import table
 
 MANIFEST = "checkpoint.json"
@@ -67,10 +68,7 @@ def steps(root: Path) -> list[int]:
 def publish(partial: Path, root: Path, **about: Any) -> Checkpoint:
     """The last act of a save: the manifest, and the name. `files` are those of `digest`."""
     manifest = {"format": FORMAT, "time": datetime.now(UTC).isoformat(timespec="seconds"), **about}
-    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"content": manifest, "checksum": _checksum(manifest)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(partial / MANIFEST, json.dumps({"content": manifest, "checksum": _checksum(manifest)}, indent=1))
     final = path_of(root, about["step"])
     shutil.rmtree(final, ignore_errors=True)  # of an attempt that went on from an older one
     for folder in (*(entry for entry in partial.iterdir() if entry.is_dir()), partial):

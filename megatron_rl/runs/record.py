@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
+from megatron_rl.runs import checkpoints
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
 from megatron_rl.runs.metrics_file import append_to, encode_line
@@ -261,7 +262,7 @@ def describe_contents(run: RunDir) -> str:
     if not run.metrics.exists():
         return f"{run.path} is gone"
     n_rollouts = len(list(run.rollouts.glob("step_*.parquet")))
-    n_checkpoints = sum(1 for entry in run.checkpoints.iterdir() if entry.is_dir()) if run.checkpoints.is_dir() else 0
+    n_checkpoints = len(checkpoints.steps(run.checkpoints))
     with run.metrics.open("rb") as lines:
         n_lines = sum(1 for _ in lines)
     rows = [
