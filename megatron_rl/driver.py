@@ -18,8 +18,10 @@ import torch
 
 from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sampling_params
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
+from megatron_rl.config.patience import describe
 from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
+from megatron_rl.distributed import waited_for
 from megatron_rl.processes.process import STOP_AFTER_STEP, release
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
@@ -108,6 +110,7 @@ class Driver:
         config, folder = self._config, self._config.model.folder
         signal.signal(STOP_AFTER_STEP, self._finish_step)
         release(STOP_AFTER_STEP)
+        self.recorder.note(f"patience {describe(config)}")
         tokenizer = FolderTokenizer(folder)
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens)
         self.recorder.note(f"train    {config.data.train}: {train.describe()}")
@@ -151,9 +154,10 @@ class Driver:
         return self._sleep_schedule.syncing()
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
-        self._sleep_schedule.wake()
-        collected = self._collector.collect(step)
-        self._sleep_schedule.sleep()
+        with waited_for():
+            self._sleep_schedule.wake()
+            collected = self._collector.collect(step)
+            self._sleep_schedule.sleep()
         self._scored, self._drawn, self._ordinals = collected.scored, collected.drawn, collected.ordinals
         return collate(collected.scored), collected.metrics | self._fleet_news()
 
@@ -187,8 +191,9 @@ class Driver:
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        self._sleep_schedule.wake()
-        return self._evaluator.evaluate(step) if self._evaluator else {}
+        with waited_for():
+            self._sleep_schedule.wake()
+            return self._evaluator.evaluate(step) if self._evaluator else {}
 
     def asked_to_stop(self) -> str | None:
         return self._stop_reason

@@ -57,6 +57,7 @@ from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
+from megatron_rl.processes.pulse import mark
 from megatron_rl.types import Batch, Targets
 
 
@@ -80,12 +81,16 @@ class Learner:
         quantization: QuantizationSection,
         engine_sleeps: bool = False,
         dump_dir: Path | None = None,
+        collective_s: float = 600.0,
     ) -> None:
-        """`engine_sleeps`: an engine on these devices gives its memory up, and wants it back at a sync."""
+        """`engine_sleeps`: an engine on these devices gives its memory up, and wants it back at a sync.
+
+        `collective_s`: how long a rank waits for the others.
+        """
         self.model, self.shape, self.layout = model, model.shape, model.layout
         self.run, self.learner, self.optim, self.rollout = run, learner, optim, rollout
         self.loss, self.correction = loss, correction
-        self.ranks = LearnerRank(learner, model.layout, run.seed)
+        self.ranks = LearnerRank(learner, model.layout, run.seed, collective_s)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
         self.place, self.groups = self.ranks.place, self.ranks.groups
@@ -251,6 +256,7 @@ class Learner:
 
         def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             mine = next(iterator)
+            mark()
             return model(pack=mine, **plain), partial(loss_function, mine)
 
         return get_forward_backward_func()(

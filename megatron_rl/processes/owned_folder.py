@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from socket import gethostname
@@ -32,6 +33,12 @@ def claim(folder: Path) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return lock
+
+
+def current() -> Path | None:
+    """The one that this process was given as its temporary folder."""
+    folder = Path(tempfile.gettempdir())
+    return folder if (folder / LOCK).is_file() else None
 
 
 def is_abandoned(folder: Path, unnamed: bool = False) -> bool:

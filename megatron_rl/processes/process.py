@@ -123,6 +123,9 @@ def end_with_descendants(pid: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
+STOPPED = ("T", "t")  # states of a process that SIGSTOP holds, or a debugger
+
+
 @dataclass(frozen=True)
 class Work:
     """What processes have done so far, by the kernel's books."""
@@ -136,12 +139,29 @@ def work_below(pid: int) -> Work:
     """Of all processes below this one."""
     ticks, turns, stopped = 0, 0, []
     for each in _descendants(pid):
-        with suppress(OSError):
-            state, *fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[10:14]))  # its own and its ended children's, in user and system mode
+        if stat := _stat(each):
+            ticks += sum(map(int, stat[11:15]))  # its own and its ended children's, in user and system mode
             turns += turns_of(each)
-            stopped += [each] if state == "T" else []
+            stopped += [each] if stat[0] in STOPPED else []
     return Work(ticks / os.sysconf("SC_CLK_TCK"), turns, tuple(stopped))
+
+
+def state_of(pid: int) -> str:
+    """One letter, as `ps` shows it; "" where there is no such process."""
+    return next(iter(_stat(pid)), "")
+
+
+def started_at(pid: int) -> int:
+    """In ticks since the machine's start: with it, a process id names one process. 0 where there is none."""
+    stat = _stat(pid)
+    return int(stat[19]) if stat else 0
+
+
+def _stat(pid: int) -> list[str]:
+    """What follows the name in /proc/PID/stat: the state comes first."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def turns_of(pid: int) -> int:

@@ -24,9 +24,11 @@ from megatron_rl.config.schema import RewardSection
 from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants, for_the_driver_alone
+from megatron_rl.processes.pulse import mark, own, waiting
 from megatron_rl.rewards.functions import BUILT_IN, own_places
 from megatron_rl.rewards.log import RewardLog
 
+WORKER = "reward worker"  # and its number, in what is said of it
 START_TIMEOUT_S = 60.0
 # Tasks are handed to a worker ahead of their turn, but never more than the channel holds: neither side can block.
 IN_FLIGHT = 64
@@ -52,8 +54,9 @@ class RewardPool:
 
     def __init__(self, config: RewardSection, answer_key: str) -> None:
         breaker = _Breaker(config)
-        self._log = RewardLog()
-        self._workers = [_Worker(config, answer_key, breaker, self._log) for _ in range(config.workers)]
+        self._config, self._log = config, RewardLog()
+        names = [f"{WORKER} {number}" for number in range(config.workers)]
+        self._workers = [_Worker(name, config, answer_key, breaker, self._log) for name in names]
         self._threads = ThreadPoolExecutor(max_workers=config.workers, thread_name_prefix="reward")
 
     def start(self) -> None:
@@ -64,7 +67,8 @@ class RewardPool:
     def score(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[Score]:
         count = len(self._workers)
         shares = [tasks[index::count] for index in range(count)]
-        done = list(self._threads.map(lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)))
+        with waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S, "reward.timeout_s"):
+            done = list(self._threads.map(lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)))
         return [done[index % count][index // count] for index in range(len(tasks))]
 
     def close(self) -> None:
@@ -107,7 +111,8 @@ class _Breaker:
 
 
 class _Worker:
-    def __init__(self, config: RewardSection, answer_key: str, breaker: _Breaker, log: RewardLog) -> None:
+    def __init__(self, name: str, config: RewardSection, answer_key: str, breaker: _Breaker, log: RewardLog) -> None:
+        self._name = name
         self._config = config
         self._answer_key = answer_key
         self._breaker = breaker
@@ -129,6 +134,7 @@ class _Worker:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
             )
+        own(self._name, self._process)
         start = {
             "name": self._config.name,
             "path": [os.getcwd(), *filter(None, sys.path), *own_places()],
@@ -178,6 +184,7 @@ class _Worker:
             self._open_channel.send(*tasks, timeout_s=self._config.timeout_s)
             for number in range(first, first + len(messages)):
                 reply = self._open_channel.receive(self._config.timeout_s)
+                mark()
                 if reply.get("id") != number:
                     return [*scores, self._replaced("the reward worker answered out of turn")]
                 scores.append(Score(reply.get("score", 0.0), reply.get("error")))

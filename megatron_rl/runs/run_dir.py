@@ -11,6 +11,7 @@ runs/<name>/
   checkpoints/      step_N/: to go on from
   model/            the last policy, with log.export
   logs/attempt_N/   one folder per start
+  logs/pulse/       rank_N.json: the latest sign of life of each rank
   report.html
 """
 
@@ -31,6 +32,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
+from megatron_rl.processes.pulse import FOLDER
 from megatron_rl.runs.checkpoints import Checkpoint, newest_whole
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.resume import refuse_changes, rewind
@@ -167,13 +169,15 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
 def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDir:
     if found is not None:
         rewind(run.path, found.step)
-    for folder in (run.rollouts, run.checkpoints, run.path / "logs" / f"attempt_{run.attempt + 1}"):
+    pulses = run.path / "logs" / FOLDER
+    shutil.rmtree(pulses, ignore_errors=True)  # of the attempt before
+    for folder in (run.rollouts, run.checkpoints, pulses, run.path / "logs" / f"attempt_{run.attempt + 1}"):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(run.config, _redacted_yaml(resolved_yaml))
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
     step = None if found is None else found.step
     about: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "started": now(), "attempt": run.attempt}
-    mark_status(run.path, "starting", **about, resumes_after=step)
+    mark_status(run.path, "starting", **about, resumes_after=step, stuck=None)
     return run
 
 

@@ -6,12 +6,14 @@ step, steps the last one that is recorded, of how many
 pid, host   of the process that owns the run
 started, time, heartbeat
             its start, its last change of state, its last sign of life
+stuck       the process that it waits for and that does not go on (trouble.py); null where there is none
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,27 @@ from megatron_rl.runs.run_lock import held
 STATUS = "status.json"
 ENDED = ("finished", "stopped", "failed")
 LONGEST_REASON = 3000  # bytes as written: a status fits into one block of a disk
+_WRITING = threading.Lock()  # the thread that watches a run writes too
 SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
 
 
 def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
     """Also for a launcher whose driver rank died without a word."""
     about = {"state": state, "reason": _shortened(reason), "time": now(), "heartbeat": now()}
-    text = json.dumps({**read_status(path), **about, **more}, indent=2) + "\n"
+    with _WRITING:
+        _write(path, {**read_status(path), **about, **more})
+
+
+def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
+    """While the run goes on, as far as it knows."""
+    with _WRITING:
+        status = read_status(path)
+        if status and status.get("state") not in ENDED:
+            _write(path, {**status, "stuck": stuck})
+
+
+def _write(path: Path, status: dict[str, Any]) -> None:
+    text = json.dumps(status, indent=2) + "\n"
     try:
         write_whole(path / STATUS, text)
     except OSError:
