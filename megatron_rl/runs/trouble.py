@@ -41,7 +41,8 @@ class Trouble:
     def about(self) -> dict[str, Any]:
         """For status.json."""
         left_out = ("rank", "blocks", "note", "here")
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
+        about = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return about | {"seconds": round(self.seconds)}
 
 
 @dataclass

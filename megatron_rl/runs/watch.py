@@ -68,8 +68,8 @@ class Watch:
         self._passed, self._last = 0.0 if self._last is None else min(now - self._last, AWAKE_S), now
         lower = range(rank or 0)
         if any(self._is_alive(one) for one in lower):
-            self.troubles = []
-            return [], []
+            free, self.troubles = [one for one in self.troubles if not (one.here and _held(one.pid))], []
+            return [], free
         paths = (self.run_dir / "logs" / FOLDER).glob("rank_*.json")
         self._read(path for path in paths if path not in {file_of(self.run_dir, one) for one in lower})
         self._learn()
@@ -104,7 +104,9 @@ class Watch:
     def _is_alive(self, rank: int) -> bool:
         self._read([file_of(self.run_dir, rank)])
         one = self._seen.get(rank)
-        return one is not None and one.quiet_s < self.name_s and not one.pulse.get("ended")
+        if one is None or one.quiet_s >= self.name_s or one.pulse.get("ended"):
+            return False
+        return not (here(one.pulse) and _held(one.pulse["pid"]))
 
     def _read(self, paths: Iterable[Path]) -> None:
         for path in paths:
@@ -163,7 +165,7 @@ class Watch:
 
     def _held_s(self, pid: int | None, before: Mapping[int, float]) -> Iterator[float]:
         """For how long it has been seen stopped, if it is."""
-        if pid and state_of(pid) in STOPPED:
+        if pid and _held(pid):
             self._held[pid] = before[pid] + self._passed if pid in before else 0.0
             yield self._held[pid]
 
@@ -192,3 +194,7 @@ class Watch:
         if one.stack or one.how == "stopped" or not one.here or one.pid is None or self.temporary is None:
             return one.stack
         return tuple(ask(one.pid, self.temporary).splitlines()[:LINES])
+
+
+def _held(pid: int | None) -> bool:
+    return pid is not None and state_of(pid) in STOPPED
