@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,17 @@ def replacing(path: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        remove(partial)
         raise
+
+
+def remove(path: Path) -> None:
+    """A folder with all that is in it, a file, or a link and not what it leads to; as far as that is allowed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -46,8 +53,11 @@ def write_whole(path: Path, text: str) -> None:
 def read_json(path: Path, largest: int = LARGEST_JSON, expected: str = "keys and values") -> dict[str, Any]:
     """The keys of a JSON file that somebody else wrote; ValueError says what is wrong with it."""
     try:
-        if (size := path.stat().st_size) > largest:
-            raise ValueError(f"{path} has {size} bytes, expected at most {largest}")
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe, or a device that never ends
+            raise ValueError(f"{path} is no file")
+        if about.st_size > largest:
+            raise ValueError(f"{path} has {about.st_size} bytes, expected at most {largest}")
         text = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
