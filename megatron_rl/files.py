@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 LARGEST_JSON = 32 << 20
@@ -17,8 +18,8 @@ LONGEST_LINE = 1000
 
 
 def partial_of(path: Path, pid: int) -> Path:
-    """Where that process writes what is to take the place of `path`."""
-    return path.with_name(f".{path.name}.{pid}.partial")
+    """Where that process of this machine writes what is to take the place of `path`."""
+    return path.with_name(f".{path.name}.{gethostname()}.{pid}.partial")
 
 
 @contextmanager

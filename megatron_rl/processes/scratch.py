@@ -50,7 +50,7 @@ class Scratch:
 
     def close(self) -> None:
         _remove(self.path)
-        os.close(self._lock)
+        self._lock.close()
 
     def __enter__(self) -> Self:
         return self

@@ -31,10 +31,10 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
+from megatron_rl.processes.owned_folder import LOCK, hold
 from megatron_rl.runs.checkpoints import Checkpoint, Look, newest_whole
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.resume import refuse_changes, rewind
-from megatron_rl.runs.run_lock import LOCK, hold
 from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
 from megatron_rl.runs.versions import environment
 

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from megatron_rl.files import partial_of
 from megatron_rl.models import torch_dist
 from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter, write_folder
 from megatron_rl.models.layout import Layout
@@ -307,6 +308,27 @@ def test_a_checkpoint_that_leads_out(tmp_path: Path, capsys: pytest.CaptureFixtu
     for lie in ("[" * 100_000, "[1]", "{", "\x00"):
         (checkpoint / "metadata.json").write_text(lie)
         assert "metadata.json" in fails(capsys, "export", checkpoint, tmp_path / "out")
+
+
+@pytest.mark.fault("kill -9 of a conversion", "the next one to that target removes what it had begun, and says so")
+def test_what_a_killed_conversion_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = make(tmp_path / "hf", config_of("llama")), tmp_path / "out.0"
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left, reused = partial_of(target, dead.pid), partial_of(target, os.getpid())
+    kept = [
+        partial_of(target, os.getppid()),
+        partial_of(tmp_path / "other", dead.pid),
+        tmp_path / f".out.0.elsewhere.{dead.pid}.partial",
+    ]
+    for folder in (left, reused, *kept):
+        folder.mkdir()
+    (left / "x").write_text("x")
+    os.utime(reused, (1, 1))  # written to before this process began: by another one of its number
+    assert convert.main(["import", str(source), str(target)]) == 0
+    said = capsys.readouterr().err
+    assert [str(folder) in said for folder in (left, reused, *kept)] == [True, True, False, False, False]
+    assert sorted(tmp_path.iterdir()) == sorted([source, target, *kept])
 
 
 @pytest.mark.fault("Ctrl-C as soon as the converter starts", "one line, exit status 130, nothing is left")
