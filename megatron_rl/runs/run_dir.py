@@ -11,6 +11,7 @@ runs/<name>/
   checkpoints/      step_N/: to go on from
   model/            the last policy, with log.export
   logs/attempt_N/   one folder per start
+  wandb.id, wandb/   the run's name at W&B, and its files, with log.wandb
   report.html
 """
 
