@@ -265,12 +265,13 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _checkpoints(options: argparse.Namespace) -> int:
+    from megatron_rl.models.kept_state import look_into
     from megatron_rl.runs.checkpoints import describe
     from megatron_rl.runs.run_dir import RunDir
 
     if not options.folder.is_dir():
         raise ConfigError(f"{options.folder}: no such folder; name a run directory such as runs/quickstart")
-    print(describe(RunDir(options.folder).checkpoints))
+    print(describe(RunDir(options.folder).checkpoints, look_into))
     return 0
 
 

@@ -20,6 +20,7 @@ from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sa
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
 from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
+from megatron_rl.models.kept_state import look_into
 from megatron_rl.processes.process import STOP_AFTER_STEP, release
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
@@ -92,7 +93,8 @@ class Driver:
         self._scored: list[Scored] = []
         self._drawn: list[Scored] = []
         self._seen = SamplerStats()
-        recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, if_exists=config.run.if_exists)
+        if_exists = config.run.if_exists
+        recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, if_exists=if_exists, look=look_into)
         self.recorder = self._stack.enter_context(recorder)
         self.resumes: Checkpoint | None = None
         if recorder.run.resumes_after is not None:
