@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -121,13 +121,18 @@ def verify(path: Path) -> Checkpoint:
 
 
 def newest_whole(root: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """Where a run goes on. One that is torn is left where it is, and passed over."""
+    return next(whole_ones(root, note), None)
+
+
+def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
+    """Where a run may go on, the newest first. One that is torn is left where it is, and passed over."""
     for step in steps(root):
         try:
-            return verify(path_of(root, step))
+            found = verify(path_of(root, step))
         except TornCheckpoint as error:
             note(f"the checkpoint of step {step} is not whole and is passed over: {error}")
-    return None
+        else:
+            yield found
 
 
 def describe(root: Path) -> str:
