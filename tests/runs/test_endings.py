@@ -67,7 +67,7 @@ def test_a_full_disk(tiny: Path, freed: bool) -> None:
     fill(tiny)
     with recorder:
         for step in range(1, 61):
-            recorder.rollouts(step, make_scored(400)[0])
+            recorder.rollouts(step, make_scored(400 if step <= 50 else 1)[0])
             recorder.ledger(step, (step, step + 1), [step])
             recorder.log(step, {"loss/total": 1.0})
             if freed and step == 50:
