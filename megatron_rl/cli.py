@@ -97,6 +97,10 @@ def _parser() -> argparse.ArgumentParser:
 
     replay_arguments(commands.add_parser("replay", help="other corrections on the batches that a run recorded"))
 
+    repeat = commands.add_parser("rerun-step", help="repeats an update that was not finite, and says where it began")
+    repeat.add_argument("dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12")
+    repeat.set_defaults(run=_rerun_step)
+
     translate = commands.add_parser("translate", help="another project's correction settings as ours")
     translate.add_argument("framework", help="such as verl, skyrl or trl; an unknown one lists them all")
     translate.add_argument(
@@ -272,6 +276,16 @@ def _checkpoints(options: argparse.Namespace) -> int:
     if not options.folder.is_dir():
         raise ConfigError(f"{options.folder}: no such folder; name a run directory such as runs/quickstart")
     print(describe(RunDir(options.folder).checkpoints, look_into))
+    return 0
+
+
+def _rerun_step(options: argparse.Namespace) -> int:
+    from megatron_rl.rank import alone
+
+    with alone():
+        from megatron_rl.learner.rerun import rerun
+
+        print(rerun(options.dump))
     return 0
 
 

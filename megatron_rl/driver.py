@@ -157,17 +157,15 @@ class Driver:
         collected = self._collector.collect(step)
         self._sleep_schedule.sleep()
         self._scored, self._drawn, self._ordinals = collected.scored, collected.drawn, collected.ordinals
-        return collate(collected.scored), collected.metrics | self._fleet_news()
+        return collate(collected.scored), collected.metrics | self._engine_news()
 
-    def _fleet_news(self) -> dict[str, float]:
-        """What became of a fleet's servers since the last step; nothing for an embedded engine."""
+    def _engine_news(self) -> dict[str, float]:
+        """What became of the engine, or of a fleet's servers, since the last step."""
         before, self._seen = self._seen, self.sampler.stats
-        if not is_fleet(self._config.sampler):
-            return {}
-        return {
-            "rollout/retried": self._seen.retried - before.retried,
-            "rollout/restarts": self._seen.restarts - before.restarts,
-        }
+        news = {"rollout/restarts": self._seen.restarts - before.restarts}
+        if is_fleet(self._config.sampler):
+            news["rollout/retried"] = self._seen.retried - before.retried
+        return news
 
     def drawn_batch(self) -> Batch:
         """All of the step's rollouts, those of dropped groups included."""

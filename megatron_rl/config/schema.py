@@ -468,6 +468,8 @@ class LogSection:
     wandb: Wandb = Wandb.none
     record_every: int = field(default=10, metadata=NOT_NEGATIVE)  # rollouts with both logprobs, as parquet; 0: never
     export: bool = False  # the final policy as a Hugging Face folder
+    # of the run's directory: the oldest recorded rollouts, then dumps, make room; null: no limit
+    disk_gib: float | None = field(default=None, metadata=ABOVE_0)
 
 
 @dataclass(frozen=True)

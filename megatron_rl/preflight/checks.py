@@ -70,7 +70,7 @@ def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, 
 
 def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str]]:
     """The sections, and what is outside of them: the machine and the model; what cannot be had is a problem."""
-    facts, problems = dict(vars(config)), []
+    facts, problems = {**vars(config), "elsewhere": on is not None}, []
     try:
         facts["machine"] = on or detect(config.run.device)
     except ConfigError as error:
