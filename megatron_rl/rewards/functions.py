@@ -47,9 +47,9 @@ class Rewards:
         if not applied:
             raise ValueError("no reward applies to this row")
         late = any(one.verdict == Verdict.timeout for _, one, _, _ in applied)
-        details = {f"own/{name.replace('/', '_')}": value for _, one, _, _ in applied for name, value in one.details.items()}
+        details = {_metric("own", name): value for _, one, _, _ in applied for name, value in one.details.items()}
         if len(self._parts) > 1:
-            details |= {f"part/{name.replace('/', '_')}": score for name, _, score, _ in applied}
+            details |= {_metric("part", name): score for name, _, score, _ in applied}
         verdict = Verdict.timeout if late else applied[0][1].verdict
         return Judgement(verdict, sum(score * weight for _, _, score, weight in applied), details)
 
@@ -57,3 +57,7 @@ class Rewards:
         if one.score is not None:
             return one.score
         return RIGHT if one.verdict == Verdict.right else self._wrong
+
+
+def _metric(family: str, name: str) -> str:
+    return f"{family}/{name.replace('/', '_')}"

@@ -1,8 +1,9 @@
 """Rewards of the user's: found by name, called as they are written, their results read.
 
-Three ways of writing one are known, by the names of its parameters: `(row, answer_key, response)`; verl's `(data_source,
-solution_str, ground_truth, extra_info)`; TRL's `(prompts, completions, **columns)`, which is given one of each. All may
-ask for `finish_reason`. The result is a number, or a mapping whose `score` is one and whose other numbers are metrics.
+Three ways of writing one are known, by the names of its parameters: `(row, answer_key, response)`; verl's
+`(data_source, solution_str, ground_truth, extra_info)`; TRL's `(prompts, completions, **columns)`, which is given one of
+each. All may ask for `finish_reason`. The result is a number, or a mapping whose `score` is one and whose other numbers
+are metrics.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ def read(result: Any) -> Judgement:
     others: Mapping[str, Any] = {}
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise TypeError(f"the reward is a mapping without 'score', it has {', '.join(map(str, result)) or 'nothing'}")
+            raise TypeError(
+                f"the reward is a mapping without 'score', it has {', '.join(map(str, result)) or 'nothing'}"
+            )
         others = {str(name): value for name, value in result.items() if name != "score"}
         result = result["score"]
     score = _number(result)
@@ -127,9 +130,7 @@ def read(result: Any) -> Judgement:
     right = bool(others["acc"]) if "acc" in others else score >= RIGHT  # verl's functions say so themselves
     numbers = ((name[:LONGEST_NAME], _number(value)) for name, value in others.items())
     details = {name: number for name, number in numbers if number is not None and math.isfinite(number)}
-    return Judgement(
-        Verdict.right if right else Verdict.wrong, score, dict(islice(details.items(), MOST_DETAILS))
-    )
+    return Judgement(Verdict.right if right else Verdict.wrong, score, dict(islice(details.items(), MOST_DETAILS)))
 
 
 def _number(value: Any) -> float | None:

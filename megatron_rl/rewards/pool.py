@@ -186,7 +186,9 @@ class _Worker:
                 scores.append(_score(reply))
                 self._breaker.note(False)
         except TimeoutError:
-            scores.append(self._replaced(Verdict.timeout, f"no score within reward.timeout_s={self._config.timeout_s:g}"))
+            scores.append(
+                self._replaced(Verdict.timeout, f"no score within reward.timeout_s={self._config.timeout_s:g}")
+            )
             if not self._closed:
                 self._breaker.note(True)
         except (ChannelClosed, msgspec.DecodeError):

@@ -84,7 +84,12 @@ _TABLE: list[Metric] = [
             "sum v R / sum v over all generated rollouts, v = exp(sum d): the mean under the learner",
         ),
         ("learner_estimate_stderr", "mean", "", "its standard error: root of sum v^2 (R - estimate)^2, over sum v"),
-        ("right", "sum", "rollouts", "generated rollouts whose answer is right (for a function of one's own: scores 1)"),
+        (
+            "right",
+            "sum",
+            "rollouts",
+            "generated rollouts that are right (a function of one's own: a score of 1)",
+        ),
         ("wrong", "sum", "rollouts", "those whose answer is not, truncated ones included"),
         ("no_answer", "sum", "rollouts", "those in which the verifier found no answer, worth as much as a wrong one"),
         ("errors", "sum", "rollouts", "those without a reward (an exception, a death, a timeout), not trained on"),

@@ -277,7 +277,9 @@ def test_what_is_no_score(odd: RewardPool) -> None:
     scores = scored(odd, *(({}, word) for word in ("nan", "text", "exit", "fork", "2", "fork", "3")))
     assert [score.reward for score in scores] == [0, 0, 0, 0, 2, 0, 3]
     assert [score.verdict for score in scores[:3]] == [Verdict.error] * 3
-    for score, reason in zip(scores, ("score is nan", "the reward is '1.0', expected a number", "SystemExit"), strict=False):
+    for score, reason in zip(
+        scores, ("score is nan", "the reward is '1.0', expected a number", "SystemExit"), strict=False
+    ):
         assert reason in str(score.error)
     assert [score.error for score in scores[3:]] == [None] * 4
 

@@ -21,9 +21,11 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "2+3i": ("2+3i", "3i+2", "2 + 3i", "2-3i"),
     "0": ("0", "0.0", "-0", "\\emptyset", ""),
     # fractions, roots, powers
-    "\\frac{3}{4}": ("\\frac{3}{4}", "\\frac34", "\\dfrac{3}{4}", "\\tfrac{3}{4}", "3/4", "0.75", "\\frac{6}{8}", "\\frac{4}{3}"),
+    "\\frac{3}{4}": ("\\frac{3}{4}", "\\frac34", "\\dfrac{3}{4}", "\\tfrac{3}{4}", "3/4", "0.75", "\\frac{6}{8}",
+                      "\\frac{4}{3}"),
     "-\\frac{1}{3}": ("-\\frac{1}{3}", "\\frac{-1}{3}", "-1/3", "\\frac{1}{-3}", "-0.333333", "-0.33"),
-    "\\frac{\\sqrt{2}}{2}": ("\\frac{\\sqrt{2}}{2}", "\\frac{\\sqrt2}{2}", "\\frac{1}{\\sqrt{2}}", "\\sqrt{2}/2", "0.7071"),
+    "\\frac{\\sqrt{2}}{2}": ("\\frac{\\sqrt{2}}{2}", "\\frac{\\sqrt2}{2}", "\\frac{1}{\\sqrt{2}}", "\\sqrt{2}/2",
+                              "0.7071"),
     "2\\sqrt{3}": ("2\\sqrt{3}", "2\\sqrt3", "\\sqrt{12}", "2 \\sqrt {3}", "3\\sqrt{2}"),
     "\\sqrt[3]{5}": ("\\sqrt[3]{5}", "5^{1/3}", "5^{\\frac{1}{3}}", "\\sqrt{5}"),
     "2^{n+1}": ("2^{n+1}", "2\\cdot 2^n", "2 \\times 2^{n}", "2^{n}"),
@@ -44,17 +46,20 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "(1,2)": ("(1,2)", "(1, 2)", "[1,2]", "1<x<2", "\\left(1,2\\right)", "(2,1)"),
     "[0,\\infty)": ("[0,\\infty)", "[0, \\infty)", "x \\ge 0", "(0,\\infty)", "\\left[0,\\infty\\right)"),
     "(-\\infty,-1)\\cup(1,\\infty)": (
-        "(-\\infty,-1)\\cup(1,\\infty)", "(-\\infty, -1) \\cup (1, \\infty)", "(1,\\infty)\\cup(-\\infty,-1)", "(1,\\infty)",
+        "(-\\infty,-1)\\cup(1,\\infty)", "(-\\infty, -1) \\cup (1, \\infty)", "(1,\\infty)\\cup(-\\infty,-1)",
+        "(1,\\infty)",
     ),
     "\\{1,2,3\\}": ("\\{1,2,3\\}", "\\{3,2,1\\}", "1,2,3", "1, 2, 3", "{1,2,3}", "\\{1,2\\}"),
     "1,-2": ("1,-2", "-2,1", "1 and -2", "1, -2", "1,2"),
-    "(3, \\frac{\\pi}{2})": ("(3, \\frac{\\pi}{2})", "(3,\\frac{\\pi}{2})", "\\left(3, \\frac{\\pi}{2}\\right)", "(3,1.5708)"),
+    "(3, \\frac{\\pi}{2})": ("(3, \\frac{\\pi}{2})", "(3,\\frac{\\pi}{2})", "\\left(3, \\frac{\\pi}{2}\\right)",
+                             "(3,1.5708)"),
     "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}": (
         "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}",
         "\\begin{bmatrix} 1 & 2 \\\\ 3 & 4 \\end{bmatrix}", "\\begin{pmatrix} 1 & 3 \\\\ 2 & 4 \\end{pmatrix}",
     ),
     "\\begin{pmatrix} -1/3 \\\\ 2/3 \\end{pmatrix}": (
-        "\\begin{pmatrix} -1/3 \\\\ 2/3 \\end{pmatrix}", "\\begin{pmatrix} -\\frac{1}{3} \\\\ \\frac{2}{3} \\end{pmatrix}",
+        "\\begin{pmatrix} -1/3 \\\\ 2/3 \\end{pmatrix}",
+        "\\begin{pmatrix} -\\frac{1}{3} \\\\ \\frac{2}{3} \\end{pmatrix}",
         "\\begin{pmatrix} \\frac13 \\\\ \\frac23 \\end{pmatrix}",
     ),
     "\\emptyset": ("\\emptyset", "\\varnothing", "\\{\\}", "0"),
@@ -103,12 +108,16 @@ SAID = (
 
 
 def cases() -> list[tuple[str, str]]:
-    """(response, truth). Each form is said in four of the ways, another four each time, and the truth in all of them."""
+    """(response, truth). Each form is said in four of the ways in turn, every fourth truth in all of them."""
     found = []
     turn = 0
     for truth, forms in ANSWERS.items():
         for form in forms:
-            ways = SAID if form == truth and len(truth) % 4 == 0 else [SAID[(turn + 5 * each) % len(SAID)] for each in range(4)]
+            ways = (
+                SAID
+                if form == truth and len(truth) % 4 == 0
+                else [SAID[(turn + 5 * each) % len(SAID)] for each in range(4)]
+            )
             found += [(way.format(form), truth) for way in ways]
             turn += 1
     return found
