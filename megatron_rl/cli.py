@@ -14,7 +14,7 @@ hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
 from megatron_rl.config import ConfigError, load, read, to_yaml  # noqa: E402
 from megatron_rl.config.schema import Config, Format  # noqa: E402
-from megatron_rl.rewards.functions import RECIPE_FOLDER  # noqa: E402
+from megatron_rl.rewards.own import RECIPE_FOLDER  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -113,7 +113,7 @@ class Driver:
         tokenizer = FolderTokenizer(folder)
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens)
         self.recorder.note(f"train    {config.data.train}: {train.describe()}")
-        rewards = RewardPool(config.reward, config.data.answer_key)
+        rewards = RewardPool(config.reward)
         self._stack.callback(rewards.close)
         rewards.start()
         scorer = Scorer(config.reward, rewards, tokenizer)
@@ -123,7 +123,7 @@ class Driver:
         self.sampler.launch()
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
         supervised = config.rollout.source == RolloutSource.dataset
-        answers = DatasetAnswers(tokenizer, config.data.answer_key) if supervised else self.sampler
+        answers = DatasetAnswers(tokenizer) if supervised else self.sampler
         position = self.resumes.driver["position"] if self.resumes else 0
         order = PromptOrder(train, config.run.seed, config.data.shuffle, position)
         rebaseline = config.correction.rebaseline
@@ -209,7 +209,7 @@ class Driver:
             weights_BT=correction.weights_BT,
             mask_BT=correction.mask_BT,
             advantages_B=advantages_B,
-            truths=[one.rollout.prompt.row.get(self._config.data.answer_key) for one in self._scored],
+            truths=[one.rollout.prompt.answer for one in self._scored],
         )
 
     def __enter__(self) -> Self:
