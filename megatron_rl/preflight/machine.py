@@ -97,7 +97,7 @@ def _gpu() -> Machine | None:
     except (subprocess.SubprocessError, OSError):
         return None
     first = answer.splitlines()[0] if answer.strip() else ""
-    name, capability, memory = (first.rsplit(",", 2) + ["", ""])[:3]
+    name, capability, memory = [*first.rsplit(",", 2), "", ""][:3]
     try:
         seen = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
         count, gib = len(seen or answer.splitlines()), float(memory) / 1024  # it answers in MiB
