@@ -18,7 +18,8 @@ CHARACTERS = "0123456789+-*= "
 SHRUNK = frozenset(
     {
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "intermediate_size", "max_position_embeddings", "num_experts", "num_local_experts", "moe_intermediate_size",
+        "intermediate_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok",
+        "moe_intermediate_size",
     }
 )  # fmt: skip
 
@@ -81,7 +82,12 @@ def write_toy(
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
     """A model of the same family, of sizes that two cores train; its four layers divide over a pipeline."""
     shape = ToyShape(layers=4, tied=bool(card.get("tie_word_embeddings")))
-    sizes = hf_config(shape) | {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 128}
+    sizes = hf_config(shape) | {
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+    }
     tokens = {key: value for key, value in sizes.items() if key.endswith("_token_id")}
     return {key: sizes[key] if key in SHRUNK else value for key, value in card.items()} | tokens
 
