@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config.fleet import distinct_formats, is_fleet
-from megatron_rl.config.patience import collective_s
 from megatron_rl.config.schema import (
     Anchor,
     Config,
@@ -30,7 +29,6 @@ from megatron_rl.config.schema import (
     RewardSection,
     RolloutSource,
     RunSection,
-    Sleep,
     SyncSection,
 )
 from megatron_rl.driver import Driver, Follower
@@ -38,7 +36,6 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.saver import Saver
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
-from megatron_rl.processes import pulse
 from megatron_rl.rollout_correction import Correction, correct
 from megatron_rl.rollout_correction.breakdown import mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
@@ -67,9 +64,9 @@ def train(
             correction=config.correction,
             rollout=config.rollout,
             quantization=config.quantization,
-            engine_sleeps=config.sampler.sleep != Sleep.none,
+            sampler=config.sampler,
             dump_dir=run_dir / "dumps",
-            collective_s=collective_s(config),
+            note=driver.recorder.note,
         )
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
         last.callback(learner.close)
@@ -86,10 +83,9 @@ def train(
             saver = Saver(run_dir / "checkpoints", config.checkpoint, learner, sync, driver.recorder.note)
             done, seen = begin(config, driver, learner, saver)
             loop(config, driver, learner, sync, saver, done, seen)
-            with pulse.phase("end"):
-                saver.close()
-                if config.log.export:
-                    export_hf(learner, config.model.folder, run_dir / "model")
+            saver.close()
+            if config.log.export:
+                export_hf(learner, config.model.folder, run_dir / "model")
 
 
 def begin(config: Config, driver: Driver | Follower, learner: Learner, saver: Saver) -> tuple[int, Seen | None]:

@@ -6,7 +6,7 @@ reward answers. Waits for those have limits of their own; everything else has th
 
 from __future__ import annotations
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, SamplerSection
 
 UNSEEN = 3.0  # times run.patience_s: a phase that has not been seen yet may compile, load, connect
 USUAL = 5.0  # times the longest silence that a phase has shown
@@ -19,15 +19,14 @@ def allowed_s(patience_s: float, longest_s: float | None) -> float:
     return most if longest_s is None else min(most, max(patience_s, USUAL * longest_s))
 
 
-def collective_s(config: Config) -> float:
+def collective_s(patience_s: float, sampler: SamplerSection) -> float:
     """torch's own limit: longer than any rank may be late, even where nobody watches.
 
     While rank 0 generates, evaluates or scores it tells the others every now and then to wait on; in a sync they wait
     for three answers of the engines, the first time for their start as well.
     """
-    sampler = config.sampler
     engines_s = sampler.start_timeout_s + 3 * sampler.request_timeout_s
-    return max(UNSEEN * config.run.patience_s, engines_s) + 2 * MARGIN_S
+    return max(UNSEEN * patience_s, engines_s) + 2 * MARGIN_S
 
 
 def describe(config: Config) -> str:

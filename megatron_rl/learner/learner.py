@@ -31,24 +31,27 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from megatron_rl.config.patience import collective_s
 from megatron_rl.config.schema import (
     CorrectionConfig,
     KvCache,
     LearnerSection,
     LossConfig,
-    OnNonFinite,
     OptimSection,
     Precision,
     QuantizationSection,
     RolloutSection,
     RunSection,
+    SamplerSection,
+    Sleep,
 )
 from megatron_rl.learner import weights
 from megatron_rl.learner.activation_stats import ActivationStats
 from megatron_rl.learner.cache_stats import CacheStats
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
-from megatron_rl.learner.minibatch import dump, loss_inputs
+from megatron_rl.learner.minibatch import loss_inputs
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
+from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, optimizer_config
 from megatron_rl.learner.packing import Pack, assign_rows, pack
 from megatron_rl.learner.schedule import learning_rate
@@ -59,10 +62,6 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.processes.pulse import mark
 from megatron_rl.types import Batch, Targets
-
-
-class NonFiniteError(ArithmeticError):
-    """A loss or gradient that is not a number, with learner.on_nonfinite=raise."""
 
 
 class Learner:
@@ -79,25 +78,23 @@ class Learner:
         correction: CorrectionConfig,
         rollout: RolloutSection,
         quantization: QuantizationSection,
-        engine_sleeps: bool = False,
+        sampler: SamplerSection = SamplerSection(),  # noqa: B008 - frozen
         dump_dir: Path | None = None,
-        collective_s: float = 600.0,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`engine_sleeps`: an engine on these devices gives its memory up, and wants it back at a sync.
-
-        `collective_s`: how long a rank waits for the others.
-        """
+        """`sampler`: an engine on these devices may give its memory up, and ranks wait for what it answers."""
         self.model, self.shape, self.layout = model, model.shape, model.layout
         self.run, self.learner, self.optim, self.rollout = run, learner, optim, rollout
         self.loss, self.correction = loss, correction
-        self.ranks = LearnerRank(learner, model.layout, run.seed, collective_s)
+        self.ranks = LearnerRank(learner, model.layout, run.seed, collective_s(run.patience_s, sampler))
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
         self.place, self.groups = self.ranks.place, self.ranks.groups
-        self.engine_sleeps, self.dump_dir = engine_sleeps, dump_dir
+        self.engine_sleeps = sampler.sleep != Sleep.none
         self.steps = 0  # optimizer steps taken
         self._reference: list[Tensor] = []
         self.megatron_config = transformer_config(model, learner)
+        self.nonfinite = NonFiniteUpdates(self, dump_dir, note)
         self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         self._activations = ActivationStats(self.shape, self.device)
         if quantization.smoothing:
@@ -283,6 +280,7 @@ class Learner:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.nonfinite.begin()
         tokens = max(1, int(targets.mask_BT.sum()))
         packs = self._packs(targets.batch, rows)
         results = self._run(packs, partial(self._loss, targets, totals, tokens))
@@ -327,8 +325,9 @@ class Learner:
             clip(self.optimizer, norm, self.clip_grad)
             self.optimizer.step_with_ready_grads()
             self.steps += 1
+            self.nonfinite.end()
         else:
-            self._non_finite(targets, metrics, norm)
+            self.nonfinite.met(targets, metrics, norm)
         return {
             **metrics,
             "optim/grad_norm": norm,
@@ -337,20 +336,6 @@ class Learner:
             "optim/skipped": float(not finite),
             "optim/clipped": float(finite and 0 < self.clip_grad < norm),
         }
-
-    def _non_finite(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:
-        policy = self.learner.on_nonfinite
-        found = f"loss {metrics.get('loss/total', 0.0)}, gradient norm {norm} after {self.steps} optimizer steps"
-        if policy is OnNonFinite.raise_:
-            raise NonFiniteError(
-                f"{found}: not a number, so the policy was left as it is. learner.on_nonfinite=skip goes on without "
-                "this minibatch, skip_and_dump also writes it to disk"
-            )
-        if policy is OnNonFinite.skip_and_dump and self.is_driver and self.dump_dir is not None:
-            self.dump_dir.mkdir(parents=True, exist_ok=True)
-            dump(
-                targets, {**metrics, "optim/grad_norm": norm}, self.dump_dir / f"nonfinite_{self.steps:06d}.safetensors"
-            )
 
     # talking to the other ranks
 

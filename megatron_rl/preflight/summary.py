@@ -17,6 +17,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
 )
 from megatron_rl.preflight.checks import Checked
+from megatron_rl.preflight.disk import writes
 from megatron_rl.preflight.sync_plan import plan_sync
 
 
@@ -39,6 +40,7 @@ def describe(config: Config, checked: Checked) -> str:
         ("loss", loss),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
         ("patience", patience.describe(config)),
+        ("disk", _disk(config, checked)),
         *(("to bring:", what) for what in checked.to_bring),
         *(("note:", what) for what in checked.notes),
     ]  # fmt: skip
@@ -70,6 +72,12 @@ def _correction(correction: CorrectionConfig) -> str:
         low = f", at least {weight.low:g}" if weight.low is not None else ""
         bounds = (f" capped at {weight.high:g}" if weight.high is not None else "") + low
     return f"{weight.level} weight{bounds}{rules}"
+
+
+def _disk(config: Config, checked: Checked) -> str:
+    sections = (config.learner, config.run, config.rollout, config.checkpoint, config.log)
+    limit = "" if config.log.disk_gib is None else f"; log.disk_gib={config.log.disk_gib:g}"
+    return f"{writes(checked.policy.shape, *sections)}{limit}"
 
 
 def _stop(run: RunSection) -> str:

@@ -151,7 +151,7 @@ def state_of(pid: int) -> str:
     return next(iter(_stat(pid)), "")
 
 
-def started_at(pid: int) -> int:
+def birth_of(pid: int) -> int:
     """In ticks since the machine's start: with it, a process id names one process. 0 where there is none."""
     stat = _stat(pid)
     return int(stat[19]) if stat else 0
@@ -186,6 +186,16 @@ def describe_end(code: int) -> str:
         return f"exit status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"ended by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
+
+
+def started_at(pid: int) -> float | None:
+    """Seconds since the epoch; None where no such process lives."""
+    try:
+        (booted,) = (line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+    except (OSError, ValueError):
+        return None
+    lives = state_of(pid) not in ("", "Z", "X")
+    return int(booted.split()[1]) + birth_of(pid) / os.sysconf("SC_CLK_TCK") if lives else None
 
 
 def exit_status(code: int) -> int:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from megatron_rl.processes.process import started_at, turns_of, work_below
+from megatron_rl.processes.process import birth_of, turns_of, work_below
 
 FOLDER = "pulse"  # of the run's logs
 BEAT_S = 3.0
@@ -169,7 +169,7 @@ class Beats:
             "rank": self._rank,
             "host": platform.node(),
             "pid": os.getpid(),
-            "started": started_at(os.getpid()),
+            "birth": birth_of(os.getpid()),
             "beat": self._count,
             "phase": PULSE.place,
             "seen": PULSE.seen,

@@ -14,19 +14,21 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import RewardSection
+from megatron_rl.config.schema import VERIFIERS, RewardSection
+from megatron_rl.processes import pulse
 from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants, for_the_driver_alone
-from megatron_rl.processes.pulse import mark, own, waiting
-from megatron_rl.rewards.functions import BUILT_IN, own_places
+from megatron_rl.rewards import own
 from megatron_rl.rewards.log import RewardLog
+from megatron_rl.rewards.task import Task
+from megatron_rl.types import Verdict
 
 WORKER = "reward worker"  # and its number, in what is said of it
 START_TIMEOUT_S = 60.0
@@ -46,17 +48,19 @@ class RewardsHang(RuntimeError):
 @dataclass(frozen=True)
 class Score:
     reward: float
-    error: str | None = None
+    verdict: Verdict
+    error: str | None = None  # why there is no score
+    details: Mapping[str, float] = field(default_factory=dict)
 
 
 class RewardPool:
-    """`score` answers in the order of its tasks: one Score for each (row, response)."""
+    """`score` answers in the order of its tasks: one Score for each."""
 
-    def __init__(self, config: RewardSection, answer_key: str) -> None:
+    def __init__(self, config: RewardSection) -> None:
         breaker = _Breaker(config)
         self._config, self._log = config, RewardLog()
         names = [f"{WORKER} {number}" for number in range(config.workers)]
-        self._workers = [_Worker(name, config, answer_key, breaker, self._log) for name in names]
+        self._workers = [_Worker(name, config, breaker, self._log) for name in names]
         self._threads = ThreadPoolExecutor(max_workers=config.workers, thread_name_prefix="reward")
 
     def start(self) -> None:
@@ -64,10 +68,10 @@ class RewardPool:
         for worker in self._workers:
             worker.start()
 
-    def score(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[Score]:
+    def score(self, tasks: Sequence[Task]) -> list[Score]:
         count = len(self._workers)
         shares = [tasks[index::count] for index in range(count)]
-        with waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S, "reward.timeout_s"):
+        with pulse.waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S, "reward.timeout_s"):
             done = list(self._threads.map(lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)))
         return [done[index % count][index // count] for index in range(len(tasks))]
 
@@ -82,9 +86,9 @@ class RewardPool:
 
 def check_importable(config: RewardSection) -> None:
     """Raises what `start` would. The user's module is imported in a process of its own, as it will be later."""
-    if config.name in BUILT_IN:
+    if set(config.weights) <= set(VERIFIERS):
         return
-    pool = RewardPool(replace(config, workers=1), "")
+    pool = RewardPool(replace(config, workers=1))
     try:
         pool.start()
     finally:
@@ -111,10 +115,9 @@ class _Breaker:
 
 
 class _Worker:
-    def __init__(self, name: str, config: RewardSection, answer_key: str, breaker: _Breaker, log: RewardLog) -> None:
+    def __init__(self, name: str, config: RewardSection, breaker: _Breaker, log: RewardLog) -> None:
         self._name = name
         self._config = config
-        self._answer_key = answer_key
         self._breaker = breaker
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -134,10 +137,11 @@ class _Worker:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
             )
-        own(self._name, self._process)
+        pulse.own(self._name, self._process)
         start = {
-            "name": self._config.name,
-            "path": [os.getcwd(), *filter(None, sys.path), *own_places()],
+            "weights": self._config.weights,
+            "wrong": self._config.wrong,
+            "path": [os.getcwd(), *filter(None, sys.path), *own.places()],
             "memory_bytes": MEMORY_BYTES,
         }
         try:
@@ -151,18 +155,17 @@ class _Worker:
             self.stop()
             raise ConfigError(f"reward.name: {reply['error']}")
 
-    def score(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[Score]:
+    def score(self, tasks: Sequence[Task]) -> list[Score]:
         scores: list[Score] = []
         while len(scores) < len(tasks):
             scores += self._score_some(self._window(tasks[len(scores) : len(scores) + IN_FLIGHT]))
         return scores
 
-    def _window(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[bytes]:
+    def _window(self, tasks: Sequence[Task]) -> list[bytes]:
         """The first tasks as messages: as many as an idle channel takes, and at least one."""
         messages: list[bytes] = []
         size = 0
-        for row, response in tasks:
-            task = {"row": row, "answer_key": self._answer_key, "response": response}
+        for task in tasks:
             messages.append(_encoded(task))
             size += len(messages[-1])
             if size > CHANNEL_BYTES:
@@ -172,7 +175,7 @@ class _Worker:
     def _score_some(self, messages: Sequence[bytes]) -> list[Score]:
         """Scores of these tasks, or of the first of them up to one that the worker did not survive."""
         if self._closed:  # by another thread, with tasks left
-            return [Score(0.0, "the rewards were closed")] * len(messages)
+            return [Score(0.0, Verdict.error, "the rewards were closed")] * len(messages)
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self.start()
@@ -184,22 +187,24 @@ class _Worker:
             self._open_channel.send(*tasks, timeout_s=self._config.timeout_s)
             for number in range(first, first + len(messages)):
                 reply = self._open_channel.receive(self._config.timeout_s)
-                mark()
+                pulse.mark()
                 if reply.get("id") != number:
-                    return [*scores, self._replaced("the reward worker answered out of turn")]
-                scores.append(Score(reply.get("score", 0.0), reply.get("error")))
+                    return [*scores, self._replaced(Verdict.error, "the reward worker answered out of turn")]
+                scores.append(_score(reply))
                 self._breaker.note(False)
         except TimeoutError:
-            scores.append(self._replaced(f"no score within reward.timeout_s={self._config.timeout_s:g}"))
+            scores.append(
+                self._replaced(Verdict.timeout, f"no score within reward.timeout_s={self._config.timeout_s:g}")
+            )
             if not self._closed:
                 self._breaker.note(True)
         except (ChannelClosed, msgspec.DecodeError):
-            scores.append(self._replaced("the reward worker died"))
+            scores.append(self._replaced(Verdict.error, "the reward worker died"))
         return scores
 
-    def _replaced(self, reason: str) -> Score:
+    def _replaced(self, verdict: Verdict, reason: str) -> Score:
         self.stop()
-        return Score(0.0, reason)
+        return Score(0.0, verdict, reason)
 
     @property
     def _open_channel(self) -> Channel:
@@ -224,8 +229,12 @@ class _Worker:
             channel.close()
 
 
-def _encoded(task: dict[str, Any]) -> bytes:
+def _score(reply: Mapping[str, Any]) -> Score:
+    return Score(reply.get("score", 0.0), Verdict(reply["verdict"]), reply.get("error"), reply.get("details", {}))
+
+
+def _encoded(task: Task) -> bytes:
     try:
         return msgspec.json.encode(task, enc_hook=str)
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
-        return json.dumps(task, default=str).encode()
+        return json.dumps(vars(task), default=str).encode()

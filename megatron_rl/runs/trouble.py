@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rl.processes.process import started_at, work_below
+from megatron_rl.processes.process import birth_of, work_below
 
 
 @dataclass(frozen=True)
@@ -115,4 +115,4 @@ def of_child(one: Seen, child: Mapping[str, Any], how: str, seconds: float) -> T
 
 def here(pulse: Mapping[str, Any]) -> bool:
     """Whether the rank is a process that is seen from here: not in another container, nor on another machine."""
-    return bool(pulse["host"] == platform.node() and started_at(pulse["pid"]) == pulse["started"])
+    return bool(pulse["host"] == platform.node() and birth_of(pulse["pid"]) == pulse["birth"])

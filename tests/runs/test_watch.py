@@ -14,7 +14,7 @@ import pytest
 
 from megatron_rl.config.patience import MARGIN_S
 from megatron_rl.processes.owned_folder import LOCK
-from megatron_rl.processes.process import started_at, state_of
+from megatron_rl.processes.process import birth_of, state_of
 from megatron_rl.processes.pulse import file_of
 from megatron_rl.processes.stacks import ask
 from megatron_rl.runs.guard import Guard
@@ -39,7 +39,7 @@ class Run:
     def pulse(self, rank: int, **told: Any) -> None:
         self.beats += 1
         about = {
-            "rank": rank, "host": platform.node(), "pid": os.getpid(), "started": started_at(os.getpid()),
+            "rank": rank, "host": platform.node(), "pid": os.getpid(), "birth": birth_of(os.getpid()),
             "beat": self.beats, "phase": "update", "seen": True, "entered": 7, "age_s": 0.0, "idle_s": 0.0,
             "waits": None, "children": [], "stack": [f"file.py:1 of_rank_{rank}"], "meets": True,
         }  # fmt: skip
@@ -75,7 +75,7 @@ def stopped(process: subprocess.Popen[bytes]) -> None:
 def test_a_stopped_rank(run: Run, process: subprocess.Popen[bytes]) -> None:
     pid = process.pid
     run.pulse(0)
-    run.pulse(1, pid=pid, started=started_at(pid))
+    run.pulse(1, pid=pid, birth=birth_of(pid))
     assert run.look() == ([], [])
     stopped(process)
     found = [run.look() for _ in range(20)]
@@ -89,7 +89,7 @@ def test_a_stopped_rank(run: Run, process: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_short_pause_is_not_named(run: Run, process: subprocess.Popen[bytes]) -> None:
-    run.pulse(1, pid=process.pid, started=started_at(process.pid))
+    run.pulse(1, pid=process.pid, birth=birth_of(process.pid))
     for _ in range(3):
         stopped(process)
         assert [run.look() for _ in range(4)] == [([], [])] * 4
@@ -215,7 +215,7 @@ def test_how_long_a_phase_may_be_silent(run: Run, usual_s: float, seen: bool, li
 
 def test_a_run_that_moves_is_not_over(run: Run, process: subprocess.Popen[bytes]) -> None:
     stopped(process)
-    run.pulse(1, pid=process.pid, started=started_at(process.pid), age_s=1e6)
+    run.pulse(1, pid=process.pid, birth=birth_of(process.pid), age_s=1e6)
     for _ in range(20):
         run.pulse(0)
         run.look()
@@ -245,14 +245,14 @@ def test_the_lowest_rank_that_lives_looks(run: Run) -> None:
 
 
 def test_a_higher_rank_looks_while_the_lowest_is_stopped(run: Run, process: subprocess.Popen[bytes]) -> None:
-    run.pulse(0, pid=process.pid, started=started_at(process.pid))
+    run.pulse(0, pid=process.pid, birth=birth_of(process.pid))
     run.pulse(1)
     stopped(process)
     assert [run.look(1) for _ in range(10)].count((["rank 0 stopped"], [])) == 1
     process.send_signal(signal.SIGCONT)
     while state_of(process.pid) == "T":
         pass
-    run.pulse(0, pid=process.pid, started=started_at(process.pid))
+    run.pulse(0, pid=process.pid, birth=birth_of(process.pid))
     assert run.look(1) == ([], ["rank 0 stopped"])
     assert run.look(1) == ([], [])
 
@@ -273,7 +273,7 @@ def test_it_is_said_once_on_the_screen_in_the_log_and_in_the_status(
     stopped(process)
     for _ in range(10):
         run.now += 1
-        run.pulse(0, pid=process.pid, started=started_at(process.pid))
+        run.pulse(0, pid=process.pid, birth=birth_of(process.pid))
         guard.look()
     stuck = read_status(run.folder)["stuck"]
     assert (stuck["process"], stuck["how"], stuck["phase"]) == ("rank 0", "stopped", "update")
