@@ -184,8 +184,9 @@ class Driver:
 
     def probe(self, step: int) -> tuple[Batch, Sequence[Format]]:
         """Fresh answers of the sampler as it is now, unscored, and the formats that it runs."""
-        self._sleep_schedule.wake()
-        fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
+        with waited_for():
+            self._sleep_schedule.wake()
+            fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
         return collate([Scored(one, reward=0.0) for one in fresh]), distinct_formats(
             self._config.sampler, self._config.quantization
         )

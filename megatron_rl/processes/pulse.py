@@ -201,12 +201,12 @@ def _stacks() -> dict[str, Any]:
 
 
 def _lines(frame: FrameType | None) -> list[str]:
-    """The innermost calls, the last one last."""
+    """The innermost calls, the last one first."""
     lines: list[str] = []
     while frame is not None and len(lines) < FRAMES:
         lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
-    return lines[::-1]
+    return lines
 
 
 def _meets(frame: FrameType) -> bool:

@@ -26,7 +26,7 @@ def show_on_request() -> None:
 
 
 def ask(pid: int, folder: Path) -> str:
-    """The stacks of all its threads, by way of the run's temporary folder; "" where it does not show them there."""
+    """The stacks of its threads, the main one's first; "" where it does not show them in the run's temporary folder."""
     path = path_of(folder, pid)
     before = _size(path)
     if not _listens(pid):
@@ -41,7 +41,7 @@ def ask(pid: int, folder: Path) -> str:
             break
         seen = size
     with suppress(OSError):
-        return path.read_bytes()[before:].decode(errors="replace")
+        return "\n\n".join(reversed(path.read_bytes()[before:].decode(errors="replace").strip().split("\n\n")))
     return ""
 
 

@@ -10,6 +10,9 @@ from typing import Any
 from megatron_rl.processes.process import birth_of, work_below
 
 
+SHORT = 8  # lines of a stack in status.json, which fits into one block of a disk
+
+
 @dataclass(frozen=True)
 class Trouble:
     how: str
@@ -42,7 +45,7 @@ class Trouble:
         """For status.json."""
         left_out = ("rank", "blocks", "note", "here")
         about = {name: value for name, value in asdict(self).items() if name not in left_out}
-        return about | {"seconds": round(self.seconds)}
+        return about | {"seconds": round(self.seconds), "stack": self.stack[:SHORT]}
 
 
 @dataclass
