@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron_rl.processes.process import birth_of, work_below
 
-
 SHORT = 8  # lines of a stack in status.json, which fits into one block of a disk
 
 
