@@ -15,7 +15,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -161,13 +161,18 @@ def verify(path: Path, look: Look) -> Checkpoint:
 
 
 def newest_whole(root: Path, look: Look, note: Callable[[str], None]) -> Checkpoint | None:
-    """Where a run goes on. One that is torn is left where it is, and passed over."""
+    return next(whole_ones(root, look, note), None)
+
+
+def whole_ones(root: Path, look: Look, note: Callable[[str], None]) -> Iterator[Checkpoint]:
+    """Where a run may go on, the newest first. One that is torn is left where it is, and passed over."""
     for step in steps(root):
         try:
-            return verify(path_of(root, step), look)
+            found = verify(path_of(root, step), look)
         except TornCheckpoint as error:
             note(f"the checkpoint of step {step} is not whole and is passed over: {error}")
-    return None
+        else:
+            yield found
 
 
 def describe(root: Path, look: Look) -> str:

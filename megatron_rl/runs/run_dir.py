@@ -9,6 +9,7 @@ runs/<name>/
   rollouts/         step_N.parquet: tokens and both logprobs
   ledger.jsonl      which prompts each step has drawn, and which of them it has trained on
   checkpoints/      step_N/: to go on from
+  dumps/            updates that were not finite, to be repeated
   model/            the last policy, with log.export
   logs/attempt_N/   one folder per start
   wandb.id, wandb/   the run's name at W&B, and its files, with log.wandb
@@ -33,9 +34,9 @@ from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
 from megatron_rl.processes.owned_folder import LOCK, hold
-from megatron_rl.runs.checkpoints import Checkpoint, Look, newest_whole
+from megatron_rl.runs.checkpoints import Checkpoint, Look
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.resume import refuse_changes, rewind
+from megatron_rl.runs.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
 from megatron_rl.runs.versions import environment
 
@@ -80,6 +81,10 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def dumps(self) -> Path:
+        return self.path / "dumps"
 
     @property
     def model(self) -> Path:
@@ -156,7 +161,7 @@ def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpo
         if not _used(path):
             return lock, None, moved
         torn: list[str] = []
-        if if_exists is IfExists.resume and (found := newest_whole(RunDir(path).checkpoints, look, torn.append)):
+        if if_exists is IfExists.resume and (found := goes_on_from(path, look, torn.append)):
             return lock, found, "\n".join((*torn, f"{path} goes on after step {found.step}, saved at {found.time}"))
         with lock:
             _check_free(path, if_exists, locked=False)

@@ -17,7 +17,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.checkpoints import TornCheckpoint
-from megatron_rl.runs.resume import refuse_changes, rewind
+from megatron_rl.runs.resume import goes_on_from, refuse_changes, rewind
 
 CONFIG = {
     "run": {"steps": 4, "seed": 1},
@@ -202,6 +202,24 @@ def test_what_a_killed_run_had_begun_is_cleaned_up(tmp_path: Path) -> None:
     assert checkpoints.steps(tmp_path) == [2]
     checkpoints.clean(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+
+
+@pytest.mark.fault("a full disk has not taken a line of the records", "the run goes on from before the gap, or says so")
+def test_a_gap_in_the_records(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save(tmp_path / "checkpoints", step)
+    lines = [json.dumps({"progress/step": step}) + "\n" for step in range(7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    said: list[str] = []
+    assert goes_on_from(tmp_path, unseen, said.append).step == 6
+    assert said == []
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 5, 6)))
+    assert goes_on_from(tmp_path, unseen, said.append).step == 2
+    assert len(said) == 2
+    assert "before the checkpoint of step 4: ledger.jsonl has no line of step 4" in said[1]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[1:]))
+    assert goes_on_from(tmp_path, unseen, said.append).step == 6
+    assert "goes on after step 6, and the gap stays" in said[-1]
 
 
 def test_records_after_the_checkpoint_are_taken_back(tmp_path: Path) -> None:
