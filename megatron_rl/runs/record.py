@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.runs import checkpoints
+from megatron_rl.runs.checkpoints import Look
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.disk import Disk
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
@@ -74,13 +75,14 @@ class Recorder:
         n_steps: int,
         display: Display | None = None,
         if_exists: IfExists = IfExists.refuse,
+        look: Look = lambda found: None,
     ) -> None:
         mode = resolve_mode(config.wandb)
         moved = ""
         if claimed_for_this_process(run_dir):
             self.run = RunDir(run_dir)
         else:
-            self.run, moved = open_run(run_dir, if_exists, resolved_yaml)
+            self.run, moved = open_run(run_dir, if_exists, resolved_yaml, look)
         mark_status(run_dir, "running")
         self._beat_at = time.monotonic()
         self._end = "finished", ""

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from learner_cases import EMPTINESS, make_batch, make_targets
+from held_memory import Saved, static
+from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.config import to_yaml
@@ -199,6 +200,16 @@ def activations(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def memory(learner: Learner, job: dict[str, Any]) -> list[dict[str, int]]:
+    """Each rank's bytes in an update on rows of one length."""
+    batch = make_even_batch(**job["batch"], vocab=learner.shape.vocab)
+    targets = make_targets(batch, batch.sampler_logprobs_BT)
+    saved = Saved(learner)
+    with saved.watching():
+        learner.update(targets)
+    return exchange({**static(learner), **saved.peak})
+
+
 def dead_rank(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """The other rank dies while this one waits for it."""
     if not learner.is_driver:
@@ -259,6 +270,7 @@ KINDS = {
     "dead_rank": dead_rank,
     "activations": activations,
     "checkpoint": checkpoint,
+    "memory": memory,
 }
 
 
