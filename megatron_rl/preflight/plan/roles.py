@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.fleet import is_fleet
+from megatron_rl.config.fleet import is_fleet, size
 from megatron_rl.config.schema import SamplerSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.placement import gpus_of_engines
@@ -52,9 +52,9 @@ class Roles:
 
 def roles(layout: Layout, sampler: SamplerSection, per_node: int) -> Roles:
     """`per_node`: GPUs of a node; 0 where that is not known, or where there are none: everything is on one."""
-    distant = len(sampler.fleet.addresses)
+    distant = size(sampler) - sampler.fleet.replicas
     started = sampler.fleet.replicas if is_fleet(sampler) else 1
-    size = per_node or layout.world + started * sampler.tensor_parallel
+    width = per_node or layout.world + started * sampler.tensor_parallel
     local = tuple(sorted(gpus_of_engines(sampler)))
-    shared = tuple(gpu for gpu in local if gpu < min(layout.world, size))
-    return Roles(layout.world, started + distant, sampler.tensor_parallel, distant, size, local, shared)
+    shared = tuple(gpu for gpu in local if gpu < min(layout.world, width))
+    return Roles(layout.world, started + distant, sampler.tensor_parallel, distant, width, local, shared)
