@@ -56,10 +56,10 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[st
             yield key, before.get(key, "(none)"), after.get(key, "(none)")
 
 
-def rewind(run: Path, step: int) -> None:
-    """The records as they were after a step."""
-    for name in ("metrics.jsonl", "ledger.jsonl"):
-        _keep_lines(run / name, step)
+def rewind(run: Path, step: int, said: bool = True) -> None:
+    """The records as they were after a step; without its line of metrics, where that was not `said` before the save."""
+    _keep_lines(run / "metrics.jsonl", step if said else step - 1)
+    _keep_lines(run / "ledger.jsonl", step)
     for path in (run / "rollouts").glob("step_*.parquet"):
         number = path.stem.removeprefix("step_")
         if number.isdigit() and int(number) > step:
