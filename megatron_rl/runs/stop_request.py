@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 from megatron_rl.processes import slurm
 from megatron_rl.processes.process import STOP_AFTER_STEP, interrupt_by_name, release
@@ -36,7 +36,6 @@ START_LIMIT_S = 4.0
 LOOK_S = 0.5
 ASKS = (signal.SIGINT, signal.SIGTERM, STOP_AFTER_STEP)
 WAKE = signal.SIGURG  # from the thread to the main thread, which may wait for an engine
-T = TypeVar("T")
 
 
 class StepGivenUp(BaseException):
@@ -47,7 +46,7 @@ class Ranks(Protocol):
     def broadcast(self, value: Any = None) -> Any: ...
 
 
-def heard(ranks: Ranks, ask: Callable[[], T]) -> T:
+def heard(ranks: Ranks, ask: Callable[[], Any]) -> Any:
     """What rank 0 answers, on every rank; or, on every rank, that it has given the step up."""
     answer, given_up = None, None
     try:
