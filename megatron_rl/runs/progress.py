@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_rl.config.schema import RunSection
+from megatron_rl.runs.metrics_file import decode_line, encode_line
 from megatron_rl.types import Batch
 
 
@@ -49,11 +50,13 @@ class Standing:
 
     def kept(self) -> dict[str, Any]:
         """As JSON, for `of`."""
-        line = self.line
-        if line is not None:
-            line = {name: value if isinstance(value, int) else float(value) for name, value in line.items()}
+        line = None
+        if self.line is not None:
+            numbers = {name: value if isinstance(value, int) else float(value) for name, value in self.line.items()}
+            line = encode_line(numbers)
         return {"position": self.position, "seen": asdict(self.seen), "line": line}
 
     @staticmethod
     def of(step: int, kept: Mapping[str, Any]) -> Standing:
-        return Standing(step, Seen(**kept["seen"]), kept["position"], kept.get("line"))
+        line = kept.get("line")
+        return Standing(step, Seen(**kept["seen"]), kept["position"], None if line is None else decode_line(line))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import write_whole
-from megatron_rl.runs.run_lock import held
+from megatron_rl.processes.owned_folder import held
 
 STATUS = "status.json"
 ENDED = ("finished", "stopped", "failed")
