@@ -156,8 +156,11 @@ def _own_machine(options: argparse.Namespace) -> str:
 
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
+    from megatron_rl.preflight.checks import check_served
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
+
+    check_served(config.model)
 
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
     return serve(settings, config.model.folder, options.host, options.port)

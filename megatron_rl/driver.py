@@ -17,7 +17,7 @@ import torch
 from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sampling_params
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
 from megatron_rl.config.schema import Config, Format, RolloutSource
-from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
+from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, needs_answers
 from megatron_rl.models.kept_state import look_into
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
@@ -117,8 +117,9 @@ class Driver:
     def _open(self, run_dir: Path) -> None:
         config, folder = self._config, self._config.model.folder
         tokenizer = FolderTokenizer(folder)
-        train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens)
-        self.recorder.note(f"train    {config.data.train}: {train.describe()}")
+        wanted = {"needs_answer": needs_answers(config.rollout, config.reward)}
+        train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
+        self.recorder.note(f"train    {', '.join(config.data.sources('train'))}: {train.describe()}")
         rewards = RewardPool(config.reward)
         self._stack.callback(rewards.close)
         rewards.start()
@@ -136,7 +137,7 @@ class Driver:
         self._collector = Collector(config.rollout, order, answers, scorer, rebaseline=rebaseline, seed=config.run.seed)
         self._evaluator: Evaluator | None = None
         if config.data.eval:
-            held_out = load_dataset("eval", config.data, tokenizer, config.rollout.max_prompt_tokens)
+            held_out = load_dataset("eval", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
             self.recorder.note(f"eval     {config.data.eval}: {held_out.describe()}")
             max_tokens = config.eval.max_response_tokens or config.rollout.max_response_tokens
             self._evaluator = Evaluator(held_out.prompts[: config.eval.max_prompts], self.sampler, scorer, max_tokens)

@@ -38,9 +38,8 @@ LEAVE_S = 30  # from a rank's last word to its end
 
 
 def main(run_dir: Path, parent: int) -> None:
-    signal.signal(
-        AT_ONCE, interrupt_by_name if os.environ.get("RANK") == "0" else signal.SIG_DFL
-    )  # ignored under nohup
+    # whatever nohup has left
+    signal.signal(AT_ONCE, interrupt_by_name if os.environ.get("RANK") == "0" else signal.SIG_DFL)
     die_with_parent(parent, by=AT_ONCE)
     for name, value in SHORT_SPIN.items():  # read when torch is loaded
         os.environ.setdefault(name, value)

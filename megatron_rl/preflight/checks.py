@@ -86,6 +86,20 @@ def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str
     return facts, problems
 
 
+def check_served(model: ModelSection) -> None:
+    """The folder of a server, whose weights come from the run: config.json against what else lies there."""
+    try:
+        hf_config = read_hf_config(model.folder)
+        facts = {"model": model, "hf_config": hf_config, "shape": ModelShape.from_hf(hf_config)}
+    except ValueError as error:
+        raise ConfigError(
+            str(error) if isinstance(error, ConfigError) else f"model.path={model.path}: {error}"
+        ) from None
+    rules = (unquantized, model_folder.weights, model_folder.vocabulary, model_folder.end_of_text)
+    if problems := list(findings(rules, facts)):
+        raise ConfigError("\n".join(problems))
+
+
 def learner_limits(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
     return limits.problems(shape, hf_config, learner)
 

@@ -78,7 +78,7 @@ def gap(run: Path, step: int, said: bool = True) -> str | None:
     """The first line up to a step that is not there, of a file that is. `said`: as in `rewind`."""
     for name, first, last in (("metrics.jsonl", 0, step if said else step - 1), ("ledger.jsonl", 1, step)):
         path = run / name
-        there = {_step(line) for line in path.read_bytes().splitlines(keepends=True)} if path.exists() else None
+        there = {_step(line) for line in path.read_bytes().splitlines(keepends=True)} if path.exists() else set()
         for wanted in range(first, last + 1) if there else ():
             if wanted not in there:
                 return f"{name} has no line of step {wanted}"

@@ -127,7 +127,7 @@ def differences(run: Path, undisturbed: Path) -> list[str]:
     return found
 
 
-def miscounted(run: Path) -> list[str]:
+def miscounted(run: Path, count: int = STEPS) -> list[str]:
     """Each prompt of the order is drawn by one step, and trained on by no other."""
     found, expected, trained = [], 0, []
     for line in _lines(run / "ledger.jsonl"):
@@ -140,7 +140,7 @@ def miscounted(run: Path) -> list[str]:
     if len(set(trained)) != len(trained):
         found.append("a prompt was trained on twice")
     steps = [line["step"] for line in _lines(run / "ledger.jsonl")]
-    if steps != list(range(1, STEPS + 1)):
+    if steps != list(range(1, count + 1)):
         found.append(f"the ledger holds the steps {steps}")
     return found
 
