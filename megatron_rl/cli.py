@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | plan | serve | toy | quickstart | report | replay | translate`."""
+"""The command line: `megatron-rl train | plan | serve | toy | quickstart | report | replay | rerun-step | ...`."""
 
 from __future__ import annotations
 
