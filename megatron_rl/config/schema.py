@@ -184,10 +184,12 @@ class RolloutSection:
 
 @dataclass(frozen=True)
 class FleetSection:
-    """vLLM servers over HTTP in place of the embedded engine; their number is replicas plus addresses."""
+    """vLLM servers over HTTP in place of the embedded engine: those of this machine, and those elsewhere."""
 
     # servers that the run starts on this machine
     replicas: int = field(default=0, metadata=between(0, 1024, "0 (none, or only addresses) to 1024"))
+    # servers on nodes of their own: how many; slurm/dapo_split.sbatch starts them, and gives their addresses
+    servers: int = field(default=0, metadata=between(0, 1024))
     addresses: list[str] = field(default_factory=list)  # servers started elsewhere, such as http://node7:8000
     formats: list[Format] = field(
         default_factory=list
@@ -521,6 +523,8 @@ class LogSection:
     wandb: Wandb = Wandb.none
     record_every: int = field(default=10, metadata=NOT_NEGATIVE)  # rollouts with both logprobs, as parquet; 0: never
     export: bool = False  # the final policy as a Hugging Face folder
+    # of the run's directory: the oldest recorded rollouts, then dumps, make room; null: no limit
+    disk_gib: float | None = field(default=None, metadata=ABOVE_0)
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ _TABLE: list[Metric] = [
         ("staleness_mean", "mean", "versions", "mean number of updates between a rollout's policy and the learner"),
         ("staleness_max", "max", "versions", "the largest of those numbers"),
         ("retried", "sum", "prompts", "prompts that another server of the fleet had to answer, because one had gone"),
-        ("restarts", "sum", "servers", "servers of the fleet that were started again"),
+        ("restarts", "sum", "engines", "engines, or servers of the fleet, that were started again"),
     ),
     *_rows(
         "rollout_corr",

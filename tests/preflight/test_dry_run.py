@@ -116,7 +116,7 @@ def test_a_recipe_for_a_machine_elsewhere(
         ("quickstart.yaml", "1x2xL40S", ["model.path=Qwen3-8B"], ["share GPU 0", "gpu_memory_utilization"]),
         ("quickstart_fleet.yaml", "1x2xH100", ["model.path=Qwen3-8B", "sampler.devices=['1','2']"],
          ["sampler.devices: 2", "0 to 1"]),
-        ("quickstart.yaml", "1x2xH100", [], ["model.path", "runs/toy_sft/model", "cards: Qwen3-8B"]),
+        ("quickstart.yaml", "1x2xH100", [], ["model.path", "runs/toy_sft/model", "cards: Llama-3.1-70B, "]),
         ("dapo_int8.yaml", "1x8xRTX", [], ["--on 1x8xRTX", *GPUS]),
         ("dapo_int8.yaml", "8xH100", [], ["--on 8xH100", "1x8xH100-80"]),
         ("dapo_int8.yaml", "0x8xH100", [], ["--on 0x8xH100"]),
@@ -154,7 +154,7 @@ def test_a_machine_elsewhere_is_for_dry_runs(place: Path, capsys: pytest.Capture
 
 
 def test_named_machines() -> None:
-    assert named("2x4xh200-141") == Machine(Device.cuda, "H200 (141 GiB)", 9.0, gpus=4, nodes=2)
+    assert named("2x4xh200-141") == Machine(Device.cuda, "H200 (141 GiB)", 9.0, gpus=4, nodes=2, gib=141)
     assert str(named("2x4xH200")) == "2 nodes of 4 x H200 (141 GiB)"
     with pytest.raises(ConfigError, match="L40S"):
         named("1x1xV100")
