@@ -1,7 +1,7 @@
 """Which GPUs of a machine work for the learner, for engines, or for both.
 
-    python -m megatron_rl.preflight.plan.roles RECIPE [key=value ...]     for the batch scripts: ranks of the learner,
-                                                                          servers on other nodes, GPUs of each, sync.dir
+python -m megatron_rl.preflight.plan.roles RECIPE [key=value ...]     for the batch scripts: ranks of the learner,
+                                                                      servers on other nodes, GPUs of each, sync.dir
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ class Roles:
 
 
 def roles(layout: Layout, sampler: SamplerSection, per_node: int) -> Roles:
-    """`per_node`: GPUs of a node; 0 where that is not known, or where there are none: everything is on one."""
+    """`per_node`: GPUs of a node; 0 for a host without, where each process stands for one."""
     distant = size(sampler) - sampler.fleet.replicas
     started = sampler.fleet.replicas if is_fleet(sampler) else 1
     width = per_node or layout.world + started * sampler.tensor_parallel
-    local = tuple(sorted(gpus_of_engines(sampler)))
+    beside = range(layout.world, layout.world + started * sampler.tensor_parallel)
+    local = tuple(sorted(gpus_of_engines(sampler))) if per_node else tuple(beside)
     shared = tuple(gpu for gpu in local if gpu < min(layout.world, width))
     return Roles(layout.world, started + distant, sampler.tensor_parallel, distant, width, local, shared)
 
