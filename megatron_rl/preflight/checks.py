@@ -182,10 +182,5 @@ RULES: tuple[Rule, ...] = (
     placement.ranks, placement.engine_gpus, placement.fleet_gpus, placement.host_memory, placement.reach,
     files.unnamed_data,
 )  # fmt: skip
-ABSENT: tuple[Rule, ...] = (
-    files.absent_model,
-    files.absent_data,
-    files.absent_dir,
-    files.absent_key,
-    files.absent_servers,
-)
+TO_FIND: tuple[Rule, ...] = (files.absent_model, files.absent_data, files.absent_key)
+ABSENT: tuple[Rule, ...] = (*TO_FIND, files.absent_dir, files.absent_servers)
