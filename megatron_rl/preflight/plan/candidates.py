@@ -12,9 +12,9 @@ from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.plan.workload import Assumptions, Workload
 
-POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
-MOST_STAGES = 16
-BUDGETS = (1, 2, 4)  # micro-batches as long as so many of the longest rows
+POWERS = (1, 2, 4, 8, 16, 32)
+STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+LEAST_BUDGET = 8192  # tokens of a micro-batch
 SPLIT = 0.9  # of the memory, for an engine that has its GPUs to itself
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SHARED_FOLDER = "/shared/sync"  # the reader's own, where engines are on other nodes
@@ -27,11 +27,9 @@ class Candidate:
     overrides: tuple[str, ...]
 
 
-def candidates(config: Config, model: Model, machine: Machine) -> Iterator[Candidate]:
-    for way, ranks, sampler in samplers(config, machine):
-        for learner in learners(config, model, ranks, machine.gpus):
-            changed = replace(config, learner=learner, **sampler)
-            yield Candidate(changed, way, tuple(_overrides(config, changed)))
+def candidate(config: Config, way: str, learner: LearnerSection, sampler: dict[str, Any]) -> Candidate:
+    changed = replace(config, learner=learner, **sampler)
+    return Candidate(changed, way, tuple(_overrides(config, changed)))
 
 
 def samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -87,7 +85,7 @@ def _sampler(config: Config, tp: int, share: float | None) -> SamplerSection:
 def learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[LearnerSection]:
     shape, work = model.shape, Workload.of(config.rollout, config.learner, Assumptions())
     for tp in (size for size in POWERS if size <= gpus and _cuts(model, size)):
-        for pp in (size for size in range(1, MOST_STAGES + 1) if shape.layers % size == 0 and ranks % (tp * size) == 0):
+        for pp in (size for size in STAGES if shape.layers % size == 0 and ranks % (tp * size) == 0):
             replicas = ranks // tp // pp
             if replicas > max(work.sequences // work.updates, 1):
                 continue
@@ -95,8 +93,7 @@ def learners(config: Config, model: Model, ranks: int, gpus: int) -> Iterator[Le
                 if shape.experts and (shape.experts % ep or tp * replicas % ep):
                     continue
                 for again in ({}, FULL):
-                    for rows in BUDGETS:
-                        yield _learner(config, tp, pp, replicas, ep, again, rows * work.longest)
+                    yield _learner(config, tp, pp, replicas, ep, again, max(work.longest, LEAST_BUDGET))
 
 
 def _cuts(model: Model, tp: int) -> bool:
@@ -112,7 +109,8 @@ def _learner(config: Config, tp: int, pp: int, dp: int, ep: int, again: dict[str
         *(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
     }
     megatron = {key: value for key, value in config.learner.megatron.items() if key not in owned} | again
-    megatron |= {"sequence_parallel": True} if tp > 1 else {}
+    if tp > 1 or config.learner.megatron.get("sequence_parallel"):
+        megatron["sequence_parallel"] = tp > 1
     megatron |= {"expert_tensor_parallel_size": 1} if ep > 1 and tp > 1 else {}
     return replace(
         config.learner,

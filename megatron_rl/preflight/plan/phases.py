@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
 from megatron_rl.config.schema import Sleep, SyncSection, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.placement import RANK_GIB
 from megatron_rl.preflight.plan.engine_memory import GIB, EngineMemory
 from megatron_rl.preflight.plan.learner_memory import LOGIT_CHUNKS, LearnerMemory
@@ -99,8 +101,12 @@ def communicators(layout: Layout) -> int:
 
 def staging(model: Model) -> float:
     """A bucket that is gathered, one that is sent, and the largest tensor whole."""
-    largest = max(prod(size) for param in params(replace(model.shape, layers=1)) for size in param.shapes)
-    return BUCKETS + BF16 * largest
+    return BUCKETS + BF16 * _largest(model.shape)
+
+
+@cache
+def _largest(shape: ModelShape) -> int:
+    return max(prod(size) for param in params(replace(shape, layers=1)) for size in param.shapes)
 
 
 def engine_phases(

@@ -9,18 +9,21 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, LearnerSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
-from megatron_rl.preflight.plan.candidates import SPLIT, Candidate, candidates, with_share
+from megatron_rl.preflight.plan import candidates
+from megatron_rl.preflight.plan.candidates import SPLIT, Candidate, with_share
 from megatron_rl.preflight.plan.engine_memory import GIB
 from megatron_rl.preflight.plan.phases import TIGHT, USABLE
-from megatron_rl.preflight.plan.plan import Plan, plan
-from megatron_rl.preflight.plan.workload import Assumptions
+from megatron_rl.preflight.plan.plan import Plan, heaviest, plan
+from megatron_rl.preflight.plan.time import learning
+from megatron_rl.preflight.plan.workload import Assumptions, Workload
 from megatron_rl.runs.console import duration, table
 
 SHOWN = 5
+FASTEST, SMALLEST = 6, 3  # learners that are tried with every kind of sampler
 LEAST_SHARE = 0.1  # of a GPU's memory, for an engine
 MOST_NODES = 64
 
@@ -34,18 +37,22 @@ class Suggestion:
 def suggestions(
     config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed: Assumptions, count: int = SHOWN
 ) -> list[Suggestion]:
-    """Of each way to share the GPUs its fastest first; what a dry run would refuse is left out."""
+    """The fastest of each way and layout; what a dry run would refuse is left out."""
     if machine.gpu is None or not machine.gib:
         raise ConfigError("--suggest: for a machine with GPUs of a known kind; name one, such as --on 1x8xH100-80")
-    model = Model.of(hf_config, Layout())
     fitting: list[Suggestion] = []
-    for candidate in candidates(config, model, machine):
-        candidate = _with_room(candidate, config, hf_config, machine, assumed)
-        if candidate is None:
-            continue
-        found = plan(candidate.config, hf_config, machine, assumed)
-        if not found.problems and found.verdict == "fits":
-            fitting.append(Suggestion(candidate, found))
+    of_ranks: dict[int, list[LearnerSection]] = {}
+    for way, ranks, sampler in candidates.samplers(config, machine):
+        if ranks not in of_ranks:
+            of_ranks[ranks] = _best_learners(config, hf_config, machine, assumed, ranks)
+        for learner in of_ranks[ranks]:
+            made = candidates.candidate(config, way, learner, sampler)
+            room = _with_room(made, config, hf_config, machine, assumed)
+            if room is None:
+                continue
+            found = plan(room.config, hf_config, machine, assumed)
+            if not found.problems and found.verdict == "fits":
+                fitting.append(Suggestion(room, found))
     fitting.sort(key=lambda one: one.plan.time.step if one.plan.time else 0.0)
     chosen: dict[tuple[Any, ...], Suggestion] = {}
     for one in fitting:
@@ -56,6 +63,26 @@ def suggestions(
         if key not in chosen and not refused(one.candidate.config, machine):
             chosen[key] = one
     return list(chosen.values())
+
+
+def _best_learners(
+    config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed: Assumptions, ranks: int
+) -> list[LearnerSection]:
+    """Of those that fit by themselves the fastest, and those that leave the most to an engine."""
+    assert machine.gpu is not None
+    limit, found = machine.gib * GIB * USABLE * (1 - TIGHT), []
+    work = Workload.of(config.rollout, config.learner, assumed)
+    for learner in candidates.learners(config, Model.of(hf_config, Layout()), ranks, machine.gpus):
+        changed = replace(config, learner=learner)
+        model = Model.of(hf_config, Layout.from_config(learner))
+        memory = heaviest(changed, model, work, host=False)
+        needed = memory.static + max(memory.dynamic, memory.forward)
+        if needed < limit:
+            seconds = learning(changed, model, machine.gpu, machine.gpus, assumed)
+            found.append((seconds.prox + seconds.update, needed, learner))
+    fast = sorted(found, key=lambda one: one[0])[:FASTEST]
+    small = sorted(found, key=lambda one: one[1])[:SMALLEST]
+    return [learner for _, _, learner in fast + [one for one in small if one not in fast]]
 
 
 def _with_room(

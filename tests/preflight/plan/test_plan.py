@@ -67,10 +67,10 @@ def test_what_is_split_shrinks(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_recomputing_takes_less_memory_and_more_time(capsys: pytest.CaptureFixture[str]) -> None:
     off = [f"learner.megatron.recompute_{key}=null" for key in ("granularity", "method", "num_layers")]
-    less, more = planned(capsys), planned(capsys, *off, status=2)
+    less, more = planned(capsys), planned(capsys, *off)
     assert memory(less, "learner")["peak"] < memory(more, "learner")["peak"]
     assert less["time"]["update"] > more["time"]["update"]
-    assert more["verdict"] == "does not fit"
+    assert (less["verdict"], more["verdict"]) == ("fits", "tight")
 
 
 def test_an_engine_that_sleeps_gives_its_cache_back(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_an_engine_that_sleeps_gives_its_cache_back(capsys: pytest.CaptureFixtur
 
 
 def test_what_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", DAPO, "--on", "1x8xL40S"]) == 2
+    assert cli.main(["plan", DAPO, "--on", "1x8xL4"]) == 2
     said = capsys.readouterr()
     assert "a GPU of: learner (4)" in said.out  # the table is still there
     assert "memory: a GPU of learner needs" in said.err
@@ -101,16 +101,14 @@ def test_a_cache_that_holds_no_answer_is_refused(capsys: pytest.CaptureFixture[s
 
 def test_five_mistakes_in_one_message_in_two_seconds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_rl.cli", "plan", DAPO, *NODE, *WRONG, "reward.name=nowhere:nothing"]
-    start = time.process_time()
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
-    )
+    env, before = {"PYTHONPATH": str(ROOT)}, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
     assert result.returncode == 2
     for key in ("learner.tensor_parallel", "sampler.tensor_parallel", "loss.clip_high", "optim.lr", "reward.name"):
         assert f"error: {key}" in result.stderr, result.stderr
     assert "nearest valid" in result.stderr
     assert "Traceback" not in result.stderr
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start < 2
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -119,15 +117,8 @@ def test_the_sbatch_line(capsys: pytest.CaptureFixture[str]) -> None:
                      "sampler.fleet.addresses=['http://127.0.0.1:8000']"]) == 0  # fmt: skip
     line, *others = capsys.readouterr().out.splitlines()
     assert line.endswith(" slurm/dapo_fp8.sbatch")
-    for word in (
-        "--nodes=2",
-        "--ntasks=16",
-        "--ntasks-per-node=8",
-        "--gres=gpu:8",
-        "OVERRIDES=",
-        "learner.data_parallel=4",
-    ):
-        assert word in line
+    options = ("--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--gres=gpu:8")
+    assert all(word in line for word in (*options, "OVERRIDES=", "learner.data_parallel=4"))
     assert any("megatron-rl serve" in other for other in others)
 
 

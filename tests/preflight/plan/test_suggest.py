@@ -11,11 +11,17 @@ import pytest
 from megatron_rl import cli
 
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "dapo_int8.yaml")
-MACHINES = ("1x1xH100", "1x8xH100", "4x8xH100")
-MODELS = (
-    "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-8B", "Qwen3-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B",
-    "Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.1-8B", "Llama-3.1-70B",
-)  # fmt: skip
+# of ten models on 1, 8 and 32 GPUs each the ones that say the most: docs/benchmarks.md has all of them
+CASES = (
+    ("Qwen3-0.6B", "1x1xH100"),
+    ("Qwen3-8B", "1x1xH100"),
+    ("Qwen3-8B", "1x8xH100"),
+    ("Qwen2.5-7B", "1x8xH100"),
+    ("Llama-3.1-70B", "1x8xH100"),
+    ("Qwen3-30B-A3B", "4x8xH100"),
+    ("Llama-3.1-70B", "4x8xH100"),
+)
+TOO_LARGE = {("Qwen3-8B", "1x1xH100"), ("Llama-3.1-70B", "1x8xH100")}
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +31,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEGATRON_RL_FLEET_KEY", "k" * 32)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "machine"), CASES)
 def test_suggestions_pass_a_dry_run(model: str, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [RECIPE, f"model.path=models/{model}", "--on", machine]
     start = time.process_time()
@@ -34,12 +39,13 @@ def test_suggestions_pass_a_dry_run(model: str, machine: str, capsys: pytest.Cap
     assert time.process_time() - start < 10
     said = capsys.readouterr()
     commands = [shlex.split(line)[4:] for line in said.out.splitlines() if " megatron-rl train " in line]
-    if status:
-        assert not commands
+    if (model, machine) in TOO_LARGE:
+        assert (status, commands) == (2, [])
         assert "does not fit" in said.err
-        assert machine != "4x8xH100" or model == "Qwen3-235B-A22B"
+        assert "it fits" in said.out
         return
-    assert commands
-    for overrides in commands:
+    assert status == 0
+    assert 1 <= len(commands) <= 5
+    for overrides in commands[:2]:
         assert cli.main(["train", *words, *overrides, "--dry-run"]) == 0, capsys.readouterr().err
-        assert cli.main(["plan", *words, *overrides]) == 0, capsys.readouterr().err
+    assert cli.main(["plan", *words, *commands[0]]) == 0, capsys.readouterr().err
