@@ -14,6 +14,7 @@ hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
 from megatron_rl.config import ConfigError, cluster, load, read, to_yaml  # noqa: E402
 from megatron_rl.config.schema import Config, Format  # noqa: E402
+from megatron_rl.processes import slurm  # noqa: E402
 from megatron_rl.rewards.own import RECIPE_FOLDER  # noqa: E402
 
 
@@ -61,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=("local", "env", "slurm"),
         default="local",
         help="local: start every rank here; env: be one rank of torchrun; slurm: be one rank of srun",
+    )
+    train.add_argument(
+        "--attempts", type=int, default=1, metavar="N", help="start at most N times: a run that fails goes on by itself"
     )
     train.set_defaults(run=_train)
 
@@ -136,7 +140,7 @@ def _train(options: argparse.Namespace) -> int:
     os.environ[RECIPE_FOLDER] = str(options.recipe.resolve().parent)
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
-        return run(config, options.ranks, found)
+        return run(config, options.ranks, found, options.attempts)
     status = plan_run(config, found, _own_machine(options) if options.on == "own" else options.on)
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)
@@ -183,8 +187,10 @@ def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
     return 0
 
 
-def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
+def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempts: int = 1) -> int:
     """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
+    if attempts < 1 or (attempts > 1 and ranks != "local"):
+        raise ConfigError(f"--attempts {attempts}: at least 1, and for --ranks local; a batch script queues again")
     from megatron_rl.preflight.checks import check
 
     checked, first = check(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
@@ -194,11 +200,12 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
     from megatron_rl.launch import launch
     from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
+    from megatron_rl.runs.attempts import keep_going
 
     if ranks == "local":
-        return launch(config)
+        return keep_going(launch, config, attempts, print)
     _ranks_of_starter(config, ranks)
-    os.environ.update(_slurm_environment() if ranks == "slurm" else {})
+    os.environ.update(slurm.rank_environment() if ranks == "slurm" else {})
     with entered():
         run_rank(config, Path(config.run.root) / str(config.run.name))
     return 0
@@ -233,18 +240,6 @@ def _rank(ranks: str) -> int:
         starter = "srun" if ranks == "slurm" else "torchrun"
         raise ConfigError(f"--ranks {ranks}: {name} is not set; start this under {starter}, or use --ranks local")
     return int(os.environ[name])
-
-
-def _slurm_environment() -> dict[str, str]:
-    if "MEGATRON_RL_RENDEZVOUS" not in os.environ:  # several nodes
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ConfigError(f"--ranks slurm: {', '.join(missing)} not set; slurm/prologue.sh exports them")
-    return {
-        "RANK": os.environ["SLURM_PROCID"],
-        "WORLD_SIZE": os.environ["SLURM_NTASKS"],
-        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
-    }
 
 
 def _plan(options: argparse.Namespace) -> int:

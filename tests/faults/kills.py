@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 from box import Box, wait_for
 
+from megatron_rl.runs.checkpoints import steps
+
 STEPS = 12
 START_S, END_S = 400.0, 60.0
 RECIPE = (
@@ -65,6 +67,17 @@ def strike(box: Box, moment: Moment) -> str:
     process.wait(START_S)
     wait_for(lambda: not box.processes(), END_S, "processes are left")
     return box.screen[-400:]
+
+
+def unkept(box: Box, moment: Moment) -> list[str]:
+    """What a run that was asked to end has not done: say so, and keep the state after its last step."""
+    status, kept = box.status(), steps(box.run / "checkpoints")
+    if moment.victim not in ("TERM", "USR1") or status["state"] == "finished":
+        return []
+    found = [] if status["state"] == "stopped" else [f"the run is {status['state']}: {status.get('reason')}"]
+    if moment.line and (status.get("step") or 0) > max(kept, default=0):
+        found.append(f"checkpoints of steps {kept} after step {status.get('step')}: {status.get('reason')}")
+    return found
 
 
 def _step(box: Box, attempt: int) -> int:

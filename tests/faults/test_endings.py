@@ -142,7 +142,7 @@ def test_a_second_start(box: Box) -> None:
     wait_for(lambda: box.steps() > before, PATIENCE_S, "a step after that")
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 143
-    assert box.status()["reason"] == "stopped by SIGTERM"
+    assert "SIGTERM" in box.status()["reason"]
 
 
 @pytest.mark.fault("five whole runs are started at once under one name", "one runs to its end, the others are told")

@@ -149,5 +149,6 @@ def _too_little(engine: EngineMemory, work: Workload, limit: float | None) -> li
         return []
     return [
         f"sampler.vllm.gpu_memory_utilization: {engine.tokens:,} tokens of cache are left beside "
-        f"{engine.weights / GIB:.1f} GiB of weights, and one prompt with its answer takes {work.longest:,}; raise it, or sampler.tensor_parallel"
+        f"{engine.weights / GIB:.1f} GiB of weights, and one prompt with its answer takes {work.longest:,}; raise "
+        "it, or sampler.tensor_parallel"
     ]
