@@ -124,15 +124,21 @@ def test_a_phase_that_cannot_be_left_is_finished_first(asked: StopRequest, tmp_p
         asked.check()
 
 
-@pytest.mark.fault("Ctrl-C twice, or once before the first step", "the run ends at once")
-@pytest.mark.parametrize("step", [None, 3])
-def test_what_ends_a_run_at_once(asked: StopRequest, tmp_path: Path, step: int | None) -> None:
-    if step is not None:
-        asked.begin(step)
-        os.kill(os.getpid(), signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT"):
-        os.kill(os.getpid(), signal.SIGINT)
-    said(tmp_path / "run", "step 3" if step else "nothing yet to be saved")
+@pytest.mark.fault("a run is asked to end before its first step", "it ends at once")
+@pytest.mark.parametrize("number", ASKS)
+def test_what_ends_a_run_at_once(asked: StopRequest, tmp_path: Path, number: int) -> None:
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIG"):
+        os.kill(os.getpid(), number)
+    said(tmp_path / "run", "nothing yet to be saved")
+
+
+@pytest.mark.fault("Slurm sends SIGTERM to a job, and srun once more to its step", "that is one request, not two")
+def test_a_signal_that_comes_twice(asked: StopRequest, tmp_path: Path) -> None:
+    asked.begin(3)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    said(tmp_path / "run", "the step is finished")
+    asked.check()
 
 
 @pytest.mark.fault("the time limit of a job is too near for the step", "the step is given up")
