@@ -161,7 +161,7 @@ class StopRequest:
         if self._given_up:
             self._say(f"{self.reason}: the run is about to end", limit)
         elif rest > self.left():
-            self._give_up(f"of which {_spoken(rest)} are left to do, in {_spoken(self.left())}", limit)
+            self._give_up(f"whose rest takes {_spoken(rest)}, with {_spoken(self.left())} left", limit)
         else:
             time_left = "" if self._end == math.inf else f", in the {_spoken(self.left())} that are left"
             self._say(f"{self.reason}: the step is finished and saved first{time_left}", limit)
@@ -184,4 +184,4 @@ class StopRequest:
 
 
 def _spoken(seconds: float) -> str:
-    return "unknown times" if seconds == math.inf else duration(max(0.0, seconds))
+    return "nobody knows how long" if seconds == math.inf else duration(max(0.0, seconds))
