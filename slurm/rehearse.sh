@@ -101,7 +101,7 @@ state=PENDING
 for _ in $(seq "${REHEARSE_WAIT_S:-1800}"); do
   state=$(scontrol -o show job "$job" | sed 's/.*JobState=\([A-Z_]*\).*/\1/')
   if [[ $state == PENDING ]]; then scontrol update JobId="$job" StartTime=now 2>/dev/null || true; fi  # queued again
-  case $state in PENDING | CONFIGURING | RUNNING | COMPLETING) sleep 1 ;; *) break ;; esac
+  case $state in PENDING | CONFIGURING | RUNNING | COMPLETING | REQUEUED) sleep 1 ;; *) break ;; esac
 done
 code=$(scontrol -o show job "$job" | sed 's/.*ExitCode=\([0-9]*\):.*/\1/')
 sleep 1
