@@ -91,7 +91,7 @@ class Recorder:
         self._clock = PhaseClock()
         self._begun = time.perf_counter()
         self._step_times: list[float] = []
-        self._last_step: int | None = None
+        self._last_step = self.run.resumes_after
         self._unknown: set[str] = set()
         self._closed = False
         self._disk = Disk(self.run, config.disk_gib, self.note)
@@ -134,6 +134,10 @@ class Recorder:
         self._write_text(step_line(step, self._n_steps, line, eta_s))
         self._beat()
         return line
+
+    @property
+    def clock(self) -> PhaseClock:
+        return self._clock
 
     def skip(self) -> None:
         """What has passed since the last line belongs to no step: engines were started again."""

@@ -7,6 +7,9 @@ pid, host   of the process that owns the run
 started, time, heartbeat
             its start, its last change of state, its last sign of life
 stuck       the process that it waits for and that does not go on (trouble.py); null where there is none
+stopping    once somebody has asked the run to end: what was said of it, and for how long a launcher waits for that
+attempt     the number of this start; before: how the one before it ended
+restarts    under Slurm: how often the job was started again
 """
 
 from __future__ import annotations
@@ -24,20 +27,20 @@ from megatron_rl.processes.owned_folder import held
 STATUS = "status.json"
 ENDED = ("finished", "stopped", "failed")
 LONGEST_REASON = 3000  # bytes as written: a status fits into one block of a disk
-_WRITING = threading.Lock()  # the thread that watches a run writes too
 SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
+_ONE_WRITER = threading.RLock()  # of the threads of a process
 
 
 def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
     """Also for a launcher whose driver rank died without a word."""
     about = {"state": state, "reason": _shortened(reason), "time": now(), "heartbeat": now()}
-    with _WRITING:
+    with _ONE_WRITER:
         _write(path, {**read_status(path), **about, **more})
 
 
 def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
     """While the run goes on, as far as it knows."""
-    with _WRITING:
+    with _ONE_WRITER:
         status = read_status(path)
         if status and status.get("state") not in ENDED:
             _write(path, {**status, "stuck": stuck})
@@ -55,8 +58,10 @@ def _write(path: Path, status: dict[str, Any]) -> None:
 
 def beat(path: Path, **more: Any) -> None:
     """A sign of life of a run that goes on."""
-    status = read_status(path)
-    mark_status(path, "running", **{"time": status.get("time", now()), **more})
+    with _ONE_WRITER:
+        status = read_status(path)
+        if status.get("state") not in ENDED:
+            mark_status(path, "running", **{"time": status.get("time", now()), **more})
 
 
 def read_status(path: Path) -> dict[str, Any]:
