@@ -198,6 +198,22 @@ def test_waiting_for_others_outside_is_learnt(run: Run) -> None:
     assert named == ["reward worker stuck"]
 
 
+def test_nothing_is_learnt_while_somebody_is_stopped(run: Run, process: subprocess.Popen[bytes]) -> None:
+    stopped(process)
+    child = {"name": "reward worker 0", "pid": process.pid}
+    for age_s in range(0, 1000, 10):
+        run.pulse(0, age_s=age_s, idle_s=age_s, children=[child])
+        run.look()
+    process.send_signal(signal.SIGCONT)
+    while state_of(process.pid) == "T":
+        pass
+    named = []
+    for age_s in (1000, 0, NAME_S):
+        run.pulse(0, age_s=age_s, idle_s=age_s if age_s == NAME_S else 0, meets=False)
+        named += run.look()[0]
+    assert named == ["rank 0 slow", "rank 0 stuck"]
+
+
 @pytest.mark.parametrize(
     ("usual_s", "seen", "limit_s"),
     [(0, False, 3 * PATIENCE_S), (0, True, PATIENCE_S), (200, True, 1000), (500, True, 3 * PATIENCE_S)],
