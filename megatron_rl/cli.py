@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | plan | serve | status | watch | report | replay | ...`."""
+"""The command line: `megatron-rl train | plan | serve | status | watch | report | replay | rerun-step | ...`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from megatron_rl.processes.process import STOP_AFTER_STEP, hold, lasting_output
 
 hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
-from megatron_rl.config import ConfigError, load, read, to_yaml  # noqa: E402
+from megatron_rl.config import ConfigError, cluster, load, read, to_yaml  # noqa: E402
 from megatron_rl.config.schema import Config, Format  # noqa: E402
-from megatron_rl.rewards.functions import RECIPE_FOLDER  # noqa: E402
+from megatron_rl.processes import slurm  # noqa: E402
+from megatron_rl.rewards.own import RECIPE_FOLDER  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,13 +53,18 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     train.add_argument(
-        "--on", metavar="NODESxGPUSxNAME-GIB", help="with --dry-run: check for this machine, such as 1x8xH100-80"
+        "--on",
+        metavar="NODESxGPUSxNAME-GIB",
+        help="with --dry-run: check for this machine, such as 1x8xH100-80; own: for the recipe's cluster",
     )
     train.add_argument(
         "--ranks",
         choices=("local", "env", "slurm"),
         default="local",
         help="local: start every rank here; env: be one rank of torchrun; slurm: be one rank of srun",
+    )
+    train.add_argument(
+        "--attempts", type=int, default=1, metavar="N", help="start at most N times: a run that fails goes on by itself"
     )
     train.set_defaults(run=_train)
 
@@ -91,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
     toy = commands.add_parser("toy", help="make the toy's model folder and data")
     toy.add_argument("folder", nargs="?", type=Path, default=Path("data/toy"))
+    toy.add_argument("--like", metavar="MODEL", help="of the family of this model of conf/model, such as Qwen3-30B-A3B")
     toy.set_defaults(run=_toy)
 
     quickstart = commands.add_parser("quickstart", help="the toy, a warm start, and RL on it")
@@ -116,6 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     kept.set_defaults(run=_checkpoints)
 
     replay_arguments(commands.add_parser("replay", help="other corrections on the batches that a run recorded"))
+
+    repeat = commands.add_parser("rerun-step", help="repeats an update that was not finite, and says where it began")
+    repeat.add_argument("dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12")
+    repeat.set_defaults(run=_rerun_step)
 
     translate = commands.add_parser("translate", help="another project's correction settings as ours")
     translate.add_argument("framework", help="such as verl, skyrl or trl; an unknown one lists them all")
@@ -149,17 +160,27 @@ def _train(options: argparse.Namespace) -> int:
     os.environ[RECIPE_FOLDER] = str(options.recipe.resolve().parent)
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
-        return run(config, options.ranks, found)
-    status = plan_run(config, found, options.on)
+        return run(config, options.ranks, found, options.attempts)
+    status = plan_run(config, found, _own_machine(options) if options.on == "own" else options.on)
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)
     return status
 
 
+def _own_machine(options: argparse.Namespace) -> str:
+    name, machine = cluster(options.recipe, options.overrides)
+    if machine is None:
+        raise ConfigError(f"--on own: cluster is {name}, which is no machine of a name; say which, such as 1x8xH100-80")
+    return machine
+
+
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
+    from megatron_rl.preflight.checks import check_served
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
+
+    check_served(config.model)
 
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
     return serve(settings, config.model.folder, options.host, options.port)
@@ -186,8 +207,10 @@ def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
     return 0
 
 
-def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
+def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempts: int = 1) -> int:
     """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
+    if attempts < 1 or (attempts > 1 and ranks != "local"):
+        raise ConfigError(f"--attempts {attempts}: at least 1, and for --ranks local; a batch script queues again")
     from megatron_rl.preflight.checks import check
 
     checked, first = check(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
@@ -197,11 +220,12 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
     from megatron_rl.launch import launch
     from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
+    from megatron_rl.runs.attempts import keep_going
 
     if ranks == "local":
-        return launch(config)
+        return keep_going(launch, config, attempts, print)
     _ranks_of_starter(config, ranks)
-    os.environ.update(_slurm_environment() if ranks == "slurm" else {})
+    os.environ.update(slurm.rank_environment() if ranks == "slurm" else {})
     with entered():
         run_rank(config, Path(config.run.root) / str(config.run.name))
     return 0
@@ -238,18 +262,6 @@ def _rank(ranks: str) -> int:
     return int(os.environ[name])
 
 
-def _slurm_environment() -> dict[str, str]:
-    if "MEGATRON_RL_RENDEZVOUS" not in os.environ:  # several nodes
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ConfigError(f"--ranks slurm: {', '.join(missing)} not set; slurm/prologue.sh exports them")
-    return {
-        "RANK": os.environ["SLURM_PROCID"],
-        "WORLD_SIZE": os.environ["SLURM_NTASKS"],
-        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
-    }
-
-
 def _plan(options: argparse.Namespace) -> int:
     from megatron_rl.preflight.plan.command import Request, answer
     from megatron_rl.preflight.traffic import Request as Links
@@ -267,8 +279,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _toy(options: argparse.Namespace) -> int:
     from megatron_rl.data.toy import write_toy
+    from megatron_rl.preflight.files import read_card
 
-    counts = write_toy(options.folder)
+    counts = write_toy(options.folder, like=read_card(options.like) if options.like else None)
     print(f"{options.folder}: {counts['train']} problems to train on, {counts['test']} held out, and model/")
     return 0
 
@@ -308,12 +321,23 @@ def _watch(options: argparse.Namespace) -> int:
 
 
 def _checkpoints(options: argparse.Namespace) -> int:
+    from megatron_rl.models.kept_state import look_into
     from megatron_rl.runs.checkpoints import describe
     from megatron_rl.runs.run_dir import RunDir
 
     if not options.folder.is_dir():
         raise ConfigError(f"{options.folder}: no such folder; name a run directory such as runs/quickstart")
-    print(describe(RunDir(options.folder).checkpoints))
+    print(describe(RunDir(options.folder).checkpoints, look_into))
+    return 0
+
+
+def _rerun_step(options: argparse.Namespace) -> int:
+    from megatron_rl.rank import alone
+
+    with alone():
+        from megatron_rl.learner.rerun import rerun
+
+        print(rerun(options.dump))
     return 0
 
 

@@ -20,7 +20,7 @@ collect_rarely()
 
 ROOT = Path(__file__).parent.parent
 LONGEST = (  # first, so that no worker is left alone with one at the end
-    "test_end_to_end.py", "test_fleet.py", "test_learner.py", "test_loop.py", "test_live_updates.py",
+    "test_end_to_end.py", "test_kills.py", "test_fleet.py", "test_learner.py", "test_loop.py", "test_live_updates.py",
     "test_engine_cases.py", "test_tensor_parallel_engine.py", "test_slurm.py", "test_child_engine.py",
     "test_sampler_shards.py", "test_architecture.py", "test_compare_corrections.py", "test_layout_matrix.py",
 )  # fmt: skip
@@ -29,6 +29,7 @@ SESSION = ExitStack()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="only what is marked as a fault, tests/faults/ included")
+    parser.addoption("--recipes", action="store_true", help="whole runs of every recipe, made small")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

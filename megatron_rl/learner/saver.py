@@ -1,13 +1,16 @@
 """Saves while the run goes on, and loads. Every rank makes one and calls the same methods at the same steps.
 
+Weights and optimizer are saved as they are, all else as it was at the last `stand`: a step that is given up before its
+update has measured things, and may have drawn random numbers, and leaves no trace of that.
+
 A step waits only for the copy of the rank's state into memory that is kept for it; a thread writes that to disk and
 reads it back. Once every rank's thread is done, rank 0 gives the folder its name.
 """
 
 from __future__ import annotations
 
-import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -15,23 +18,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.distributed import exchange
+from megatron_rl.files import remove
 from megatron_rl.learner import state
 from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_writer import Block, write_blocks, write_index
 from megatron_rl.runs import checkpoints
-from megatron_rl.runs.checkpoints import Checkpoint
+from megatron_rl.runs.checkpoints import POLICY, RANKS, SYNC, Checkpoint, TornCheckpoint
 
 if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
 
-POLICY, RANKS, SYNC = "policy", "ranks", "sync.safetensors"
 ALIGNMENT = 64
+_Small = tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor] | None]  # this rank's own, its text, the sync's
 
 
 class Keeps(Protocol):
@@ -39,7 +43,7 @@ class Keeps(Protocol):
 
     def state(self) -> dict[str, Tensor]: ...
 
-    def restore(self, state: Mapping[str, Tensor]) -> None: ...
+    def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None: ...
 
 
 class Saver:
@@ -52,40 +56,61 @@ class Saver:
         self._learner, self._sync, self._note = learner, sync, note
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pending: _Save | None = None
+        self._small: _Small | None = None
+        self.newest: int | None = None  # the step of what was saved, or loaded
+        self.seconds: float | None = None  # the longest save so far
         if learner.is_driver:
             checkpoints.clean(root)
 
+    def stand(self) -> None:
+        """Weights and optimizer stay as they are until the next update: remember the rest."""
+        if self._section.every or self._section.minutes:
+            self._small = *state.own(self._learner), self._sync.state() if self._learner.is_driver else None
+
     def begin(self, step: int, about: Mapping[str, Any]) -> None:
         """Copy everything, and start to write. `about`: what the run itself wants to know again."""
+        begun = time.monotonic()
         self.settle(wait=True)
         partial = checkpoints.partial_of(self._root, step)
         problem = None
         if self._learner.is_driver:
             try:
-                shutil.rmtree(partial, ignore_errors=True)
-                for name in (POLICY, RANKS):
-                    (partial / name).mkdir(parents=True)
+                remove(partial)
+                for folder in (partial, partial / POLICY, partial / RANKS):  # a run's directory that is gone stays so
+                    folder.mkdir()
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
         if problem := exchange(problem)[0]:
             self._failed(step, partial, problem)
             return
         blocks = self._copied(list(state.blocks(self._learner)))
-        own, text = state.own(self._learner)
-        shared = self._sync.state() if self._learner.is_driver else None
+        if self._small is None:
+            self.stand()
+        assert self._small is not None
+        own, text, shared = self._small
         rank = self._learner.rank
         self._pending = _Save(
             step,
             partial,
             self._learner.steps,
             about,
-            _in_thread(lambda: _write(partial, rank, blocks, own, text, shared)),
+            _in_thread(
+                lambda: _write(partial, rank, blocks, own, text, shared) | {"seconds": time.monotonic() - begun}
+            ),
         )
 
     @property
     def settled(self) -> bool:
         """Whether nothing is under way."""
         return self._pending is None
+
+    @property
+    def kept(self) -> str:
+        """What a run that ends now leaves to go on from."""
+        if self.newest is not None:
+            return f"the state after step {self.newest} is kept"
+        asked = self._section.every or self._section.minutes
+        return "no state is kept" + ("" if asked else ": checkpoint.every and checkpoint.minutes are 0")
 
     def settle(self, wait: bool = False) -> None:
         """All ranks: publish the save that is under way, once it is on disk everywhere."""
@@ -106,18 +131,32 @@ class Saver:
                 problems = [f"{type(error).__name__}: {error}"]
         if problems:
             self._failed(save.step, save.partial, problems[0])
+            return
+        self.newest = save.step
+        self.seconds = max(self.seconds or 0.0, *(outcome["seconds"] for outcome in outcomes))
 
     def load(self, found: Checkpoint) -> None:
         """Into the learner and the sync, whatever layout wrote it."""
+        try:
+            self._load(found)
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
+            # whole by its checksums, so that no older one was taken instead
+            raise TornCheckpoint(
+                f"{found.path} cannot be gone on from ({type(error).__name__}: {error}); move it away to go on from an "
+                "older one"
+            ) from error
+
+    def _load(self, found: Checkpoint) -> None:
         state.restore(self._learner, Reader(found.path / POLICY), found.updates)
-        self._sync.restore(_read_tensors(found.path / SYNC)[0])
-        same = dict(found.layout) == asdict(self._learner.layout)
-        ranks = sorted((found.path / RANKS).glob("rank_*.safetensors"))
-        if same:
+        # where the line is still to be written, the sync of this step is, too
+        self._sync.restore(_read_tensors(found.path / SYNC)[0], repeats=found.said)
+        self.newest = found.step
+        if dict(found.layout) == asdict(self._learner.layout):
             mine = found.path / RANKS / f"rank_{self._learner.rank}.safetensors"
             state.restore_own(self._learner, *_read_tensors(mine))
         else:
-            state.restore_measured(self._learner, [_read_tensors(path)[0] for path in ranks])
+            ranks = sorted(name for name in found.files if name.startswith(f"{RANKS}/"))
+            state.restore_measured(self._learner, [_read_tensors(found.path / name)[0] for name in ranks])
 
     def close(self) -> None:
         """Before the processes part: what is under way is finished."""
@@ -144,7 +183,7 @@ class Saver:
 
     def _failed(self, step: int, partial: Path, problem: str) -> None:
         if self._learner.is_driver:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove(partial)
             kept = checkpoints.steps(self._root)
             older = f"the newest one is of step {kept[0]}" if kept else "there is none yet"
             self._note(f"the checkpoint of step {step} was not saved ({problem}); the run goes on, {older}")

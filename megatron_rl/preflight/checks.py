@@ -68,15 +68,17 @@ def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, 
     return Checked(facts["machine"], facts["policy"], to_bring, tuple(findings(notes.RULES, facts)))
 
 
-def problems(config: Config, on: Machine | None = None) -> list[str]:
-    """All that speaks against a recipe, but for files that are not here: a plan does not need them."""
+def problems(config: Config, on: Machine | None = None, complete: bool = False) -> list[str]:
+    """All that speaks against a recipe. A plan does not need its files; what is queued has to find them: `complete`."""
     facts, found = _facts(config, on, cards=True)
+    if complete:
+        found += [each.error or f"not here: {each.what}" for each in findings(TO_FIND, facts)]
     return list(dict.fromkeys([*found, *findings(RULES, facts)]))
 
 
 def _facts(config: Config, on: Machine | None, cards: bool = False) -> tuple[dict[str, Any], list[str]]:
     """The sections, and what is outside of them: the machine and the model; what cannot be had is a problem."""
-    facts, problems = dict(vars(config)), []
+    facts, problems = {**vars(config), "elsewhere": on is not None}, []
     try:
         facts["machine"] = on or detect(config.run.device)
     except ConfigError as error:
@@ -90,6 +92,20 @@ def _facts(config: Config, on: Machine | None, cards: bool = False) -> tuple[dic
     except ValueError as error:
         problems.append(f"model.path={config.model.path}: {error}")
     return facts, problems
+
+
+def check_served(model: ModelSection) -> None:
+    """The folder of a server, whose weights come from the run: config.json against what else lies there."""
+    try:
+        hf_config = read_hf_config(model.folder)
+        facts = {"model": model, "hf_config": hf_config, "shape": ModelShape.from_hf(hf_config)}
+    except ValueError as error:
+        raise ConfigError(
+            str(error) if isinstance(error, ConfigError) else f"model.path={model.path}: {error}"
+        ) from None
+    rules = (unquantized, model_folder.weights, model_folder.vocabulary, model_folder.end_of_text)
+    if problems := list(findings(rules, facts)):
+        raise ConfigError("\n".join(problems))
 
 
 def learner_limits(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
@@ -166,4 +182,5 @@ RULES: tuple[Rule, ...] = (
     placement.ranks, placement.engine_gpus, placement.fleet_gpus, placement.host_memory, placement.reach,
     files.unnamed_data,
 )  # fmt: skip
-ABSENT: tuple[Rule, ...] = (files.absent_model, files.absent_data, files.absent_dir, files.absent_key)
+TO_FIND: tuple[Rule, ...] = (files.absent_model, files.absent_data, files.absent_key)
+ABSENT: tuple[Rule, ...] = (*TO_FIND, files.absent_dir, files.absent_servers)

@@ -9,7 +9,16 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.load import CONF
-from megatron_rl.config.schema import DataSection, EvalSection, LogSection, ModelInit, ModelSection, SyncSection
+from megatron_rl.config.schema import (
+    DataSection,
+    EvalSection,
+    LogSection,
+    ModelInit,
+    ModelSection,
+    SamplerSection,
+    SyncSection,
+)
+from megatron_rl.data.folder import data_files
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.runs.wandb_log import resolve_mode
@@ -48,11 +57,11 @@ def absent_model(model: ModelSection) -> Iterator[Absent]:
 
 
 def absent_data(data: DataSection) -> Iterator[Absent]:
-    given = {key: value for key in ("train", "eval") if (value := getattr(data, key))}
-    toy = any(Path(value).is_relative_to("data/toy") for value in given.values())
+    given = [(key, value) for key in ("train", "eval") for value in data.sources(key)]
+    toy = any(Path(value).is_relative_to("data/toy") for _, value in given)
     way_out = "`megatron-rl toy` makes the toy's data" if toy else "bring it there, or name another file"
-    for key, value in given.items():
-        if not Path(value).is_file():
+    for key, value in given:
+        if not all(file.is_file() for file in data_files(f"data.{key}", Path(value))):
             yield Absent(f"{value} (data.{key})", f"data.{key}: no file {value!r}; {way_out}")
 
 
@@ -67,6 +76,17 @@ def absent_key(log: LogSection) -> Iterator[Absent]:
         resolve_mode(log.wandb)
     except (ValueError, RuntimeError) as error:
         yield Absent("a key for W&B (log.wandb)", str(error))
+
+
+def absent_servers(sampler: SamplerSection) -> Iterator[Absent]:
+    fleet = sampler.fleet
+    if fleet.servers and not fleet.addresses:
+        yield Absent(
+            f"{fleet.servers} servers of {sampler.tensor_parallel} GPU(s) each, on nodes of their own (slurm/"
+            "dapo_split.sbatch starts them)",
+            f"sampler.fleet.servers: {fleet.servers} servers on other nodes, whose addresses nobody has given; submit "
+            "slurm/dapo_split.sbatch, which starts them, or name them in sampler.fleet.addresses",
+        )
 
 
 def unnamed_data(data: DataSection, eval: EvalSection) -> Iterator[str]:

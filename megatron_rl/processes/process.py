@@ -64,6 +64,8 @@ def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
 
 # "Finish the step, then stop", as schedulers ask before a time limit: for the driver alone.
 STOP_AFTER_STEP = signal.SIGUSR1
+# From a launcher to its ranks, and from the kernel where that is gone: there is nothing left to wait for.
+AT_ONCE = signal.SIGHUP
 
 
 def hold(*numbers: signal.Signals) -> None:
@@ -86,8 +88,8 @@ def for_the_driver_alone() -> Iterator[None]:
 
 
 def leave_to_the_driver() -> None:
-    """The same for this process itself, whoever has started it."""
-    for number in (signal.SIGINT, STOP_AFTER_STEP):
+    """The same for this process itself, and of SIGTERM: whoever has started it signals all of its siblings."""
+    for number in (signal.SIGINT, signal.SIGTERM, STOP_AFTER_STEP):
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -166,6 +168,16 @@ def describe_end(code: int) -> str:
         return f"exit status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"ended by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
+
+
+def started_at(pid: int) -> float | None:
+    """Seconds since the epoch; None where no such process lives."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        (booted,) = (line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(booted.split()[1]) + int(numbers[18]) / os.sysconf("SC_CLK_TCK")
 
 
 def exit_status(code: int) -> int:
