@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs a batch script on a Slurm cluster made for the occasion: this machine, pretending to be one node.
+# Runs a batch script on a Slurm cluster made for the occasion: this machine, pretending to be one node or several.
 #   slurm/rehearse.sh slurm/dapo_int8.sbatch [RECIPE [key=value ...]]
+#   REHEARSE_NODES=3 slurm/rehearse.sh slurm/dapo_split.sbatch recipes/quickstart.yaml sampler.fleet.servers=2 sync.dir=/tmp/s
 # Needs Debian's slurm-wlm and munge, and root. Everything it starts and writes is gone when it ends.
 set -euo pipefail
 
@@ -32,6 +33,13 @@ cleanup() {
 trap cleanup EXIT
 trap "exit 130" INT TERM HUP
 
+read -r ranks servers _ <<<"$(.venv/bin/python -m megatron_rl.preflight.plan.roles "$recipe" "$@")"
+[[ -n $ranks ]] || exit 2
+count=${REHEARSE_NODES:-$((1 + (servers > 0)))}
+learning=$((servers > 0 ? count - 1 : count))  # servers share one node, unless REHEARSE_LEARNING says otherwise
+learning=${REHEARSE_LEARNING:-$learning}
+tasks=$(((ranks + learning - 1) / learning))
+
 port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 cores=$(nproc)
 
@@ -51,11 +59,11 @@ AuthType=auth/munge
 AuthInfo=socket=$work/munge.socket
 CredType=cred/munge
 StateSaveLocation=$work/state
-SlurmdSpoolDir=$work/spool
+SlurmdSpoolDir=$work/spool_%n
 SlurmctldPidFile=$work/slurmctld.pid
-SlurmdPidFile=$work/slurmd.pid
+SlurmdPidFile=$work/slurmd_%n.pid
 SlurmctldLogFile=$work/slurmctld.log
-SlurmdLogFile=$work/slurmd.log
+SlurmdLogFile=$work/slurmd_%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -64,29 +72,28 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
 KillWait=15
-NodeName=n1 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=$(port) CPUs=$((cores * 8)) State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 CONF
-mkdir -p "$work/state" "$work/spool"
+for ((i = 1; i <= count; i++)); do
+  echo "NodeName=n$i NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=$(port) CPUs=$((cores * 8)) State=UNKNOWN"
+done >>"$work/slurm.conf"
+mkdir -p "$work/state"
 export SLURM_CONF=$work/slurm.conf
 setsid slurmctld -D >"$work/slurmctld.out" 2>&1 &
 pids+=($!)
-setsid slurmd -D -N n1 >"$work/slurmd.out" 2>&1 &
-pids+=($!)
-
-for _ in $(seq 60); do
-  [[ $(sinfo -h -o %T 2>/dev/null) == idle ]] && break
-  sleep 0.5
+for ((i = 1; i <= count; i++)); do
+  setsid slurmd -D -N "n$i" >"$work/slurmd_n$i.out" 2>&1 &
+  pids+=($!)
 done
-[[ $(sinfo -h -o %T 2>/dev/null) == idle ]] || { echo "rehearse: the node did not come up:" >&2; tail -n 20 "$work"/*.log >&2; exit 1; }
 
-tasks=$(.venv/bin/python -c 'import sys; from megatron_rl.config import load; from megatron_rl.models.layout import Layout
-print(Layout.from_config(load(sys.argv[1], sys.argv[2:]).learner).world)' "$recipe" "$@")
+idle() { [[ $(sinfo -h -N -o %T 2>/dev/null | grep -c '^idle$') == "$count" ]]; }
+for _ in $(seq 60); do idle && break; sleep 0.5; done
+idle || { echo "rehearse: the nodes did not come up:" >&2; tail -n 20 "$work"/*.log >&2; exit 1; }
 
 # No GPUs here, and fewer cores: only the request for resources differs from what a cluster is asked for.
-job=$(RECIPE=$recipe OVERRIDES=$* sbatch --parsable --gres=none --ntasks-per-node="$tasks" --cpus-per-task=1 \
+job=$(RECIPE=$recipe OVERRIDES=$* sbatch --parsable --gres=none --nodes="$count" --ntasks-per-node="$tasks" --cpus-per-task=1 \
   --time="${REHEARSE_TIME:-30}" --signal="B:USR1@${REHEARSE_SIGNAL_S:-180}" --output="$work/job.log" "$script")
-echo "rehearse: job $job, $tasks ranks, $recipe $*"
+echo "rehearse: job $job, $ranks ranks, $servers servers, $count node(s), $recipe $*"
 touch "$work/job.log"
 tail -f "$work/job.log" &
 pids+=($!)
@@ -94,7 +101,7 @@ state=PENDING
 for _ in $(seq "${REHEARSE_WAIT_S:-1800}"); do
   state=$(scontrol -o show job "$job" | sed 's/.*JobState=\([A-Z_]*\).*/\1/')
   if [[ $state == PENDING ]]; then scontrol update JobId="$job" StartTime=now 2>/dev/null || true; fi  # queued again
-  case $state in PENDING | CONFIGURING | RUNNING | COMPLETING) sleep 1 ;; *) break ;; esac
+  case $state in PENDING | CONFIGURING | RUNNING | COMPLETING | REQUEUED) sleep 1 ;; *) break ;; esac
 done
 code=$(scontrol -o show job "$job" | sed 's/.*ExitCode=\([0-9]*\):.*/\1/')
 sleep 1

@@ -17,6 +17,7 @@ from megatron_rl.data.toy import write_toy
 from megatron_rl.preflight.checks import check
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
+from megatron_rl.preflight.plan.plan import plan
 
 ROOT = Path(__file__).parents[1]
 ALL = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])
@@ -50,6 +51,13 @@ def test_a_recipe_fits_its_own_cluster(recipe):
     _, machine = cluster(recipe)
     assert machine is not None
     check(*read(recipe), on=named(machine))
+
+
+def test_a_recipe_fits_the_memory_of_its_cluster(recipe):
+    config, (_, machine) = load(recipe), cluster(recipe)
+    made = plan(config, read_card(config.model.path), named(machine))
+    assert (made.verdict, made.problems) == ("fits", ())
+    assert made.roles.nodes == named(machine).nodes
 
 
 def test_a_recipe_is_called_what_it_is(recipe):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Reader:
         self._prefix = prefix(self._tensors)
 
     def find(self, param: Param, shape: ModelShape) -> Entry:
-        entry = locate(self._tensors, param, shape)
+        entry = locate(self._tensors, self._prefix, param, shape)
         if entry is None:
             raise CheckpointError(f"{self.folder} lacks the parameter {param.megatron} ({param.hf[0]})")
         return entry
@@ -88,20 +89,17 @@ class Reader:
         if key not in self._tensors:
             raise CheckpointError(f"{self.folder} lacks {key}")
         kept = self._tensors[key]
-        start = (*(index for index, _ in entry.axes), *offset)
-        target = torch.empty((*(1 for _ in entry.axes), *size), dtype=torch_dtype(kept.dtype))
-        boxes: list[Box] = []
-        for chunk in kept.chunks:
-            box = common((start, tuple(target.shape)), (chunk.offset, chunk.size))
-            if box is None:
-                continue
-            if any(common(box, other) for other in boxes):
-                raise CheckpointError(f"{key} of {self.folder} holds a part of it twice")
-            boxes.append(box)
-            _part(target, box, start).copy_(_part(self._stored(key, kept, chunk), box, chunk.offset))
-        covered = sum(math.prod(length) for _, length in boxes)
-        if covered != target.numel():
-            raise CheckpointError(f"{key} of {self.folder} is incomplete: {covered} of {target.numel()} values")
+        whole = (*(index for index, _ in entry.axes), *offset), (*(1 for _ in entry.axes), *size)
+        shared = [(chunk, common(whole, (chunk.offset, chunk.size))) for chunk in kept.chunks]
+        parts = [(chunk, box) for chunk, box in shared if box is not None]
+        if any(common(one, other) for (_, one), (_, other) in combinations(parts, 2)):
+            raise CheckpointError(f"{key} of {self.folder} holds a part of it twice")
+        covered = sum(math.prod(length) for _, (_, length) in parts)
+        if covered != math.prod(size):
+            raise CheckpointError(f"{key} of {self.folder} is incomplete: {covered} of {math.prod(size)} values")
+        target = torch.empty(whole[1], dtype=torch_dtype(kept.dtype))
+        for chunk, box in parts:
+            _part(target, box, whole[0]).copy_(_part(self._stored(key, kept, chunk), box, chunk.offset))
         return target.view(size)
 
     def _stored(self, key: str, kept: Kept, chunk: Chunk) -> torch.Tensor:

@@ -46,8 +46,8 @@ def prefix(tensors: Mapping[str, Kept]) -> str:
     return next((key.removesuffix(_ROOT) for key in tensors if key.endswith(_ROOT)), "")
 
 
-def locate(tensors: Mapping[str, Kept], param: Param, shape: ModelShape) -> Entry | None:
-    before = prefix(tensors)
+def locate(tensors: Mapping[str, Kept], before: str, param: Param, shape: ModelShape) -> Entry | None:
+    """`before`: the prefix of its names."""
     both = (entry for stacked in (True, False) for entry in entries(param, shape, stacked))
     return next((entry for entry in both if before + entry.key in tensors), None)
 
@@ -71,15 +71,15 @@ def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
     except CheckpointError as error:
         yield str(error)
         return
-    missing, wrong, others = [], {}, {}
+    before, missing, wrong, others = prefix(tensors), [], {}, {}
     for param in params(shape):
         if param.row.copy:
             continue
-        entry = locate(tensors, param, shape)
+        entry = locate(tensors, before, param, shape)
         if entry is None:
             missing.append(param.megatron)
             continue
-        kept = tensors[prefix(tensors) + entry.key]
+        kept = tensors[before + entry.key]
         if problem := misfit(kept, entry, param):
             wrong[entry.key] = problem
         elif DTYPES.get(kept.dtype, ("?", 0))[0] not in FLOATS:

@@ -68,7 +68,15 @@ def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, 
     return Checked(facts["machine"], facts["policy"], to_bring, tuple(findings(notes.RULES, facts)))
 
 
-def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str]]:
+def problems(config: Config, on: Machine | None = None, complete: bool = False) -> list[str]:
+    """All that speaks against a recipe. A plan does not need its files; what is queued has to find them: `complete`."""
+    facts, found = _facts(config, on, cards=True)
+    if complete:
+        found += [each.error or f"not here: {each.what}" for each in findings(TO_FIND, facts)]
+    return list(dict.fromkeys([*found, *findings(RULES, facts)]))
+
+
+def _facts(config: Config, on: Machine | None, cards: bool = False) -> tuple[dict[str, Any], list[str]]:
     """The sections, and what is outside of them: the machine and the model; what cannot be had is a problem."""
     facts, problems = {**vars(config), "elsewhere": on is not None}, []
     try:
@@ -76,7 +84,7 @@ def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str
     except ConfigError as error:
         problems.append(str(error))
     try:
-        hf_config = read_card(str(config.model.folder)) if on else read_hf_config(config.model.folder)
+        hf_config = (read_card if on or cards else read_hf_config)(str(config.model.folder))
         facts["policy"] = Model.of(hf_config, Layout.from_config(config.learner))
         facts |= {"hf_config": hf_config, "shape": facts["policy"].shape}  # of which sizes can be believed
     except ConfigError as error:
@@ -174,10 +182,5 @@ RULES: tuple[Rule, ...] = (
     placement.ranks, placement.engine_gpus, placement.fleet_gpus, placement.host_memory, placement.reach,
     files.unnamed_data,
 )  # fmt: skip
-ABSENT: tuple[Rule, ...] = (
-    files.absent_model,
-    files.absent_data,
-    files.absent_dir,
-    files.absent_key,
-    files.absent_servers,
-)
+TO_FIND: tuple[Rule, ...] = (files.absent_model, files.absent_data, files.absent_key)
+ABSENT: tuple[Rule, ...] = (*TO_FIND, files.absent_dir, files.absent_servers)

@@ -1,7 +1,7 @@
 """Somebody wants the run to end: noticed by a thread whatever the main thread is at, obeyed where the loop can.
 
 USR1            the step is finished, where the job's time limit leaves room for it
-TERM, Ctrl-C    the same, with half a minute to do it in; a second one ends the run at once
+TERM, Ctrl-C    the same, with half a minute to do it in
 
 Where the time left is too short, the step is given up: rank 0 leaves what it waits for, and tells the other ranks in
 the broadcast in which they wait for it (`heard`). Before the first step nothing is to be saved, and all three end the
@@ -70,7 +70,6 @@ class StopRequest:
         self._end = math.inf  # of the time that is left, as time.monotonic() has it
         self._given_up: str | None = None
         self._waiting = False  # the main thread, for what it need not wait for
-        self._urgent = False
         self._ear, self._mouth = os.pipe()
         os.set_blocking(self._mouth, False)
         self._main = threading.get_ident()
@@ -133,9 +132,9 @@ class StopRequest:
             return
         if number == signal.SIGTERM and LAUNCHER not in os.environ and slurm.job_goes_on():
             raise RuntimeError(slurm.ANOTHER_ENDED)
-        if self.step is None or (self._urgent and number != STOP_AFTER_STEP):
+        if self.step is None:
             interrupt_by_name(number, frame)
-        self._urgent = self._urgent or number != STOP_AFTER_STEP
+        # again: Slurm, and srun with it, send several; whoever has no patience has SIGKILL, and a launcher AT_ONCE
 
     def _listen(self) -> None:
         while True:
@@ -162,7 +161,7 @@ class StopRequest:
         if self._given_up:
             self._say(f"{self.reason}: the run is about to end", limit)
         elif rest > self.left():
-            self._give_up(f"of which {_spoken(rest)} are left to do, in {_spoken(self.left())}", limit)
+            self._give_up(f"whose rest takes {_spoken(rest)}, with {_spoken(self.left())} left", limit)
         else:
             time_left = "" if self._end == math.inf else f", in the {_spoken(self.left())} that are left"
             self._say(f"{self.reason}: the step is finished and saved first{time_left}", limit)
@@ -185,4 +184,4 @@ class StopRequest:
 
 
 def _spoken(seconds: float) -> str:
-    return "unknown times" if seconds == math.inf else duration(max(0.0, seconds))
+    return "nobody knows how long" if seconds == math.inf else duration(max(0.0, seconds))

@@ -73,6 +73,7 @@ class WandbLog:
                 self._run = begin("online")
                 here = self._run.starting_step - 1
             except wandb.Error as error:
+                wandb.teardown()  # what has not answered keeps the run's name to itself
                 self._run = begin("offline")
                 why = next(iter(str(error).splitlines()), type(error).__name__)
                 self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"

@@ -112,8 +112,15 @@ def test_parquet_rows_are_as_json_has_them(tmp_path: Path) -> None:
     table = pa.table(columns)
     pq.write_table(table, tmp_path / "rows.parquet")
     rows = read_rows("data.train", tmp_path / "rows.parquet")
-    assert list(rows) == [{"prompt": [{"role": "user", "content": "é"}], "gold": None, "day": "2026-01-02", "raw": "/w==",
-                     "map": [["a", 1]]}]  # fmt: skip
+    assert list(rows) == [
+        {
+            "prompt": [{"role": "user", "content": "é"}],
+            "gold": None,
+            "day": "2026-01-02",
+            "raw": "/w==",
+            "map": [["a", 1]],
+        }
+    ]
 
 
 def load(path: Path, rows: list[dict], tokenizer: FolderTokenizer, **keys: str) -> list[dict]:

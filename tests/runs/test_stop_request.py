@@ -124,15 +124,21 @@ def test_a_phase_that_cannot_be_left_is_finished_first(asked: StopRequest, tmp_p
         asked.check()
 
 
-@pytest.mark.fault("Ctrl-C twice, or once before the first step", "the run ends at once")
-@pytest.mark.parametrize("step", [None, 3])
-def test_what_ends_a_run_at_once(asked: StopRequest, tmp_path: Path, step: int | None) -> None:
-    if step is not None:
-        asked.begin(step)
-        os.kill(os.getpid(), signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT"):
-        os.kill(os.getpid(), signal.SIGINT)
-    said(tmp_path / "run", "step 3" if step else "nothing yet to be saved")
+@pytest.mark.fault("a run is asked to end before its first step", "it ends at once")
+@pytest.mark.parametrize("number", ASKS)
+def test_what_ends_a_run_at_once(asked: StopRequest, tmp_path: Path, number: int) -> None:
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIG"):
+        os.kill(os.getpid(), number)
+    said(tmp_path / "run", "nothing yet to be saved")
+
+
+@pytest.mark.fault("Slurm sends SIGTERM to a job, and srun once more to its step", "that is one request, not two")
+def test_a_signal_that_comes_twice(asked: StopRequest, tmp_path: Path) -> None:
+    asked.begin(3)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    said(tmp_path / "run", "the step is finished")
+    asked.check()
 
 
 @pytest.mark.fault("the time limit of a job is too near for the step", "the step is given up")
@@ -141,25 +147,27 @@ def test_the_time_limit_of_a_job_counts(asked: StopRequest, tmp_path: Path, monk
     asked._clock.seconds = 120.0  # type: ignore[attr-defined]
     asked.begin(3)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert "of which 2m01s are left to do" in said(tmp_path / "run", "what stands")["said"]
+    assert "whose rest takes 2m01s, with 5" in said(tmp_path / "run", "what stands")["said"]
 
 
 # in a worker that has scored so many answers of the training set, or of the other one: USR1 to the run
 REWARD = """
-import os, signal, zlib
+import os, signal, time, zlib
 scored = {"train": 0, "eval": 0}
-moment, launcher = os.environ["MOMENT"].split(), os.path.join(os.environ["PLACE"], "runs", "run", "owner")
+moment = os.environ["MOMENT"].split()
 def score(row, key, response):
     kind = row["kind"]
     scored[kind] += 1
     if moment and (kind, scored[kind]) == (moment[0], int(moment[1])):
         os.kill(os.getppid(), signal.SIGUSR1)
+        time.sleep(60)  # longer than it takes to be noticed
     return zlib.crc32(response.encode()) % 7 / 6
 """
 SETTINGS = (
     *("run.name=run", "run.steps=3", "run.if_exists=resume", "model.path=toy/model", "model.init=random"),
     *("data.train=train.jsonl", "data.eval=eval.jsonl", "reward.name=signals:score", "reward.workers=1"),
-    *("reward.environment=[MOMENT,PLACE]", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4"),
+    "reward.timeout_s=100",
+    *("reward.environment=[MOMENT]", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4"),
     *("rollout.max_gen_batches=1", "rollout.max_response_tokens=12", "eval.every=1", "eval.max_prompts=8"),
     *("checkpoint.minutes=600", "sampler.vllm.max_num_seqs=64", "log.export=true", "learner.n_minibatches=1"),
     *("quantization.smoothing=0.5", "sync.verify_every=0"),
@@ -168,7 +176,7 @@ SETTINGS = (
 
 def train(place: Path, moment: str) -> str:
     """An attempt in a job whose time is up."""
-    env = {**os.environ, "MOMENT": moment, "PLACE": str(place), "SLURM_JOB_END_TIME": "1"}
+    env = {**os.environ, "MOMENT": moment, "SLURM_JOB_END_TIME": "1"}
     command = [sys.executable, "-m", "megatron_rl.cli", "train", str(ROOT / "recipes" / "quickstart.yaml"), *SETTINGS]
     done = run("torch", command, cwd=place, timeout=400, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

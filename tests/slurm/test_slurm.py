@@ -12,8 +12,10 @@ import pytest
 from megatron_rl.config import load
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.layout import Layout
+from megatron_rl.preflight.plan.roles import roles
 
 ROOT = Path(__file__).parent.parent.parent
+GPUS = 8  # of a node that the scripts ask for
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 
 
@@ -30,7 +32,9 @@ def test_as_many_tasks_are_asked_for_as_the_recipe_has_ranks(script: Path) -> No
     assert recipe
     assert nodes
     assert tasks
-    assert int(nodes[1]) * int(tasks[1]) == Layout.from_config(load(ROOT / recipe[1]).learner).world
+    config = load(ROOT / recipe[1])
+    placed = roles(Layout.from_config(config.learner), config.sampler, GPUS)
+    assert (int(nodes[1]), int(tasks[1])) == (placed.nodes, placed.tasks_per_node)
 
 
 @pytest.mark.engine

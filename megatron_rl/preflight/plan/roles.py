@@ -1,10 +1,17 @@
-"""Which GPUs of a machine work for the learner, for engines, or for both."""
+"""Which GPUs of a machine work for the learner, for engines, or for both.
+
+python -m megatron_rl.preflight.plan.roles RECIPE [key=value ...]     for the batch scripts: ranks of the learner,
+                                                                      servers on other nodes, GPUs of each, sync.dir
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.fleet import is_fleet
+from megatron_rl.config import ConfigError, read
+from megatron_rl.config.fleet import is_fleet, size
 from megatron_rl.config.schema import SamplerSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.placement import gpus_of_engines
@@ -51,10 +58,26 @@ class Roles:
 
 
 def roles(layout: Layout, sampler: SamplerSection, per_node: int) -> Roles:
-    """`per_node`: GPUs of a node; 0 where that is not known, or where there are none: everything is on one."""
-    distant = len(sampler.fleet.addresses)
+    """`per_node`: GPUs of a node; 0 for a host without, where each process stands for one."""
+    distant = size(sampler) - sampler.fleet.replicas
     started = sampler.fleet.replicas if is_fleet(sampler) else 1
-    size = per_node or layout.world + started * sampler.tensor_parallel
-    local = tuple(sorted(gpus_of_engines(sampler)))
-    shared = tuple(gpu for gpu in local if gpu < min(layout.world, size))
-    return Roles(layout.world, started + distant, sampler.tensor_parallel, distant, size, local, shared)
+    width = per_node or layout.world + started * sampler.tensor_parallel
+    beside = range(layout.world, layout.world + started * sampler.tensor_parallel)
+    local = tuple(sorted(gpus_of_engines(sampler))) if per_node else tuple(beside)
+    shared = tuple(gpu for gpu in local if gpu < min(layout.world, width))
+    return Roles(layout.world, started + distant, sampler.tensor_parallel, distant, width, local, shared)
+
+
+def for_a_job(recipe: str, overrides: Sequence[str]) -> str:
+    """What is wrong with the recipe is found by the dry run that follows: only what cannot be read ends it here."""
+    config, _ = read(recipe, overrides)
+    fleet = config.sampler.fleet
+    servers = 0 if fleet.addresses else fleet.servers  # given ones are there already
+    return f"{Layout.from_config(config.learner).world} {servers} {config.sampler.tensor_parallel} {config.sync.dir}"
+
+
+if __name__ == "__main__":
+    try:
+        print(for_a_job(sys.argv[1], sys.argv[2:]))
+    except ConfigError as error:
+        sys.exit("\n".join(f"error: {line}" for line in str(error).splitlines()))

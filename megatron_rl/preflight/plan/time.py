@@ -50,7 +50,7 @@ class Learner:
     model: Model
     training: Training
     gpu: Gpu
-    roles: Roles
+    per_node: int  # GPUs
     assumed: Assumptions
 
     def products(self, each: Operations, tokens: float, heads: float, passes: float, again: float) -> float:
@@ -84,12 +84,46 @@ class Learner:
 
     def link(self, ranks: int) -> float:
         """Bytes a second between so many neighbouring ranks."""
-        inside = ranks <= self.roles.per_node
+        inside = ranks <= self.per_node
         return (self.gpu.link_gbs if inside else self.gpu.network_gbs) * GIGA * self.assumed.link
 
     def bubble(self, packs: int) -> float:
         layout = self.model.layout
         return (layout.pp - 1) / (packs * layout.chunks)
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Seconds of the learner's phases."""
+
+    prox: float
+    update: float
+    bubble: float
+    talking: float
+    fp8_s: float
+
+
+def learning(config: Config, model: Model, gpu: Gpu, per_node: int, assumed: Assumptions) -> Learning:
+    work = Workload.of(config.rollout, config.learner, assumed)
+    training = Training.of(config.learner, host=False)
+    each = operations(model, work.length)
+    learner = Learner(model, training, gpu, per_node, assumed)
+    again = 1.0 if training.granularity == "full" else 0.0
+    tokens, heads = work.tokens, work.sequences * work.response
+    bubble = learner.bubble(work.packs(config.learner, model))
+    products = learner.products(each, tokens, heads, 3, again)
+    talking = learner.collectives(tokens, 2 + again) + learner.reductions() * work.updates
+    gain = products * FP8_GAIN * (1 - FP8_PAYS / max(tokens, 1))
+    busy = products + talking - (gain if training.fp8 else 0)
+    scored = learner.products(each, tokens, heads, 1, 0) + learner.collectives(tokens, 1)
+    passes = (config.correction.anchor == Anchor.prox) + bool(config.loss.kl_coef)
+    return Learning(
+        prox=scored * (1 + bubble) * passes,
+        update=busy * (1 + bubble),
+        bubble=1 - 1 / (1 + bubble),
+        talking=talking / busy,
+        fp8_s=gain,
+    )
 
 
 def step_time(
@@ -102,34 +136,20 @@ def step_time(
     assumed: Assumptions,
 ) -> StepTime:
     work = Workload.of(config.rollout, config.learner, assumed)
-    training = Training.of(config.learner, host=False)
-    each = operations(model, work.length)
-    learner = Learner(model, training, gpu, roles, assumed)
+    learned = learning(config, model, gpu, roles.per_node, assumed)
     decode_s, decoded = decoding(config, model, gpu, engine, weights, work, roles, assumed)
     rollout = sampling(config, model, gpu, work, roles, decode_s, decoded, assumed) * assumed.batches
-    again = 1.0 if training.granularity == "full" else 0.0
-    tokens, heads = work.tokens, work.sequences * work.response
-    packs = work.packs(config.learner, model)
-    products = learner.products(each, tokens, heads, 3, again)
-    talking = learner.collectives(tokens, 2 + again) + learner.reductions() * work.updates
-    gain = products * FP8_GAIN * (1 - FP8_PAYS / max(tokens, 1))
-    busy = products + talking - (gain if training.fp8 else 0)
-    update = busy * (1 + learner.bubble(packs))
-    scored = (learner.products(each, tokens, heads, 1, 0) + learner.collectives(tokens, 1)) * (
-        1 + learner.bubble(packs)
-    )
-    passes = (config.correction.anchor == Anchor.prox) + bool(config.loss.kl_coef)
     return StepTime(
         rollout=rollout,
-        prox=scored * passes,
-        update=update,
+        prox=learned.prox,
+        update=learned.update,
         sync=syncing(config, model.layout, gpu, roles, weights, assumed) / config.sync.every,
-        save=saving(config, model, assumed, rollout + scored * passes + update),
+        save=saving(config, model, assumed, rollout + learned.prox + learned.update),
         decode_s=decode_s,
         decoded=decoded,
-        bubble=1 - 1 / (1 + learner.bubble(packs)),
-        talking=talking / busy,
-        fp8_s=gain,
+        bubble=learned.bubble,
+        talking=learned.talking,
+        fp8_s=learned.fp8_s,
     )
 
 

@@ -1,0 +1,51 @@
+"""`megatron-rl plan --suggest`: in seconds, for models of every size, and each suggestion passes a dry run."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+
+RECIPE = str(Path(__file__).parents[3] / "recipes" / "dapo_int8.yaml")
+# of ten models on 1, 8 and 32 GPUs each the ones that say the most: docs/benchmarks.md has all of them
+CASES = (
+    ("Qwen3-0.6B", "1x1xH100"),
+    ("Qwen3-8B", "1x1xH100"),
+    ("Qwen3-8B", "1x8xH100"),
+    ("Qwen2.5-7B", "1x8xH100"),
+    ("Llama-3.1-70B", "1x8xH100"),
+    ("Qwen3-30B-A3B", "4x8xH100"),
+    ("Llama-3.1-70B", "4x8xH100"),
+)
+TOO_LARGE = {("Qwen3-8B", "1x1xH100"), ("Llama-3.1-70B", "1x8xH100")}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of the recipe is here; servers on other nodes have a key."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEGATRON_RL_FLEET_KEY", "k" * 32)
+
+
+@pytest.mark.parametrize(("model", "machine"), CASES)
+def test_suggestions_pass_a_dry_run(model: str, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [RECIPE, f"model.path=models/{model}", "--on", machine]
+    start = time.process_time()
+    status = cli.main(["plan", *words, "--suggest"])
+    assert time.process_time() - start < 10
+    said = capsys.readouterr()
+    commands = [shlex.split(line)[4:] for line in said.out.splitlines() if " megatron-rl train " in line]
+    if (model, machine) in TOO_LARGE:
+        assert (status, commands) == (2, [])
+        assert "does not fit" in said.err
+        assert "it fits" in said.out
+        return
+    assert status == 0
+    assert 1 <= len(commands) <= 5
+    for overrides in commands[:2]:
+        assert cli.main(["train", *words, *overrides, "--dry-run"]) == 0, capsys.readouterr().err
+    assert cli.main(["plan", *words, *commands[0]]) == 0, capsys.readouterr().err
