@@ -173,7 +173,7 @@ class Driver:
     def _engine_news(self) -> dict[str, float]:
         """What became of the engine, or of a fleet's servers, since the last step."""
         before, self._seen = self._seen, self.sampler.stats
-        news = {"rollout/restarts": self._seen.restarts - before.restarts}
+        news: dict[str, float] = {"rollout/restarts": self._seen.restarts - before.restarts}
         if is_fleet(self._config.sampler):
             news["rollout/retried"] = self._seen.retried - before.retried
         return news
