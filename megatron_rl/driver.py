@@ -16,8 +16,10 @@ import torch
 
 from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sampling_params
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
+from megatron_rl.config.patience import describe
 from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, needs_answers
+from megatron_rl.distributed import waited_for
 from megatron_rl.models.kept_state import look_into
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
@@ -116,6 +118,7 @@ class Driver:
 
     def _open(self, run_dir: Path) -> None:
         config, folder = self._config, self._config.model.folder
+        self.recorder.note(f"patience {describe(config)}")
         tokenizer = FolderTokenizer(folder)
         wanted = {"needs_answer": needs_answers(config.rollout, config.reward)}
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
@@ -163,7 +166,7 @@ class Driver:
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         self._stop.begin(step)
-        with self._stop.waiting():
+        with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
             collected = self._collector.collect(step)
             self._sleep_schedule.sleep()
@@ -191,7 +194,7 @@ class Driver:
 
     def probe(self, step: int) -> tuple[Batch, Sequence[Format]]:
         """Fresh answers of the sampler as it is now, unscored, and the formats that it runs."""
-        with self._stop.waiting():
+        with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
             fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
         return collate([Scored(one, reward=0.0) for one in fresh]), distinct_formats(
@@ -199,7 +202,7 @@ class Driver:
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        with self._stop.waiting():
+        with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
             return self._evaluator.evaluate(step) if self._evaluator else {}
 

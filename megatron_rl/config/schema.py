@@ -119,6 +119,8 @@ class RunSection:
     if_exists: IfExists = IfExists.refuse
     resume_allow: list[str] = field(default_factory=list)  # keys that may have changed when a run goes on
     device: Device = Device.auto
+    # seconds of silence that end the run, where nothing else has a limit (docs/survival.md)
+    patience_s: float = field(default=600.0, metadata=SECONDS)
     stop: dict[str, float] | None = None  # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
 
 

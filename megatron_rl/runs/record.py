@@ -11,13 +11,14 @@ import shlex
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
+from megatron_rl.processes import pulse
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.checkpoints import Look
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
@@ -45,7 +46,7 @@ class SilentRecorder:
     """What the loop asks of a recorder, for ranks that have nothing to write."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
+        return pulse.phase(name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         return dict(metrics)
@@ -111,7 +112,8 @@ class Recorder:
         self._display.phase(name)
         self._beat()
         try:
-            yield
+            with pulse.phase(name):
+                yield
         finally:
             self._display.phase(self._clock.leave())
 

@@ -6,6 +6,7 @@ step, steps the last one that is recorded, of how many
 pid, host   of the process that owns the run
 started, time, heartbeat
             its start, its last change of state, its last sign of life
+stuck       the process that it waits for and that does not go on (trouble.py); null where there is none
 stopping    once somebody has asked the run to end: what was said of it, and for how long a launcher waits for that
 attempt     the number of this start; before: how the one before it ended
 restarts    under Slurm: how often the job was started again
@@ -34,13 +35,25 @@ def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
     """Also for a launcher whose driver rank died without a word."""
     about = {"state": state, "reason": _shortened(reason), "time": now(), "heartbeat": now()}
     with _ONE_WRITER:
-        text = json.dumps({**read_status(path), **about, **more}, indent=2) + "\n"
-        try:
-            write_whole(path / STATUS, text)
-        except OSError:
-            with (path / STATUS).open("r+", encoding="utf-8") as file:  # a full disk has room where the old one stands
-                file.write(text)
-                file.truncate()
+        _write(path, {**read_status(path), **about, **more})
+
+
+def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
+    """While the run goes on, as far as it knows."""
+    with _ONE_WRITER:
+        status = read_status(path)
+        if status and status.get("state") not in ENDED:
+            _write(path, {**status, "stuck": stuck})
+
+
+def _write(path: Path, status: dict[str, Any]) -> None:
+    text = json.dumps(status, indent=2) + "\n"
+    try:
+        write_whole(path / STATUS, text)
+    except OSError:
+        with (path / STATUS).open("r+", encoding="utf-8") as file:  # a full disk has room where the old one stands
+            file.write(text)
+            file.truncate()
 
 
 def beat(path: Path, **more: Any) -> None:
