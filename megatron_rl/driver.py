@@ -24,6 +24,7 @@ from megatron_rl.processes.process import STOP_AFTER_STEP, release
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs import checkpoints
+from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.record import Recorder, SilentRecorder
 from megatron_rl.runs.save_schedule import SaveSchedule
@@ -92,7 +93,14 @@ class Driver:
         self._scored: list[Scored] = []
         self._drawn: list[Scored] = []
         self._seen = SamplerStats()
-        recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, if_exists=config.run.if_exists)
+        alarms = Alarms(
+            config.log.alarms,
+            distinct_formats(config.sampler, config.quantization),
+            sampled=config.rollout.source == RolloutSource.sampler,
+        )
+        recorder = Recorder(
+            config.log, resolved_yaml, run_dir, config.run.steps, if_exists=config.run.if_exists, alarms=alarms
+        )
         self.recorder = self._stack.enter_context(recorder)
         self.resumes: Checkpoint | None = None
         if recorder.run.resumes_after is not None:
@@ -191,7 +199,7 @@ class Driver:
         return self._evaluator.evaluate(step) if self._evaluator else {}
 
     def asked_to_stop(self) -> str | None:
-        return self._stop_reason
+        return self._stop_reason or self.recorder.alarms.stop
 
     def to_keep(self, step: int, evaluated: Mapping[str, float], ending: bool) -> dict[str, Any] | None:
         """What a checkpoint of this step has to know of rank 0; None where none is due."""

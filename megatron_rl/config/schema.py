@@ -468,6 +468,8 @@ class LogSection:
     wandb: Wandb = Wandb.none
     record_every: int = field(default=10, metadata=NOT_NEGATIVE)  # rollouts with both logprobs, as parquet; 0: never
     export: bool = False  # the final policy as a Hugging Face folder
+    # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}
+    alarms: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 
 
 class PhaseClock:
@@ -38,3 +39,13 @@ class PhaseClock:
             name = self._open[-1]
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
+
+
+def throughput(line: Mapping[str, float]) -> dict[str, float]:
+    """What a step's times say together with what it has made."""
+    found = {}
+    if line["time/step"] > 0 and "time/sync" in line:
+        found["perf/sync_fraction"] = line["time/sync"] / line["time/step"]
+    if "rollout/tokens" in line and line.get("time/rollout", 0.0) > 0:
+        found["perf/rollout_tokens_per_s"] = line["rollout/tokens"] / line["time/rollout"]
+    return found

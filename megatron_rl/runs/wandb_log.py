@@ -5,12 +5,13 @@ from __future__ import annotations
 import netrc
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.config.schema import LogSection, Wandb
+from megatron_rl.runs.alarms import News
 from megatron_rl.runs.run_dir import redact
 from megatron_rl.runs.status import ENDED
 
@@ -88,6 +89,13 @@ class WandbLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def alarms(self, news: Sequence[News], standing: Mapping[str, Any]) -> None:
+        """An alert for each that was raised; the run's summary lists those that stand."""
+        for one in news:
+            if one.raised:
+                self._run.alert(f"{self._run.name}: {one.alarm}"[:63], str(one), "ERROR" if one.stops else "WARN")
+        self._run.summary["alarms"] = ", ".join(standing)
 
     def close(self, state: str) -> str:
         """What remains to be done by hand ("": nothing)."""
