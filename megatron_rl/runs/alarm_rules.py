@@ -98,7 +98,7 @@ RULES = {
             Alarm.mismatch_over_bf16,
             "`rollout_corr/FORMAT/k3_kl` of the worst format over that of the fleet's BF16 servers",
             over_bf16,
-            50.0,
+            300.0,
             5,
             "The format, not the engines' numerics, makes the difference: its scales are wrong, or the model does not "
             "suit it. Try quantization.smoothing (INT8) or quantization.ignore.",

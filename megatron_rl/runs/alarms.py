@@ -26,7 +26,7 @@ def clear_at(bound: float, below: bool) -> float:
     """Well inside: a fifth away from the bound, and for shares at most half of the way to 1."""
     if not below:
         return 0.8 * bound
-    return min(bound / 0.8, (bound + 1) / 2) if bound < 1 else bound / 0.8
+    return min(bound / 0.8, (bound + 1) / 2) if bound <= 1 else bound / 0.8
 
 
 @dataclass(frozen=True)
