@@ -7,7 +7,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: quickstart test faults kill-test check install install-dev lint resolve-gpu constraints clean help
+.PHONY: quickstart test faults kill-test test-recipes check install install-dev lint resolve-gpu constraints clean help
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -33,6 +33,10 @@ faults: install-dev
 # A run is killed at 30 random moments, and goes on each time (KILLS and SEED choose others); about 40 minutes.
 kill-test: install-dev
 	@KILLS=$${KILLS:-30} $(BIN)/python -m pytest --faults tests/faults/test_kill.py -s
+
+# Every recipe takes two steps with a small model of its family; about half an hour.
+test-recipes: install-dev
+	@$(BIN)/python -m pytest --recipes tests/test_recipes.py
 
 lint: install-dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo

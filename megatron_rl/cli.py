@@ -12,9 +12,9 @@ from megatron_rl.processes.process import STOP_AFTER_STEP, hold, lasting_output
 
 hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
-from megatron_rl.config import ConfigError, load, read, to_yaml  # noqa: E402
+from megatron_rl.config import ConfigError, cluster, load, read, to_yaml  # noqa: E402
 from megatron_rl.config.schema import Config, Format  # noqa: E402
-from megatron_rl.rewards.functions import RECIPE_FOLDER  # noqa: E402
+from megatron_rl.rewards.own import RECIPE_FOLDER  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
     train.add_argument(
-        "--on", metavar="NODESxGPUSxNAME-GIB", help="with --dry-run: check for this machine, such as 1x8xH100-80"
+        "--on",
+        metavar="NODESxGPUSxNAME-GIB",
+        help="with --dry-run: check for this machine, such as 1x8xH100-80; own: for the recipe's cluster",
     )
     train.add_argument(
         "--ranks",
@@ -80,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
     toy = commands.add_parser("toy", help="make the toy's model folder and data")
     toy.add_argument("folder", nargs="?", type=Path, default=Path("data/toy"))
+    toy.add_argument("--like", metavar="MODEL", help="of the family of this model of conf/model, such as Qwen3-30B-A3B")
     toy.set_defaults(run=_toy)
 
     quickstart = commands.add_parser("quickstart", help="the toy, a warm start, and RL on it")
@@ -96,6 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     kept.set_defaults(run=_checkpoints)
 
     replay_arguments(commands.add_parser("replay", help="other corrections on the batches that a run recorded"))
+
+    repeat = commands.add_parser("rerun-step", help="repeats an update that was not finite, and says where it began")
+    repeat.add_argument("dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12")
+    repeat.set_defaults(run=_rerun_step)
 
     translate = commands.add_parser("translate", help="another project's correction settings as ours")
     translate.add_argument("framework", help="such as verl, skyrl or trl; an unknown one lists them all")
@@ -130,10 +137,17 @@ def _train(options: argparse.Namespace) -> int:
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
         return run(config, options.ranks, found)
-    status = plan_run(config, found, options.on)
+    status = plan_run(config, found, _own_machine(options) if options.on == "own" else options.on)
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)
     return status
+
+
+def _own_machine(options: argparse.Namespace) -> str:
+    name, machine = cluster(options.recipe, options.overrides)
+    if machine is None:
+        raise ConfigError(f"--on own: cluster is {name}, which is no machine of a name; say which, such as 1x8xH100-80")
+    return machine
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -240,8 +254,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _toy(options: argparse.Namespace) -> int:
     from megatron_rl.data.toy import write_toy
+    from megatron_rl.preflight.files import read_card
 
-    counts = write_toy(options.folder)
+    counts = write_toy(options.folder, like=read_card(options.like) if options.like else None)
     print(f"{options.folder}: {counts['train']} problems to train on, {counts['test']} held out, and model/")
     return 0
 
@@ -265,12 +280,23 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _checkpoints(options: argparse.Namespace) -> int:
+    from megatron_rl.models.kept_state import look_into
     from megatron_rl.runs.checkpoints import describe
     from megatron_rl.runs.run_dir import RunDir
 
     if not options.folder.is_dir():
         raise ConfigError(f"{options.folder}: no such folder; name a run directory such as runs/quickstart")
-    print(describe(RunDir(options.folder).checkpoints))
+    print(describe(RunDir(options.folder).checkpoints, look_into))
+    return 0
+
+
+def _rerun_step(options: argparse.Namespace) -> int:
+    from megatron_rl.rank import alone
+
+    with alone():
+        from megatron_rl.learner.rerun import rerun
+
+        print(rerun(options.dump))
     return 0
 
 

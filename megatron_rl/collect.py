@@ -7,6 +7,7 @@ N rollouts, G groups.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,9 +19,10 @@ from megatron_rl.config.schema import RewardSection, RolloutSection
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored
+from megatron_rl.rewards.task import Task
+from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict
 
-RIGHT = 1.0  # the reward of a right answer
+MOST_DETAILS = 64  # names of a reward's own numbers that a step logs
 Group = list[Scored]
 
 
@@ -116,7 +118,7 @@ class Collector:
             "reward/min": min(rewards),
             "reward/max": max(rewards),
             "reward/sampler_mean": fmean(scored),
-            "reward/errors": sum(one.error is not None for one in everything),
+            **_verdicts(everything),
             "rollout/n": len(everything),
             "rollout/n_trained": sum(map(len, chosen)),
             "rollout/prompt_tokens": sum(len(one.rollout.prompt.token_ids) for one in everything),
@@ -135,6 +137,23 @@ class Collector:
             "rollout/groups_all_right": solved,
             "rollout/groups_all_wrong": sum(map(bool, flat)) - solved,
         }
+
+
+def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
+    """How many answers got which verdict, and the means of what the rewards measured beside."""
+    count = Counter(one.verdict for one in scored)
+    details: dict[str, list[float]] = {}
+    for one in scored:
+        for name, value in one.details.items():
+            details.setdefault(name, []).append(value)
+    return {
+        "reward/right": count[Verdict.right],
+        "reward/wrong": count[Verdict.wrong],
+        "reward/no_answer": count[Verdict.no_answer],
+        "reward/timeouts": count[Verdict.timeout],
+        "reward/errors": sum(one.error is not None for one in scored),
+        **{f"reward/{name}": fmean(values) for name, values in sorted(details.items())[:MOST_DETAILS]},
+    }
 
 
 def _flat(groups: Sequence[Group]) -> list[Scored]:
@@ -166,7 +185,7 @@ class Scorer:
 
     def score(self, rollouts: Sequence[Rollout], max_tokens: int) -> list[Scored]:
         texts = self.tokenizer.decode([rollout.token_ids for rollout in rollouts])
-        scores = self.pool.score([(rollout.prompt.row, text) for rollout, text in zip(rollouts, texts, strict=True)])
+        scores = self.pool.score([_task(rollout, text) for rollout, text in zip(rollouts, texts, strict=True)])
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         reward = self.config
         penalties = overlong_penalty(lengths, max_tokens, reward.overlong_buffer, reward.overlong_penalty).tolist()
@@ -175,23 +194,28 @@ class Scorer:
             filtered = reward.overlong_filter and rollout.finish_reason == "length"
             if filtered or result.error is not None:
                 rollout = replace(rollout, loss_mask=(False,) * len(rollout.token_ids))
-            scored.append(Scored(rollout, result.reward + penalty if result.error is None else 0.0, result.error, text))
+            total = result.reward + penalty if result.error is None else 0.0
+            scored.append(Scored(rollout, total, result.error, text, result.verdict, result.details))
         return scored
+
+
+def _task(rollout: Rollout, text: str) -> Task:
+    prompt = rollout.prompt
+    return Task(prompt.row, text, rollout.finish_reason, prompt.prompt_key, prompt.answer_key)
 
 
 class DatasetAnswers:
     """The data set's own answers in a sampler's clothes: the supervised warm start runs the same loop."""
 
-    def __init__(self, tokenizer: Tokenizer, answer_key: str) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._answer_key = answer_key
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
     ) -> list[Rollout]:
         rollouts = []
         for offset, prompt in enumerate(prompts):
-            answer = self._tokenizer.encode(str(prompt.row[self._answer_key]))
+            answer = self._tokenizer.encode(str(prompt.answer))
             token_ids = (*answer, params.stop_token_ids[0])[: params.max_tokens]
             rollouts.append(
                 Rollout(
@@ -222,7 +246,7 @@ class Evaluator:
         rollouts = self._sampler.generate(self._prompts, self._params, seed=0, first_group=0, step=step)
         scored = self._scorer.score(rollouts, self._params.max_tokens)
         return {
-            "eval/accuracy": fmean(one.reward >= RIGHT for one in scored),
+            "eval/accuracy": fmean(one.verdict == Verdict.right for one in scored),
             "eval/reward_mean": fmean(one.reward for one in scored),
             "eval/n": len(scored),
             "eval/response_tokens_mean": fmean(len(rollout.token_ids) for rollout in rollouts),

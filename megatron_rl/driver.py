@@ -20,6 +20,7 @@ from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sa
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
 from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
+from megatron_rl.models.kept_state import look_into
 from megatron_rl.processes.process import STOP_AFTER_STEP, release
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
@@ -98,9 +99,8 @@ class Driver:
             distinct_formats(config.sampler, config.quantization),
             sampled=config.rollout.source == RolloutSource.sampler,
         )
-        recorder = Recorder(
-            config.log, resolved_yaml, run_dir, config.run.steps, if_exists=config.run.if_exists, alarms=alarms
-        )
+        given = {"if_exists": config.run.if_exists, "look": look_into, "alarms": alarms}
+        recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
         self.resumes: Checkpoint | None = None
         if recorder.run.resumes_after is not None:
@@ -119,7 +119,7 @@ class Driver:
         tokenizer = FolderTokenizer(folder)
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens)
         self.recorder.note(f"train    {config.data.train}: {train.describe()}")
-        rewards = RewardPool(config.reward, config.data.answer_key)
+        rewards = RewardPool(config.reward)
         self._stack.callback(rewards.close)
         rewards.start()
         scorer = Scorer(config.reward, rewards, tokenizer)
@@ -129,7 +129,7 @@ class Driver:
         self.sampler.launch()
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
         supervised = config.rollout.source == RolloutSource.dataset
-        answers = DatasetAnswers(tokenizer, config.data.answer_key) if supervised else self.sampler
+        answers = DatasetAnswers(tokenizer) if supervised else self.sampler
         position = self.resumes.driver["position"] if self.resumes else 0
         order = PromptOrder(train, config.run.seed, config.data.shuffle, position)
         rebaseline = config.correction.rebaseline
@@ -163,17 +163,15 @@ class Driver:
         collected = self._collector.collect(step)
         self._sleep_schedule.sleep()
         self._scored, self._drawn, self._ordinals = collected.scored, collected.drawn, collected.ordinals
-        return collate(collected.scored), collected.metrics | self._fleet_news()
+        return collate(collected.scored), collected.metrics | self._engine_news()
 
-    def _fleet_news(self) -> dict[str, float]:
-        """What became of a fleet's servers since the last step; nothing for an embedded engine."""
+    def _engine_news(self) -> dict[str, float]:
+        """What became of the engine, or of a fleet's servers, since the last step."""
         before, self._seen = self._seen, self.sampler.stats
-        if not is_fleet(self._config.sampler):
-            return {}
-        return {
-            "rollout/retried": self._seen.retried - before.retried,
-            "rollout/restarts": self._seen.restarts - before.restarts,
-        }
+        news = {"rollout/restarts": self._seen.restarts - before.restarts}
+        if is_fleet(self._config.sampler):
+            news["rollout/retried"] = self._seen.retried - before.retried
+        return news
 
     def drawn_batch(self) -> Batch:
         """All of the step's rollouts, those of dropped groups included."""
@@ -217,7 +215,7 @@ class Driver:
             weights_BT=correction.weights_BT,
             mask_BT=correction.mask_BT,
             advantages_B=advantages_B,
-            truths=[one.rollout.prompt.row.get(self._config.data.answer_key) for one in self._scored],
+            truths=[one.rollout.prompt.answer for one in self._scored],
         )
 
     def __enter__(self) -> Self:

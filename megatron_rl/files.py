@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 LARGEST_JSON = 32 << 20
@@ -16,8 +18,8 @@ LONGEST_LINE = 1000
 
 
 def partial_of(path: Path, pid: int) -> Path:
-    """Where that process writes what is to take the place of `path`."""
-    return path.with_name(f".{path.name}.{pid}.partial")
+    """Where that process of this machine writes what is to take the place of `path`."""
+    return path.with_name(f".{path.name}.{gethostname()}.{pid}.partial")
 
 
 @contextmanager
@@ -31,11 +33,17 @@ def replacing(path: Path) -> Iterator[Path]:
                 os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        remove(partial)
         raise
+
+
+def remove(path: Path) -> None:
+    """A folder with all that is in it, a file, or a link and not what it leads to; as far as that is allowed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -46,8 +54,11 @@ def write_whole(path: Path, text: str) -> None:
 def read_json(path: Path, largest: int = LARGEST_JSON, expected: str = "keys and values") -> dict[str, Any]:
     """The keys of a JSON file that somebody else wrote; ValueError says what is wrong with it."""
     try:
-        if (size := path.stat().st_size) > largest:
-            raise ValueError(f"{path} has {size} bytes, expected at most {largest}")
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe, or a device that never ends
+            raise ValueError(f"{path} is no file")
+        if about.st_size > largest:
+            raise ValueError(f"{path} has {about.st_size} bytes, expected at most {largest}")
         text = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None

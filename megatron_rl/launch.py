@@ -21,6 +21,7 @@ from typing import Any
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.files import last_lines
+from megatron_rl.models.kept_state import look_into
 from megatron_rl.models.layout import Layout
 from megatron_rl.processes.environment import compiled_code, without_secrets
 from megatron_rl.processes.memory_kills import MemoryKills
@@ -45,7 +46,9 @@ def launch(config: Config) -> int:
     kills = MemoryKills()
     with Scratch() as scratch:
         given = compiled_code() | scratch.environment
-        run, moved = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
+        run, moved = open_run(
+            Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config), look_into
+        )
         if moved:
             print(moved, flush=True)
         ranks = RankProcesses(run, Layout.from_config(config.learner).world, scratch.path / "store", given)

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -47,9 +48,7 @@ def main(run_dir: Path, parent: int) -> None:
 
 def run_rank(config: Config, run_dir: Path) -> None:
     """Runs the loop as the rank that the environment says this process is."""
-    # advice to the authors of the engines, repeated by every rank: nothing a user could act on
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    _leave_out_advice()
     rank = int(os.environ["RANK"])
     # Slurm signals every task: only the driver acts on it, once it can; the others end when it does
     hold(STOP_AFTER_STEP)
@@ -71,6 +70,27 @@ def run_rank(config: Config, run_dir: Path) -> None:
         train(config, to_yaml(config), run_dir, rank, leave_soon)
     finally:
         leave_soon()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """For a learner of one rank in this process, whatever job it is in: what a rank does before it imports one."""
+    _leave_out_advice()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MEGATRON_RL_RENDEZVOUS"):
+        os.environ.pop(name, None)
+    for name, value in SHORT_SPIN.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(compiled_code())
+    with rare_collections():
+        from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
+
+        yield
+
+
+def _leave_out_advice() -> None:
+    """To the authors of the engines, repeated by every rank: nothing a user could act on."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 def leave_soon() -> None:

@@ -67,6 +67,7 @@ def train(
             quantization=config.quantization,
             engine_sleeps=config.sampler.sleep != Sleep.none,
             dump_dir=run_dir / "dumps",
+            note=driver.recorder.note,
         )
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
         last.callback(learner.close)

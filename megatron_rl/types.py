@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.schema import format_number
@@ -26,6 +27,12 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str
     row: Mapping[str, Any]
+    prompt_key: str = "prompt"  # where the row has its prompt and its answer
+    answer_key: str = "answer"
+
+    @property
+    def answer(self) -> Any:
+        return self.row.get(self.answer_key)
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,25 @@ class Rollout:
     format: str = ""  # weight format of the engine that answered; empty where there was none
 
 
+RIGHT = 1.0  # the reward of a right answer
+
+
+class Verdict(StrEnum):
+    right = "right"
+    wrong = "wrong"
+    no_answer = "no_answer"  # none was found in the response
+    timeout = "timeout"
+    error = "error"
+
+
 @dataclass(frozen=True)
 class Scored:
     rollout: Rollout
     reward: float  # 0 where there is no score
     error: str | None = None  # why there is none (a timeout, an exception): the answer is not trained on
     text: str = ""
+    verdict: Verdict | None = None  # None: nobody has judged it
+    details: Mapping[str, float] = field(default_factory=dict)  # what else the reward measured
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ SESSION = ExitStack()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="only what is marked as a fault, tests/faults/ included")
+    parser.addoption("--recipes", action="store_true", help="whole runs of every recipe, made small")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -18,8 +18,9 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.data.prompts import Dataset, PromptOrder
 from megatron_rl.rewards.pool import Score
+from megatron_rl.rewards.task import Task
 from megatron_rl.rollout_correction import correct, rollout_correction
-from megatron_rl.types import Prompt, Rollout, SamplingParams, collate
+from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict, collate
 
 CORRECTION = CorrectionConfig()
 
@@ -58,8 +59,14 @@ class Script:
             for sample, letter in enumerate(self.groups.pop(0) if self.groups else "nnnn")
         ]
 
-    def score(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[Score]:
-        return [Score(0.0, "no score") if text == "?" else Score(float(text in "yY")) for _, text in tasks]
+    def score(self, tasks: Sequence[Task]) -> list[Score]:
+        return [judged(task.response) for task in tasks]
+
+
+def judged(word: str) -> Score:
+    if word == "?":
+        return Score(0.0, Verdict.error, "no score")
+    return Score(1.0, Verdict.right) if word in "yY" else Score(0.0, Verdict.wrong)
 
 
 def config(**keys: Any) -> Config:

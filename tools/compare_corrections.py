@@ -26,7 +26,7 @@ from megatron_rl.config import ConfigError, load
 from megatron_rl.config.bounds import is_folder_name
 from megatron_rl.config.schema import IfExists
 from megatron_rl.processes.process import STOP_AFTER_STEP, die_with_parent, hold, lasting_output, release
-from megatron_rl.rewards.functions import RECIPE_FOLDER
+from megatron_rl.rewards.own import RECIPE_FOLDER
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report import headline_numbers, write_report
 from megatron_rl.runs.run_data import load_run

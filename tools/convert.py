@@ -15,19 +15,20 @@ from __future__ import annotations
 import argparse
 import multiprocessing.util
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.schema import KEPT
-from megatron_rl.files import partial_of, replacing
-from megatron_rl.processes.process import die_with_parent
+from megatron_rl.files import partial_of, remove, replacing
+from megatron_rl.processes.process import die_with_parent, started_at
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 HEADERS = "headers"  # of the weight files, as they stood
 EXTRAS = "extras"
 PROGRESS_EVERY_S = 2.0
+CLOCKS_S = 2.0  # between the clocks of a file system and of the kernel
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
@@ -177,6 +179,20 @@ def _check_names(folder: HfFolder, shape: ModelShape) -> list[str]:
     return extras
 
 
+def remove_leftovers(target: Path) -> Iterator[Path]:
+    """What conversions to this target that were killed, by this user on this machine, had begun to write."""
+    before, _, after = partial_of(target, 0).name.rpartition("0")
+    pattern = re.compile(f"{re.escape(before)}([0-9]{{1,9}}){re.escape(after)}")
+    for found in sorted(target.absolute().parent.glob(".*.partial")):
+        number, about = pattern.fullmatch(found.name), found.lstat()
+        if number is None or about.st_uid != os.geteuid():
+            continue
+        started = started_at(int(number[1]))
+        if started is None or started > about.st_mtime + CLOCKS_S:  # another process, of the same number
+            remove(found)
+            yield found
+
+
 def _refuse_target(source: Path, target: Path) -> None:
     if os.path.lexists(target):
         raise ValueError(f"{target} exists already: name another target, or remove it first")
@@ -190,6 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_rl.models.torch_dist import CheckpointError
 
     try:
+        for found in remove_leftovers(given.target):
+            print(f"removed {found}, which a conversion that was killed had begun", file=sys.stderr)
         if given.command == "import":
             import_folder(given.source, given.target)
         else:

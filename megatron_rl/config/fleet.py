@@ -20,7 +20,12 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_fleet(sampler: SamplerSection) -> bool:
-    return bool(sampler.fleet.replicas > 0 or sampler.fleet.addresses)
+    return bool(size(sampler))
+
+
+def size(sampler: SamplerSection) -> int:
+    """How many servers, those included whose addresses are not known yet; 0: the embedded engine."""
+    return sampler.fleet.replicas + max(sampler.fleet.servers, len(sampler.fleet.addresses))
 
 
 def devices(sampler: SamplerSection) -> list[str]:
@@ -37,7 +42,7 @@ def replica_formats(sampler: SamplerSection, quantization: QuantizationSection) 
     fleet = sampler.fleet
     if not is_fleet(sampler):
         return (quantization.format,)
-    return tuple(fleet.formats) or (quantization.format,) * (fleet.replicas + len(fleet.addresses))
+    return tuple(fleet.formats) or (quantization.format,) * size(sampler)
 
 
 def local_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:
@@ -105,11 +110,16 @@ def servers(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
                 "or remove it"
             )
         return
-    count = fleet.replicas + len(fleet.addresses)
-    if fleet.formats and len(fleet.formats) != count:
+    if fleet.addresses and fleet.servers and len(fleet.addresses) != fleet.servers:
         yield (
-            f"sampler.fleet.formats: {len(fleet.formats)} formats for {count} servers ({fleet.replicas} replicas and "
-            f"{len(fleet.addresses)} addresses); give one for each, or none to run quantization.format everywhere"
+            f"sampler.fleet.addresses: {len(fleet.addresses)} for sampler.fleet.servers={fleet.servers}; give one for "
+            "each, or leave servers at 0"
+        )
+    if fleet.formats and len(fleet.formats) != size(sampler):
+        yield (
+            f"sampler.fleet.formats: {len(fleet.formats)} formats for {size(sampler)} servers ({fleet.replicas} "
+            f"replicas and {size(sampler) - fleet.replicas} elsewhere); give one for each, or none to run "
+            "quantization.format everywhere"
         )
     if sync.transport != Transport.file:
         yield f"sync.transport: {sync.transport} does not reach a fleet of servers yet; use file"

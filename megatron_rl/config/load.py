@@ -2,8 +2,9 @@
 
 A recipe is a small YAML delta. `base:` names the file or files it builds on (relative to itself).
 A section may be the name of a preset (`correction: tis` is conf/correction/tis.yaml) or a mapping whose
-`preset:` is one, with the other keys on top. Command-line overrides are `section.key=value`.
-Imports no torch: a mistyped key is refused at once.
+`preset:` is one, with the other keys on top. `cluster: 1n8g` puts conf/cluster/1n8g.yaml, which may set any
+section, below the keys of whoever names it; the last name is the one that counts. Command-line overrides are
+`section.key=value`. Imports no torch: a mistyped key is refused at once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ __all__ = ["ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 MOST_FILES = 64  # that a recipe is made of
-PRESET_SECTIONS = ("correction", "quantization")
+PRESET_SECTIONS = ("correction", "quantization", "model", "data")
+PASSED_THROUGH = (("learner", "megatron"), ("optim", "megatron"), ("sampler", "vllm"))  # null takes a field back
+CLUSTER = "cluster"
+MACHINE = "machine"  # of a cluster, as --on has it
 
 
 class ConfigError(Exception):
@@ -43,12 +47,18 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
     """The configuration, and what the recipe alone shows to be wrong: those values stand at null or their defaults."""
     path = Path(recipe)
-    return _checked(_read(path, []), path, overrides)
+    return _checked(_layers(path, []), path, overrides)
 
 
-def _checked(merged: dict[str, Any], path: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
-    for item in overrides:
-        merged = _merge(merged, _override(item), path)
+def cluster(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[str | None, str | None]:
+    """The cluster that a recipe is for, and the machine that this is, as `--on` has it."""
+    layers = [*_layers(Path(recipe), []), *map(_override, overrides)]
+    name = next((layer[CLUSTER] for layer in reversed(layers) if CLUSTER in layer), None)
+    return name, (_cluster(name).get(MACHINE) if name is not None else None)
+
+
+def _checked(layers: Sequence[Mapping[str, Any]], path: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
+    merged = _merged([*layers, *map(_override, overrides)])
     if _values(merged) > MOST_NODES:
         raise ConfigError(f"{path}: more than {MOST_NODES} values with all overrides")
     merged = _named(merged, path.stem)
@@ -117,7 +127,7 @@ def _without_preset_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def recorded_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration that a run has left behind, whose keys and presets may be gone since."""
-    return _sound(*_checked(known(_without_preset_names(_loaded(path))), path, overrides))
+    return _sound(*_checked([known(_without_preset_names(_loaded(path)))], path, overrides))
 
 
 def _sound(config: Config, found: Sequence[str]) -> Config:
@@ -126,8 +136,8 @@ def _sound(config: Config, found: Sequence[str]) -> Config:
     return config
 
 
-def _read(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A file over its bases. `read`: how many values each file had so far; `seen`: the files that lead here."""
+def _layers(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """A file above its bases. `read`: how many values each file had so far; `seen`: the files that lead here."""
     if path.resolve() in [one.resolve() for one in seen]:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the two lines")
     loaded = _loaded(path, seen)
@@ -139,10 +149,23 @@ def _read(path: Path, read: list[int], seen: tuple[Path, ...] = ()) -> dict[str,
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: base is {as_written(bases)}: name a file or a list of files")
+    return [layer for base in bases for layer in _layers(path.parent / base, read, (*seen, path))] + [loaded]
+
+
+def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Each over those before it; the last cluster that is named below the layer that names it."""
+    named = max((place for place, layer in enumerate(layers) if CLUSTER in layer), default=None)
     merged: dict[str, Any] = {}
-    for base in bases:
-        merged = _merge(merged, _read(path.parent / base, read, (*seen, path)), path)
-    return _merge(merged, loaded, path)
+    for place, layer in enumerate(layers):
+        if place == named:
+            below = _cluster(layer[CLUSTER])
+            merged = _merge(merged, {key: value for key, value in below.items() if key != MACHINE})
+        merged = _merge(merged, {key: value for key, value in layer.items() if key != CLUSTER})
+    for section, inner in PASSED_THROUGH:
+        if isinstance(given := merged.get(section), Mapping) and isinstance(fields := given.get(inner), Mapping):
+            kept = {key: value for key, value in fields.items() if value is not None}
+            merged[section] = {**given, inner: kept}
+    return merged
 
 
 def _values(node: Any) -> int:
@@ -168,7 +191,7 @@ def _loaded(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return loaded
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """`above` over `below`. Naming a preset starts its section afresh: presets do not pile up."""
     merged = dict(below)
     for section, value in above.items():
@@ -194,13 +217,21 @@ def _deep(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _cluster(name: object) -> dict[str, Any]:
+    layer = _preset(CLUSTER, name)
+    if CLUSTER in layer or "base" in layer:
+        raise ConfigError(f"{CLUSTER}: conf/{CLUSTER}/{name}.yaml names another layer; write its keys there")
+    return layer
+
+
 def _preset(section: str, name: object) -> dict[str, Any]:
     presets = {path.stem: path for path in sorted((CONF / section).glob("*.yaml"))}
     if not isinstance(name, str) or name not in presets:
         near = difflib.get_close_matches(Path(str(name)).stem.lower(), presets, n=1) if isinstance(name, str) else []
         hint = f"did you mean {near[0]}? " if near else ""
-        ways_out = f"{hint}presets are {', '.join(presets)}; or write a section of keys"
-        raise ConfigError(f"{section} is {as_written(name)}: no preset; {ways_out}")
+        kind, else_ = ("cluster", "") if section == CLUSTER else ("preset", "; or write a section of keys")
+        ways_out = f"{hint}{kind}s are {', '.join(presets)}{else_}"
+        raise ConfigError(f"{section} is {as_written(name)}: no {kind}; {ways_out}")
     return read_yaml(presets[name].read_text(encoding="utf-8")) or {}
 
 

@@ -97,6 +97,9 @@ def answers(
             f"it divides by the mean reward and needs rewards of 0 or more, which reward.overlong_buffer: "
             f"{reward.overlong_buffer} takes below 0; use grpo, or reward.overlong_buffer: 0",
         )
+    if estimator == Estimator.maxrl and reward.wrong < 0:
+        way_out = "advantage.estimator: maxrl divides by the mean reward and needs rewards of 0 or more; use 0, or grpo"
+        found.add("reward.wrong", reward.wrong, way_out)
     return found
 
 

@@ -5,6 +5,8 @@ the defaults of the project; `conf/base.yaml` only repeats those a reader should
 beside its field; rules about two keys at once are in `rules.py`.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -160,10 +162,12 @@ class RolloutSection:
 
 @dataclass(frozen=True)
 class FleetSection:
-    """vLLM servers over HTTP in place of the embedded engine; their number is replicas plus addresses."""
+    """vLLM servers over HTTP in place of the embedded engine: those of this machine, and those elsewhere."""
 
     # servers that the run starts on this machine
     replicas: int = field(default=0, metadata=between(0, 1024, "0 (none, or only addresses) to 1024"))
+    # servers on nodes of their own: how many; slurm/dapo_split.sbatch starts them, and gives their addresses
+    servers: int = field(default=0, metadata=between(0, 1024))
     addresses: list[str] = field(default_factory=list)  # servers started elsewhere, such as http://node7:8000
     formats: list[Format] = field(
         default_factory=list
@@ -225,9 +229,29 @@ class SyncSection:
     staged: bool = True
 
 
+VERIFIERS = ("exact_match", "math_dapo", "math_verify", "reasoning_gym")
+
+
+def _is_reward(value: Any) -> bool:
+    """A name, or several with a weight each."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(
+            isinstance(name, str) and type(weight) in (int, float) and math.isfinite(weight)
+            for name, weight in value.items()
+        )
+    return isinstance(value, str)
+
+
 @dataclass(frozen=True)
 class RewardSection:
-    name: str = "exact_match"  # exact_match | package.module:function
+    # one of VERIFIERS | package.module:function | path/file.py:function; or several with weights, the first of which
+    # says what is right, such as {math_dapo: 1.0, "mine.py:brevity": 0.1}
+    name: Any = field(
+        default="exact_match",
+        metadata=need(_is_reward, "use the name of a reward, or a mapping of names to weights, which are numbers"),
+    )
+    # the score of a wrong answer to a verifier; -1 as published for DAPO
+    wrong: float = field(default=0.0, metadata=between(-1, 0, "-1 to 0"))
     workers: int = field(default=1, metadata=between(1, 1024))
     timeout_s: float = field(default=10.0, metadata=SECONDS)
     environment: list[str] = field(default_factory=list)  # variables that a reward sees, beside PATH and HOME
@@ -237,6 +261,15 @@ class RewardSection:
     )
     learner_estimate: bool = False  # log the mean reward under the learner; one more forward pass over all answers
     overlong_filter: bool = False  # DAPO: truncated answers leave the mask
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return dict(self.name) if isinstance(self.name, Mapping) else {self.name: 1.0}
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a row without an answer cannot be judged. Some tasks of reasoning-gym have many, and name none."""
+        return any(name in VERIFIERS and name != "reasoning_gym" for name in self.weights)
 
 
 class Anchor(StrEnum):
@@ -468,6 +501,8 @@ class LogSection:
     wandb: Wandb = Wandb.none
     record_every: int = field(default=10, metadata=NOT_NEGATIVE)  # rollouts with both logprobs, as parquet; 0: never
     export: bool = False  # the final policy as a Hugging Face folder
+    # of the run's directory: the oldest recorded rollouts, then dumps, make room; null: no limit
+    disk_gib: float | None = field(default=None, metadata=ABOVE_0)
     # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}
     alarms: dict[str, Any] = field(default_factory=dict)
 

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+-*= "
+SHRUNK = frozenset(
+    {
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok",
+        "moe_intermediate_size",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,13 @@ class ToyShape:
     context: int = 64
 
 
-def write_toy(folder: Path, task: ToyTask | None = None, shape: ToyShape | None = None) -> dict[str, int]:
-    """Writes `model/` (config and tokenizer, no weights), `train.jsonl` and `test.jsonl`."""
+def write_toy(
+    folder: Path, task: ToyTask | None = None, shape: ToyShape | None = None, like: Mapping[str, Any] | None = None
+) -> dict[str, int]:
+    """Writes `model/` (config and tokenizer, no weights), `train.jsonl` and `test.jsonl`.
+
+    `like`: config.json of a large model, of whose family the small one is then.
+    """
     task, shape = task or ToyTask(), shape or ToyShape()
     problems = task.problems()
     random.Random(task.seed).shuffle(problems)
@@ -60,8 +74,22 @@ def write_toy(folder: Path, task: ToyTask | None = None, shape: ToyShape | None 
     for name, rows in (("train", train), ("test", test)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_tokenizer(folder / "model")
-    (folder / "model" / "config.json").write_text(json.dumps(hf_config(shape), indent=2) + "\n")
+    config = hf_config(shape) if like is None else shrunk(like)
+    (folder / "model" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return {"train": len(train), "test": len(test)}
+
+
+def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
+    """A model of the same family, of sizes that two cores train; its four layers divide over a pipeline."""
+    shape = ToyShape(layers=4, tied=bool(card.get("tie_word_embeddings")))
+    sizes = hf_config(shape) | {
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+    }
+    tokens = {key: value for key, value in sizes.items() if key.endswith("_token_id")}
+    return {key: sizes[key] if key in SHRUNK else value for key, value in card.items()} | tokens
 
 
 def vocabulary() -> dict[str, int]:
@@ -82,7 +110,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def hf_config(shape: ToyShape) -> dict[str, object]:
+def hf_config(shape: ToyShape) -> dict[str, Any]:
     tokens = vocabulary()
     return {
         "architectures": ["Qwen3ForCausalLM"],

@@ -36,7 +36,6 @@ from megatron_rl.config.schema import (
     KvCache,
     LearnerSection,
     LossConfig,
-    OnNonFinite,
     OptimSection,
     Precision,
     QuantizationSection,
@@ -47,8 +46,9 @@ from megatron_rl.learner import weights
 from megatron_rl.learner.activation_stats import ActivationStats
 from megatron_rl.learner.cache_stats import CacheStats
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
-from megatron_rl.learner.minibatch import dump, loss_inputs
+from megatron_rl.learner.minibatch import loss_inputs
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
+from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, optimizer_config
 from megatron_rl.learner.packing import Pack, assign_rows, pack
 from megatron_rl.learner.schedule import learning_rate
@@ -58,10 +58,6 @@ from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.types import Batch, Targets
-
-
-class NonFiniteError(ArithmeticError):
-    """A loss or gradient that is not a number, with learner.on_nonfinite=raise."""
 
 
 class Learner:
@@ -80,6 +76,7 @@ class Learner:
         quantization: QuantizationSection,
         engine_sleeps: bool = False,
         dump_dir: Path | None = None,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`engine_sleeps`: an engine on these devices gives its memory up, and wants it back at a sync."""
         self.model, self.shape, self.layout = model, model.shape, model.layout
@@ -89,10 +86,11 @@ class Learner:
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
         self.place, self.groups = self.ranks.place, self.ranks.groups
-        self.engine_sleeps, self.dump_dir = engine_sleeps, dump_dir
+        self.engine_sleeps = engine_sleeps
         self.steps = 0  # optimizer steps taken
         self._reference: list[Tensor] = []
         self.megatron_config = transformer_config(model, learner)
+        self.nonfinite = NonFiniteUpdates(self, dump_dir, note)
         self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
         self._activations = ActivationStats(self.shape, self.device)
         if quantization.smoothing:
@@ -277,6 +275,7 @@ class Learner:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.nonfinite.begin()
         tokens = max(1, int(targets.mask_BT.sum()))
         packs = self._packs(targets.batch, rows)
         results = self._run(packs, partial(self._loss, targets, totals, tokens))
@@ -321,8 +320,9 @@ class Learner:
             clip(self.optimizer, norm, self.clip_grad)
             self.optimizer.step_with_ready_grads()
             self.steps += 1
+            self.nonfinite.end()
         else:
-            self._non_finite(targets, metrics, norm)
+            self.nonfinite.met(targets, metrics, norm)
         return {
             **metrics,
             "optim/grad_norm": norm,
@@ -331,20 +331,6 @@ class Learner:
             "optim/skipped": float(not finite),
             "optim/clipped": float(finite and 0 < self.clip_grad < norm),
         }
-
-    def _non_finite(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:
-        policy = self.learner.on_nonfinite
-        found = f"loss {metrics.get('loss/total', 0.0)}, gradient norm {norm} after {self.steps} optimizer steps"
-        if policy is OnNonFinite.raise_:
-            raise NonFiniteError(
-                f"{found}: not a number, so the policy was left as it is. learner.on_nonfinite=skip goes on without "
-                "this minibatch, skip_and_dump also writes it to disk"
-            )
-        if policy is OnNonFinite.skip_and_dump and self.is_driver and self.dump_dir is not None:
-            self.dump_dir.mkdir(parents=True, exist_ok=True)
-            dump(
-                targets, {**metrics, "optim/grad_norm": norm}, self.dump_dir / f"nonfinite_{self.steps:06d}.safetensors"
-            )
 
     # talking to the other ranks
 

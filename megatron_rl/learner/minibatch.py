@@ -1,16 +1,11 @@
-"""Parts of a minibatch: the rows of one micro-batch as the loss wants them, and the whole of it on disk.
+"""The rows of one micro-batch, as the loss wants them.
 
 B rows of the minibatch, b rows of a micro-batch, T response positions.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.learner.packing import Pack
@@ -40,11 +35,3 @@ def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch
         prompt_ids_B=targets.batch.groups_B[rows].to(device),
         selected_BT=maybe(targets.selected_BT),
     )
-
-
-def dump(targets: Targets, metrics: Mapping[str, float], path: Path) -> None:
-    """A minibatch as safetensors, its metrics as the file's metadata."""
-    parts = {f"batch.{name}": value for name, value in vars(targets.batch).items()} | vars(targets)
-    # clones: the file refuses tensors that share memory
-    tensors = {name: value.detach().cpu().clone() for name, value in parts.items() if isinstance(value, Tensor)}
-    save_file(tensors, path, metadata={"metrics": json.dumps(dict(metrics))})

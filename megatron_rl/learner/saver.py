@@ -6,7 +6,6 @@ reads it back. Once every rank's thread is done, rank 0 gives the folder its nam
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -15,22 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.distributed import exchange
+from megatron_rl.files import remove
 from megatron_rl.learner import state
 from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_writer import Block, write_blocks, write_index
 from megatron_rl.runs import checkpoints
-from megatron_rl.runs.checkpoints import Checkpoint
+from megatron_rl.runs.checkpoints import POLICY, RANKS, SYNC, Checkpoint, TornCheckpoint
 
 if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
 
-POLICY, RANKS, SYNC = "policy", "ranks", "sync.safetensors"
 ALIGNMENT = 64
 
 
@@ -62,9 +61,9 @@ class Saver:
         problem = None
         if self._learner.is_driver:
             try:
-                shutil.rmtree(partial, ignore_errors=True)
-                for name in (POLICY, RANKS):
-                    (partial / name).mkdir(parents=True)
+                remove(partial)
+                for folder in (partial, partial / POLICY, partial / RANKS):  # a run's directory that is gone stays so
+                    folder.mkdir()
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
         if problem := exchange(problem)[0]:
@@ -109,15 +108,24 @@ class Saver:
 
     def load(self, found: Checkpoint) -> None:
         """Into the learner and the sync, whatever layout wrote it."""
+        try:
+            self._load(found)
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
+            # whole by its checksums, so that no older one was taken instead
+            raise TornCheckpoint(
+                f"{found.path} cannot be gone on from ({type(error).__name__}: {error}); move it away to go on from an "
+                "older one"
+            ) from error
+
+    def _load(self, found: Checkpoint) -> None:
         state.restore(self._learner, Reader(found.path / POLICY), found.updates)
         self._sync.restore(_read_tensors(found.path / SYNC)[0])
-        same = dict(found.layout) == asdict(self._learner.layout)
-        ranks = sorted((found.path / RANKS).glob("rank_*.safetensors"))
-        if same:
+        if dict(found.layout) == asdict(self._learner.layout):
             mine = found.path / RANKS / f"rank_{self._learner.rank}.safetensors"
             state.restore_own(self._learner, *_read_tensors(mine))
         else:
-            state.restore_measured(self._learner, [_read_tensors(path)[0] for path in ranks])
+            ranks = sorted(name for name in found.files if name.startswith(f"{RANKS}/"))
+            state.restore_measured(self._learner, [_read_tensors(found.path / name)[0] for name in ranks])
 
     def close(self) -> None:
         """Before the processes part: what is under way is finished."""
@@ -144,7 +152,7 @@ class Saver:
 
     def _failed(self, step: int, partial: Path, problem: str) -> None:
         if self._learner.is_driver:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove(partial)
             kept = checkpoints.steps(self._root)
             older = f"the newest one is of step {kept[0]}" if kept else "there is none yet"
             self._note(f"the checkpoint of step {step} was not saved ({problem}); the run goes on, {older}")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
 
 OPTIMIZER = "optimizer.state."  # as megatron-core names it
+RANDOM = "rng."
+TRACKER = f"{RANDOM}tracker."
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -70,24 +72,34 @@ def restore(learner: Learner, reader: Reader, steps: int) -> None:
 
 def own(learner: Learner) -> tuple[dict[str, Tensor], dict[str, str]]:
     """This rank's small rest: tensors, and text."""
-    tensors = {"rng.cpu": torch.get_rng_state(), **learner.measured()}
+    tensors = random_tensors(learner) | {name: value.clone() for name, value in learner.measured().items()}
+    return tensors, {"rng.python": json.dumps(random.getstate()), "nonfinite": str(learner.nonfinite.in_a_row)}
+
+
+def random_tensors(learner: Learner) -> dict[str, Tensor]:
+    """What the model's own random numbers come from."""
+    tensors = {"rng.cpu": torch.get_rng_state()}
     for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
-        tensors[f"rng.tracker.{name}"] = state
+        tensors[f"{TRACKER}{name}"] = state
     if learner.device.type != "cpu":
         tensors["rng.device"] = torch.cuda.get_rng_state()
-    return {name: value.clone() for name, value in tensors.items()}, {"rng.python": json.dumps(random.getstate())}
+    return {name: value.clone() for name, value in tensors.items()}
 
 
 def restore_own(learner: Learner, tensors: dict[str, Tensor], text: dict[str, str]) -> None:
     learner.measure(tensors)
-    torch.set_rng_state(tensors["rng.cpu"])
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    prefix = "rng.tracker."
-    tracker.set_states({name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)})
-    if "rng.device" in tensors and learner.device.type != "cpu":
-        torch.cuda.set_rng_state(tensors["rng.device"])
+    restore_random(learner, tensors)
     version, numbers, gauss = json.loads(text["rng.python"])
     random.setstate((version, tuple(numbers), gauss))
+    learner.nonfinite.in_a_row = int(text.get("nonfinite", 0))
+
+
+def restore_random(learner: Learner, tensors: dict[str, Tensor]) -> None:
+    torch.set_rng_state(tensors["rng.cpu"])
+    states = {name.removeprefix(TRACKER): value for name, value in tensors.items() if name.startswith(TRACKER)}
+    tensor_parallel.get_cuda_rng_tracker().set_states(states)
+    if "rng.device" in tensors and learner.device.type != "cpu":
+        torch.cuda.set_rng_state(tensors["rng.device"])
 
 
 def restore_measured(learner: Learner, ranks: list[dict[str, Tensor]]) -> None:

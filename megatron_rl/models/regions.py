@@ -14,6 +14,8 @@ from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param
 from megatron_rl.models.table import Split
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # from where, and how long, on each axis
+
 
 @dataclass(frozen=True)
 class Region:
@@ -66,6 +68,14 @@ def run_regions(regions: list[Region], local: tuple[int, ...], start: int, stop:
             inside = sum((lo - b) * prod(box_size[axis + 1 :]) for axis, (lo, b) in enumerate(zip(low, box_start)))  # noqa: B905
             yield at + inside, Region(low, offset, size)
         at += prod(box_size)
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """The block that two blocks of a tensor share; None where they share nothing."""
+    low = tuple(map(max, one[0], other[0]))
+    high = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+    size = tuple(h - lo for h, lo in zip(high, low, strict=True))
+    return (low, size) if min(size, default=1) > 0 else None
 
 
 def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

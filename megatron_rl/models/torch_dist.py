@@ -1,14 +1,13 @@
 """Megatron's torch_dist checkpoints through the mapping table: weights in, weights out.
 
 Writing goes through megatron-core's own `dist_checkpointing.save`, so any learner layout can load the result.
-Reading needs neither megatron nor a process group: tensors come one at a time, in pieces of any shape. The
-checkpoint's index is a pickle; it is decoded by an unpickler that knows only the index's own classes.
+Reading needs neither megatron nor a process group: tensors come one at a time, in pieces of any shape. Nothing in a
+checkpoint is unpickled (torch_dist_index.py, saved_tensor.py).
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,43 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_rl.files import read_json
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.regions import Box, common
+from megatron_rl.models.saved_tensor import read_saved
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import assemble, cut
 from megatron_rl.models.table import Split
-from megatron_rl.models.tensors import TensorSpec, dtype_name
-from megatron_rl.models.weight_files import BACKEND_FILE, INDEX_FILE, refuse_links_out
-
-# everything that an index written by torch or megatron-core refers to
-_INDEX_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.planner": {
-        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch": {
-        "Size", "bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool",
-        "float8_e4m3fn", "float8_e5m2",
-    },
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "builtins": {"set"},
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
-}  # fmt: skip
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that is missing, incomplete, or not what it claims to be."""
+from megatron_rl.models.tensors import TensorSpec, torch_dtype
+from megatron_rl.models.torch_dist_index import CheckpointError, Chunk, Kept, read_index
 
 
 @dataclass(frozen=True)
@@ -112,27 +84,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder; give a torch_dist checkpoint")
-        if not (folder / BACKEND_FILE).is_file():
-            raise CheckpointError(
-                f"{folder} has no {BACKEND_FILE}: not a torch_dist checkpoint, or one whose writing never finished"
-            )
-        try:
-            backend = read_json(folder / BACKEND_FILE).get("sharded_backend")
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
-        if backend != "torch_dist":
-            raise CheckpointError(f"{folder} holds a checkpoint of the kind {backend!r}; only torch_dist is read")
-        self._metadata = read_index(folder / INDEX_FILE)
-        _check_places(folder, self._metadata)
-        self._reader = FileSystemReader(folder)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self._tensors = {
-            key: value
-            for key, value in self._metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
-        }
+        self._tensors = read_index(folder)
         root = "embedding.word_embeddings.weight"
         self._prefix = next((key.removesuffix(root) for key in self._tensors if key.endswith(root)), "")
 
@@ -143,14 +95,14 @@ class Reader:
                     return entry
         raise CheckpointError(f"{self.folder} lacks the parameter {param.megatron} ({param.hf[0]})")
 
-    def dtype(self, entry: Entry) -> torch.dtype:
-        return self._tensors[self._prefix + entry.key].properties.dtype
+    def dtype(self, entry: Entry) -> str:
+        return self._tensors[self._prefix + entry.key].dtype
 
     def parameter(self, param: Param, shape: ModelShape) -> list[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) for each tensor behind one parameter."""
         entry = self.find(param, shape)
         wanted = param.local_shape(Layout())
-        stored = tuple(self._tensors[self._prefix + entry.key].size)[len(entry.axes) :]
+        stored = self._tensors[self._prefix + entry.key].size[len(entry.axes) :]
         padded = param.row.split is Split.vocab and stored[0] >= wanted[0]
         if stored[1:] != wanted[1:] or (stored[0] != wanted[0] and not padded):
             raise CheckpointError(f"{entry.key} of {self.folder} has shape {stored}, config.json says {wanted}")
@@ -160,96 +112,38 @@ class Reader:
 
     def read(self, entry: Entry, offset: tuple[int, ...], size: tuple[int, ...], kind: str = "") -> torch.Tensor:
         """A block of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg."""
-        key = self._key(entry, kind)
+        key = f"{kind}{self._prefix}{entry.key}"
         if key not in self._tensors:
             raise CheckpointError(f"{self.folder} lacks {key}")
-        target = torch.empty((*(1 for _ in entry.axes), *size), dtype=self._tensors[key].properties.dtype)
-        offsets = torch.Size((*(index for index, _ in entry.axes), *offset))
-        chunk = ChunkStorageMetadata(offsets=offsets, sizes=target.size())
-        items = create_read_items_for_chunk_list(key, self._tensors[key], [chunk])
-        covered = sum(torch.Size(item.lengths).numel() for item in items)
+        kept = self._tensors[key]
+        start = (*(index for index, _ in entry.axes), *offset)
+        target = torch.empty((*(1 for _ in entry.axes), *size), dtype=torch_dtype(kept.dtype))
+        boxes: list[Box] = []
+        for chunk in kept.chunks:
+            box = common((start, tuple(target.shape)), (chunk.offset, chunk.size))
+            if box is None:
+                continue
+            if any(common(box, other) for other in boxes):
+                raise CheckpointError(f"{key} of {self.folder} holds a part of it twice")
+            boxes.append(box)
+            _part(target, box, start).copy_(_part(self._stored(key, kept, chunk), box, chunk.offset))
+        covered = sum(math.prod(length) for _, length in boxes)
         if covered != target.numel():
             raise CheckpointError(f"{key} of {self.folder} is incomplete: {covered} of {target.numel()} values")
-        try:
-            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{key} of {self.folder} cannot be read: {error}") from error
         return target.view(size)
 
-    def _key(self, entry: Entry, kind: str = "") -> str:
-        return f"{kind}{self._prefix}{entry.key}"
+    def _stored(self, key: str, kept: Kept, chunk: Chunk) -> torch.Tensor:
+        try:
+            return read_saved(self.folder / chunk.file, chunk.begin, chunk.nbytes, kept.dtype, chunk.size)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{key} of {self.folder} cannot be read: {error}") from error
 
 
-def _check_places(folder: Path, metadata: Metadata) -> None:
-    """The index names files of its own folder, and no links to others."""
-    try:
-        files = {str(place.relative_path) for place in (metadata.storage_data or {}).values()}
-        elsewhere = [file for file in files if Path(file).name != file]
-        if elsewhere:
-            raise ValueError(f"it names {elsewhere[0]!r}, which is no file of its folder")
-        refuse_links_out(folder, files)
-    except (AttributeError, ValueError) as error:
-        raise CheckpointError(f"{folder / INDEX_FILE} is not an index to be read: {error}") from None
-
-
-class _Into(LoadPlanner):
-    """Reads land in one tensor."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        part = self._target
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError("only tensors are read from a checkpoint")
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _INDEX_CLASSES.get(module, ()):
-            raise CheckpointError(f"the checkpoint's index refers to {module}.{name}, which no index needs: not loaded")
-        return super().find_class(module, name)
-
-
-def read_index(path: Path) -> Metadata:
-    try:
-        metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
-    # what a damaged pickle can raise, according to the documentation of `pickle`
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        AttributeError,
-        ImportError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:
-        raise CheckpointError(f"{path} is unreadable: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path} does not hold a checkpoint index")
-    return metadata
+def _part(tensor: torch.Tensor, box: Box, origin: tuple[int, ...]) -> torch.Tensor:
+    """The block of a tensor whose first element is `origin` of the whole."""
+    for axis, (at, base, length) in enumerate(zip(box[0], origin, box[1], strict=True)):
+        tensor = tensor.narrow(axis, at - base, length)
+    return tensor
 
 
 @contextmanager
@@ -274,7 +168,7 @@ def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
     """The same, each with the dtype that the checkpoint holds it in."""
     found = []
     for param in _own(shape):
-        dtype = dtype_name(reader.dtype(reader.find(param, shape)))
+        dtype = reader.dtype(reader.find(param, shape))
         found += [TensorSpec(name, dtype, size) for name, size in zip(param.hf, param.shapes, strict=True)]
     return found
 

@@ -70,7 +70,7 @@ def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, 
 
 def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str]]:
     """The sections, and what is outside of them: the machine and the model; what cannot be had is a problem."""
-    facts, problems = dict(vars(config)), []
+    facts, problems = {**vars(config), "elsewhere": on is not None}, []
     try:
         facts["machine"] = on or detect(config.run.device)
     except ConfigError as error:
@@ -160,4 +160,10 @@ RULES: tuple[Rule, ...] = (
     placement.ranks, placement.engine_gpus, placement.fleet_gpus, placement.host_memory, placement.reach,
     files.unnamed_data,
 )  # fmt: skip
-ABSENT: tuple[Rule, ...] = (files.absent_model, files.absent_data, files.absent_dir, files.absent_key)
+ABSENT: tuple[Rule, ...] = (
+    files.absent_model,
+    files.absent_data,
+    files.absent_dir,
+    files.absent_key,
+    files.absent_servers,
+)

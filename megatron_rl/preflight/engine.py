@@ -70,6 +70,8 @@ def ignored(shape: ModelShape, sampler: SamplerSection, quantization: Quantizati
         return
     modules = {name.rpartition(".")[0] for param in params(shape) for name in param.hf} | {"lm_head"}
     for entry in quantization.ignore:
+        if entry == EXPERTS_PATTERN and not shape.experts:
+            continue  # conf/cluster/cpu.yaml has it for every model
         if not any(is_ignored(module, [entry]) for module in modules):
             near = difflib.get_close_matches(entry, modules, n=1)
             hint = f"did you mean {near[0]}? " if near else ""

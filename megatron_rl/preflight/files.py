@@ -9,7 +9,15 @@ from typing import Any
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.load import CONF
-from megatron_rl.config.schema import DataSection, EvalSection, LogSection, ModelInit, ModelSection, SyncSection
+from megatron_rl.config.schema import (
+    DataSection,
+    EvalSection,
+    LogSection,
+    ModelInit,
+    ModelSection,
+    SamplerSection,
+    SyncSection,
+)
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.runs.wandb_log import resolve_mode
@@ -67,6 +75,17 @@ def absent_key(log: LogSection) -> Iterator[Absent]:
         resolve_mode(log.wandb)
     except (ValueError, RuntimeError) as error:
         yield Absent("a key for W&B (log.wandb)", str(error))
+
+
+def absent_servers(sampler: SamplerSection) -> Iterator[Absent]:
+    fleet = sampler.fleet
+    if fleet.servers and not fleet.addresses:
+        yield Absent(
+            f"{fleet.servers} servers of {sampler.tensor_parallel} GPU(s) each, on nodes of their own (slurm/"
+            "dapo_split.sbatch starts them)",
+            f"sampler.fleet.servers: {fleet.servers} servers on other nodes, whose addresses nobody has given; submit "
+            "slurm/dapo_split.sbatch, which starts them, or name them in sampler.fleet.addresses",
+        )
 
 
 def unnamed_data(data: DataSection, eval: EvalSection) -> Iterator[str]:

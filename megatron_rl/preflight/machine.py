@@ -13,16 +13,29 @@ from importlib import metadata
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Device
 
-# name -> compute capability, GiB of memory
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU as its maker describes it: dense matrix products, one direction of a link."""
+
+    capability: float
+    gib: int
+    tflops: float  # BF16
+    fp8_tflops: float  # 0: none
+    memory_tbs: float  # TB/s
+    link_gbs: float  # GB/s to GPUs of its node
+    network_gbs: float  # GB/s to other nodes, as such machines are usually sold
+
+
 GPUS = {
-    "A100": (8.0, 80),
-    "L4": (8.9, 24),
-    "L40S": (8.9, 48),
-    "H20": (9.0, 96),
-    "H100": (9.0, 80),
-    "H200": (9.0, 141),
-    "B200": (10.0, 180),
-    "B300": (10.3, 288),
+    "A100": Gpu(8.0, 80, 312, 0, 2.0, 300, 25),
+    "L4": Gpu(8.9, 24, 121, 242, 0.3, 32, 6),
+    "L40S": Gpu(8.9, 48, 362, 733, 0.86, 32, 12),
+    "H20": Gpu(9.0, 96, 148, 296, 4.0, 450, 50),
+    "H100": Gpu(9.0, 80, 989, 1979, 3.35, 450, 50),
+    "H200": Gpu(9.0, 141, 989, 1979, 4.8, 450, 50),
+    "B200": Gpu(10.0, 180, 2250, 4500, 8.0, 900, 50),
+    "B300": Gpu(10.3, 288, 2250, 4500, 8.0, 900, 100),
 }
 NAMED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([A-Za-z]\w*?)(?:-([1-9]\d*))?")
 
@@ -34,6 +47,13 @@ class Machine:
     capability: float | None = None  # CUDA compute capability
     gpus: int = 0  # of a node, that this job sees; 0: not known
     nodes: int = 1
+    gib: float = 0.0  # memory of a GPU; 0: not known
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """What kind it is, where its name says so: the longest of our names that is in it."""
+        found = [name for name in GPUS if name in re.split(r"[^A-Z0-9]+", self.name.upper())]
+        return GPUS[max(found, key=len)] if found else None
 
     def __str__(self) -> str:
         if not self.gpus:
@@ -49,8 +69,10 @@ def named(text: str) -> Machine:
     nodes, gpus, name, gib = match.groups()
     if name.upper() not in GPUS:
         raise ConfigError(f"--on {text}: {name} is not known; use one of {', '.join(GPUS)}")
-    capability, usual = GPUS[name.upper()]
-    return Machine(Device.cuda, f"{name.upper()} ({gib or usual} GiB)", capability, int(gpus), int(nodes))
+    gpu = GPUS[name.upper()]
+    memory = int(gib or gpu.gib)
+    label = f"{name.upper()} ({memory} GiB)"
+    return Machine(Device.cuda, label, gpu.capability, int(gpus), int(nodes), memory)
 
 
 def detect(wanted: Device = Device.auto) -> Machine:
@@ -69,15 +91,16 @@ def _gpu() -> Machine | None:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    query = [tool, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
+    query = [tool, "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (subprocess.SubprocessError, OSError):
         return None
     first = answer.splitlines()[0] if answer.strip() else ""
-    name, _, capability = first.rpartition(",")
+    name, capability, memory = [*first.rsplit(",", 2), "", ""][:3]
     try:
         seen = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-        return Machine(Device.cuda, name.strip(), float(capability), len(seen or answer.splitlines()))
+        count, gib = len(seen or answer.splitlines()), float(memory) / 1024  # it answers in MiB
+        return Machine(Device.cuda, name.strip(), float(capability), count, gib=gib)
     except ValueError:
         return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_rl.config.schema import DataSection, EvalSection, ModelSection, RunSection
 from megatron_rl.data.rows import field
 from megatron_rl.files import read_json
+from megatron_rl.preflight.disk import short_disk
 
 LONGEST_ROW = 1 << 20
 
@@ -53,4 +54,4 @@ def _is_text(file: Path, key: str) -> bool:
         return False
 
 
-RULES = (unreachable_stop, plain_prompts)
+RULES = (unreachable_stop, plain_prompts, short_disk)

@@ -15,10 +15,16 @@ RANK_GIB = 0.6
 WORKER_GIB = 0.03
 
 
-def ranks(machine: Machine, learner: LearnerSection) -> Iterator[str]:
-    """One GPU for each rank of the learner."""
+def ranks(machine: Machine, learner: LearnerSection, sampler: SamplerSection) -> Iterator[str]:
+    """One GPU for each rank of the learner; servers of the job have theirs on other nodes."""
     world, there = Layout.from_config(learner).world, machine.nodes * machine.gpus
-    if there and world > there:
+    servers = sampler.fleet.servers * sampler.tensor_parallel
+    if there and servers and world + servers > there:
+        yield (
+            f"sampler.fleet.servers: {sampler.fleet.servers} of {sampler.tensor_parallel} GPU(s) each beside {world} "
+            f"ranks of the learner are {world + servers} GPUs, but {machine} has {there}; lower one of them"
+        )
+    elif there and world > there:
         sizes = f"tensor_parallel {learner.tensor_parallel} x pipeline_parallel {learner.pipeline_parallel}"
         yield (
             f"learner: {sizes} x data_parallel {learner.data_parallel} is {world} ranks of a GPU each, but {machine} "
@@ -103,7 +109,7 @@ def host_memory(
 
 
 def reach(sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
-    elsewhere = distant(sampler)
+    elsewhere = distant(sampler) or ["a server on another node"] * sampler.fleet.servers
     if elsewhere and sync.dir is None:
         yield (
             f"sync.dir: null is shared memory of this machine, which {elsewhere[0]} cannot read; name a "

@@ -16,6 +16,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
 )
 from megatron_rl.preflight.checks import Checked
+from megatron_rl.preflight.disk import writes
 from megatron_rl.preflight.sync_plan import plan_sync
 
 
@@ -37,6 +38,7 @@ def describe(config: Config, checked: Checked) -> str:
                  f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} update(s)"),
         ("loss", loss),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
+        ("disk", _disk(config, checked)),
         *(("to bring:", what) for what in checked.to_bring),
         *(("note:", what) for what in checked.notes),
     ]  # fmt: skip
@@ -68,6 +70,12 @@ def _correction(correction: CorrectionConfig) -> str:
         low = f", at least {weight.low:g}" if weight.low is not None else ""
         bounds = (f" capped at {weight.high:g}" if weight.high is not None else "") + low
     return f"{weight.level} weight{bounds}{rules}"
+
+
+def _disk(config: Config, checked: Checked) -> str:
+    sections = (config.learner, config.run, config.rollout, config.checkpoint, config.log)
+    limit = "" if config.log.disk_gib is None else f"; log.disk_gib={config.log.disk_gib:g}"
+    return f"{writes(checked.policy.shape, *sections)}{limit}"
 
 
 def _stop(run: RunSection) -> str:

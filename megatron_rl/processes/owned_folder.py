@@ -1,4 +1,6 @@
-"""A folder that one process owns for as long as it lives: a lock says so, however the process ends.
+"""A folder that one process, or those of one run, own as long as they live: a lock says so, however they end.
+
+The lock, not a process number, says whether the owner lives: it holds across containers that share a file system.
 
 A lock is judged on the kernel that gave it alone: not every shared file system tells other machines about it. The
 folder of another machine is left to that machine's next start.
@@ -6,29 +8,60 @@ folder of another machine is left to that machine's next start.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import stat
-from contextlib import suppress
+import time
+from io import FileIO
 from pathlib import Path
 from socket import gethostname
 
-LOCK = "owner.lock"  # the kernel's boot id, the host's name, the process
+LOCK = "owner.lock"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+LOOKS = 4  # somebody who only asks holds it for a moment
+PAUSE_S = 0.05
 
 
-def claim(folder: Path) -> int:
-    """The descriptor of the lock. The file has its name only when it is held: nobody sees it free before."""
-    new = folder / f"{LOCK}.new"
-    lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def hold(folder: Path) -> FileIO | None:
+    """The folder's lock, until the file is closed or its last process ends; None where another one holds it."""
+    path = folder / LOCK
+    for _ in range(LOOKS):
+        made = not path.exists()
+        # a lock that others can open is one that others can hold
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_EXCL if made else 0)
+        try:
+            file = FileIO(os.open(path, flags, 0o600), "r+")
+        except FileExistsError:
+            continue  # made by another start, just now
+        if _locked(file, made) and _is(file, path):
+            return file
+        file.close()
+        time.sleep(PAUSE_S)
+    return None
+
+
+def held(folder: Path) -> bool | None:
+    """Whether some process holds it; None where that cannot be told."""
     try:
-        with suppress(OSError):  # a file system without locks: nobody can take the folder for a dead one's
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(lock, f"{_boot_id()} {gethostname()} {os.getpid()}\n".encode())
-        new.rename(folder / LOCK)
+        with FileIO(os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     except OSError:
-        os.close(lock)
+        return None
+    return False
+
+
+def claim(folder: Path) -> FileIO:
+    """The lock of a folder that was just made, with its owner's name in it: kernel, host, process."""
+    try:
+        lock = hold(folder)
+        if lock is None:
+            raise BlockingIOError(errno.EWOULDBLOCK, "somebody else holds its lock", str(folder))
+        os.write(lock.fileno(), f"{_boot_id()} {gethostname()} {os.getpid()}\n".encode())
+    except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return lock
@@ -57,6 +90,24 @@ def is_abandoned(folder: Path, unnamed: bool = False) -> bool:
         return False
     finally:
         os.close(lock)
+
+
+def _locked(file: FileIO, made: bool) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: it belongs to whoever made it
+        return made
+    return True
+
+
+def _is(file: FileIO, path: Path) -> bool:
+    """Not if its folder was moved away in the meantime."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _boot_id() -> str:

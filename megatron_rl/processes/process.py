@@ -168,6 +168,16 @@ def describe_end(code: int) -> str:
     return f"ended by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
 
 
+def started_at(pid: int) -> float | None:
+    """Seconds since the epoch; None where no such process lives."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        (booted,) = (line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(booted.split()[1]) + int(numbers[18]) / os.sysconf("SC_CLK_TCK")
+
+
 def exit_status(code: int) -> int:
     """As a shell gives it: 128 and the number of the signal that ended the process."""
     return 128 - code if code < 0 else code

@@ -7,7 +7,6 @@ lives (`owned_folder.py`).
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from megatron_rl.config import ConfigError
+from megatron_rl.files import remove
 from megatron_rl.processes.owned_folder import LOCK, claim, is_abandoned
 
 PREFIX = "megatron-rl-run-"
@@ -50,7 +50,7 @@ class Scratch:
 
     def close(self) -> None:
         _remove(self.path)
-        os.close(self._lock)
+        self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -96,17 +96,6 @@ def _remove(folder: Path) -> bool:
         elsewhere = (folder / ELSEWHERE).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         elsewhere = []
-    for path in map(Path, elsewhere):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            _unlink(path)
-    shutil.rmtree(folder, ignore_errors=True)
+    for path in (*map(Path, elsewhere), folder):
+        remove(path)
     return not folder.exists()
-
-
-def _unlink(path: Path) -> None:
-    try:
-        path.unlink()
-    except OSError:
-        pass  # gone, or no longer ours

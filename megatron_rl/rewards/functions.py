@@ -1,59 +1,63 @@
-"""The built-in rewards. A reward is a function `(row, answer_key, response) -> float`.
-
-Name one of these in `reward.name`, or your own as `package.module:function`.
-"""
+"""From the names in `reward.name` to what judges an answer: several rewards with weights, added up."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
-import os
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-Reward = Callable[[Mapping[str, Any], str, str], float]
-RECIPE_FOLDER = "MEGATRON_RL_RECIPE_FOLDER"  # of the environment: set by the command, for the ranks that it starts
-
-
-def exact_match(row: Mapping[str, Any], answer_key: str, response: str) -> float:
-    """1 where the response, stripped, is the row's answer."""
-    return float(response.strip() == str(row[answer_key]).strip())
-
-
-BUILT_IN: dict[str, Reward] = {"exact_match": exact_match}
-
-
-def own_places() -> list[str]:
-    """Where the user's modules lie, after all that is installed: the working folder, and the recipe's."""
-    return list(dict.fromkeys([os.getcwd(), os.environ.get(RECIPE_FOLDER) or os.getcwd()]))
+from megatron_rl.config.schema import VERIFIERS
+from megatron_rl.rewards import own
+from megatron_rl.rewards.task import Judgement, Reward, Task
+from megatron_rl.types import RIGHT, Verdict
 
 
 def resolve(name: str) -> Reward:
-    """The function a configuration names; LookupError says what is wrong with the name."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    module, colon, function = name.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise LookupError(
-            f"{name!r} is not a built-in reward ({', '.join(BUILT_IN)}) and not package.module:function{hint}"
-        )
-    sys.path += [place for place in own_places() if place not in sys.path]
+    """A module of this room, or a function of the user's; LookupError says what is wrong with the name."""
+    if name in VERIFIERS:
+        return _built_in(name)
+    if ":" in name:
+        return own.load(name)
+    near = difflib.get_close_matches(name, VERIFIERS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise LookupError(
+        f"{name!r} is not a built-in reward ({', '.join(VERIFIERS)}) and not package.module:function "
+        f"or path/file.py:function{hint}"
+    )
+
+
+def _built_in(name: str) -> Reward:
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # a module of the user's: importing it can raise anything
-        raise LookupError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from None
-    if not callable(found):
-        raise LookupError(f"{name!r} is {type(found).__name__}, not a function")
-    if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
-        raise LookupError(f"{name!r} gives no number when it is called: make it an ordinary function")
-    try:
-        inspect.signature(found).bind({}, "answer", "response")
-    except TypeError as error:
-        raise LookupError(f"{name!r} is called as (row, answer_key, response): {error}") from None
-    except ValueError:
-        pass  # a function that does not tell its signature
-    return found
+        return importlib.import_module(f"megatron_rl.rewards.{name}").reward
+    except ImportError as error:
+        raise LookupError(f"{name!r} needs a library that is not installed ({error}); run make install") from None
+
+
+class Rewards:
+    """The weighted sum of what the rewards say. The first of them has the verdict."""
+
+    def __init__(self, weights: Mapping[str, float], wrong: float) -> None:
+        self._parts = [(name, resolve(name), weight) for name, weight in weights.items()]
+        self._wrong = wrong
+
+    def judge(self, task: Task) -> Judgement:
+        """Raises what a reward raises."""
+        judged = [(name, reward(task), weight) for name, reward, weight in self._parts]
+        applied = [(name, one, self._worth(one), weight) for name, one, weight in judged if one is not None]
+        if not applied:
+            raise ValueError("no reward applies to this row")
+        late = any(one.verdict == Verdict.timeout for _, one, _, _ in applied)
+        details = {_metric("own", name): value for _, one, _, _ in applied for name, value in one.details.items()}
+        if len(self._parts) > 1:
+            details |= {_metric("part", name): score for name, _, score, _ in applied}
+        verdict = Verdict.timeout if late else applied[0][1].verdict
+        return Judgement(verdict, sum(score * weight for _, _, score, weight in applied), details)
+
+    def _worth(self, one: Judgement) -> float:
+        if one.score is not None:
+            return one.score
+        return RIGHT if one.verdict == Verdict.right else self._wrong
+
+
+def _metric(family: str, name: str) -> str:
+    return f"{family}/{name.replace('/', '_')}"

@@ -14,18 +14,20 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import RewardSection
+from megatron_rl.config.schema import VERIFIERS, RewardSection
 from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants, for_the_driver_alone
-from megatron_rl.rewards.functions import BUILT_IN, own_places
+from megatron_rl.rewards import own
 from megatron_rl.rewards.log import RewardLog
+from megatron_rl.rewards.task import Task
+from megatron_rl.types import Verdict
 
 START_TIMEOUT_S = 60.0
 # Tasks are handed to a worker ahead of their turn, but never more than the channel holds: neither side can block.
@@ -44,16 +46,18 @@ class RewardsHang(RuntimeError):
 @dataclass(frozen=True)
 class Score:
     reward: float
-    error: str | None = None
+    verdict: Verdict
+    error: str | None = None  # why there is no score
+    details: Mapping[str, float] = field(default_factory=dict)
 
 
 class RewardPool:
-    """`score` answers in the order of its tasks: one Score for each (row, response)."""
+    """`score` answers in the order of its tasks: one Score for each."""
 
-    def __init__(self, config: RewardSection, answer_key: str) -> None:
+    def __init__(self, config: RewardSection) -> None:
         breaker = _Breaker(config)
         self._log = RewardLog()
-        self._workers = [_Worker(config, answer_key, breaker, self._log) for _ in range(config.workers)]
+        self._workers = [_Worker(config, breaker, self._log) for _ in range(config.workers)]
         self._threads = ThreadPoolExecutor(max_workers=config.workers, thread_name_prefix="reward")
 
     def start(self) -> None:
@@ -61,7 +65,7 @@ class RewardPool:
         for worker in self._workers:
             worker.start()
 
-    def score(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[Score]:
+    def score(self, tasks: Sequence[Task]) -> list[Score]:
         count = len(self._workers)
         shares = [tasks[index::count] for index in range(count)]
         done = list(self._threads.map(lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)))
@@ -78,9 +82,9 @@ class RewardPool:
 
 def check_importable(config: RewardSection) -> None:
     """Raises what `start` would. The user's module is imported in a process of its own, as it will be later."""
-    if config.name in BUILT_IN:
+    if set(config.weights) <= set(VERIFIERS):
         return
-    pool = RewardPool(replace(config, workers=1), "")
+    pool = RewardPool(replace(config, workers=1))
     try:
         pool.start()
     finally:
@@ -107,9 +111,8 @@ class _Breaker:
 
 
 class _Worker:
-    def __init__(self, config: RewardSection, answer_key: str, breaker: _Breaker, log: RewardLog) -> None:
+    def __init__(self, config: RewardSection, breaker: _Breaker, log: RewardLog) -> None:
         self._config = config
-        self._answer_key = answer_key
         self._breaker = breaker
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -130,8 +133,9 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
             )
         start = {
-            "name": self._config.name,
-            "path": [os.getcwd(), *filter(None, sys.path), *own_places()],
+            "weights": self._config.weights,
+            "wrong": self._config.wrong,
+            "path": [os.getcwd(), *filter(None, sys.path), *own.places()],
             "memory_bytes": MEMORY_BYTES,
         }
         try:
@@ -145,18 +149,17 @@ class _Worker:
             self.stop()
             raise ConfigError(f"reward.name: {reply['error']}")
 
-    def score(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[Score]:
+    def score(self, tasks: Sequence[Task]) -> list[Score]:
         scores: list[Score] = []
         while len(scores) < len(tasks):
             scores += self._score_some(self._window(tasks[len(scores) : len(scores) + IN_FLIGHT]))
         return scores
 
-    def _window(self, tasks: Sequence[tuple[Mapping[str, Any], str]]) -> list[bytes]:
+    def _window(self, tasks: Sequence[Task]) -> list[bytes]:
         """The first tasks as messages: as many as an idle channel takes, and at least one."""
         messages: list[bytes] = []
         size = 0
-        for row, response in tasks:
-            task = {"row": row, "answer_key": self._answer_key, "response": response}
+        for task in tasks:
             messages.append(_encoded(task))
             size += len(messages[-1])
             if size > CHANNEL_BYTES:
@@ -166,7 +169,7 @@ class _Worker:
     def _score_some(self, messages: Sequence[bytes]) -> list[Score]:
         """Scores of these tasks, or of the first of them up to one that the worker did not survive."""
         if self._closed:  # by another thread, with tasks left
-            return [Score(0.0, "the rewards were closed")] * len(messages)
+            return [Score(0.0, Verdict.error, "the rewards were closed")] * len(messages)
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self.start()
@@ -179,20 +182,22 @@ class _Worker:
             for number in range(first, first + len(messages)):
                 reply = self._open_channel.receive(self._config.timeout_s)
                 if reply.get("id") != number:
-                    return [*scores, self._replaced("the reward worker answered out of turn")]
-                scores.append(Score(reply.get("score", 0.0), reply.get("error")))
+                    return [*scores, self._replaced(Verdict.error, "the reward worker answered out of turn")]
+                scores.append(_score(reply))
                 self._breaker.note(False)
         except TimeoutError:
-            scores.append(self._replaced(f"no score within reward.timeout_s={self._config.timeout_s:g}"))
+            scores.append(
+                self._replaced(Verdict.timeout, f"no score within reward.timeout_s={self._config.timeout_s:g}")
+            )
             if not self._closed:
                 self._breaker.note(True)
         except (ChannelClosed, msgspec.DecodeError):
-            scores.append(self._replaced("the reward worker died"))
+            scores.append(self._replaced(Verdict.error, "the reward worker died"))
         return scores
 
-    def _replaced(self, reason: str) -> Score:
+    def _replaced(self, verdict: Verdict, reason: str) -> Score:
         self.stop()
-        return Score(0.0, reason)
+        return Score(0.0, verdict, reason)
 
     @property
     def _open_channel(self) -> Channel:
@@ -217,8 +222,12 @@ class _Worker:
             channel.close()
 
 
-def _encoded(task: dict[str, Any]) -> bytes:
+def _score(reply: Mapping[str, Any]) -> Score:
+    return Score(reply.get("score", 0.0), Verdict(reply["verdict"]), reply.get("error"), reply.get("details", {}))
+
+
+def _encoded(task: Task) -> bytes:
     try:
         return msgspec.json.encode(task, enc_hook=str)
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
-        return json.dumps(task, default=str).encode()
+        return json.dumps(vars(task), default=str).encode()

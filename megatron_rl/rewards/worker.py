@@ -8,15 +8,18 @@ print goes to the log. Nothing but this loop can answer.
 from __future__ import annotations
 
 import json
-import math
+import os
 import resource
 import signal
 import socket
 import sys
+from typing import Any
 
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import adopt_orphans, die_with_parent, release
-from megatron_rl.rewards.functions import Reward, resolve
+from megatron_rl.rewards.functions import Rewards
+from megatron_rl.rewards.task import Task
+from megatron_rl.types import Verdict
 
 MAX_ERROR = 500  # characters: a window of replies must fit the channel
 
@@ -34,24 +37,29 @@ def main(descriptor: int, parent: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (start["memory_bytes"], start["memory_bytes"]))
     sys.path[:0] = start["path"]
     try:
-        reward = resolve(start["name"])
+        rewards = Rewards(start["weights"], start["wrong"])
     except LookupError as error:
         channel.send({"error": str(error)})
         return
     channel.send({"ready": True})
+    itself = os.getpid()
     while True:
         message = channel.receive()
-        channel.send({"id": message["id"], **judge(reward, message["task"])})
+        reply = judge(rewards, message["task"])
+        if os.getpid() != itself:
+            os._exit(0)  # a child that the reward has forked and let go on: the channel is not its own
+        channel.send({"id": message["id"], **reply})
 
 
-def judge(reward: Reward, content: bytes) -> dict[str, float | str]:
+def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
     try:
-        task = json.loads(content)
-        score = float(reward(task["row"], task["answer_key"], task["response"]))
-    except Exception as error:  # a reward is user code: whatever it raises is its result
+        judged = rewards.judge(Task(**json.loads(content)))
+    except (Exception, SystemExit) as error:  # a reward is user code: whatever it raises is its result
         text = f"{type(error).__name__}: {error}"[:MAX_ERROR]
-        return {"error": text.encode("utf-8", "replace").decode()}
-    return {"score": score} if math.isfinite(score) else {"error": f"the score is {score}"}
+        return {"verdict": Verdict.error, "error": text.encode("utf-8", "replace").decode()}
+    if judged.verdict == Verdict.timeout:
+        return {"verdict": judged.verdict, "error": "the verifier stopped at its own time limit"}
+    return {"verdict": judged.verdict, "score": judged.score, "details": judged.details}
 
 
 if __name__ == "__main__":

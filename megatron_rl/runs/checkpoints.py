@@ -13,24 +13,48 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Mapping
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
+import msgspec
 import xxhash
 
-from megatron_rl.files import write_whole
+from megatron_rl.config import ConfigError
+from megatron_rl.files import read_json, remove, write_whole
 from megatron_rl.runs.console import table
 
 MANIFEST = "checkpoint.json"
+POLICY, RANKS, SYNC = "policy", "ranks", "sync.safetensors"
 FORMAT = 1
+NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 
-class TornCheckpoint(RuntimeError):
+class TornCheckpoint(ConfigError):
     """A checkpoint that is not whole: the text says what is wrong with it."""
+
+
+class _Driver(msgspec.Struct):
+    position: Count
+    seen: dict[str, Count]
+    best: float | None = None
+
+
+class _Manifest(msgspec.Struct):
+    """The types of what `publish` writes: a manifest may come from anywhere."""
+
+    step: Count
+    updates: Count
+    layout: dict[str, Count | None]
+    driver: _Driver
+    files: dict[str, tuple[Count, str]]
+    time: str
+    best: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,9 @@ class Checkpoint:
         return sum(size for size, _ in self.files.values())
 
 
+Look = Callable[[Checkpoint], None]  # at its tensors; ValueError says what is wrong with them
+
+
 def path_of(root: Path, step: int) -> Path:
     return root / f"step_{step}"
 
@@ -61,8 +88,8 @@ def partial_of(root: Path, step: int) -> Path:
 
 def steps(root: Path) -> list[int]:
     """Of everything that calls itself a checkpoint, the newest first."""
-    names = [entry.name for entry in root.glob("step_*") if entry.is_dir()] if root.is_dir() else []
-    return sorted((int(name[5:]) for name in names if name[5:].isdigit()), reverse=True)
+    found = [NAME.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+    return sorted((int(name[1]) for name in found if name), reverse=True)
 
 
 def publish(partial: Path, root: Path, **about: Any) -> Checkpoint:
@@ -70,7 +97,7 @@ def publish(partial: Path, root: Path, **about: Any) -> Checkpoint:
     manifest = {"format": FORMAT, "time": datetime.now(UTC).isoformat(timespec="seconds"), **about}
     write_whole(partial / MANIFEST, json.dumps({"content": manifest, "checksum": _checksum(manifest)}, indent=1))
     final = path_of(root, about["step"])
-    shutil.rmtree(final, ignore_errors=True)  # of an attempt that went on from an older one
+    remove(final)  # of an attempt that went on from an older one
     for folder in (*(entry for entry in partial.iterdir() if entry.is_dir()), partial):
         _sync_folder(folder)
     partial.rename(final)
@@ -89,53 +116,71 @@ def digest(path: Path) -> tuple[int, str]:
 
 def read(path: Path) -> Checkpoint:
     """What the manifest says; the files are not looked at."""
+    if path.is_symlink():
+        raise TornCheckpoint(f"{path} is a link; put the folder itself there")
+    if not os.path.lexists(path / MANIFEST):
+        raise TornCheckpoint(f"{path} has no {MANIFEST}")
     try:
-        stored = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        content = stored["content"]
-        if stored["checksum"] != _checksum(content):
-            raise TornCheckpoint(f"{path / MANIFEST} was changed after it was written")
-        if content.pop("format") != FORMAT:
-            raise TornCheckpoint(f"{path} was written by another version of this project")
-        files = {name: (int(size), str(checksum)) for name, (size, checksum) in content.pop("files").items()}
-        best = content.pop("best", None)
-        return Checkpoint(path, files=files, best=tuple(best) if best else None, **content)
-    except FileNotFoundError:
-        raise TornCheckpoint(f"{path} has no {MANIFEST}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-        raise TornCheckpoint(f"{path / MANIFEST} is unreadable ({type(error).__name__}: {error})") from None
+        _refuse_others(path, MANIFEST)
+        stored = read_json(path / MANIFEST)
+        content = stored.get("content")
+        if not isinstance(content, dict) or stored.get("checksum") != _checksum(content):
+            raise ValueError("it was changed after it was written")
+        if content.get("format") != FORMAT:
+            raise ValueError("it was written by another version of this project")
+        found = msgspec.convert(content, _Manifest)
+        if path.name != path_of(path.parent, found.step).name:
+            raise ValueError(f"it is that of step {found.step}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise TornCheckpoint(f"{path / MANIFEST} is not to be trusted: {error}") from None
+    about = {name: getattr(found, name) for name in ("step", "updates", "layout", "files", "time", "best")}
+    return Checkpoint(path, driver=content["driver"], **about)
 
 
-def verify(path: Path) -> Checkpoint:
-    """Reads every byte and compares it with the manifest."""
+def verify(path: Path, look: Look) -> Checkpoint:
+    """Reads every byte and compares it with the manifest; then `look` sees whether its tensors can be read."""
     found = read(path)
     for name, (size, checksum) in found.files.items():
         file = path / name
         try:
+            _refuse_others(path, name)
             if file.stat().st_size != size:
                 raise TornCheckpoint(f"{file} has {file.stat().st_size} bytes, its manifest says {size}")
             if digest(file) != (size, checksum):
                 raise TornCheckpoint(f"{file} was changed after it was written: its checksum differs")
-        except OSError as error:
-            raise TornCheckpoint(f"{file} cannot be read ({error.strerror})") from None
+        except (OSError, ValueError) as error:
+            if isinstance(error, TornCheckpoint):
+                raise
+            why = error.strerror if isinstance(error, OSError) else error
+            raise TornCheckpoint(f"{file} cannot be read ({why})") from None
+    try:
+        look(found)
+    except (OSError, ValueError) as error:
+        raise TornCheckpoint(f"{path} cannot be gone on from: {error}") from None
     return found
 
 
-def newest_whole(root: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """Where a run goes on. One that is torn is left where it is, and passed over."""
+def newest_whole(root: Path, look: Look, note: Callable[[str], None]) -> Checkpoint | None:
+    return next(whole_ones(root, look, note), None)
+
+
+def whole_ones(root: Path, look: Look, note: Callable[[str], None]) -> Iterator[Checkpoint]:
+    """Where a run may go on, the newest first. One that is torn is left where it is, and passed over."""
     for step in steps(root):
         try:
-            return verify(path_of(root, step))
+            found = verify(path_of(root, step), look)
         except TornCheckpoint as error:
             note(f"the checkpoint of step {step} is not whole and is passed over: {error}")
-    return None
+        else:
+            yield found
 
 
-def describe(root: Path) -> str:
+def describe(root: Path, look: Look) -> str:
     """A table, the newest first. Every byte is read, to tell the whole ones from the others."""
     rows = []
     for step in steps(root):
         try:
-            found, verdict = verify(path_of(root, step)), "whole"
+            found, verdict = verify(path_of(root, step), look), "whole"
         except TornCheckpoint as error:
             rows.append((str(step), "", "", "", f"torn: {error}"))
             continue
@@ -153,20 +198,20 @@ def prune(root: Path, keep_last: int, keep_every: int) -> list[int]:
     for step in removed:
         doomed = partial_of(root, step)  # a half-removed folder does not look like a checkpoint
         path_of(root, step).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove(doomed)
     return removed
 
 
 def clean(root: Path) -> None:
     """Removes what an earlier attempt had begun to save."""
     for entry in root.glob(".step_*.partial"):
-        shutil.rmtree(entry, ignore_errors=True)
+        remove(entry)
 
 
 def forget_after(root: Path, step: int) -> None:
     """A run that goes on from an older checkpoint writes the newer ones again."""
     for newer in [each for each in steps(root) if each > step]:
-        shutil.rmtree(path_of(root, newer), ignore_errors=True)
+        remove(path_of(root, newer))
 
 
 def _best(root: Path, present: list[int]) -> int | None:
@@ -179,6 +224,18 @@ def _best(root: Path, present: list[int]) -> int | None:
         if found.best:
             scores[step] = found.best[1]
     return max(scores, key=lambda step: (scores[step], -step), default=None)
+
+
+def _refuse_others(path: Path, name: str) -> None:
+    """ValueError for what is no file of the checkpoint's own: another folder's, a link, a device, a pipe."""
+    plain = PurePosixPath(name)
+    if plain.is_absolute() or ".." in plain.parts or str(plain) != name or "\0" in name:
+        raise ValueError(f"{name[:200]!r} is no name of a file in {path}")
+    for part in (path / plain, *(path / parent for parent in plain.parents if parent.parts)):
+        if part.is_symlink():
+            raise ValueError(f"{part} is a link; put the file itself there")
+    if not stat.S_ISREG((path / plain).stat().st_mode):
+        raise ValueError(f"{path / plain} is no file")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

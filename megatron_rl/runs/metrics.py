@@ -84,7 +84,18 @@ _TABLE: list[Metric] = [
             "sum v R / sum v over all generated rollouts, v = exp(sum d): the mean under the learner",
         ),
         ("learner_estimate_stderr", "mean", "", "its standard error: root of sum v^2 (R - estimate)^2, over sum v"),
-        ("errors", "sum", "rollouts", "rewards that could not be computed (an exception or a timeout)"),
+        (
+            "right",
+            "sum",
+            "rollouts",
+            "generated rollouts that are right (a function of one's own: a score of 1)",
+        ),
+        ("wrong", "sum", "rollouts", "those whose answer is not, truncated ones included"),
+        ("no_answer", "sum", "rollouts", "those in which the verifier found no answer, worth as much as a wrong one"),
+        ("errors", "sum", "rollouts", "those without a reward (an exception, a death, a timeout), not trained on"),
+        ("timeouts", "sum", "rollouts", "those of them that took too long"),
+        ("own/*", "mean", "", "mean of a number that a reward of one's own gave beside its score, by its name"),
+        ("part/*", "mean", "", "mean score of each reward, before its weight, where reward.name has several"),
     ),
     *_rows(
         "eval",
@@ -116,7 +127,7 @@ _TABLE: list[Metric] = [
         ("staleness_mean", "mean", "versions", "mean number of updates between a rollout's policy and the learner"),
         ("staleness_max", "max", "versions", "the largest of those numbers"),
         ("retried", "sum", "prompts", "prompts that another server of the fleet had to answer, because one had gone"),
-        ("restarts", "sum", "servers", "servers of the fleet that were started again"),
+        ("restarts", "sum", "engines", "engines, or servers of the fleet, that were started again"),
     ),
     *_rows(
         "rollout_corr",
@@ -253,7 +264,7 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 
 
 def unknown(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if name not in METRICS)
+    return sorted(name for name in names if not {name, f"{name.rpartition('/')[0]}/*"} & METRICS.keys())
 
 
 def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -5,7 +5,6 @@ Shape suffixes: B sequences, T response positions (right-padded); row i belongs 
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -23,7 +22,9 @@ from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.processes.memory_kills import MemoryKills
 from megatron_rl.runs.alarms import Alarms, News
 from megatron_rl.runs.causes import Cause, explain
+from megatron_rl.runs.checkpoints import Look
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
+from megatron_rl.runs.disk import Disk
 from megatron_rl.runs.last_words import describe_contents, write_own_report
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
 from megatron_rl.runs.metrics_file import append_to, encode_line
@@ -78,6 +79,7 @@ class Recorder:
         n_steps: int,
         display: Display | None = None,
         if_exists: IfExists = IfExists.refuse,
+        look: Look = lambda found: None,
         alarms: Alarms | None = None,
     ) -> None:
         mode = resolve_mode(config.wandb)
@@ -85,7 +87,7 @@ class Recorder:
         if claimed_for_this_process(run_dir):
             self.run = RunDir(run_dir)
         else:
-            self.run, moved = open_run(run_dir, if_exists, resolved_yaml)
+            self.run, moved = open_run(run_dir, if_exists, resolved_yaml, look)
         self.alarms = alarms or Alarms()
         mark_status(run_dir, "running", alarms={})
         self._beat_at = time.monotonic()
@@ -99,8 +101,9 @@ class Recorder:
         self._last_step: int | None = None
         self._unknown: set[str] = set()
         self._closed = False
-        self._metrics = append_to(self.run.metrics)
-        self._ledger = append_to(self.run.ledger)
+        self._disk = Disk(self.run, config.disk_gib, self.note)
+        self._metrics = self._disk.lines(self.run.metrics)
+        self._ledger = self._disk.lines(self.run.ledger)
         self._text = append_to(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
         self._display = display or choose_display(run_dir.name, n_steps)
@@ -132,10 +135,7 @@ class Recorder:
         line |= {name: value for name, value in throughput(line).items() if name not in line}
         self._warn_unknown(line)
         with _written(self.run.metrics):
-            self._metrics.write(encode_line(line) + "\n")
-            self._metrics.flush()
-            if not os.fstat(self._metrics.fileno()).st_nlink:
-                raise FileNotFoundError(errno.ENOENT, "it was removed while the run went on")
+            self._disk.write_line(self._metrics, encode_line(line))
         if self._wandb:
             self._wandb.log(step, line)
         eta_s = self._estimate_left(step, line["time/step"])
@@ -161,8 +161,8 @@ class Recorder:
     def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
         """Which prompts, by their number in the order of the whole run: those drawn, from and to; those trained on."""
         with _written(self.run.ledger):
-            self._ledger.write(json.dumps({"step": step, "drawn": drawn, "trained": list(trained)}) + "\n")
-            self._ledger.flush()
+            line = {"step": step, "drawn": drawn, "trained": list(trained)}
+            self._disk.write_line(self._ledger, json.dumps(line))
 
     def note(self, text: str) -> None:
         self._display.note(text)
@@ -170,11 +170,9 @@ class Recorder:
 
     def rollouts(self, step: int, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
         """rollouts/step_N.parquet: the input of replay, and of the report's histograms."""
-        from megatron_rl.runs.rollout_file import write_rollouts
-
         path = self.run.rollouts / f"step_{step}.parquet"
         with _written(path):
-            write_rollouts(path, scored, **columns)
+            self._disk.write_rollouts(path, scored, **columns)
 
     def end_early(self, reason: str, *, asked: bool) -> None:
         """The loop leaves after this step. `asked`: somebody wanted it to; else the run has reached what it was for."""
@@ -192,11 +190,9 @@ class Recorder:
         if state not in ENDED:
             raise ValueError(f"state {state!r}: use one of {', '.join(ENDED)}")
         self._closed = True
-        with suppress(OSError):  # what a full disk has not taken was said when it was written
-            self._metrics.close()
-            self._ledger.close()
+        self._disk.close()
         cause = self._cause(reason)
-        more: dict[str, Any] = {"step": self._last_step, "steps": self._n_steps, "alarms": self.alarms.standing}
+        more = self._about()
         if state != "finished":
             more |= {"phase": cause.phase, "cause": cause.as_fields()}
         try:
@@ -272,8 +268,18 @@ class Recorder:
     def _beat(self) -> None:
         if time.monotonic() - self._beat_at > BEAT_S and not self._closed:
             self._beat_at = time.monotonic()
+            self._disk.thin()
             with suppress(OSError):  # metrics say what is wrong
-                beat(self.run.path, step=self._last_step, steps=self._n_steps, alarms=self.alarms.standing)
+                beat(self.run.path, **self._about())
+
+    def _about(self) -> dict[str, Any]:
+        """What status.json says of a run, whatever its state."""
+        return {
+            "step": self._last_step,
+            "steps": self._n_steps,
+            "alarms": self.alarms.standing,
+            **self._disk.news,
+        }
 
 
 @contextmanager
@@ -282,8 +288,7 @@ def _written(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RecordLost(
-            f"{path} cannot be written: {error.strerror or error}. A run needs room where its directory is, and the "
-            "directory to stay there"
+            f"{path} cannot be written: {error.strerror or error}. A run needs its directory to stay where it is"
         ) from error
 
 

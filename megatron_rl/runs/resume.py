@@ -6,7 +6,7 @@ Everything recorded after the checkpoint is taken back, and comes again: the sam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.files import replacing
 from megatron_rl.runs import checkpoints
+from megatron_rl.runs.checkpoints import Checkpoint
 
 # what a run may go on with changed: how long, what is written down, on which machines
 MAY_CHANGE = (
@@ -54,6 +55,34 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[st
         section = key.rpartition(".")[0]
         if any(each.rpartition(".")[0] == section for each in before):  # else a whole section is new
             yield key, before.get(key, "(none)"), after.get(key, "(none)")
+
+
+def goes_on_from(run: Path, look: checkpoints.Look, note: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint; where the records before it have a gap, one from before the gap, if there is one.
+
+    A disk that was full until the run was killed has not taken all lines.
+    """
+    newest = None
+    for found in checkpoints.whole_ones(run / "checkpoints", look, note):
+        missing = gap(run, found.step)
+        if missing is None:
+            return found
+        note(f"the records of {run} have a gap before the checkpoint of step {found.step}: {missing}")
+        newest = newest or found
+    if newest:
+        note(f"no checkpoint is from before the gap: the run goes on after step {newest.step}, and the gap stays")
+    return newest
+
+
+def gap(run: Path, step: int) -> str | None:
+    """The first line up to a step that is not there, of a file that is."""
+    for name, first in (("metrics.jsonl", 0), ("ledger.jsonl", 1)):
+        path = run / name
+        there = {_step(line) for line in path.read_bytes().splitlines(keepends=True)} if path.exists() else None
+        for wanted in range(first, step + 1) if there else ():
+            if wanted not in there:
+                return f"{name} has no line of step {wanted}"
+    return None
 
 
 def rewind(run: Path, step: int) -> None:

@@ -9,8 +9,10 @@ runs/<name>/
   rollouts/         step_N.parquet: tokens and both logprobs
   ledger.jsonl      which prompts each step has drawn, and which of them it has trained on
   checkpoints/      step_N/: to go on from
+  dumps/            updates that were not finite, to be repeated
   model/            the last policy, with log.export
   logs/attempt_N/   one folder per start
+  wandb.id, wandb/   the run's name at W&B, and its files, with log.wandb
   report.html
 """
 
@@ -31,10 +33,10 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
-from megatron_rl.runs.checkpoints import Checkpoint, newest_whole
+from megatron_rl.processes.owned_folder import LOCK, hold
+from megatron_rl.runs.checkpoints import Checkpoint, Look
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.resume import refuse_changes, rewind
-from megatron_rl.runs.run_lock import LOCK, hold
+from megatron_rl.runs.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
 from megatron_rl.runs.versions import environment
 
@@ -81,6 +83,10 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def dumps(self) -> Path:
+        return self.path / "dumps"
+
+    @property
     def model(self) -> Path:
         return self.path / "model"
 
@@ -120,7 +126,9 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> N
         raise _unusable(path, error.strerror) from None
 
 
-def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:
+def open_run(
+    path: Path, if_exists: IfExists, resolved_yaml: str, look: Look = lambda found: None
+) -> tuple[RunDir, str]:
     """Claims a directory for a new run, or one that goes on. Returns it, and what became of an old one ("": none).
 
     The status stays "starting" until a Recorder takes over: a launcher can claim the directory, and
@@ -128,7 +136,7 @@ def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDi
     """
     check_run_dir(path, if_exists, resolved_yaml)
     try:
-        lock, found, moved = _claim(path, if_exists)
+        lock, found, moved = _claim(path, if_exists, look)
         try:
             return _furnish(RunDir(path, lock), resolved_yaml, found), moved
         except BaseException:
@@ -139,7 +147,7 @@ def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDi
         raise _unusable(path, error.strerror) from None
 
 
-def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, str]:
+def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpoint | None, str]:
     """The lock of an empty directory, or of one to go on in, with the checkpoint and a line about an old one.
 
     Whoever moves an old one holds that one's lock: of many, one does.
@@ -153,13 +161,17 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
         if not _used(path):
             return lock, None, moved
         torn: list[str] = []
-        if if_exists is IfExists.resume and (found := newest_whole(RunDir(path).checkpoints, torn.append)):
+        if if_exists is IfExists.resume and (found := goes_on_from(path, look, torn.append)):
             return lock, found, "\n".join((*torn, f"{path} goes on after step {found.step}, saved at {found.time}"))
         with lock:
             _check_free(path, if_exists, locked=False)
             archived = archive_name(path)
             why = f": it ended before its first step ({_describe(path, False)})" if if_exists is IfExists.refuse else ""
-            why = ": it holds no checkpoint to go on from" if if_exists is IfExists.resume else why
+            if if_exists is IfExists.resume:
+                none = (
+                    f"none of its {len(torn)} checkpoints is whole" if torn else "it holds no checkpoint to go on from"
+                )
+                why = f": {none}; the run begins again"
             path.rename(archived)
             moved = "\n".join((*torn, f"the old {path} is now {archived}{why}"))
 

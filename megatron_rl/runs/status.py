@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import write_whole
+from megatron_rl.processes.owned_folder import held
 from megatron_rl.runs.causes import explain
-from megatron_rl.runs.run_lock import held
 
 STATUS = "status.json"
 ENDED = ("finished", "stopped", "failed")

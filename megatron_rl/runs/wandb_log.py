@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,12 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.config.schema import LogSection, Wandb
+from megatron_rl.files import write_whole
 from megatron_rl.runs.alarms import News
+from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import redact
 from megatron_rl.runs.status import ENDED
+from megatron_rl.runs.wandb_file import steps
 
 HOST = "api.wandb.ai"
 PROJECT = "megatron-rl"
+ID = "wandb.id"  # of the run's directory
 INIT_S = 20.0  # a server that does not answer within this is not waited for
 FINISH_S = 20.0  # less than a launcher waits for a driver that has said its last word
 
@@ -45,7 +51,11 @@ def resolve_mode(asked: Wandb) -> Wandb:
 
 
 class WandbLog:
-    """Online where its server answers in time; else the same file is written here, for `wandb sync` to send later."""
+    """Online where its server answers in time; else the same file is written here, for `wandb sync` to send later.
+
+    A run that goes on is the same run there. History only grows: what an attempt has logged after the checkpoint stays
+    as it was, and is not logged again; what a kill has kept from W&B comes from metrics.jsonl.
+    """
 
     def __init__(self, config: LogSection, resolved: Mapping[str, Any], run_dir: Path, mode: Wandb) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -53,23 +63,33 @@ class WandbLog:
         import wandb
 
         self._wandb = wandb
+        self._id = run_id(run_dir)
         self.trouble = ""
+        here = held_steps(run_dir, self._id)
         begin = partial(self._begin, resolved, run_dir)
         if mode is not Wandb.online:
             self._run = begin("offline")
-            return
-        try:
-            self._run = begin("online")
-        except wandb.Error as error:
-            self._run = begin("offline")
-            why = next(iter(str(error).splitlines()), type(error).__name__)
-            self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
+        else:
+            try:
+                self._run = begin("online")
+                here = self._run.starting_step - 1
+            except wandb.Error as error:
+                self._run = begin("offline")
+                why = next(iter(str(error).splitlines()), type(error).__name__)
+                self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
+        self._held = here  # the last step that W&B has
+        if (run_dir / "metrics.jsonl").is_file():
+            for line in read_metrics(run_dir / "metrics.jsonl"):
+                self.log(int(line["progress/step"]), line)
 
     def _begin(self, resolved: Mapping[str, Any], run_dir: Path, mode: Literal["online", "offline"]) -> Any:
         return self._wandb.init(
             mode=mode,
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run_dir.name,
+            id=self._id,
+            resume="allow",
+            allow_val_change=True,
             dir=str(run_dir),
             config=redact(resolved),
             settings=self._wandb.Settings(
@@ -88,7 +108,8 @@ class WandbLog:
         return self._run.url or self._sync
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        if step > self._held:
+            self._run.log(dict(metrics), step=step)
 
     def alarms(self, news: Sequence[News], standing: Mapping[str, Any]) -> None:
         """An alert for each that was raised; the run's summary lists those that stand."""
@@ -112,4 +133,24 @@ class WandbLog:
 
     @property
     def _sync(self) -> str:
-        return f"wandb sync {Path(self._run.dir).parent}"
+        """Of all attempts, in their order."""
+        return f"wandb sync {Path(self._run.dir).parents[1]}/*-{self._id}"
+
+
+def run_id(run_dir: Path) -> str:
+    """The run's name at W&B: as long as the directory is the same."""
+    path = run_dir / ID
+    try:
+        known = path.read_text(encoding="utf-8").strip()
+    except OSError:
+        known = ""
+    if not re.fullmatch(r"[a-z0-9]{4,32}", known):
+        known = secrets.token_hex(8)
+        write_whole(path, f"{known}\n")
+    return known
+
+
+def held_steps(run_dir: Path, id: str) -> int:
+    """The last step in what earlier attempts have written; -1 where there is none."""
+    files = list((run_dir / "wandb").glob(f"*-{id}/run-{id}.wandb"))
+    return max((step for file in files for step in steps(file)), default=-1)

@@ -29,6 +29,10 @@ CLOSE_GRACE_S = 3.0
 WORKERS_GRACE_S = 4.0
 
 
+class EngineDied(SamplerError):
+    """Its process has ended by itself, or one of its workers has."""
+
+
 class ChildEngine:
     """Start it from a thread that outlives it: the kernel ties the child to that thread."""
 
@@ -101,7 +105,7 @@ class ChildEngine:
             self._channel.send({"id": self._requests, "method": method, "arguments": arguments})
         except ChannelClosed:
             self._wait_briefly()
-            raise self._failure(f"the sampler's process ended before `{method}`") from None
+            raise self._failure(f"the sampler's process ended before `{method}`", EngineDied) from None
 
     def _receive(self, method: str, timeout_s: float, key: str) -> Any:
         """Wait for the reply; every way in which none comes ends the child and names its log."""
@@ -113,7 +117,7 @@ class ChildEngine:
             raise self._failure(f"the sampler did not answer `{method}` within {key}={timeout_s:g}") from None
         except ChannelClosed:
             self._wait_briefly()
-            raise self._failure(f"the sampler's process ended during `{method}`") from None
+            raise self._failure(f"the sampler's process ended during `{method}`", EngineDied) from None
         except BaseException:
             self.close()  # an interrupt in mid-answer leaves a stream that cannot be read on
             raise
@@ -124,13 +128,13 @@ class ChildEngine:
     def _error(self, method: str, error: dict[str, str]) -> Exception:
         if error["type"] == WeightSyncError.__name__:
             return WeightSyncError(error["message"])
-        why = lost_worker(self._log_path) or f"{error['type']}: {error['message']}"
-        message = f"`{method}` failed in the sampler: {why}"
-        if method == "start":
-            return self._failure(message)
+        lost = lost_worker(self._log_path)
+        message = f"`{method}` failed in the sampler: {lost or error['type'] + ': ' + error['message']}"
+        if lost or method == "start":
+            return self._failure(message, EngineDied if lost else SamplerError)
         return SamplerError(f"{message} (log: {self._log_path})")
 
-    def _failure(self, message: str) -> SamplerError:
+    def _failure(self, message: str, kind: type[SamplerError] = SamplerError) -> SamplerError:
         """Close, and put the end of the child's log under the message."""
         process = self.process
         by_itself = process is not None and process.poll() is not None
@@ -139,9 +143,7 @@ class ChildEngine:
             message += f" (exit status {process.returncode})"
             message += f": {describe_end(process.returncode)}" if by_itself and process.returncode < 0 else ""
         tail = log_tail(self._log_path)
-        return SamplerError(
-            f"{message}. The end of {self._log_path}:\n{tail}" if tail else f"{message}; see {self._log_path}"
-        )
+        return kind(f"{message}. The end of {self._log_path}:\n{tail}" if tail else f"{message}; see {self._log_path}")
 
     def _wait_briefly(self) -> None:
         """A process closes its sockets a moment before it has ended."""

@@ -13,7 +13,7 @@ from megatron_rl.sampler.fleet.sampler import FleetSampler
 def make_sampler(
     settings: EngineSettings, hf_folder: Path, log_dir: Path, note: Callable[[str], None]
 ) -> EmbeddedSampler | FleetSampler:
-    """Not started yet. `note` receives a line whenever a server of the fleet goes or comes back."""
+    """Not started yet. `note` receives a line whenever an engine, or a server of the fleet, goes or comes back."""
     if settings.is_fleet:
         return FleetSampler(settings, hf_folder, log_dir, note=note)
-    return EmbeddedSampler(settings, hf_folder, log_dir)
+    return EmbeddedSampler(settings, hf_folder, log_dir, note=note)

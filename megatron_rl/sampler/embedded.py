@@ -1,12 +1,14 @@
 """The embedded sampler: one engine that this process owns, in a child process of its own (child_engine.py).
 
+One that dies is started again (lasting_engine.py).
+
 On a GPU the same code runs with other engine arguments (engine_settings.py, `sampler.vllm`); that has not been run yet.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.sampler.child_engine import ChildEngine
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
+from megatron_rl.sampler.lasting_engine import LastingEngine
 from megatron_rl.sampler.protocol import SamplerStats, request_seed
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
@@ -25,13 +27,19 @@ class EmbeddedSampler:
     """See protocol.Sampler. Start it from a thread that outlives it: the kernel ties the child to that thread."""
 
     def __init__(
-        self, settings: EngineSettings, hf_folder: Path, log_dir: Path, *, worker_extension: str = WORKER_EXTENSION
+        self,
+        settings: EngineSettings,
+        hf_folder: Path,
+        log_dir: Path,
+        *,
+        note: Callable[[str], None] = lambda line: None,
+        worker_extension: str = WORKER_EXTENSION,
     ) -> None:
         self.policy_version = NO_VERSION
         self.last_sync: dict[str, Any] = {}
         self.stats = SamplerStats()
         self._format = settings.quantization.format.value
-        self._engine = ChildEngine(settings, hf_folder, log_dir / "sampler.log", worker_extension)
+        self._engine = LastingEngine(settings, hf_folder, log_dir / "sampler.log", worker_extension, note)
 
     def start(self) -> None:
         """Start the child and wait until its engine answers."""
@@ -69,6 +77,7 @@ class EmbeddedSampler:
             self.stats,
             tokens=self.stats.tokens + sum(answer["lengths"]),
             seconds=self.stats.seconds + time.perf_counter() - start,
+            restarts=self._engine.restarts,
         )
         return rollouts
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 
+MAX_RESTARTS = 3  # of an engine, or of each server: one that goes on dying is ill
+
 
 class SamplerError(RuntimeError):
     """The engine did not start, died, or did not answer in time."""
@@ -25,7 +27,7 @@ class SamplerStats:
     tokens: int = 0
     seconds: float = 0.0  # inside `generate`
     retried: int = 0  # prompts that another server had to answer
-    restarts: int = 0  # of servers
+    restarts: int = 0  # of engines and servers
 
 
 class Sampler(Protocol):

@@ -19,7 +19,7 @@ from megatron_rl.quantization.error import summarize
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.delta import Lineage, Sent
-from megatron_rl.weight_sync.file_transport import Written, remove_version, update_info, write_version
+from megatron_rl.weight_sync.file_transport import Written, remove_version, update_info, write_over, write_version
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.report import Contribution, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
@@ -74,9 +74,9 @@ class FilePush:
             remove_version(self._folder(format), version)
 
     def tidy(self, version: int, taken: bool) -> None:
-        """A fleet's servers may start again and ask for the last version that was taken: that one stays.
+        """An engine may start again and ask for the last version that was taken: that one stays.
 
-        So do the versions that the next patch builds on.
+        So do the versions that it builds on.
         """
         if self._sampler is None:
             return
@@ -84,16 +84,16 @@ class FilePush:
             self.forget(version)
             return
         self._kept.append(version)
-        needed = set(self._lineage.versions) if self._sync.full_every > 1 else set()
-        if self._fleet:
-            needed.add(version)
-        # on a shared file system another host may have pages of the old content at hand, and a server that is just
-        # starting may still be reading it
-        recycle = self._sync.dir is None and not self._fleet
+        needed = self._lineage.versions
         for old in [old for old in self._kept if old not in needed]:
             self._kept.remove(old)
             for format in self._sources:
-                remove_version(self._folder(format), old, recycle)
+                remove_version(self._folder(format), old)
+        # on a shared file system another host may have pages of the old content at hand, and a server that is just
+        # starting may still be reading it
+        if self._sync.dir is None and not self._fleet and self._lineage.base is None:
+            for format in self._sources:
+                write_over(self._folder(format), needed[0])
 
     def close(self) -> None:
         if self._sync_dir is not None:

@@ -8,7 +8,6 @@ beside it. The receiving half is `engine/receiver.py`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterable
@@ -29,7 +28,7 @@ from megatron_rl.weight_sync.manifest import Manifest, TensorEntry, WeightSyncEr
 ALIGNMENT = 64  # bytes: tensors begin where a cache line does, which is where copying is fast
 SHARED_MEMORY = Path("/dev/shm")
 BACKGROUND = "background"
-SPARE = "spare"  # files of a version that is no longer needed
+SPARE = "spare"  # leads to the version whose files the next one is written over
 
 
 @dataclass(frozen=True)
@@ -101,19 +100,19 @@ def write_version(
     return Written(path, len(buckets.entries), sum(buckets.files.values()))
 
 
-def remove_version(directory: Path, policy_version: int, recycle: bool = False) -> None:
-    """Delete a version that every engine has loaded (or refused).
+def remove_version(directory: Path, policy_version: int) -> None:
+    """Delete a version that no engine will ask for again."""
+    shutil.rmtree(version_directory(directory, policy_version), ignore_errors=True)
 
-    `recycle`: its files may be written again by a later version, because nobody looks at them any more. In shared
-    memory that is much cheaper than new ones.
+
+def write_over(directory: Path, policy_version: int) -> None:
+    """The next version takes this one's files, which is much cheaper in shared memory than new ones.
+
+    Until then it is there for an engine that is started again.
     """
-    folder, spare = version_directory(directory, policy_version), directory / SPARE
-    if recycle:
-        shutil.rmtree(spare, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(spare)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+    spare = directory / SPARE
+    spare.unlink(missing_ok=True)
+    spare.symlink_to(version_directory(directory, policy_version).name)
 
 
 def spare_bytes(directory: Path) -> int:

@@ -48,7 +48,7 @@ class SyncDir:
             )
 
     def close(self) -> None:
-        os.close(self._lock)
+        self._lock.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
 

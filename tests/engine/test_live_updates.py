@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_engine import Live, fresh_rollouts
+from tiny_engine import Live, fresh_rollouts, startable
 
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import Rollout, SamplingParams
@@ -184,14 +184,18 @@ def test_patches_load_like_whole_tensors(live_fp8):
     assert essence(live.rollouts()) == right
 
 
-def test_an_engine_killed_in_mid_update_is_named_and_can_start_again(live_bf16):
+@pytest.mark.fault("an engine is killed in mid-update", "another one takes its place, and the update")
+def test_an_engine_killed_in_mid_update_is_replaced(live_bf16):
     live: Live = live_bf16
     live.update(81)
     right = essence(live.rollouts())
+    live.update(82)
     child = live.sampler.health()["pid"]
-    with pytest.raises(SamplerError, match="the sampler's process ended during"):
-        live.update(82, "killed_while_building")
+    with startable():
+        live.update(81, "killed_while_building")
     assert not Path(f"/proc/{child}").exists()
+    assert live.sampler.health()["pid"] != child
+    assert essence(live.rollouts()) == right
     live.restart()
     assert live.sampler.policy_version == -1
     live.update(81)

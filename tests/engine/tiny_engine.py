@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -134,12 +135,18 @@ class Live:
         return self.sampler.generate(PROMPTS, params, seed=seed, first_group=0, step=0)
 
     def restart(self) -> None:
-        """Start the engine, with the faults of faulty_receiver.py at hand."""
-        with forking(), pytest.MonkeyPatch.context() as patch:
-            here = str(Path(__file__).parent)
-            patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+        with startable():
             self.sampler.launch()
         self.sampler.wait_ready()
+
+
+@contextmanager
+def startable() -> Iterator[None]:
+    """Engines start as forks, with the faults of faulty_receiver.py at hand."""
+    with forking(), pytest.MonkeyPatch.context() as patch:
+        here = str(Path(__file__).parent)
+        patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+        yield
 
 
 def make_live(folder: Path, format: Format, tied: bool, **sampler) -> Live:

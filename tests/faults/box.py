@@ -68,6 +68,9 @@ class Box:
         except FileNotFoundError:
             return 0
 
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+
     def processes(self, words: str = "") -> list[psutil.Process]:
         """Those below what was started here, orphans of its sessions included, whose command holds `words`."""
         found = []

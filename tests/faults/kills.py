@@ -23,7 +23,7 @@ RECIPE = (
 # answers of a model that knows nothing differ in it, so that every step has something to learn
 REWARD = "import zlib\n\n\ndef score(row, key, response):\n    return zlib.crc32(response.encode()) % 7 / 6\n"
 VICTIMS = ("rank 0", "rank 1", "everything", "engine", "launcher", "TERM", "USR1")
-UNEQUAL = ("time/", "perf/")  # what differs between two runs that are the same
+UNEQUAL = ("time/", "perf/", "rollout/restarts")  # what differs between two runs that are the same
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ def moments(seed: int, count: int) -> list[Moment]:
 
 
 def strike(box: Box, moment: Moment) -> str:
-    """Start, or go on; kill; wait until nothing is left. What the screen said last."""
+    """Start, or go on; kill; wait until nothing is left. What the screen said last.
+
+    An engine is replaced: that run goes to its end.
+    """
     attempts = len(list(box.run.glob("logs/attempt_*")))
     process = box.train(*RECIPE)
 

@@ -1,5 +1,6 @@
 """However a whole run ends: status.json is true, and the last line on the screen is the cause."""
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,12 @@ def begun(box: Box, *overrides: str, steps: int = 2) -> subprocess.Popen[str]:
     wait_for(lambda: box.steps() > steps or process.poll() is not None, PATIENCE_S, "the first steps")
     assert process.poll() is None, box.screen
     return process
+
+
+def goes_on(box: Box, process: subprocess.Popen[str]) -> None:
+    before = box.steps()
+    wait_for(lambda: box.steps() > before + 2 or process.poll() is not None, PATIENCE_S, "steps after it")
+    assert process.poll() is None, box.screen
 
 
 def last_line(box: Box) -> str:
@@ -48,18 +55,33 @@ def test_a_killed_rank(box: Box, rank: int) -> None:
     assert last_line(box) == f"failed: {reason}"
 
 
-@pytest.mark.fault("the engine, or a worker of it, is killed", "the last line says which one, and by what")
+@pytest.mark.fault("the engine, or a worker of it, is killed", "another takes its place; after three, the run says why")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_engine(box: Box, workers: int) -> None:
     process = begun(box, f"sampler.tensor_parallel={workers}")
-    (engine,) = box.processes("engine.child")
-    victim = engine if workers == 1 else next(one for one in engine.children() if "Worker_TP1" in str(one.cmdline()))
-    victim.kill()
+    for kill in range(4):
+        engine = min(box.processes("engine.child"), key=lambda one: one.create_time())
+        of_two = [one for one in engine.children() if "Worker_TP1" in str(one.cmdline())]
+        (engine if workers == 1 else of_two[0]).kill()
+        if kill < 3:
+            goes_on(box, process)
     assert process.wait(PATIENCE_S) != 0, box.screen
+    assert sum(line.get("rollout/restarts", 0) for line in box.metrics()) == 3
     assert box.status()["state"] == "failed"
-    assert "SIGKILL" in box.status()["reason"]
+    assert "given up after 3 restarts" in box.status()["reason"]
     assert "SIGKILL" in last_line(box)
     assert ("VllmWorker-1" if workers == 2 else "sampler's process") in last_line(box)
+    assert not box.processes("engine")
+
+
+@pytest.mark.fault("a reward worker of a whole run is killed", "another takes its place, and the run goes on")
+def test_a_killed_reward_worker(box: Box) -> None:
+    process = begun(box, "reward.workers=2")
+    for _ in range(3):
+        box.processes("rewards.worker")[0].kill()
+        goes_on(box, process)
+    assert len(box.processes("rewards.worker")) == 2
+    assert sum(line.get("reward/errors", 0) for line in box.metrics()) <= 3
 
 
 @pytest.mark.fault("a whole run is asked to end after its step", "its status says where it stopped, and why")
@@ -74,23 +96,36 @@ def test_usr1(box: Box) -> None:
     assert status["step"] == box.steps() - 1
 
 
-@pytest.mark.fault("the disk of a whole run is full", "its status says so, and no launcher ends in a traceback")
+@pytest.mark.fault("the disk of a whole run is full, and has room again", "the run goes on, and says what is missing")
 def test_a_full_disk(box: Box) -> None:
     folder = box.folder / "small"
     folder.mkdir()
-    if os.system(f"mount -t tmpfs -o size=8m tmpfs {folder}"):
+    if os.system(f"mount -t tmpfs -o size=16m tmpfs {folder}"):
         pytest.skip("needs the right to mount")
     try:
-        process = begun(box, f"run.root={folder}", "run.name=run", steps=-1)
+        settings = (f"run.root={folder}", "run.name=run", "checkpoint.every=2", "checkpoint.keep_last=1")
+        process = begun(box, *settings, steps=-1)
         run = folder / "run"
         wait_for(lambda: (run / "metrics.jsonl").exists(), PATIENCE_S, "the first lines")
-        with (folder / "filler").open("wb", buffering=0) as filler:
-            filler.write(b"x" * shutil.disk_usage(folder).free)
-        assert process.wait(PATIENCE_S) != 0
-        status = (run / "status.json").read_text()
-        assert '"failed"' in status
-        assert "No space left" in status
-        assert "No space left" in last_line(box)
+        filler = (folder / "filler").open("wb", buffering=0)
+        filler.write(b"x" * shutil.disk_usage(folder).free)
+        filler.close()
+        wait_for(
+            lambda: box.screen.count("\nstep ") > 8 or process.poll() is not None, PATIENCE_S, "steps without room"
+        )
+        assert process.poll() is None, box.screen
+        assert box.screen.count("has no room. The run goes on") <= 2
+        assert "was not saved" in box.screen
+        (folder / "filler").unlink()
+        wait_for(lambda: "has room again: lines" in box.screen, PATIENCE_S, "room")
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(PATIENCE_S) == 0, box.screen
+        status = json.loads((run / "status.json").read_text())
+        assert status["state"] == "stopped"
+        assert status["unrecorded"]["lines"] == 0
+        assert status["unrecorded"]["rollouts"] > 0
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [line["progress/step"] for line in lines] == [*range(len(lines))]
     finally:
         os.system(f"umount -l {folder}")
 

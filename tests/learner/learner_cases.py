@@ -90,6 +90,21 @@ def make_batch(rows: int = 14, seed: int = 0) -> Batch:
     )
 
 
+def make_even_batch(rows: int, prompt: int, response: int, vocab: int) -> Batch:
+    """Rows of one length."""
+    random = torch.Generator().manual_seed(0)
+    return Batch(
+        tokens_BS=torch.randint(1, vocab, (rows, prompt + response), generator=random),
+        prompt_lengths_B=torch.full((rows,), prompt),
+        response_lengths_B=torch.full((rows,), response),
+        mask_BT=torch.ones(rows, response, dtype=torch.bool),
+        sampler_logprobs_BT=torch.full((rows, response), -1.0),
+        rewards_B=torch.rand(rows, generator=random),
+        groups_B=torch.arange(rows) // 4,
+        versions_B=torch.zeros(rows, dtype=torch.int64),
+    )
+
+
 def _without_answers(batch: Batch, kept: tuple[int, ...] = ()) -> Batch:
     """All answers but those of the rows `kept` are empty."""
     answered_B = torch.isin(torch.arange(len(batch)), torch.tensor(kept))

@@ -7,15 +7,18 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from learner_cases import EMPTINESS, make_batch, make_targets
+from held_memory import Saved, static
+from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import (
     Config,
     Format,
@@ -24,6 +27,7 @@ from megatron_rl.config.schema import (
     LearnerSection,
     LossConfig,
     LossName,
+    ModelSection,
     OnNonFinite,
     OptimSection,
     Precision,
@@ -32,12 +36,14 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import state
-from megatron_rl.learner.learner import Learner, NonFiniteError
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_writer import write_blocks, write_index
+from megatron_rl.types import Targets
 
 SECTIONS = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
 
@@ -65,6 +71,11 @@ def build(job: dict[str, Any]) -> Learner:
         rollout=RolloutSection(temperature=0.8),
     )
     model = Model.of(job["hf"], Layout.from_config(learner))
+    if "dump" in job and os.environ["RANK"] == "0":  # what a run leaves beside its dumps
+        run = Path(job["dump"]).parent
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "config.json").write_text(json.dumps(job["hf"]))
+        (run / "config.yaml").write_text(to_yaml(replace(config, model=ModelSection(path=str(run)))))
     sections = {name: getattr(config, name) for name in SECTIONS}
     made = Learner(model, **sections, dump_dir=Path(job["dump"]) if "dump" in job else None)
     if "folder" in job:
@@ -125,14 +136,31 @@ def _over_all_ranks(learner: Learner, seen: torch.Tensor) -> list[Any]:
     return seen.tolist()
 
 
+def _huge_weights(learner: Learner, good: Targets) -> Targets:
+    for name, parameter in learner.named_parameters():
+        if name.endswith("layers.2.mlp.linear_fc1.weight"):
+            parameter.data.fill_(3e38)
+    return good
+
+
+SPOILT: dict[str, Callable[[Learner, Targets], Targets]] = {
+    "an advantage": lambda learner, good: replace(
+        good, advantages_B=good.advantages_B.index_fill(0, torch.tensor([1]), math.inf)
+    ),
+    "all advantages": lambda learner, good: replace(good, advantages_B=good.advantages_B * 1e30),
+    "a layer": _huge_weights,
+}
+
+
 def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    """A minibatch with one infinite advantage, then a good one."""
+    """A minibatch that is not finite, once or several times, then a good one."""
     batch = make_batch()
     before_BT = learner.logprobs(batch)
     good = make_targets(batch, before_BT)
-    bad = replace(good, advantages_B=good.advantages_B.index_fill(0, torch.tensor([1]), math.inf))
+    bad = SPOILT[job.get("spoilt", "an advantage")](learner, good)
     try:
-        metrics, error = learner.update(bad), ""
+        for _ in range(job.get("times", 1)):
+            metrics, error = learner.update(bad), ""
     except NonFiniteError as caught:
         metrics, error = {}, str(caught)
     unchanged = torch.equal(before_BT, learner.logprobs(batch))
@@ -170,6 +198,16 @@ def activations(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "cache_unseen": bool(unseen_L2.any()),
         "cache_trained": _over_all_ranks(learner, trained_L2),
     }
+
+
+def memory(learner: Learner, job: dict[str, Any]) -> list[dict[str, int]]:
+    """Each rank's bytes in an update on rows of one length."""
+    batch = make_even_batch(**job["batch"], vocab=learner.shape.vocab)
+    targets = make_targets(batch, batch.sampler_logprobs_BT)
+    saved = Saved(learner)
+    with saved.watching():
+        learner.update(targets)
+    return exchange({**static(learner), **saved.peak})
 
 
 def dead_rank(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
@@ -232,6 +270,7 @@ KINDS = {
     "dead_rank": dead_rank,
     "activations": activations,
     "checkpoint": checkpoint,
+    "memory": memory,
 }
 
 

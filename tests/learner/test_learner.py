@@ -13,7 +13,6 @@ from typing import Any
 import learner_cases as cases
 import pytest
 import torch
-from safetensors import safe_open
 
 from megatron_rl.config.schema import KlOn
 from megatron_rl.models.layout import Place
@@ -103,7 +102,6 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         *({"name": on, "kind": "rejected", "hf": cases.QWEN3, "kl_coef": 0.1, "kl_on": on} for on in KlOn),
         {**bad, "name": "raise"},
         {**bad, "name": "skip", "on_nonfinite": "skip"},
-        {**bad, "name": "dump", "on_nonfinite": "skip_and_dump", "dump": str(work / "dump")},
         *({"name": f"no_{n}", "kind": "refused", "hf": hf, "layout": at} for n, (hf, at, _) in REFUSED.items()),
     ]
     return {**cases.run_ranks(1, jobs, work), "work": work}
@@ -321,7 +319,7 @@ def test_another_order_of_ranks_than_megatron_s_is_refused(name: str, two: dict[
     assert "2 of 2 ranks differ" in error
 
 
-@pytest.mark.parametrize("case", ["raise", "skip", "dump"])
+@pytest.mark.parametrize("case", ["raise", "skip"])
 def test_a_non_finite_loss_leaves_the_policy_alone(case: str, one: dict[str, Any]) -> None:
     found = one[case]
     assert found["unchanged"]
@@ -332,14 +330,6 @@ def test_a_non_finite_loss_leaves_the_policy_alone(case: str, one: dict[str, Any
     else:
         assert found["metrics"]["optim/skipped"] == 1.0
         assert found["error"] == ""
-
-
-def test_a_dump_holds_the_minibatch(one: dict[str, Any]) -> None:
-    (path,) = (one["work"] / "dump").iterdir()
-    with safe_open(path, framework="pt") as file:
-        assert torch.equal(file.get_tensor("batch.tokens_BS"), cases.make_batch().tokens_BS)
-        assert torch.isinf(file.get_tensor("advantages_B")).any()
-        assert "optim/grad_norm" in file.metadata()["metrics"]
 
 
 def test_the_driver_reaches_every_rank(two: dict[str, Any]) -> None:

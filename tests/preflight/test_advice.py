@@ -1,13 +1,24 @@
 """What the dry run says: advice that fits, the correction as it is, and what may surprise."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_rl import cli
 from megatron_rl.config import load
-from megatron_rl.config.schema import DataSection, ModelSection
+from megatron_rl.config.schema import (
+    CheckpointSection,
+    DataSection,
+    LearnerSection,
+    LogSection,
+    ModelSection,
+    RolloutSection,
+    RunSection,
+)
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.preflight import disk
 from megatron_rl.preflight.notes import plain_prompts
 from megatron_rl.preflight.summary import _correction
 
@@ -79,3 +90,27 @@ def test_plain_prompts_for_a_chat_model(place: Path, capsys: pytest.CaptureFixtu
 def test_a_stop_that_never_comes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = notes(capsys, "eval.every=0")
     assert "run.stop={'eval/accuracy': 0.28} never happens" in found
+
+
+@pytest.mark.fault("a run would write more than there is room, or than its budget", "the plan says so, with the sizes")
+def test_a_disk_that_is_short(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main(["train", "mine.yaml", "--dry-run"]) == 0
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("disk ")]
+    assert re.fullmatch(r"disk +at most \S+ MiB: 3 checkpoints of \S+ MiB, the last model \S+ MiB", said)
+    (found,) = notes(capsys, "log.disk_gib=0.001")
+    assert found.startswith("note:    log.disk_gib=0.001: checkpoints and what else has to stay are up to ")
+    monkeypatch.setattr(disk, "free", lambda root: 1 << 20)
+    (found,) = notes(capsys)
+    assert "run.root=runs has 1.0 MiB free, and the run writes at most" in found
+    assert "checkpoint.keep_last" in found
+
+
+def test_what_a_large_run_writes() -> None:
+    shape = ModelShape.from_hf(json.loads((ROOT / "conf" / "model" / "Qwen3-8B.json").read_text()))
+    sections = (LearnerSection(), RunSection(steps=1000), RolloutSection(), CheckpointSection(keep_every=250))
+    found = disk.writes(shape, *sections, LogSection(export=True))
+    assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)
+    assert found.checkpoints == 2 + 4 + 1
+    assert found.model == pytest.approx(2 * 8.19e9, rel=0.01)
+    assert found.rollouts == 100 * 64 * 8 * (512 * 8 + 512 * 22)
+    assert disk.writes(shape, *sections[:3], CheckpointSection(minutes=0), LogSection(record_every=0)).total < 5e6

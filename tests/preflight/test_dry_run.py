@@ -154,7 +154,7 @@ def test_a_machine_elsewhere_is_for_dry_runs(place: Path, capsys: pytest.Capture
 
 
 def test_named_machines() -> None:
-    assert named("2x4xh200-141") == Machine(Device.cuda, "H200 (141 GiB)", 9.0, gpus=4, nodes=2)
+    assert named("2x4xh200-141") == Machine(Device.cuda, "H200 (141 GiB)", 9.0, gpus=4, nodes=2, gib=141)
     assert str(named("2x4xH200")) == "2 nodes of 4 x H200 (141 GiB)"
     with pytest.raises(ConfigError, match="L40S"):
         named("1x1xV100")

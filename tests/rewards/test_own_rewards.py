@@ -6,8 +6,9 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.config.schema import RewardSection
-from megatron_rl.rewards.functions import RECIPE_FOLDER
+from megatron_rl.rewards.own import RECIPE_FOLDER
 from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.task import Task
 
 GOOD = "def right(row, answer_key, response):\n    return 0.5\n"
 
@@ -26,9 +27,9 @@ def test_beside_the_recipe(place: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (place / "where_it_runs.py").write_text(GOOD)
     for name in ("beside_recipe:right", "pack.inner:right", "where_it_runs:right"):
         assert dry_run("sub/mine.yaml", name) == 0, capsys.readouterr().err
-        pool = RewardPool(RewardSection(name=name), "answer")
+        pool = RewardPool(RewardSection(name=name))
         pool.start()
-        assert [score.reward for score in pool.score([({"answer": "1"}, "1")])] == [0.5]
+        assert [score.reward for score in pool.score([Task({"answer": "1"}, "1")])] == [0.5]
         pool.close()
     assert dry_run("mine.yaml", "beside_recipe:right") == 2
     assert "No module named 'beside_recipe'" in capsys.readouterr().err

@@ -14,6 +14,17 @@ from megatron_rl.config.schema import RewardSection
 from megatron_rl.rewards import pool as pools
 from megatron_rl.rewards.functions import resolve
 from megatron_rl.rewards.pool import RewardPool, RewardsHang, Score
+from megatron_rl.rewards.task import Task
+from megatron_rl.types import Verdict
+
+
+def scored(pool: RewardPool, *tasks: tuple[dict, str]) -> list[Score]:
+    return pool.score([Task(row, response) for row, response in tasks])
+
+
+def number(value: float) -> Score:
+    return Score(value, Verdict.right if value >= 1 else Verdict.wrong)
+
 
 MODULE = """
 import os, time
@@ -28,6 +39,15 @@ def by_word(row, answer_key, response):
         os._exit(7)
     if response == "nan":
         return float("nan")
+    if response == "text":
+        return "1.0"
+    if response == "exit":
+        raise SystemExit(3)
+    if response == "fork" and os.fork() == 0:
+        return 1.0
+    if response == "fork":
+        os.wait()
+        return 0.0
     return float(response)
 """
 
@@ -37,7 +57,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool]
     (tmp_path / "odd_rewards.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    pool = RewardPool(RewardSection(name="odd_rewards:by_word", workers=2, timeout_s=1.0), "answer")
+    pool = RewardPool(RewardSection(name="odd_rewards:by_word", workers=2, timeout_s=1.0))
     pool.start()
     yield pool
     pool.close()
@@ -101,14 +121,14 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pools, "MEMORY_BYTES", 1 << 30)
     section = RewardSection(name="hostile_rewards:run", timeout_s=1.5)
-    pool = RewardPool(section, "answer")
+    pool = RewardPool(section)
     pool.start()
     yield pool
     pool.close()
 
 
 def test_what_an_answer_prints_is_no_score_and_shifts_none(hostile: RewardPool) -> None:
-    scores = hostile.score([({}, word) for word in ("print", "3", "print again", "4", "5")])
+    scores = scored(hostile, *(({}, word) for word in ("print", "3", "print again", "4", "5")))
     assert [(score.reward, score.error) for score in scores] == [(0, None), (3, None), (0, None), (4, None), (5, None)]
 
 
@@ -118,9 +138,9 @@ def test_what_rewards_print_is_limited(
 ) -> None:
     (tmp_path / "loud_rewards.py").write_text(HOSTILE)
     monkeypatch.chdir(tmp_path)
-    pool = RewardPool(RewardSection(name="loud_rewards:run", workers=2), "answer")
+    pool = RewardPool(RewardSection(name="loud_rewards:run", workers=2))
     pool.start()
-    assert pool.score([({}, "shout")] * 4) == [Score(1.0)] * 4
+    assert scored(pool, *[({}, "shout")] * 4) == [number(1.0)] * 4
     pool.close()
     pool.close()
     said = capfd.readouterr().err
@@ -134,11 +154,11 @@ def test_a_reward_sees_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANTED", "1")
     monkeypatch.setenv("WANDB_API_KEY", "2")
-    pool = RewardPool(RewardSection(name="curious_rewards:run", timeout_s=60, environment=["WANTED"]), "answer")
+    pool = RewardPool(RewardSection(name="curious_rewards:run", timeout_s=60, environment=["WANTED"]))
     pool.start()
-    assert pool.score([({}, "seen")]) == [Score(1.0)]
+    assert scored(pool, ({}, "seen")) == [number(1.0)]
     pool.close()
-    unset = RewardPool(RewardSection(environment=["NOT_THERE"]), "answer")
+    unset = RewardPool(RewardSection(environment=["NOT_THERE"]))
     with pytest.raises(ConfigError, match=r"reward\.environment: NOT_THERE"):
         unset.start()
     unset.close()
@@ -148,20 +168,20 @@ def test_a_reward_sees_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_signals_for_the_driver_leave_rewards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "signalled_rewards.py").write_text(HOSTILE)
     monkeypatch.chdir(tmp_path)
-    pool = RewardPool(RewardSection(name="signalled_rewards:run", timeout_s=60), "answer")
+    pool = RewardPool(RewardSection(name="signalled_rewards:run", timeout_s=60))
     pool.start()
-    assert pool.score([({}, "signalled"), ({}, "3")]) == [Score(1.0), Score(3.0)]
+    assert scored(pool, ({}, "signalled"), ({}, "3")) == [number(1.0), number(3.0)]
     pool.close()
 
 
 def test_an_error_may_say_anything(hostile: RewardPool) -> None:
-    first, second = hostile.score([({}, "surrogate"), ({"answer": "\ud83d"}, "2")])
+    first, second = scored(hostile, ({}, "surrogate"), ({"answer": "\ud83d"}, "2"))
     assert "half a pair" in str(first.error)
-    assert second == Score(2.0)
+    assert second == number(2.0)
 
 
 def test_what_a_late_reward_has_started_ends_with_it(hostile: RewardPool, tmp_path: Path) -> None:
-    (score,) = hostile.score([({"pids": str(tmp_path / "pids")}, "spawn")])
+    (score,) = scored(hostile, ({"pids": str(tmp_path / "pids")}, "spawn"))
     assert "reward.timeout_s" in str(score.error)
     (pid,) = map(int, (tmp_path / "pids").read_text().split())
     deadline = time.monotonic() + 5
@@ -178,36 +198,36 @@ def _lives(pid: int) -> bool:
 
 
 def test_memory_is_limited(hostile: RewardPool) -> None:
-    scores = hostile.score([({}, "eat"), ({}, "6")])
+    scores = scored(hostile, ({}, "eat"), ({}, "6"))
     assert "MemoryError" in str(scores[0].error)
-    assert scores[1] == Score(6.0)
+    assert scores[1] == number(6.0)
 
 
 def test_a_worker_that_takes_nothing_misses_the_deadline_too(hostile: RewardPool) -> None:
     worker = hostile._workers[0]
     assert worker._process is not None
     os.kill(worker._process.pid, signal.SIGSTOP)
-    scores = hostile.score([({"tests": "x" * (4 << 20)}, "1"), ({}, "2")])
+    scores = scored(hostile, ({"tests": "x" * (4 << 20)}, "1"), ({}, "2"))
     assert "reward.timeout_s" in str(scores[0].error)
-    assert scores[1] == Score(2.0)
+    assert scores[1] == number(2.0)
 
 
 def test_a_worker_that_answers_out_of_turn_is_replaced(hostile: RewardPool) -> None:
     worker = hostile._workers[0]
-    worker._open_channel.send({"id": 99, "task": b'{"row": {}, "answer_key": "", "response": "7"}'})
-    scores = hostile.score([({}, "1"), ({}, "2"), ({}, "3")])
+    worker._open_channel.send({"id": 99, "task": b'{"row": {}, "response": "7"}'})
+    scores = scored(hostile, ({}, "1"), ({}, "2"), ({}, "3"))
     assert "out of turn" in str(scores[0].error)
-    assert scores[1:] == [Score(2.0), Score(3.0)]
+    assert scores[1:] == [number(2.0), number(3.0)]
 
 
 def test_a_reward_that_always_hangs_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hanging_rewards.py").write_text("import time\ndef hang(row, key, text):\n    time.sleep(9)\n")
     monkeypatch.chdir(tmp_path)
-    pool = RewardPool(RewardSection(name="hanging_rewards:hang", workers=2, timeout_s=0.05), "answer")
+    pool = RewardPool(RewardSection(name="hanging_rewards:hang", workers=2, timeout_s=0.05))
     pool.start()
     try:
         with pytest.raises(RewardsHang, match=r"reward\.timeout_s: 3[0-2] of the last"):
-            pool.score([({}, "1")] * 4096)
+            scored(pool, *[({}, "1")] * 4096)
     finally:
         pool.close()
 
@@ -231,35 +251,42 @@ def test_a_reward_beside_the_recipe_is_read_before_anything_starts(
 
 
 def test_scores_come_in_the_order_of_the_tasks() -> None:
-    pool = RewardPool(RewardSection(workers=3), "answer")
+    pool = RewardPool(RewardSection(workers=3))
     pool.start()
     try:
         tasks = [({"answer": str(index)}, f" {index if index % 3 else 'wrong'}\n") for index in range(20)]
-        assert [score.reward for score in pool.score(tasks)] == [float(bool(index % 3)) for index in range(20)]
+        assert [score.reward for score in scored(pool, *tasks)] == [float(bool(index % 3)) for index in range(20)]
     finally:
         pool.close()
 
 
 def test_one_bad_answer_does_not_touch_the_others(odd: RewardPool) -> None:
     begun = time.monotonic()
-    scores = odd.score([({}, word) for word in ("1", "raise", "2", "sleep", "3", "die", "4", "5")])
+    scores = scored(odd, *(({}, word) for word in ("1", "raise", "2", "sleep", "3", "die", "4", "5")))
     assert [score.reward for score in scores] == [1, 0, 2, 0, 3, 0, 4, 5]
     assert [bool(score.error) for score in scores] == [False, True, False, True, False, True, False, False]
     assert "no digits" in str(scores[1].error)
     assert "reward.timeout_s=1" in str(scores[3].error)
     assert "died" in str(scores[5].error)
     assert time.monotonic() - begun < 20
-    assert [score.reward for score in odd.score([({}, "6"), ({}, "7")])] == [6, 7]
+    assert [score.reward for score in scored(odd, ({}, "6"), ({}, "7"))] == [6, 7]
 
 
-def test_a_score_that_is_no_number_is_an_error(odd: RewardPool) -> None:
-    (score,) = odd.score([({}, "nan")])
-    assert "nan" in str(score.error)
+@pytest.mark.fault("a reward gives NaN or text, exits, forks", "each is an error with its reason; a fork answers once")
+def test_what_is_no_score(odd: RewardPool) -> None:
+    scores = scored(odd, *(({}, word) for word in ("nan", "text", "exit", "fork", "2", "fork", "3")))
+    assert [score.reward for score in scores] == [0, 0, 0, 0, 2, 0, 3]
+    assert [score.verdict for score in scores[:3]] == [Verdict.error] * 3
+    for score, reason in zip(
+        scores, ("score is nan", "the reward is '1.0', expected a number", "SystemExit"), strict=False
+    ):
+        assert reason in str(score.error)
+    assert [score.error for score in scores[3:]] == [None] * 4
 
 
 def test_closing_does_not_wait_for_the_tasks_that_are_left(odd: RewardPool) -> None:
     scores: list[Score] = []
-    scoring = threading.Thread(target=lambda: scores.extend(odd.score([({}, "sleep")] * 40)))
+    scoring = threading.Thread(target=lambda: scores.extend(scored(odd, *[({}, "sleep")] * 40)))
     scoring.start()
     time.sleep(0.3)
     begun = time.monotonic()
@@ -272,7 +299,7 @@ def test_closing_does_not_wait_for_the_tasks_that_are_left(odd: RewardPool) -> N
 
 @pytest.mark.parametrize("name", ["exact_macth", "no.such.module:f", "json:nothing"])
 def test_a_reward_that_cannot_be_imported_is_named(name: str) -> None:
-    pool = RewardPool(RewardSection(name=name), "answer")
+    pool = RewardPool(RewardSection(name=name))
     with pytest.raises(ConfigError, match=r"reward\.name"):
         pool.start()
     pool.close()

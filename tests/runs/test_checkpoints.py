@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.checkpoints import TornCheckpoint
-from megatron_rl.runs.resume import refuse_changes, rewind
+from megatron_rl.runs.resume import goes_on_from, refuse_changes, rewind
 
 CONFIG = {
     "run": {"steps": 4, "seed": 1},
     "optim": {"lr": 0.1, "megatron": {"clip_grad": 1.0}},
     "log": {"wandb": "none"},
 }
+
+
+def unseen(found: checkpoints.Checkpoint) -> None:
+    """The files here hold no tensors to look at."""
 
 
 def save(root: Path, step: int, score: float | None = None) -> Path:
@@ -29,7 +38,7 @@ def save(root: Path, step: int, score: float | None = None) -> Path:
     names = ("policy/rank_0.distcp", "policy/.metadata", "sync.safetensors")
     files = {name: list(checkpoints.digest(partial / name)) for name in names}
     about = {} if score is None else {"best": ["eval/accuracy", score]}
-    driver = {"position": 10 * step}
+    driver = {"position": 10 * step, "seen": {"samples": 9, "tokens": 99}}
     return checkpoints.publish(
         partial, root, step=step, updates=2 * step, layout={"tp": 1}, files=files, driver=driver, **about
     ).path
@@ -37,8 +46,8 @@ def save(root: Path, step: int, score: float | None = None) -> Path:
 
 def test_a_whole_one_says_what_it_holds(tmp_path: Path) -> None:
     save(tmp_path, 4)
-    found = checkpoints.verify(checkpoints.path_of(tmp_path, 4))
-    assert (found.step, found.updates, found.driver, found.nbytes) == (4, 8, {"position": 40}, 5340)
+    found = checkpoints.verify(checkpoints.path_of(tmp_path, 4), unseen)
+    assert (found.step, found.updates, found.driver["position"], found.nbytes) == (4, 8, 40, 5340)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -51,7 +60,7 @@ def test_one_that_is_cut_is_passed_over(tmp_path: Path) -> None:
         victim = choice.choice([each for each in path.rglob("*") if each.is_file()])
         victim.write_bytes(victim.read_bytes()[: choice.randrange(victim.stat().st_size)])
         said: list[str] = []
-        found = checkpoints.newest_whole(tmp_path, said.append)
+        found = checkpoints.newest_whole(tmp_path, unseen, said.append)
         assert found is not None and found.step == 2
         assert len(said) == 1 and victim.name in said[0]
 
@@ -67,7 +76,7 @@ def test_one_with_a_flipped_byte_is_passed_over(tmp_path: Path) -> None:
         at = choice.randrange(len(content))
         content[at] ^= 1 << choice.randrange(8)
         victim.write_bytes(content)
-        found = checkpoints.newest_whole(tmp_path, lambda text: None)
+        found = checkpoints.newest_whole(tmp_path, unseen, lambda text: None)
         assert found is not None and found.step == 2, (victim, at)
 
 
@@ -77,7 +86,7 @@ def test_one_that_lacks_a_file_is_passed_over(tmp_path: Path, name: str) -> None
     save(tmp_path, 2)
     (save(tmp_path, 4) / name).unlink()
     said: list[str] = []
-    found = checkpoints.newest_whole(tmp_path, said.append)
+    found = checkpoints.newest_whole(tmp_path, unseen, said.append)
     assert found is not None and found.step == 2
     assert Path(name).name in said[0]
 
@@ -87,7 +96,96 @@ def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str) -> None:
     path = save(tmp_path, 4)
     (path / "checkpoint.json").write_text(content, encoding="latin-1")
     with pytest.raises(TornCheckpoint, match=r"checkpoint\.json"):
-        checkpoints.verify(path)
+        checkpoints.verify(path, unseen)
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just("../../secret"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+)
+PLACES: list[tuple[str, ...]] = [
+    *((name,) for name in ("format", "time", "step", "updates", "layout", "driver", "files", "best")),
+    *(("driver", name) for name in ("position", "seen", "best")),
+    *(("driver", "seen", "samples"), ("layout", "tp"), ("files", "policy/.metadata")),
+]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    path = save(tmp_path_factory.mktemp("kept"), 4, 0.5)
+    return path, json.loads((path / "checkpoint.json").read_text())["content"]
+
+
+@pytest.mark.fault("any field of checkpoint.json is of any type, and its checksum is right", "it is whole, or named")
+@given(place=st.sampled_from(PLACES), odd=ODD)
+@settings(max_examples=100, deadline=None)
+def test_a_manifest_of_any_types(kept: tuple[Path, dict[str, Any]], place: tuple[str, ...], odd: Any) -> None:
+    path, content = kept
+    changed = json.loads(json.dumps(content))
+    inner = changed
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = odd
+    forge(path, changed)
+    try:
+        found = checkpoints.verify(path, unseen)
+    except TornCheckpoint:
+        return
+    assert (found.step, type(found.updates), type(found.driver["position"])) == (4, int, int)
+    assert found.best is None or type(found.best[1]) is float
+    assert checkpoints.prune(path.parent, keep_last=1, keep_every=0) == []
+
+
+def forge(path: Path, content: dict[str, Any]) -> None:
+    """A manifest whose checksum is right."""
+    stored = {"content": content, "checksum": checkpoints._checksum(content)}
+    (path / "checkpoint.json").write_text(json.dumps(stored))
+
+
+@pytest.mark.fault("checkpoint.json names what is not in its folder, or is no file", "it is refused, and not read")
+@pytest.mark.parametrize("name", ["../secret", "/dev/zero", "policy/../../secret", "link", "folder/x", "pipe", ".", ""])
+def test_a_manifest_that_leads_out(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_text("secret")
+    path = save(tmp_path / "checkpoints", 4)
+    (path / "link").symlink_to("../../secret")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x").write_text("secret")
+    (path / "folder").symlink_to("../../elsewhere")
+    os.mkfifo(path / "pipe")
+    content = json.loads((path / "checkpoint.json").read_text())["content"]
+    content["files"][name] = [6, checkpoints.digest(tmp_path / "secret")[1]]
+    forge(path, content)
+    with pytest.raises(TornCheckpoint, match=r"is no name of a file|is a link|is no file"):
+        checkpoints.verify(path, unseen)
+
+
+@pytest.mark.fault("a checkpoint, or what was begun of one, is a link", "what it leads to is left alone")
+def test_links_in_the_place_of_checkpoints(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "checkpoints", save(tmp_path / "elsewhere", 4)
+    save(root, 2)
+    (root / "step_4").symlink_to(elsewhere)
+    (root / ".step_6.partial").symlink_to(elsewhere)
+    (root / "step_٣").mkdir()
+    (root / ("step_" + "9" * 250)).mkdir()
+    said: list[str] = []
+    found = checkpoints.newest_whole(root, unseen, said.append)
+    assert found is not None and found.step == 2
+    assert "is a link" in said[0]
+    checkpoints.clean(root)
+    checkpoints.forget_after(root, 2)
+    assert sorted(path.name for path in root.glob("step_?")) == ["step_2", "step_٣"]
+    assert not list(root.glob(".*"))
+    assert checkpoints.verify(elsewhere, unseen).step == 4
+
+
+@pytest.mark.fault("the folder of one step holds the checkpoint of another", "it is named, and passed over")
+def test_a_checkpoint_under_another_name(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    shutil.copytree(tmp_path / "step_2", tmp_path / "step_4")
+    said: list[str] = []
+    found = checkpoints.newest_whole(tmp_path, unseen, said.append)
+    assert found is not None and found.step == 2
+    assert "it is that of step 2" in said[0]
 
 
 def test_what_stays_is_the_last_ones_the_best_and_every_so_many(tmp_path: Path) -> None:
@@ -104,6 +202,24 @@ def test_what_a_killed_run_had_begun_is_cleaned_up(tmp_path: Path) -> None:
     assert checkpoints.steps(tmp_path) == [2]
     checkpoints.clean(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
+
+
+@pytest.mark.fault("a full disk has not taken a line of the records", "the run goes on from before the gap, or says so")
+def test_a_gap_in_the_records(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save(tmp_path / "checkpoints", step)
+    lines = [json.dumps({"progress/step": step}) + "\n" for step in range(7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    said: list[str] = []
+    assert goes_on_from(tmp_path, unseen, said.append).step == 6
+    assert said == []
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 5, 6)))
+    assert goes_on_from(tmp_path, unseen, said.append).step == 2
+    assert len(said) == 2
+    assert "before the checkpoint of step 4: ledger.jsonl has no line of step 4" in said[1]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[1:]))
+    assert goes_on_from(tmp_path, unseen, said.append).step == 6
+    assert "goes on after step 6, and the gap stays" in said[-1]
 
 
 def test_records_after_the_checkpoint_are_taken_back(tmp_path: Path) -> None:

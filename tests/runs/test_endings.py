@@ -1,5 +1,6 @@
 """status.json in every end: what it says is true, also where there is no room to say it."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,8 +18,11 @@ from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.files import last_lines
 from megatron_rl.runs import record, wandb_log
 from megatron_rl.runs.console import PlainDisplay
+from megatron_rl.runs.metrics_file import read_lines, read_metrics
 from megatron_rl.runs.record import Recorder, RecordLost, describe_contents
-from megatron_rl.runs.run_dir import open_run
+from megatron_rl.runs.resume import gap
+from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
+from megatron_rl.runs.run_dir import RunDir, open_run
 from megatron_rl.runs.status import beat, mark_status, read_status
 
 
@@ -53,19 +57,50 @@ def fill(folder: Path) -> None:
     assert shutil.disk_usage(folder).free == 0
 
 
-@pytest.mark.fault("the disk of a run's directory is full", "the run fails by a sentence, and status.json says so")
-@pytest.mark.parametrize("what", ["metrics", "rollouts"])
-def test_a_full_disk(tiny: Path, what: str) -> None:
-    recorder = start(tiny / "run")
+@pytest.mark.fault("the disk of a run's directory is full", "the run goes on, says so once, and tears no file")
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_full_disk(tiny: Path, freed: bool) -> None:
+    said, config = StringIO(), make_config()
+    recorder = Recorder(config.log, make_yaml(config, "run"), tiny / "run", 60, PlainDisplay(60, said))
     recorder.log(0, {})
+    recorder.rollouts(0, make_scored(4)[0])
     fill(tiny)
-    with pytest.raises(RecordLost, match=rf"run/{what}") as caught:
-        go_on(recorder, 100 if what == "metrics" else 0)
-    status = read_status(tiny / "run")
-    assert status["state"] == "failed"
-    assert status["reason"] == f"RecordLost: {caught.value}"
-    assert "No space left" in status["reason"]
-    assert not list((tiny / "run").rglob("*.partial"))
+    with recorder:
+        for step in range(1, 61):
+            recorder.rollouts(step, make_scored(400 if step <= 50 else 1)[0])
+            recorder.ledger(step, (step, step + 1), [step])
+            recorder.log(step, {"loss/total": 1.0})
+            if freed and step == 50:
+                assert len(read_metrics(recorder.run.metrics)) < 50
+                (tiny / "filler").unlink()
+    run = RunDir(tiny / "run")
+    lines, torn = read_lines(run.metrics)
+    ledger = [json.loads(line)["step"] for line in run.ledger.read_text().splitlines()]
+    status = read_status(run.path)
+    assert status["state"] == "finished"
+    assert torn == 0
+    assert said.getvalue().count("has no room. The run goes on") == 2  # lines, rollouts
+    assert not list(run.path.rglob("*.partial"))
+    assert [step for step, path in recorded_steps(run.rollouts) if read_rollouts(path)] == recorded_after(run, freed)
+    if freed:
+        assert len(lines) == 61
+        assert ledger == [*range(1, 61)]
+        assert status["unrecorded"]["lines"] == 0
+        assert said.getvalue().count("has room again") == 2
+        assert gap(run.path, 60) is None
+    else:
+        assert status["unrecorded"]["lines"] == (61 - len(lines)) + (60 - len(ledger)) > 0
+        assert gap(run.path, 60) is not None
+
+
+def recorded_after(run: RunDir, freed: bool) -> list[int]:
+    """Of 61 steps those whose rollouts have met some room."""
+    lost = read_status(run.path)["unrecorded"]["rollouts"]
+    found = [step for step, _ in recorded_steps(run.rollouts)]
+    assert found[0] == 0
+    assert len(found) == 61 - lost
+    assert (51 in found) == freed
+    return found
 
 
 @pytest.mark.fault("the disk is full when a run starts", "a sentence names the place, and nothing is left")
@@ -92,7 +127,7 @@ def test_a_directory_that_goes_away(tmp_path: Path, moved: bool) -> None:
         (tmp_path / "run").rename(tmp_path / "elsewhere")
     else:
         shutil.rmtree(tmp_path / "run")
-    with pytest.raises(RecordLost, match=r"run/rollouts.*cannot be written"):
+    with pytest.raises(RecordLost, match=r"run/(metrics|rollouts).*cannot be written"):
         go_on(recorder, 0)
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,4 @@
-"""An engine of two workers: both load every update, or neither does."""
+"""An engine of two workers: both load every update, or neither does; with one of them gone, both start again."""
 
 import os
 import time
@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_engine import Live, make_live
+from tiny_engine import Live, make_live, startable
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.sampler.shared_memory import FOLDER, segments_of_session
 from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -63,8 +62,13 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
         live.update(2)
         assert answers(live) != first
         session = live.sampler._engine.process.pid
-        with pytest.raises(SamplerError):
+        with startable():
             live.update(1, "second_worker_killed")
+        assert answers(live) == first
+        assert live.sampler._engine.process.pid != session
+        assert session_ends(session)
+        session = live.sampler._engine.process.pid
+        made |= segments_of_session(session)
     finally:
         live.sampler.close()
     assert session_ends(session)

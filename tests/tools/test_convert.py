@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from megatron_rl.files import partial_of
 from megatron_rl.models import torch_dist
 from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter, write_folder
 from megatron_rl.models.layout import Layout
@@ -26,7 +27,6 @@ from megatron_rl.models.mapping import params, stage_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import local_shard
 from megatron_rl.models.tensors import TensorSpec
-from megatron_rl.models.torch_dist import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 
@@ -214,19 +214,6 @@ def test_errors_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert sorted(path.name for path in tmp_path.iterdir()) == ["extra", "hf", "lacking", "other"]
 
 
-def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    index = tmp_path / ".metadata"
-    index.write_bytes(pickle.dumps({"x": print}))
-    with pytest.raises(CheckpointError, match=r"refers to builtins\.print"):
-        torch_dist.read_index(index)
-    index.write_bytes(pickle.dumps({"x": 1}))
-    with pytest.raises(CheckpointError, match="does not hold a checkpoint index"):
-        torch_dist.read_index(index)
-    index.write_bytes(b"\x80")
-    with pytest.raises(CheckpointError, match="unreadable"):
-        torch_dist.read_index(index)
-
-
 def everything(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -309,7 +296,7 @@ def test_a_checkpoint_that_leads_out(tmp_path: Path, capsys: pytest.CaptureFixtu
     source, checkpoint = make(tmp_path / "hf", config_of("llama")), tmp_path / "checkpoint"
     assert convert.main(["import", str(source), str(checkpoint)]) == 0
     index, whole = checkpoint / ".metadata", (checkpoint / ".metadata").read_bytes()
-    metadata = torch_dist.read_index(index)
+    metadata = pickle.loads(whole)
     elsewhere = {key: replace(place, relative_path="../x.distcp") for key, place in metadata.storage_data.items()}
     index.write_bytes(pickle.dumps(replace(metadata, storage_data=elsewhere)))
     assert "names '../x.distcp'" in fails(capsys, "export", checkpoint, tmp_path / "out")
@@ -321,6 +308,27 @@ def test_a_checkpoint_that_leads_out(tmp_path: Path, capsys: pytest.CaptureFixtu
     for lie in ("[" * 100_000, "[1]", "{", "\x00"):
         (checkpoint / "metadata.json").write_text(lie)
         assert "metadata.json" in fails(capsys, "export", checkpoint, tmp_path / "out")
+
+
+@pytest.mark.fault("kill -9 of a conversion", "the next one to that target removes what it had begun, and says so")
+def test_what_a_killed_conversion_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = make(tmp_path / "hf", config_of("llama")), tmp_path / "out.0"
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left, reused = partial_of(target, dead.pid), partial_of(target, os.getpid())
+    kept = [
+        partial_of(target, os.getppid()),
+        partial_of(tmp_path / "other", dead.pid),
+        tmp_path / f".out.0.elsewhere.{dead.pid}.partial",
+    ]
+    for folder in (left, reused, *kept):
+        folder.mkdir()
+    (left / "x").write_text("x")
+    os.utime(reused, (1, 1))  # written to before this process began: by another one of its number
+    assert convert.main(["import", str(source), str(target)]) == 0
+    said = capsys.readouterr().err
+    assert [str(folder) in said for folder in (left, reused, *kept)] == [True, True, False, False, False]
+    assert sorted(tmp_path.iterdir()) == sorted([source, target, *kept])
 
 
 @pytest.mark.fault("Ctrl-C as soon as the converter starts", "one line, exit status 130, nothing is left")

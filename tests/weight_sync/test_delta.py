@@ -170,7 +170,7 @@ def test_files_that_are_used_again_hold_the_new_version_alone(tmp_path: Path) ->
     (first,) = write(0, 64).glob("*.bin")
     inode = first.stat().st_ino
     assert transport.spare_bytes(tmp_path) == 0
-    transport.remove_version(tmp_path, 0, recycle=True)
+    transport.write_over(tmp_path, 0)
     assert transport.spare_bytes(tmp_path) == 64 * 48
     (second,) = write(1, 10).glob("*.bin")
     assert (second.stat().st_ino, second.stat().st_size) == (inode, 480)

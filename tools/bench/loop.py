@@ -79,7 +79,7 @@ def give_weights(sampler: EmbeddedSampler, model: Path, folder: Path) -> None:
 
 
 def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderTokenizer, repeats: int) -> None:
-    rewards = RewardPool(config.reward, config.data.answer_key)
+    rewards = RewardPool(config.reward)
     rewards.start()
     ours: list[float] = []
     bare: list[float] = []

@@ -15,13 +15,12 @@ from typing import Any
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone
 from megatron_rl.sampler.fleet.server_process import ServerProcess, ServerSettings
-from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.sampler.protocol import MAX_RESTARTS, SamplerError
 from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 POLL_S = 0.2
 PROBE_EVERY_S = 2.0  # between two looks at every server
-MAX_RESTARTS = 3  # of each server: one that goes on dying is ill
 SLOW = 2  # looks in a row without an answer of the engine until somebody is told
 UNANSWERED = 3  # looks in a row without an answer until a server counts as gone
 WARM_UP = SamplingParams(samples=2, max_tokens=2)

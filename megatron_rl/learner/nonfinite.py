@@ -1,0 +1,141 @@
+"""What follows when a loss or a gradient is not a number: the update is left out, and written down; or the run ends.
+
+dumps/nonfinite_12/          after 12 optimizer steps
+  minibatch_1.safetensors    of the first update in a row that was left out; its metrics are metadata
+  policy/                    the weights that all of them met: a torch_dist checkpoint
+  config.yaml                the run's
+
+`megatron-rl rerun-step DUMP` repeats one (rerun.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.config.schema import OnNonFinite
+from megatron_rl.distributed import exchange
+from megatron_rl.learner import state
+from megatron_rl.models.torch_dist_writer import write_blocks, write_index
+from megatron_rl.types import Batch, Targets
+
+if TYPE_CHECKING:
+    from megatron_rl.learner.learner import Learner
+
+STEPS_IN_A_ROW = 10  # whose updates may all be left out: more, and the run only costs money
+POLICY, CONFIG = "policy", "config.yaml"
+OF_BATCH = "batch."
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient that is not a number ends the run."""
+
+
+class NonFiniteUpdates:
+    """Of one rank; all ranks meet the same updates, because loss and gradient norm are those of all of them."""
+
+    def __init__(self, learner: Learner, dump_dir: Path | None, note: Callable[[str], None]) -> None:
+        self.in_a_row = 0
+        self._learner, self._dump_dir, self._note = learner, dump_dir, note
+        self._most = STEPS_IN_A_ROW * learner.learner.n_minibatches
+        config = learner.megatron_config
+        self._draws = bool(config.hidden_dropout or config.attention_dropout)
+        self._random: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Before an update that draws random numbers: they are part of it."""
+        if self._draws:
+            self._random = state.random_tensors(self._learner)
+
+    def end(self) -> None:
+        """After an update that was finite."""
+        self.in_a_row = 0
+
+    def met(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:
+        self.in_a_row += 1
+        policy, steps = self._learner.learner.on_nonfinite, self._learner.steps
+        found = f"loss {metrics.get('loss/total', 0.0)}, gradient norm {norm} after {steps} optimizer steps"
+        ends = policy is OnNonFinite.raise_ or self.in_a_row > self._most
+        where = ""
+        if self._dump_dir is not None and (ends or policy is OnNonFinite.skip_and_dump):
+            where = self._dump(self._dump_dir, targets, {**metrics, "optim/grad_norm": norm})
+        if policy is OnNonFinite.raise_:
+            raise NonFiniteError(
+                f"{found}: not a number, so the policy was left as it is{where}. learner.on_nonfinite=skip goes on "
+                "without this minibatch, skip_and_dump also writes each to disk"
+            )
+        if ends:
+            raise NonFiniteError(
+                f"{found}: not a number, for the {self.in_a_row}th update in a row; learner.on_nonfinite="
+                f"{policy.value} leaves out {self._most}, those of {STEPS_IN_A_ROW} steps{where}. Lower optim.lr, or "
+                "mend what makes the value, and go on from a checkpoint"
+            )
+        self._note(f"{found}: not a number, so that this update is left out{where}")
+
+    def _dump(self, dump_dir: Path, targets: Targets, metrics: Mapping[str, float]) -> str:
+        """All ranks write; how to repeat it, or why that will not do."""
+        folder = dump_dir / f"nonfinite_{self._learner.steps}"
+        path = folder / f"minibatch_{self.in_a_row}.safetensors"
+        whole = exchange(self.in_a_row > 1 and (folder / POLICY / "metadata.json").exists())[0]
+        problem = self._on_driver(lambda: self._write_minibatch(path, targets, metrics, whole))
+        if problem is None and not whole:
+            problem = self._write_policy(folder / POLICY)
+        if problem is not None:
+            return f" (it could not be written: {problem})"
+        return f"; `megatron-rl rerun-step {path}` repeats it"
+
+    def _on_driver(self, write: Callable[[], None]) -> str | None:
+        """Why it could not, on every rank."""
+        problem = None
+        if self._learner.is_driver:
+            try:
+                write()
+            except (OSError, ValueError) as error:
+                problem = str(error)
+        return exchange(problem)[0]
+
+    def _write_minibatch(self, path: Path, targets: Targets, metrics: Mapping[str, float], whole: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not whole:
+            shutil.rmtree(path.parent / POLICY, ignore_errors=True)
+            (path.parent / POLICY).mkdir()
+        config = path.parent.parent.parent / CONFIG  # of the run
+        if config.is_file():
+            shutil.copyfile(config, path.parent / CONFIG)
+        about = {"metrics": dict(metrics), "layout": asdict(self._learner.layout), "steps": self._learner.steps}
+        parts = {f"{OF_BATCH}{name}": value for name, value in vars(targets.batch).items()} | vars(targets)
+        # clones: the file refuses tensors that share memory
+        tensors = {name: value.detach().cpu().clone() for name, value in parts.items() if isinstance(value, Tensor)}
+        save_file(tensors | self._random, path, metadata={"about": json.dumps(about)})
+
+    def _write_policy(self, folder: Path) -> str | None:
+        """Every rank its part of the weights; why one of them could not."""
+        outcome: dict[str, Any] = {}
+        weights = (block for block in state.blocks(self._learner) if not block.key.startswith(state.OPTIMIZER))
+        try:
+            outcome["written"] = write_blocks(folder / f"rank_{self._learner.rank}.distcp", weights)
+        except (OSError, RuntimeError) as error:
+            outcome["problem"] = str(error)
+        outcomes = exchange(outcome)
+        problem = next((each["problem"] for each in outcomes if "problem" in each), None)
+        if problem is not None:
+            return str(problem)
+        return self._on_driver(lambda: write_index(folder, [block for each in outcomes for block in each["written"]]))
+
+
+def read_minibatch(path: Path) -> tuple[Targets, dict[str, Tensor], dict[str, Any]]:
+    """What a dump holds: the minibatch, random states, and what was said of it."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        about = json.loads((file.metadata() or {})["about"])
+    random = {name: tensors.pop(name) for name in list(tensors) if name.startswith(state.RANDOM)}
+    batch = {name.removeprefix(OF_BATCH): tensors.pop(name) for name in list(tensors) if name.startswith(OF_BATCH)}
+    return Targets(Batch(**batch), **({"ref_logprobs_BT": None} | tensors)), random, about

@@ -1,0 +1,117 @@
+"""What a run will write where its directory is, at most, and whether there is room for it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config.schema import (
+    CheckpointSection,
+    LearnerSection,
+    LogSection,
+    Precision,
+    RolloutSection,
+    RunSection,
+)
+from megatron_rl.models.mapping import params
+from megatron_rl.models.shape import ModelShape
+
+GIB = 1 << 30
+LINE = 4096  # bytes of metrics and ledger for each step
+# of a recorded token: its number, three logprobs or weights, two marks, and its text
+RESPONSE_TOKEN, PROMPT_TOKEN = 22, 8
+# of a parameter in a checkpoint: the weight, the optimizer's copy of it, two moments; in FP32 the weight is that copy
+PARAMETER = {Precision.bf16: 2 + 4 + 8, Precision.fp32: 4 + 8}
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Bytes. Compression and shorter answers make rollouts less."""
+
+    checkpoint: int
+    checkpoints: int  # how many stay, and the one that is being written
+    rollouts: int
+    model: int
+    lines: int
+
+    @property
+    def stays(self) -> int:
+        """What is never thinned out."""
+        return self.checkpoint * self.checkpoints + self.model + self.lines
+
+    @property
+    def total(self) -> int:
+        return self.stays + self.rollouts
+
+    def __str__(self) -> str:
+        parts = [
+            (self.checkpoint, f"{self.checkpoints} checkpoints of {_gib(self.checkpoint)}"),
+            (self.rollouts, f"rollouts {_gib(self.rollouts)}"),
+            (self.model, f"the last model {_gib(self.model)}"),
+        ]
+        return f"at most {_gib(self.total)}: " + ", ".join([text for nbytes, text in parts if nbytes] or ["metrics"])
+
+
+def writes(
+    shape: ModelShape,
+    learner: LearnerSection,
+    run: RunSection,
+    rollout: RolloutSection,
+    checkpoint: CheckpointSection,
+    log: LogSection,
+) -> Writes:
+    parameters = sum(math.prod(size) for param in params(shape) if not param.row.copy for size in param.shapes)
+    saves = bool(checkpoint.every or checkpoint.minutes)
+    kept = checkpoint.keep_last + bool(checkpoint.best)
+    if checkpoint.keep_every:
+        kept += run.steps // checkpoint.keep_every
+    row = rollout.max_prompt_tokens * PROMPT_TOKEN + rollout.max_response_tokens * RESPONSE_TOKEN
+    recorded = run.steps // log.record_every if log.record_every else 0
+    return Writes(
+        checkpoint=parameters * PARAMETER[learner.precision] if saves else 0,
+        checkpoints=min(kept + 1, max(1, run.steps)) if saves else 0,
+        rollouts=recorded * rollout.prompts_per_step * rollout.samples_per_prompt * row,
+        model=2 * parameters if log.export else 0,
+        lines=run.steps * LINE,
+    )
+
+
+def free(root: str) -> int | None:
+    """Where the run's directory will be; None where that cannot be known."""
+    place = next((folder for folder in (Path(root), *Path(root).absolute().parents) if folder.is_dir()), None)
+    try:
+        return shutil.disk_usage(place).free if place else None
+    except OSError:
+        return None
+
+
+def short_disk(
+    shape: ModelShape,
+    learner: LearnerSection,
+    run: RunSection,
+    rollout: RolloutSection,
+    checkpoint: CheckpointSection,
+    log: LogSection,
+    elsewhere: bool,
+) -> Iterator[str]:
+    """Said, not refused: the estimate is an upper bound, and a run goes on where its records do not fit."""
+    wanted = writes(shape, learner, run, rollout, checkpoint, log)
+    if log.disk_gib is not None and wanted.stays > log.disk_gib * GIB:
+        yield (
+            f"log.disk_gib={log.disk_gib:g}: checkpoints and what else has to stay are up to {_gib(wanted.stays)}; "
+            "raise it, or lower checkpoint.keep_last"
+        )
+    room = None if elsewhere else free(run.root)
+    limit = wanted.total if log.disk_gib is None else min(wanted.total, int(log.disk_gib * GIB))
+    if room is not None and room < limit:
+        yield (
+            f"run.root={run.root} has {_gib(room)} free, and the run writes {wanted}. Free space, raise "
+            "log.record_every, lower checkpoint.keep_last, or set log.disk_gib"
+        )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"

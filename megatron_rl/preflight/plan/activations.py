@@ -1,0 +1,176 @@
+"""What a rank of the learner keeps of a pack's forward pass for its backward pass.
+
+A layer's tensors are listed by the part of the layer that keeps them, in bytes for each position of a pack. Two sets
+of kernels do that: those of hosts (learner/layers.py and megatron-core's local layers), and those of Transformer
+Engine on GPUs. Both lists are of tensors that autograd saves; a storage that two of them share is counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.schema import LearnerSection, Precision
+from megatron_rl.learner import limits
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.shape import ModelShape
+
+FP32, INT64, BOOL = 4, 8, 1  # bytes
+SHORT = 384  # on hosts attention is in FP32 up to this length: learner/layers.py
+SELECTIVE = ("core_attn",)  # what megatron-core recomputes where `recompute_modules` names nothing else
+Parts = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One micro-batch."""
+
+    tokens: float
+    responses: float  # of the tokens: those that get logits
+    longest: int
+    padded: float | None = None  # places that attention on a host computes, where lengths differ
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Of one layer of one rank, for each position of a pack."""
+
+    layer: float  # all of it
+    input: float  # its input alone: what recomputing it begins with
+    stays: float  # with the recipe's recompute_modules
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the learner's section says about it."""
+
+    width: int  # bytes of an activation
+    sp: int  # ranks that share the positions outside of attention and MLP
+    host: bool
+    granularity: str | None
+    method: str | None
+    layers: int  # recomputed at once
+    modules: tuple[str, ...]
+    fused_activation: bool
+    fp8: bool
+
+    @classmethod
+    def of(cls, learner: LearnerSection, host: bool) -> Training:
+        given: Mapping[str, Any] = learner.megatron
+        return cls(
+            width=2 if learner.precision == Precision.bf16 else 4,
+            sp=learner.tensor_parallel if limits.sequence_parallel(learner) else 1,
+            host=host,
+            granularity=given.get("recompute_granularity"),
+            method=given.get("recompute_method"),
+            layers=int(given.get("recompute_num_layers") or 1),
+            modules=tuple(given.get("recompute_modules") or SELECTIVE),
+            fused_activation=bool(given.get("bias_activation_fusion")),
+            fp8=limits.fp8(learner) is not None,
+        )
+
+
+def kept(shape: ModelShape, chosen: int, layout: Layout, training: Training, pack: Pack) -> Kept:
+    """`chosen`: experts of each token."""
+    mlp = _experts(shape, chosen, layout, training) if shape.experts else _mlp(shape, layout, training)
+    attention = _attention(shape, layout, training, pack)
+    parts = {**attention, **mlp}
+    selective = training.granularity == "selective"
+    gone = {part for module in training.modules for part in RECOMPUTED.get(module, ())} if selective else set()
+    stays = sum(nbytes for part, nbytes in parts.items() if part not in gone)
+    if "core" in gone:  # its inputs are kept in its place
+        stays += (shape.size("q") + 2 * shape.size("kv")) * training.width / layout.tp
+    return Kept(sum(parts.values()), parts["input"], stays)
+
+
+# megatron-core's name of what `recompute_modules` may hold -> the parts that are not kept then
+RECOMPUTED = {
+    "core_attn": ("core",),
+    "mlp": ("fc1", "activation"),
+    "moe": ("router", "fc1", "activation"),
+    "moe_act": ("activation",),
+}
+
+
+def _attention(shape: ModelShape, layout: Layout, training: Training, pack: Pack) -> dict[str, float]:
+    width, tp, sp = training.width, layout.tp, training.sp
+    q, kv = shape.size("q") / tp, shape.size("kv") / tp
+    parts = {"input": (shape.hidden * width + FP32) / sp, "norm": shape.hidden * width / sp}
+    heads = (shape.heads + shape.kv_heads) / tp
+    if shape.has("qk_norm"):  # queries and keys before it
+        parts["qk"] = (2 * q + 2 * kv if training.host else q + kv) * width + heads * FP32
+    sums = shape.heads / tp * FP32
+    if not training.host:
+        # queries, keys, values after the rotation, and the result, which the projection reads too
+        return parts | {"core": (2 * q + 2 * kv) * width + sums, "projection": q * (1 if training.fp8 else 0)}
+    parts["rope"] = 4 * shape.head_dim * width
+    padding = (pack.padded or pack.tokens) / max(pack.tokens, 1)
+    whole = pack.padded in (None, pack.tokens)
+    short = pack.longest <= SHORT and width < FP32
+    core = 2 * q + 2 * kv
+    if not short and whole:  # values are a view of the joined result, which a norm of queries and keys has kept
+        core += 0 if shape.has("qk_norm") else q + kv
+        core -= kv if shape.has("qk_norm") else 0
+    parts["core"] = padding * (core * (FP32 if short else width) + sums)
+    parts["projection"] = q * width if short or not whole else 0
+    return parts
+
+
+def _mlp(shape: ModelShape, layout: Layout, training: Training) -> dict[str, float]:
+    width, sp = training.width, training.sp
+    norm = (2 * shape.hidden * width + FP32) / sp  # its input and its result
+    each = shape.ffn / layout.tp * width
+    return {"mlp norm": norm, "fc1": 2 * each, "activation": _activation(training) * each}
+
+
+def _activation(training: Training) -> int:
+    """Results of the gated activation's steps, in widths of the layer: unfused it keeps silu(gate), too."""
+    return 1 if training.host or training.fused_activation else 2
+
+
+def _experts(shape: ModelShape, chosen: int, layout: Layout, training: Training) -> dict[str, float]:
+    """Tokens spread evenly over experts: each rank computes as many as it sends."""
+    width, sp = training.width, training.sp
+    norm = (2 * shape.hidden * width + FP32) / sp
+    router = (chosen * (2 * INT64 + FP32) + shape.experts * (FP32 + BOOL)) / sp
+    rows = chosen * layout.expert_tp / sp  # of an expert's input, for each position
+    each = shape.expert_ffn / layout.expert_tp * width
+    # the activation's result is kept again after it has been weighed
+    steps = _activation(training) + (0 if training.fused_activation else 1)
+    return {
+        "mlp norm": norm,
+        "router": router,
+        "fc1": rows * (shape.hidden * width + 2 * each),
+        "activation": rows * (steps * each + FP32),
+    }
+
+
+def in_flight(layout: Layout, stage: int, packs: int, layers: int) -> float:
+    """Layers of this stage whose activations are alive at once, over all micro-batches that it has begun."""
+    behind = layout.pp - stage - 1
+    if layout.chunks == 1:
+        return layers * min(behind + 1, max(packs, 1))
+    chunks = min(2 * behind + (layout.chunks - 1) * layout.pp + 1, max(packs, 1) * layout.chunks)
+    return layers / layout.chunks * chunks
+
+
+def of_layers(kept: Kept, training: Training, layers: int, alive: float) -> tuple[float, float]:
+    """Bytes for each position of a stage's layers: what waits for backward, and what is recomputed beside it.
+
+    `alive`: the layers of all micro-batches in flight.
+    """
+    if training.granularity != "full":
+        return alive * kept.stays, 0.0
+    at_once = min(training.layers, layers)
+    if training.method == "block":  # so many of a stage's layers are recomputed, one at a time
+        share = at_once / max(layers, 1)
+        return alive * (share * kept.input + (1 - share) * kept.layer), kept.layer - kept.input
+    return alive / at_once * kept.input, at_once * kept.layer - kept.input
+
+
+def head(shape: ModelShape, layout: Layout, training: Training, pack: Pack) -> tuple[float, float]:
+    """Bytes of the last stage's end: the final norm with the output layer's input, and the logits."""
+    norm = pack.tokens * (shape.hidden * training.width + FP32) / training.sp
+    rows = pack.responses * (shape.hidden * training.width + 3 * INT64 + BOOL + 5 * FP32)
+    return norm + rows, pack.responses * layout.padded_vocab(shape.vocab) / layout.tp * training.width

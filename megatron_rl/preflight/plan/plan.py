@@ -1,0 +1,153 @@
+"""The plan of a recipe on a machine: who runs where, memory by phase, the cache, time, and every reason against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.fleet import distinct_formats
+from megatron_rl.config.schema import Config, Device, Format
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model
+from megatron_rl.preflight.machine import Machine
+from megatron_rl.preflight.plan import learner_memory, phases
+from megatron_rl.preflight.plan.engine_memory import GIB, EngineMemory, of_engine
+from megatron_rl.preflight.plan.learner_memory import LearnerMemory
+from megatron_rl.preflight.plan.phases import Memory, engine_phases, joined, learner_phases
+from megatron_rl.preflight.plan.roles import Roles, roles
+from megatron_rl.preflight.plan.time import StepTime, step_time
+from megatron_rl.preflight.plan.weights import engine_weights, parameters
+from megatron_rl.preflight.plan.workload import Assumptions, Workload
+
+STATE = 14  # bytes for each parameter that a checkpoint holds
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Of one engine."""
+
+    tokens: int
+    at_limits: int  # sequences, all at their longest
+    at_mean: int
+    wanted: int  # sampler.vllm.max_num_seqs
+
+
+@dataclass(frozen=True)
+class Plan:
+    parameters: int
+    machine: Machine
+    layout: Layout
+    roles: Roles
+    memory: tuple[Memory, ...]
+    cache: Cache
+    work: Workload
+    packs: int  # micro-batches of an update, of one replica
+    time: StepTime | None  # None: the kind of GPU is not known
+    gpu_hours: float | None
+    kept_gib: float  # a checkpoint
+    assumed: Assumptions
+    problems: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        order = ("does not fit", "tight", "fits", "not known")
+        return min((one.verdict for one in self.memory), key=order.index)
+
+
+def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed: Assumptions | None = None) -> Plan:
+    assumed = assumed or Assumptions()
+    model = Model.of(hf_config, Layout.from_config(config.learner))
+    found = roles(model.layout, config.sampler, machine.gpus)
+    work = Workload.of(config.rollout, config.learner, assumed)
+    limit = machine.gib * GIB * phases.USABLE if machine.gib else None
+    format = distinct_formats(config.sampler, config.quantization)[0]
+    engine = of_engine(model, config.sampler, config.quantization, format, longest(config), limit or 0.0)
+    memory = _memory(config, model, machine, found, work, engine, format, limit)
+    problems = [*_too_much(config, memory), *_too_little(engine, work, limit)]
+    time = None
+    if machine.gpu is not None:
+        weights = engine_weights(model.shape, format, config.quantization.ignore)
+        time = step_time(config, model, machine.gpu, found, engine, weights, assumed)
+    return Plan(
+        parameters=parameters(model.shape),
+        machine=machine,
+        layout=model.layout,
+        roles=found,
+        memory=tuple(memory),
+        cache=_cache(config, engine, work),
+        work=work,
+        packs=work.packs(config.learner, model),
+        time=time,
+        gpu_hours=time.step * config.run.steps * found.gpus / 3600 if time else None,
+        kept_gib=STATE * parameters(model.shape) / GIB,
+        assumed=assumed,
+        problems=tuple(problems),
+    )
+
+
+def longest(config: Config) -> int:
+    """Tokens that an engine makes room for."""
+    rollout, eval = config.rollout, config.eval
+    return rollout.max_prompt_tokens + max(rollout.max_response_tokens, eval.max_response_tokens or 0)
+
+
+def _memory(
+    config: Config,
+    model: Model,
+    machine: Machine,
+    roles: Roles,
+    work: Workload,
+    engine: EngineMemory,
+    format: Format,
+    limit: float | None,
+) -> list[Memory]:
+    of_learner = learner_phases(heaviest(config, model, work, machine.kind == Device.cpu), model)
+    weights = engine_weights(model.shape, format, config.quantization.ignore)
+    of_engine = engine_phases(engine, weights, config.sync, config.sampler.sleep)
+    kinds = {"learner": of_learner, "learner and engine": joined(of_learner, of_engine), "engine": of_engine}
+    return [Memory(kind, gpus, kinds[kind], limit) for kind, gpus in roles.kinds.items()]
+
+
+def heaviest(config: Config, model: Model, work: Workload, host: bool) -> LearnerMemory:
+    """The pipeline stage that needs the most."""
+    of_stages = learner_memory.stages(
+        model,
+        config.learner,
+        config.optim,
+        work.worst_pack(config.learner, model),
+        work.packs(config.learner, model),
+        host=host,
+        reference=bool(config.loss.kl_coef),
+    )
+    return max(of_stages, key=lambda one: one.static + max(one.dynamic, one.forward))
+
+
+def _cache(config: Config, engine: EngineMemory, work: Workload) -> Cache:
+    from megatron_rl.config.fleet import max_sequences
+
+    tokens = engine.tokens
+    return Cache(tokens, int(tokens / work.longest), int(tokens / work.length), max_sequences(config.sampler))
+
+
+def _too_much(config: Config, memory: Sequence[Memory]) -> list[str]:
+    found = []
+    for one in memory:
+        if one.margin is not None and one.margin < 0 and one.limit is not None:
+            parts = sorted(one.phases[one.peak_phase].items(), key=lambda part: -part[1])[:3]
+            most = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in parts)
+            found.append(
+                f"memory: a GPU of {one.kind} needs {one.peak / GIB:.1f} GiB in {one.peak_phase}, and has "
+                f"{one.limit / GIB:.1f}; the most of it: {most} GiB. `megatron-rl plan --suggest` looks for layouts "
+                "that fit"
+            )
+    return found
+
+
+def _too_little(engine: EngineMemory, work: Workload, limit: float | None) -> list[str]:
+    if limit is None or engine.tokens >= work.longest:
+        return []
+    return [
+        f"sampler.vllm.gpu_memory_utilization: {engine.tokens:,} tokens of cache are left beside "
+        f"{engine.weights / GIB:.1f} GiB of weights, and one prompt with its answer takes {work.longest:,}; raise it, or sampler.tensor_parallel"
+    ]

@@ -1,0 +1,14 @@
+"""Right where the response, stripped, is the row's answer."""
+
+from __future__ import annotations
+
+from megatron_rl.rewards.task import Judgement, Task, right_or_wrong, verifier
+from megatron_rl.types import Verdict
+
+
+def _judge(task: Task) -> Judgement:
+    response = task.response.strip()
+    return right_or_wrong(response == task.answer.strip()) if response else Judgement(Verdict.no_answer)
+
+
+reward = verifier(_judge)

@@ -1,0 +1,69 @@
+r"""DAPO's rule: the last `Answer: ...` within 300 characters of the end, compared as text once both are normalised.
+
+The normal form is the one of Minerva's evaluation as verl applies it, so that scores compare with published ones:
+articles, units and spacing go, `\frac12` becomes `\frac{1}{2}`, `1,000` becomes `1000`. Text it is, not mathematics:
+`0.5` and `\frac{1}{2}` differ (`math_verify` knows better).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from megatron_rl.rewards.task import Judgement, Task, right_or_wrong, verifier
+from megatron_rl.types import Verdict
+
+TAIL = 300  # characters
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+# One after the other: each sees what the ones before have left.
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
+)  # fmt: skip
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points", "feet",
+    "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}",
+    r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
+)  # fmt: skip
+_REWRITTEN = tuple(
+    (re.compile(pattern), by)
+    for pattern, by in (
+        (r".*?\$(.*?)\$.*", r"$\1$"),  # of a line with formulas, the first one
+        (r"\\text\{(.*?)\}", r"\1"),
+        (r"\\textbf\{(.*?)\}", r"\1"),
+        (r"\\overline\{(.*?)\}", r"\1"),
+        (r"\\boxed\{(.*)\}", r"\1"),
+        (r"frac([^{])(.)", r"frac{\1}{\2}"),
+        (r"sqrt([^{])", r"sqrt{\1}"),
+    )
+)
+
+
+@lru_cache(4096)  # the answers of a group are compared with one truth
+def normal(answer: str) -> str:
+    answer = answer.rpartition("=")[2]
+    for text, by in _REPLACED:
+        answer = answer.replace(text, by)
+    for text in _REMOVED:
+        answer = answer.replace(text, "")
+    for pattern, by in _REWRITTEN:
+        answer = pattern.sub(by, answer)
+    answer = answer.replace("$", "")
+    digits = answer.replace(",", "")
+    return digits if digits.isdigit() else answer.strip()
+
+
+def found(response: str) -> str | None:
+    """The last answer line, as it stands."""
+    lines = _ANSWER.findall(response[-TAIL:])
+    return lines[-1] if lines else None
+
+
+def _judge(task: Task) -> Judgement:
+    answer = found(task.response)
+    return Judgement(Verdict.no_answer) if answer is None else right_or_wrong(normal(answer) == normal(task.answer))
+
+
+reward = verifier(_judge)

@@ -1,0 +1,64 @@
+"""The library math-verify: the rightmost expression of the response, compared as mathematics.
+
+Its targets are verl's: formulas or plain expressions in a response, and the row's answer as if it stood in a box. The
+library's time-outs (SIGALRM, hence the main thread) and its failures on single comparisons read as "not equal" in its
+own verdict; here a time-out is counted as one. What never returns to Python ends with its worker.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify.errors import TimeoutException
+
+from megatron_rl.rewards.task import Judgement, Task, right_or_wrong, verifier
+from megatron_rl.types import Verdict
+
+PRECISION = 6  # digits after the point: what the library's own metric uses
+_TRUTH = (LatexExtractionConfig(),)
+_RESPONSE = (ExprExtractionConfig(), LatexExtractionConfig())
+
+
+class NoTruth(ValueError):
+    """The row's answer is nothing that the library can read."""
+
+
+@lru_cache(1024)  # the answers of a group are compared with one truth
+def _truth(answer: str) -> list[Any]:
+    found = _parsed("\\boxed{" + answer + "}", _TRUTH)
+    if not found:
+        raise NoTruth(f"math-verify reads nothing in the row's answer {answer[:80]!r}")
+    return found
+
+
+def _parsed(text: str, targets: tuple[Any, ...]) -> list[Any]:
+    try:
+        return parse(text, targets, raise_on_error=True)
+    except Exception:  # whatever sympy raises; the library reads it as nothing found
+        return []
+
+
+def _judge(task: Task) -> Judgement:
+    try:
+        truth = _truth(task.answer)
+        response = _parsed(task.response, _RESPONSE)
+    except TimeoutException:
+        return Judgement(Verdict.timeout)
+    if not response:
+        return Judgement(Verdict.no_answer)
+    late = False
+    for pair in product(truth, response):
+        try:
+            if verify(*pair, PRECISION, raise_on_error=True):
+                return Judgement(Verdict.right)
+        except TimeoutException:
+            late = True
+        except Exception:
+            pass  # this pair cannot be compared
+    return Judgement(Verdict.timeout) if late else right_or_wrong(False)
+
+
+reward = verifier(_judge)

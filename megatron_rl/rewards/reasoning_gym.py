@@ -1,0 +1,42 @@
+"""Tasks of the library reasoning-gym, judged by the verifier of the task that made the row.
+
+A row is an entry of the library as `tools/prepare_data.py reasoning_gym` writes it: its `metadata` names the task. What
+stands between `<answer>` tags counts, and all of the response where there are none. Partial credit is the score.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import reasoning_gym
+
+from megatron_rl.rewards.task import Judgement, Task, verifier
+from megatron_rl.types import RIGHT, Verdict
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@cache
+def _scorer(name: str) -> Callable[[str, dict[str, Any]], float]:
+    return reasoning_gym.get_score_answer_fn(name)
+
+
+def _judge(task: Task) -> Judgement:
+    metadata = task.row["metadata"]
+    metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
+    tagged = _TAGGED.findall(task.response)
+    answer = (tagged[-1] if tagged else task.response).strip()
+    if not answer:
+        return Judgement(Verdict.no_answer)
+    entry = {"question": task.row.get("question"), "answer": task.row.get(task.answer_key), "metadata": metadata}
+    score = float(_scorer(metadata["source_dataset"])(answer, entry))
+    if score >= RIGHT:
+        return Judgement(Verdict.right)
+    return Judgement(Verdict.wrong, score or None)
+
+
+reward = verifier(_judge)

@@ -1,0 +1,44 @@
+"""What a reward is asked, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.types import Verdict
+
+
+@dataclass(frozen=True)
+class Task:
+    """One answer to judge. A row has its prompt and its answer under `prompt_key` and `answer_key`."""
+
+    row: Mapping[str, Any]
+    response: str
+    finish_reason: str = "stop"  # stop | length | abort
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+
+    @property
+    def answer(self) -> str:
+        return str(self.row[self.answer_key])
+
+
+@dataclass(frozen=True)
+class Judgement:
+    verdict: Verdict
+    score: float | None = None  # None: what the verdict is worth, 1 or reward.wrong
+    details: Mapping[str, float] = field(default_factory=dict)  # more numbers of the reward's own, for the metrics
+
+
+# None: this reward does not apply to this row
+Reward = Callable[[Task], Judgement | None]
+
+
+def verifier(judge: Callable[[Task], Judgement]) -> Reward:
+    """A truncated answer is wrong: what happens to stand last in it is no answer."""
+    return lambda task: judge(task) if task.finish_reason == "stop" else Judgement(Verdict.wrong)
+
+
+def right_or_wrong(right: bool) -> Judgement:
+    return Judgement(Verdict.right if right else Verdict.wrong)

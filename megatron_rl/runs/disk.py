@@ -1,0 +1,132 @@
+"""What a run leaves on the disk: kept below `log.disk_gib`, and left out where there is no room, which ends no run.
+
+Thinned out are, the oldest first, recorded rollouts, then dumps, then the logs of earlier attempts; the newest of each
+stays, and so does all that a run goes on from: metrics, ledger, checkpoints (they have keys of their own).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from megatron_rl.runs.line_file import LineFile, is_full
+from megatron_rl.types import Scored
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_rl.runs.rollout_file import Columns
+    from megatron_rl.runs.run_dir import RunDir
+
+NEAR = 0.95  # of the budget: from there on room is made for what comes next
+GIB = 1 << 30
+
+
+class Disk:
+    """The driver's: through it goes what may be missing from a run's directory."""
+
+    def __init__(self, run: RunDir, budget_gib: float | None, note: Callable[[str], None]) -> None:
+        self._run, self._note = run, note
+        self._limit = None if budget_gib is None else budget_gib * GIB
+        self._budget = f"log.disk_gib={budget_gib:g}" if budget_gib is not None else ""
+        self._files: list[LineFile] = []
+        self._full: set[str] = set()  # what could not be written when it last came
+        self._lost_rollouts = 0
+        self._lost_lines = 0
+        self._thinned = 0
+        self._short = False
+
+    def lines(self, path: Path) -> LineFile:
+        self._files.append(LineFile(path))
+        return self._files[-1]
+
+    def write_line(self, file: LineFile, line: str) -> None:
+        file.write(line)
+        self._went("lines", not any(each.waiting for each in self._files))
+
+    def write_rollouts(self, path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
+        from megatron_rl.runs.rollout_file import write_rollouts
+
+        try:
+            write_rollouts(path, scored, **columns)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._lost_rollouts += 1
+            self._went("rollouts", False)
+        else:
+            self._went("rollouts", True)
+        self.thin()
+
+    def close(self) -> None:
+        self._lost_lines = sum(file.close() for file in self._files)
+
+    @property
+    def news(self) -> dict[str, Any]:
+        """For status.json: what is not there, where there is such a thing."""
+        lines = self._lost_lines or sum(file.waiting for file in self._files)
+        missing = {"lines": lines, "rollouts": self._lost_rollouts}
+        known = {"unrecorded": missing} if any(missing.values()) or self._full else {}
+        return known | ({"thinned_out": self._thinned} if self._thinned else {})
+
+    def thin(self) -> None:
+        """Remove the oldest of what can be missed, where the budget is near."""
+        if self._limit is None:
+            return
+        over = size(self._run.path) - NEAR * self._limit
+        for path in _oldest_first(self._run) if over > 0 else ():
+            if not self._thinned:
+                self._note(f"{self._budget} is near: the oldest recorded rollouts, dumps and logs are removed")
+            over -= size(path)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            self._thinned += 1
+            if over <= 0:
+                break
+        if over > 0 and not self._short:
+            self._note(
+                f"{self._budget}: what has to stay is {(over + NEAR * self._limit) / GIB:.2f} GiB; raise it, or "
+                "lower checkpoint.keep_last"
+            )
+        self._short = over > 0
+
+    def _went(self, what: str, well: bool) -> None:
+        """Says once that there is no room, and once that there is again."""
+        if not well and what not in self._full:
+            follows = {
+                "lines": "lines of metrics and ledger wait in memory and come later",
+                "rollouts": "the rollouts of such steps are left out",
+            }[what]
+            self._note(f"warning: {self._run.path} has no room. The run goes on; {follows}. Free space there")
+            self._full.add(what)
+        elif well and what in self._full:
+            self._note(f"{self._run.path} has room again: {what} are recorded")
+            self._full.remove(what)
+
+
+def size(path: Path) -> int:
+    """Bytes of a file, or of everything in a folder. What goes away meanwhile counts nothing."""
+    total = 0
+    with suppress(OSError):
+        if not path.is_dir():
+            return path.lstat().st_size
+        with os.scandir(path) as entries:
+            for entry in entries:
+                total += size(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else entry.stat().st_size
+    return total
+
+
+def _oldest_first(run: RunDir) -> Iterator[Path]:
+    from megatron_rl.runs.rollout_file import recorded_steps
+
+    yield from [path for _, path in recorded_steps(run.rollouts)][:-1]
+    yield from _by_number(run.dumps)[:-1]
+    yield from _by_number(run.logs.parent)[:-2]  # this attempt's, and what the one before ended with
+
+
+def _by_number(folder: Path) -> list[Path]:
+    names = [path for path in folder.glob("*_*") if path.name.rpartition("_")[2].isdigit()]
+    return sorted(names, key=lambda path: int(path.name.rpartition("_")[2]))

@@ -1,0 +1,83 @@
+"""Updates that are not finite: left out so many times, written down, and repeated by one command."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import learner_cases as cases
+import pytest
+from preloaded import run
+
+pytestmark = pytest.mark.ranks
+TP2 = {"tensor_parallel": 2}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    work = tmp_path_factory.mktemp("nonfinite")
+
+    def job(name: str, **more: Any) -> dict[str, Any]:
+        place = {"name": name, "kind": "nonfinite", "hf": cases.QWEN3, "dump": str(work / name / "dumps")}
+        return place | {"on_nonfinite": "skip_and_dump"} | more
+
+    dropout = {"megatron": {"hidden_dropout": 0.2}}
+    one = [
+        job("twice", times=2, layout=dropout),
+        job("a layer", spoilt="a layer"),
+        job("all advantages", spoilt="all advantages", on_nonfinite="raise"),
+        job("for ever", times=12, on_nonfinite="skip"),
+    ]
+    found = cases.run_ranks(1, one, work)
+    found |= cases.run_ranks(2, [job("two ranks", spoilt="a layer", layout=TP2)], work)
+    return {**found, "work": work}
+
+
+def rerun(dump: Path) -> dict[str, str]:
+    done = run("megatron", [sys.executable, "-m", "megatron_rl.cli", "rerun-step", str(dump)], timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(re.fullmatch(r"(\S+( it:)?) +(.*)", line).groups()[::2] for line in done.stdout.splitlines())
+
+
+@pytest.mark.fault("one advantage is infinite, twice in a row", "both updates are left out, written down, and repeat")
+def test_an_infinite_advantage(results: dict[str, Any]) -> None:
+    assert results["twice"]["next"]["optim/updates"] == 1
+    (folder,) = (results["work"] / "twice" / "dumps").iterdir()
+    assert folder.name == "nonfinite_0"
+    said = rerun(folder / "minibatch_2.safetensors")
+    assert said["first:"] == "the advantage of row 1 is inf"
+    assert said["repeats"] == "yes"
+    recorded, now = (re.match(r"loss (\S+), gradient norm (\S+) ", said[name]) for name in ("then", "now"))
+    assert recorded.groups() == now.groups()
+
+
+@pytest.mark.fault("weights of a layer are huge, on one rank or two", "a rerun names the layer and the token")
+@pytest.mark.parametrize("name", ["a layer", "two ranks"])
+def test_weights_that_are_too_large(results: dict[str, Any], name: str) -> None:
+    (folder,) = (results["work"] / name / "dumps").iterdir()
+    said = rerun(folder)
+    assert re.match(r"the output of decoder\.layers\.2\.mlp\.\S+ holds \d+ of \d+ values that are no", said["first:"])
+    assert re.search(r"first at row \d+, token \d+ of the (prompt|response)$", said["first:"])
+    assert said["repeats"] == "yes"
+    assert ("note:" in said) == (name == "two ranks")
+
+
+def test_a_gradient_whose_square_is_too_large_ends_the_run_with_a_dump(results: dict[str, Any]) -> None:
+    error = results["all advantages"]["error"]
+    command = re.search(r"`megatron-rl rerun-step (\S.*)` repeats it", error)
+    said = rerun(Path(command[1]))
+    assert said["first:"].startswith("no weight's gradient; the largest value of all is ")
+    assert said["repeats"] == "yes"
+
+
+@pytest.mark.fault(
+    "update after update is not finite", "after those of ten steps the run ends, by a sentence and a dump"
+)
+def test_they_are_left_out_so_many_times(results: dict[str, Any]) -> None:
+    found = results["for ever"]
+    assert found["unchanged"]
+    assert "for the 11th update in a row; learner.on_nonfinite=skip leaves out 10" in found["error"]
+    assert "optim.lr" in found["error"]
+    assert (results["work"] / "for ever" / "dumps" / "nonfinite_0" / "minibatch_11.safetensors").is_file()

@@ -1,0 +1,115 @@
+"""Functions of the user's: as we, verl and TRL call them, alone or several with weights."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.schema import RewardSection
+from megatron_rl.rewards.functions import Rewards
+from megatron_rl.rewards.own import RECIPE_FOLDER
+from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.task import Judgement, Task
+from megatron_rl.types import Verdict
+
+MODULE = """
+def ours(row, answer_key, response, finish_reason):
+    return 0.25 if finish_reason == "length" else float(row[answer_key] == response)
+
+def verl(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return {"score": -1.0 if solution_str != ground_truth else 1.0, "acc": solution_str == ground_truth,
+            "pred": solution_str, "length": len(solution_str), "seen": data_source == "gsm8k",
+            "index": extra_info["index"], "stopped": extra_info["finish_reason"] == "stop", "odd": float("nan")}
+
+def verl_without_extras(data_source, solution_str, ground_truth):
+    return 1.0
+
+def trl(prompts, completions, solution, level, **kwargs):
+    assert prompts == [[{"role": "user", "content": "1+1="}]] and kwargs["data_source"] == ["gsm8k"], (prompts, kwargs)
+    return [float(said[0]["content"] == truth) for said, truth in zip(completions, solution)]
+
+def trl_plain(completions, **kwargs):
+    return [None if said == "?" else len(said) / 10 for said in completions]
+
+def no_score(row, key, response):
+    return {"accuracy": 1.0}
+"""
+ROW = {
+    "prompt": [{"role": "user", "content": "1+1="}], "solution": "2", "level": 3, "data_source": "gsm8k",
+    "extra_info": {"index": 7},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.py").write_text(MODULE)
+    (tmp_path / "sub" / "recipe.yaml").write_text("")
+    monkeypatch.setenv(RECIPE_FOLDER, str(tmp_path / "sub"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def judged(weights: dict[str, float], response: str, row: dict | None = None, finish_reason: str = "stop") -> Judgement:
+    return Rewards(weights, wrong=0.0).judge(Task(row or ROW, response, finish_reason, answer_key="solution"))
+
+
+def test_ours() -> None:
+    assert judged({"mine.py:ours": 1.0}, "2").score == 1.0
+    assert judged({"sub/mine.py:ours": 1.0}, "2", finish_reason="length") == Judgement(Verdict.wrong, 0.25)
+
+
+def test_verl_s() -> None:
+    right, wrong = judged({"mine.py:verl": 1.0}, "2"), judged({"mine.py:verl": 1.0}, "31")
+    assert (right.verdict, right.score, wrong.verdict, wrong.score) == (Verdict.right, 1.0, Verdict.wrong, -1.0)
+    assert wrong.details == {
+        "own/acc": 0.0, "own/length": 2.0, "own/seen": 1.0, "own/index": 7.0, "own/stopped": 1.0,
+    }  # fmt: skip
+    assert judged({"mine.py:verl_without_extras": 1.0}, "").score == 1.0
+
+
+def test_trl_s() -> None:
+    assert judged({"mine.py:trl": 1.0}, "2").verdict == Verdict.right
+    assert judged({"mine.py:trl": 1.0}, "3").verdict == Verdict.wrong
+    plain = {"prompt": "1+1=", "solution": "2"}
+    assert judged({"mine.py:trl_plain": 1.0}, "four", plain).score == pytest.approx(0.4)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'level'"):
+        judged({"mine.py:trl": 1.0}, "2", plain)
+
+
+def test_several_add_up_and_the_first_has_the_verdict() -> None:
+    both = judged({"exact_match": 1.0, "mine.py:trl_plain": 0.5}, "2", {"prompt": "1+1=", "solution": "2"})
+    assert both == Judgement(Verdict.right, 1.05, {"part/exact_match": 1.0, "part/mine.py:trl_plain": 0.1})
+    none = judged({"exact_match": 1.0, "mine.py:trl_plain": 0.5}, "?", {"prompt": "1+1=", "solution": "2"})
+    assert (none.verdict, none.score) == (Verdict.wrong, 0.0)
+    with pytest.raises(ValueError, match="no reward applies to this row"):
+        judged({"mine.py:trl_plain": 1.0}, "?", {"prompt": "", "solution": "2"})
+
+
+def test_a_mapping_without_a_score_is_an_error() -> None:
+    with pytest.raises(TypeError, match="mapping without 'score', it has accuracy"):
+        judged({"mine.py:no_score": 1.0}, "2")
+
+
+def test_a_worker_hands_everything_over() -> None:
+    pool = RewardPool(RewardSection(name={"mine.py:verl": 1.0, "mine.py:ours": 2.0}))
+    pool.start()
+    try:
+        (score,) = pool.score([Task(ROW, "2", "length", answer_key="solution")])
+    finally:
+        pool.close()
+    assert (score.reward, score.verdict, score.error) == (1.5, Verdict.right, None)
+    assert score.details["own/stopped"] == 0.0 and score.details["part/mine.py:ours"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere/mine.py:ours", "FileNotFoundError: no file "),
+        ("mine.py:theirs", "has no attribute 'theirs'"),
+        ("mine.py", "is not a built-in reward (exact_match, math_dapo, math_verify, reasoning_gym)"),
+    ],
+)
+def test_a_name_that_leads_nowhere(name: str, said: str) -> None:
+    with pytest.raises(LookupError) as caught:
+        Rewards({name: 1.0}, 0.0)
+    assert said in str(caught.value)

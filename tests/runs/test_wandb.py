@@ -1,0 +1,73 @@
+"""A run that goes on is one run at W&B: every step once, whatever the attempts before have logged or lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.schema import LogSection, Wandb
+from megatron_rl.runs import wandb_file
+from megatron_rl.runs.wandb_log import ID, WandbLog
+
+WIDE = {f"loss/{number}": number / 7 for number in range(60)}  # a step fills a good part of a block
+
+
+def write(run: Path, last: int) -> None:
+    """The lines that the run still has."""
+    lines = [json.dumps({"progress/step": step, **WIDE}) + "\n" for step in range(last + 1)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+
+
+def attempt(run: Path, first: int, last: int) -> None:
+    log = WandbLog(LogSection(wandb=Wandb.offline), {"run": {"name": "run"}}, run, Wandb.offline)
+    for step in range(first, last + 1):
+        log.log(step, {"progress/step": step, **WIDE})
+    log.close("stopped")
+
+
+def files(run: Path) -> list[Path]:
+    return sorted((run / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def held(run: Path) -> Counter[int]:
+    return Counter(step for file in files(run) for step in wandb_file.steps(file))
+
+
+@pytest.mark.fault("a run with W&B goes on", "it is the same run there, without a gap or a double step")
+def test_one_run_of_many_attempts(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    attempt(run, 0, 30)
+    (file,) = files(run)
+    name = (run / ID).read_text().strip()
+    assert file.name == f"run-{name}.wandb"
+    assert file.stat().st_size > 2 * wandb_file.BLOCK
+    assert wandb_file.steps(file) == list(range(31))
+
+    behind = tmp_path / "behind"  # W&B has seen more than the checkpoint holds
+    shutil.copytree(run, behind)
+    write(behind, 12)
+    attempt(behind, 13, 35)
+    assert held(behind) == Counter(range(36))
+    assert {path.name for path in files(behind)} == {file.name}
+
+    cut = tmp_path / "cut"  # W&B has lost what a kill kept from its disk
+    shutil.copytree(run, cut)
+    (lost,) = files(cut)
+    lost.write_bytes(lost.read_bytes()[: wandb_file.BLOCK + 5000])
+    last = wandb_file.steps(lost)[-1]
+    assert 5 < last < 20
+    write(cut, 28)
+    attempt(cut, 29, 35)
+    assert held(cut) == Counter(range(36))
+
+
+@pytest.mark.fault("a file of W&B is empty, cut anywhere, or none", "the steps before are known")
+def test_a_file_that_was_cut(tmp_path: Path) -> None:
+    for content in (b"", b":W&B", b":W&B\xbf\xbe\0" + b"\0" * 99, b":W&B\xbf\xbe\0" + b"\xff" * 99, b"x" * 99):
+        (tmp_path / "file").write_bytes(content)
+        assert wandb_file.steps(tmp_path / "file") == []

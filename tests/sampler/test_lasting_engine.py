@@ -1,0 +1,78 @@
+"""An embedded engine that dies comes back with its weights, and the call that it died in gives the same answers."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_engine import Live, make_live, startable
+
+from megatron_rl.config.schema import Format
+from megatron_rl.sampler.protocol import MAX_RESTARTS, SamplerError
+from megatron_rl.types import SamplingParams
+from megatron_rl.weight_sync import file_transport as transport
+
+LONG = SamplingParams(samples=8, max_tokens=24)
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    live = make_live(tmp_path, Format.int8, tied=True)
+    try:
+        live.restart()
+        with startable():
+            yield live
+    finally:
+        live.sampler.close()
+
+
+def kill(live: Live) -> None:
+    process = live.sampler._engine.process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def answers(live: Live) -> list[tuple]:
+    return [(one.token_ids, one.logprobs, one.policy_version) for one in live.rollouts(params=LONG)]
+
+
+@pytest.mark.engine
+@pytest.mark.fault(
+    "the embedded engine is killed: idle, in mid-generation, in mid-update; and once more",
+    "it is started again with its weights and gives the same answers; after three times the run ends by a sentence",
+)
+def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(live.sampler._engine, "_note", notes.append)
+    live.update(1)
+    first = answers(live)
+    kill(live)
+    assert answers(live) == first
+    assert (live.sampler.stats.restarts, len(notes)) == (1, 2)
+    assert "SIGKILL" in notes[0]
+    assert "1 of 3 restarts" in notes[0]
+
+    timer = threading.Timer(0.02, kill, [live])
+    timer.start()
+    assert answers(live) == first
+    timer.join()
+    assert live.sampler._engine.restarts == 2 or answers(live) == first  # it was too late to be in the middle
+    assert live.sampler._engine.restarts == 2
+
+    live.write(2)
+    version = live.next_version
+    live.sampler.start_weight_update()
+    live.sampler.update_weights(transport.update_info(live.directory, version, 1, background=True))
+    transport.remove_version(live.directory, version - 1)  # its files may have been written over
+    kill(live)
+    live.sampler.finish_weight_update(str(version))
+    assert answers(live)[0][2] == version
+    assert answers(live) != first
+    assert live.sampler._engine.restarts == MAX_RESTARTS
+
+    kill(live)
+    with pytest.raises(SamplerError, match=r"given up after 3 restarts: .* \(exit status -9\): ended by SIGKILL"):
+        live.rollouts()
+    assert {path.name for path in tmp_path.glob("*.log")} == {f"sampler{n}.log" for n in ("", "_1", "_2", "_3")}

@@ -1,0 +1,83 @@
+"""recipes/README.md: the table of all recipes, from what each of them is.
+
+python tools/recipes_table.py            # writes it
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron_rl.config import cluster, load
+from megatron_rl.config.fleet import is_fleet, size
+from megatron_rl.config.schema import Config, Sleep
+from megatron_rl.models.layout import Layout
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+ABOVE = """# Recipes
+
+A recipe is a small YAML file over [conf/](../conf): `base` is an algorithm at its published settings, `cluster` a
+machine, `model`, `data`, `quantization` and `correction` are presets, and what stands below them is the recipe's own.
+Every value with its source: [conf/](../conf). Each file opens with what it reproduces, what to expect, and its gate.
+
+```sh
+megatron-rl train recipes/dapo_fp8.yaml --print-config        # all that it says, resolved
+megatron-rl train recipes/dapo_fp8.yaml --dry-run --on own    # would it run on its cluster?
+slurm/submit slurm/dapo_fp8.sbatch optim.lr=5e-7              # checked, then queued
+```
+
+Without a GPU every recipe takes two small steps, with a model of the same family and the toy's data:
+
+```sh
+megatron-rl toy data/tiny --like Qwen3-8B
+megatron-rl train recipes/dapo_fp8.yaml cluster=cpu
+```
+
+`make test-recipes` does that for all of them. **None of those for GPUs has been run on one yet**; docs/status.md says
+how each part was proven.
+"""
+BELOW = "\nThis page is written by `python tools/recipes_table.py`, and compared by a test.\n"
+COLUMNS = ("recipe", "model", "nodes x GPUs", "learner", "sampler", "weights", "correction", "run")
+
+
+def table() -> str:
+    real, toys = [], []
+    for path in sorted(RECIPES.glob("*.yaml")):
+        name, machine = cluster(path)
+        (toys if name is None else real).append(_row(path, load(path), machine))
+    lines = [ABOVE, "## For GPUs\n", *_lines(real), "\n## Toys, on two cores without a GPU\n", *_lines(toys), BELOW]
+    return "\n".join(lines)
+
+
+def _lines(rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ("---",) * len(COLUMNS), *rows)]
+
+
+def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
+    sampler, layout = config.sampler, Layout.from_config(config.learner)
+    axes = (("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("DP", layout.dp))
+    servers = f"{size(sampler)} servers of " if is_fleet(sampler) else ""
+    shared = ", in turns with the learner" if sampler.sleep != Sleep.none else ""
+    fp8 = ", learner FP8" if config.learner.megatron.get("fp8") else ""
+    said = re.search(r"^# Run: (.*)", path.read_text(encoding="utf-8"), re.M)
+    return (
+        f"[{path.stem}]({path.name})",
+        Path(config.model.path).name if machine else "toy",
+        " x ".join(machine.split("x")[:2]) if machine else "",
+        " ".join(f"{name}{count}" for name, count in axes if count > 1) or "one rank",
+        f"{servers}TP{sampler.tensor_parallel}{shared}",
+        f"{'BF16' if config.quantization.format == 'none' else config.quantization.format.upper()}{fp8}",
+        _correction(config),
+        said[1].rstrip(".") if said else ("not yet" if machine else "in the tests"),
+    )
+
+
+def _correction(config: Config) -> str:
+    from megatron_rl.config.load import preset_name
+
+    weight = config.correction.weight
+    return preset_name("correction", config.correction) or f"{weight.level} weight up to {weight.high:g}"
+
+
+if __name__ == "__main__":
+    (RECIPES / "README.md").write_text(table(), encoding="utf-8")
