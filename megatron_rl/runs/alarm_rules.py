@@ -129,7 +129,7 @@ RULES = {
             0.01,
             3,
             "Tokens: the engine's kernels or scales are wrong, compare with quantization.format=none. Updates: lower "
-            "optim.lr, and replay what learner.on_nonfinite=skip_and_dump has kept.",
+            "optim.lr; `megatron-rl rerun-step` repeats what learner.on_nonfinite=skip_and_dump has kept.",
             always=True,
         ),
         Rule(

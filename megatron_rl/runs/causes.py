@@ -130,8 +130,8 @@ ROWS = (
         "non_finite",
         raised("NonFiniteError"),
         "the loss or the gradient is not a number",
-        "Look at the step's metrics, above all rollout_corr/k3_kl and optim/grad_norm. Then lower optim.lr or "
-        "optim.megatron.clip_grad; learner.on_nonfinite=skip_and_dump goes on and keeps the batch.",
+        "`megatron-rl rerun-step DUMP` repeats the update and names the first value that is no number. Then lower "
+        "optim.lr or optim.megatron.clip_grad; learner.on_nonfinite=skip_and_dump goes on without the update.",
     ),
     Row(
         "non_finite_sampler",

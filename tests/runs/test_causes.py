@@ -52,6 +52,11 @@ def test_every_class_is_met() -> None:
     assert met == {row.name for row in ROWS} | {"unknown"}
 
 
+def test_the_page_lists_every_class() -> None:
+    page = (ROOT / "docs" / "survival.md").read_text()
+    assert all(f"| `{row.name}` | {row.what} |\n" in page for row in (*ROWS, UNKNOWN))
+
+
 def raised(folder: Path) -> list[tuple[str, BaseException]]:
     """Errors as the code makes them."""
 
@@ -176,7 +181,7 @@ def test_advice_names_keys_that_exist(name: str, advice: str) -> None:
         assert key in all_keys() or key + "." in "".join(f"{one}." for one in all_keys()) or passed_through(key), key
     for setting in re.findall(rf"(?<![\w/.])(?:{SECTIONS})(?:\.\w+)*=\w+", advice):
         load(ROOT / "recipes" / "quickstart.yaml", [setting])
-    for command in re.findall(r"`megatron-rl (\w+)", advice):
+    for command in re.findall(r"`megatron-rl ([\w-]+)", advice):
         assert f'"{command}"' in (ROOT / "megatron_rl" / "cli.py").read_text()
 
 
