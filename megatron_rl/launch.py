@@ -77,7 +77,7 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
             mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))
         except OSError as error:
             print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
-        if trouble := write_own_report(run):  # the driver's does not say how the run ended
+        if state == "failed" and (trouble := write_own_report(run)):  # the driver's does not say how it ended
             print(trouble, file=sys.stderr)
     if rank is not None and not ranks.stopping:
         ranks.explain(rank, log)

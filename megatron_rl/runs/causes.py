@@ -67,7 +67,7 @@ OUT_OF_MEMORY = Row(
 )
 STUCK = Row(
     "stuck_process",
-    r"did not answer .* within|collective operation timeout|Timed out waiting \d+ ?ms",
+    r"nothing may be seen of a run for|did not answer .* within|collective operation timeout|Timed out waiting \d+ ?ms",
     "a process did not go on",
     "Its log and its stack say where it was. Where it was only slow, raise the time that the reason names: "
     "sampler.start_timeout_s, sampler.request_timeout_s or reward.timeout_s.",
@@ -231,10 +231,17 @@ ROWS = (
     ),
     Row(
         "lost_peer",
-        r"(?i)connection (closed|reset|refused)|broken pipe|another rank has ended|ended without a word",
+        r"(?i)connection (closed|reset|refused)|broken pipe|another rank has ended",
         "another process went away",
         "This one only followed. The logs beside its own, srun's lines or the machine's `dmesg` say which was first; "
         "run.if_exists=resume goes on.",
+    ),
+    Row(
+        "gone",
+        r"^ended without a word",
+        "all its processes are gone",
+        "They were killed together, or their machine went away: the scheduler's lines or its `dmesg` say which. "
+        "run.if_exists=resume goes on from the newest checkpoint.",
     ),
     Row(
         "engine",

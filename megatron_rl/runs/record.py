@@ -274,12 +274,8 @@ class Recorder:
 
     def _about(self) -> dict[str, Any]:
         """What status.json says of a run, whatever its state."""
-        return {
-            "step": self._last_step,
-            "steps": self._n_steps,
-            "alarms": self.alarms.standing,
-            **self._disk.news,
-        }
+        known = {"step": self._last_step, "steps": self._n_steps, "alarms": self.alarms.standing}
+        return known | self._disk.news
 
 
 @contextmanager

@@ -117,10 +117,11 @@ def _headline(runs: Sequence[RunData], title: str) -> str:
 def _cause(run: RunData) -> str:
     """Why a run ended that nobody wanted to end, and the end of the log that says so."""
     cause = Cause.read(run.status.get("cause"))
-    if cause is None or run.status.get("state") not in ("failed", "stopped"):
+    state = run.status.get("state")
+    if cause is None or not (state == "failed" or (state == "stopped" and cause.name != "signal")):
         return ""
     log = next((log for log in run.logs() if cause.log.endswith(f"{log.parent.name}/{log.name}")), None)
-    lines = "\n".join(last_lines(log, LOG_LINES)) if log and run.status["state"] == "failed" else ""
+    lines = "\n".join(last_lines(log, LOG_LINES)) if log and state == "failed" else ""
     shown = f"<details><summary>The end of {escape(cause.log)}</summary><pre>{escape(lines)}</pre></details>"
     return (
         f"<section class=cause><h2>{escape(run.name)}: {escape(cause.what)}</h2><p>{escape(cause.paragraph())}</p>"

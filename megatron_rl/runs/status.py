@@ -3,7 +3,7 @@
 state       starting | running | finished | stopped | failed
 reason      why it ended as it did
 cause       of an end that nobody wanted: class, process, phase, log, and the setting to change (`causes.py`)
-phase       what it was at, at its last sign of life
+phase       what it was at when it ended so
 alarms      those that stand: since which step, the value, the bound (`alarms.py`)
 step, steps the last one that is recorded, of how many
 pid, host   of the process that owns the run
