@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | plan | serve | toy | quickstart | report | replay | translate`."""
+"""The command line: `megatron-rl train | plan | serve | toy | quickstart | report | replay | rerun-step | ...`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
 from megatron_rl.config import ConfigError, cluster, load, read, to_yaml  # noqa: E402
 from megatron_rl.config.schema import Config, Format  # noqa: E402
+from megatron_rl.processes import slurm  # noqa: E402
 from megatron_rl.rewards.own import RECIPE_FOLDER  # noqa: E402
 
 
@@ -62,12 +63,26 @@ def _parser() -> argparse.ArgumentParser:
         default="local",
         help="local: start every rank here; env: be one rank of torchrun; slurm: be one rank of srun",
     )
+    train.add_argument(
+        "--attempts", type=int, default=1, metavar="N", help="start at most N times: a run that fails goes on by itself"
+    )
     train.set_defaults(run=_train)
 
-    plan = commands.add_parser("plan", help="what a weight sync will move, link by link; starts nothing")
+    plan = commands.add_parser("plan", help="ranks, memory, time and the sync of a recipe; starts nothing")
     plan.add_argument("target", type=Path, metavar="RECIPE", help="a recipe, or a model's config.json")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="such as learner.tensor_parallel=8")
-    plan.add_argument("--replicas", type=int, default=1, help="sampler engines (default: 1)")
+    plan.add_argument("--on", metavar="NODESxGPUSxNAME-GIB", help="for this machine, such as 1x8xH100-80")
+    plan.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="name=value",
+        help="such as response=0.2",
+    )
+    plan.add_argument("--json", action="store_true", help="the plan as JSON, in bytes and seconds")
+    plan.add_argument("--suggest", action="store_true", help="the fastest layouts that fit, as overrides")
+    plan.add_argument("--sbatch", action="store_true", help="the sbatch line for it")
+    plan.add_argument("--replicas", type=int, default=1, help="of the sync's links: sampler engines (default: 1)")
     plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to turn bytes into seconds")
     plan.add_argument("--rows", type=int, default=5, help="how many writers and tensors to name (default: 5)")
     plan.set_defaults(run=_plan)
@@ -136,7 +151,7 @@ def _train(options: argparse.Namespace) -> int:
     os.environ[RECIPE_FOLDER] = str(options.recipe.resolve().parent)
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
-        return run(config, options.ranks, found)
+        return run(config, options.ranks, found, options.attempts)
     status = plan_run(config, found, _own_machine(options) if options.on == "own" else options.on)
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)
@@ -152,8 +167,11 @@ def _own_machine(options: argparse.Namespace) -> str:
 
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
+    from megatron_rl.preflight.checks import check_served
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
+
+    check_served(config.model)
 
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
     return serve(settings, config.model.folder, options.host, options.port)
@@ -180,8 +198,10 @@ def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
     return 0
 
 
-def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
+def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempts: int = 1) -> int:
     """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
+    if attempts < 1 or (attempts > 1 and ranks != "local"):
+        raise ConfigError(f"--attempts {attempts}: at least 1, and for --ranks local; a batch script queues again")
     from megatron_rl.preflight.checks import check
 
     checked, first = check(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
@@ -191,11 +211,12 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = ()) -> int:
     from megatron_rl.launch import launch
     from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
+    from megatron_rl.runs.attempts import keep_going
 
     if ranks == "local":
-        return launch(config)
+        return keep_going(launch, config, attempts, print)
     _ranks_of_starter(config, ranks)
-    os.environ.update(_slurm_environment() if ranks == "slurm" else {})
+    os.environ.update(slurm.rank_environment() if ranks == "slurm" else {})
     with entered():
         run_rank(config, Path(config.run.root) / str(config.run.name))
     return 0
@@ -232,23 +253,18 @@ def _rank(ranks: str) -> int:
     return int(os.environ[name])
 
 
-def _slurm_environment() -> dict[str, str]:
-    if "MEGATRON_RL_RENDEZVOUS" not in os.environ:  # several nodes
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ConfigError(f"--ranks slurm: {', '.join(missing)} not set; slurm/prologue.sh exports them")
-    return {
-        "RANK": os.environ["SLURM_PROCID"],
-        "WORLD_SIZE": os.environ["SLURM_NTASKS"],
-        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
-    }
-
-
 def _plan(options: argparse.Namespace) -> int:
-    from megatron_rl.preflight.traffic import Request, describe_plan
+    from megatron_rl.preflight.plan.command import Request, answer
+    from megatron_rl.preflight.traffic import Request as Links
 
-    given = {name: getattr(options, name) for name in ("target", "overrides", "replicas", "link_gbs", "rows")}
-    print(describe_plan(Request(**given)))
+    os.environ[RECIPE_FOLDER] = str(options.target.resolve().parent)
+    given = {name: getattr(options, name) for name in ("target", "overrides", "on", "assume", "suggest", "sbatch")}
+    links = Links(options.replicas, options.link_gbs, options.rows)
+    said, problems = answer(Request(**given, as_json=options.json, links=links))
+    if said:
+        print(said)
+    if problems:
+        raise ConfigError("\n".join(problems))
     return 0
 
 

@@ -6,12 +6,10 @@ follower returns as None arrives from the driver through `learner.broadcast`.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -19,16 +17,17 @@ import torch
 from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sampling_params
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
 from megatron_rl.config.schema import Config, Format, RolloutSource
-from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
+from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, needs_answers
 from megatron_rl.models.kept_state import look_into
-from megatron_rl.processes.process import STOP_AFTER_STEP, release
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.checkpoints import Checkpoint
+from megatron_rl.runs.progress import Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
 from megatron_rl.runs.save_schedule import SaveSchedule
+from megatron_rl.runs.stop_request import StopRequest
 from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import Sampler, SamplerStats
@@ -46,6 +45,7 @@ class Follower:
 
     sampler: Sampler | None = None
     resumes: Checkpoint | None = None
+    position: int | None = None
 
     def __init__(self) -> None:
         self.recorder = SilentRecorder()
@@ -68,10 +68,18 @@ class Follower:
     def evaluate(self, step: int) -> dict[str, float] | None:
         return None
 
+    def check_time(self) -> None:
+        pass
+
     def asked_to_stop(self) -> str | None:
         return None
 
-    def to_keep(self, step: int, evaluated: Mapping[str, float], ending: bool) -> dict[str, Any] | None:
+    def has_time(self) -> bool | None:
+        return None
+
+    def to_keep(
+        self, standing: Standing, evaluated: Mapping[str, float], save_s: float | None, ending: bool
+    ) -> dict[str, Any] | None:
         return None
 
     def record(self, step: int, correction: Correction, advantages_B: torch.Tensor) -> None:
@@ -90,7 +98,6 @@ class Driver:
     def __init__(self, config: Config, resolved_yaml: str, run_dir: Path) -> None:
         self._config = config
         self._stack = ExitStack()
-        self._stop_reason: str | None = None
         self._scored: list[Scored] = []
         self._drawn: list[Scored] = []
         self._seen = SamplerStats()
@@ -102,6 +109,7 @@ class Driver:
         given = {"if_exists": config.run.if_exists, "look": look_into, "alarms": alarms}
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
+        self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))
         self.resumes: Checkpoint | None = None
         if recorder.run.resumes_after is not None:
             self.resumes = checkpoints.read(checkpoints.path_of(recorder.run.checkpoints, recorder.run.resumes_after))
@@ -114,11 +122,10 @@ class Driver:
 
     def _open(self, run_dir: Path) -> None:
         config, folder = self._config, self._config.model.folder
-        signal.signal(STOP_AFTER_STEP, self._finish_step)
-        release(STOP_AFTER_STEP)
         tokenizer = FolderTokenizer(folder)
-        train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens)
-        self.recorder.note(f"train    {config.data.train}: {train.describe()}")
+        wanted = {"needs_answer": needs_answers(config.rollout, config.reward)}
+        train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
+        self.recorder.note(f"train    {', '.join(config.data.sources('train'))}: {train.describe()}")
         rewards = RewardPool(config.reward)
         self._stack.callback(rewards.close)
         rewards.start()
@@ -136,7 +143,7 @@ class Driver:
         self._collector = Collector(config.rollout, order, answers, scorer, rebaseline=rebaseline, seed=config.run.seed)
         self._evaluator: Evaluator | None = None
         if config.data.eval:
-            held_out = load_dataset("eval", config.data, tokenizer, config.rollout.max_prompt_tokens)
+            held_out = load_dataset("eval", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
             self.recorder.note(f"eval     {config.data.eval}: {held_out.describe()}")
             max_tokens = config.eval.max_response_tokens or config.rollout.max_response_tokens
             self._evaluator = Evaluator(held_out.prompts[: config.eval.max_prompts], self.sampler, scorer, max_tokens)
@@ -151,17 +158,21 @@ class Driver:
         )
         self._probe_params = sampling_params(short, tokenizer.stop_token_ids)
 
-    def _finish_step(self, number: int, frame: FrameType | None) -> None:
-        self._stop_reason = f"asked to by {signal.Signals(number).name}"
+    @property
+    def position(self) -> int | None:
+        """In the order of prompts."""
+        return self._collector.next_group
 
     def syncing(self) -> AbstractContextManager[None]:
         """Around a sync: an engine that sleeps wakes in the right order."""
         return self._sleep_schedule.syncing()
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
-        self._sleep_schedule.wake()
-        collected = self._collector.collect(step)
-        self._sleep_schedule.sleep()
+        self._stop.begin(step)
+        with self._stop.waiting():
+            self._sleep_schedule.wake()
+            collected = self._collector.collect(step)
+            self._sleep_schedule.sleep()
         self._scored, self._drawn, self._ordinals = collected.scored, collected.drawn, collected.ordinals
         return collate(collected.scored), collected.metrics | self._engine_news()
 
@@ -186,22 +197,34 @@ class Driver:
 
     def probe(self, step: int) -> tuple[Batch, Sequence[Format]]:
         """Fresh answers of the sampler as it is now, unscored, and the formats that it runs."""
-        self._sleep_schedule.wake()
-        fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
+        with self._stop.waiting():
+            self._sleep_schedule.wake()
+            fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
         return collate([Scored(one, reward=0.0) for one in fresh]), distinct_formats(
             self._config.sampler, self._config.quantization
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        self._sleep_schedule.wake()
-        return self._evaluator.evaluate(step) if self._evaluator else {}
+        with self._stop.waiting():
+            self._sleep_schedule.wake()
+            return self._evaluator.evaluate(step) if self._evaluator else {}
+
+    def check_time(self) -> None:
+        """Gives the step up where the time that is left does not suffice for what follows."""
+        self._stop.check()
 
     def asked_to_stop(self) -> str | None:
-        return self._stop_reason or self.recorder.alarms.stop
+        return self._stop.reason or self.recorder.alarms.stop
 
-    def to_keep(self, step: int, evaluated: Mapping[str, float], ending: bool) -> dict[str, Any] | None:
-        """What a checkpoint of this step has to know of rank 0; None where none is due."""
-        return self._saves.due(step, evaluated, ending, {"position": self._collector.next_group})
+    def has_time(self) -> bool | None:
+        return self._stop.has_time()
+
+    def to_keep(
+        self, standing: Standing, evaluated: Mapping[str, float], save_s: float | None, ending: bool
+    ) -> dict[str, Any] | None:
+        """What a checkpoint of this step has to know of rank 0; None where none is due. `save_s`: what one takes."""
+        self._stop.save_s = save_s
+        return self._saves.due(standing, evaluated, ending)
 
     def record(self, step: int, correction: Correction, advantages_B: torch.Tensor) -> None:
         self.recorder.ledger(step, self._ordinals, sorted({one.rollout.group for one in self._scored}))

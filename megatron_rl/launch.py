@@ -1,8 +1,8 @@
 """Starts the learner's ranks on this machine, watches them, and ends them all.
 
-Ranks live in sessions of their own, so that Ctrl-C reaches this process alone: it asks the driver rank
-to stop and, after a grace period, ends whatever is left. The driver's stdout is the terminal; every
-other stream is a file under logs/attempt_N/.
+Ranks live in sessions of their own, so that Ctrl-C reaches this process alone: it tells the driver rank
+(runs/stop_request.py) and, after the time that this asks for, ends whatever is left. The driver's stdout is the
+terminal; every other stream is a file under logs/attempt_N/.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_rl.models.kept_state import look_into
 from megatron_rl.models.layout import Layout
 from megatron_rl.processes.environment import compiled_code, without_secrets
 from megatron_rl.processes.memory_kills import MemoryKills
-from megatron_rl.processes.process import STOP_AFTER_STEP, describe_end, exit_status, hold, release
+from megatron_rl.processes.process import AT_ONCE, STOP_AFTER_STEP, describe_end, exit_status, hold, release
 from megatron_rl.processes.scratch import Scratch
 from megatron_rl.rank import DRIVER_SECRETS, LEAVE_S
 from megatron_rl.runs.causes import Cause, explain
@@ -33,9 +33,11 @@ from megatron_rl.runs.last_words import write_own_report
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
 from megatron_rl.runs.status import ENDED, mark_status, read_status
 
-STOP_GRACE_S = 6.0  # for the driver to close its engines and write down what happened
+STOP_GRACE_S = 4.0  # for a driver that has not begun to end, and for one that has, beyond what it has said
+SILENT_S = 15.0  # for a driver to say what it will do, which takes it no time unless it is stuck
 PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
 LOG_LINES_SHOWN = 25
+ENDS_WITH = {signal.SIGINT: 130, signal.SIGTERM: 143, STOP_AFTER_STEP: 0}
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe", re.I)
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
 ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Lost|Used)(: |$))")
@@ -69,7 +71,7 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
     state, reason = ending(said, ranks.stopping, rank, why)
     cause = Cause.read(said.get("cause"))
     if (state, reason) != (said.get("state"), said.get("reason")):
-        if rank is not None and not ranks.stopping:
+        if rank is not None:
             said_last = "\n".join([why, *log]) if "SIGABRT" in why else why  # C++ says why on its way out
             about = {"phase": said.get("phase"), "stuck": said.get("stuck"), "out_of_memory": kills.any()}
             cause = explain(said_last, process=f"rank {rank}", log=str(ranks.log_of(rank)), **about)
@@ -79,7 +81,7 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
             print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
         if state == "failed" and (trouble := write_own_report(run)):  # the driver's does not say how it ended
             print(trouble, file=sys.stderr)
-    if rank is not None and not ranks.stopping:
+    if rank is not None:
         ranks.explain(rank, log)
         verdict = f"{state}: {reason.partition(chr(10))[0] or why}"
         print("\n" + "\n".join(filter(None, (cause and cause.paragraph(), verdict))), file=sys.stderr, flush=True)
@@ -88,8 +90,8 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
 def ending(said: Mapping[str, Any], stopping: str | None, rank: int | None, why: str) -> tuple[str, str]:
     """State and reason, from the driver's own words, a signal to this process, and the rank that failed first."""
     state, reason = str(said.get("state")), str(said.get("reason", ""))
-    if stopping:
-        return (state, reason) if state in ("finished", "failed") else ("stopped", stopping)
+    if stopping and rank is None:
+        return (state, reason) if state in ENDED else ("stopped", stopping)
     followed = rank and (state == "stopped" or LOST_PEER.search(reason))  # the driver cannot know what ended a rank
     if state in ENDED and not followed:
         return state, reason
@@ -105,12 +107,13 @@ class RankProcesses:
         self._count = count
         self._given = given
         self.stopping: str | None = None
-        self._stop_deadline = float("inf")
+        self._stopped_by: signal.Signals = STOP_AFTER_STEP
+        self._asked_at, self._asked_twice = 0.0, False
         self._failed: list[int] = []  # ranks that ended by themselves
         self._next_look, self._last_word = 0.0, float("inf")
         self._processes: list[subprocess.Popen[bytes]] = []
         hold(STOP_AFTER_STEP)  # a rank starts with what its parent holds, and keeps it until it can act on it
-        for number in (signal.SIGINT, signal.SIGTERM, STOP_AFTER_STEP):
+        for number in ENDS_WITH:
             signal.signal(number, self._on_signal)
         for rank in range(self._count):
             self._processes.append(self._start(rank, store))
@@ -134,27 +137,25 @@ class RankProcesses:
         return self._run.logs / f"rank_{rank}.log"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        driver = self._processes[:1]  # none yet, while the ranks are being started
-        if number == STOP_AFTER_STEP:  # finish the step, then stop
-            for process in driver:
-                process.send_signal(number)
-        elif self.stopping:
-            self._stop_deadline = 0.0  # asked twice: now
-        else:
-            self.stopping = f"stopped by {signal.Signals(number).name}"
-            self._stop_deadline = time.monotonic() + STOP_GRACE_S
-            print(f"\n{self.stopping}; closing the engines (again to end them at once)", flush=True)
-            for process in driver:
-                process.send_signal(signal.SIGINT)
+        if number != STOP_AFTER_STEP and self.stopping and self._stopped_by != STOP_AFTER_STEP:
+            self._asked_twice = True  # now
+            return
+        self._stopped_by, self._asked_at = signal.Signals(number), time.monotonic()
+        self.stopping = f"stopped by {self._stopped_by.name}"
+        again = "" if number == STOP_AFTER_STEP else " (again to end the run at once)"
+        print(f"\n{self._stopped_by.name} is passed on to the driver{again}", flush=True)
+        for process in self._processes[:1]:  # none yet, while the ranks are being started
+            process.send_signal(number)
 
     def wait(self) -> int:
         """Until every rank has ended, one has failed, or the time to stop is over."""
         while True:
             codes = [process.poll() for process in self._processes]
-            if self.stopping and (codes[0] is not None or time.monotonic() > self._stop_deadline):
-                return 130 if "SIGINT" in self.stopping else 143
+            has_stopped = codes[0] == 0 or (codes[0] is not None and self._stops())
+            if self.stopping and (has_stopped or self._overdue()):
+                return ENDS_WITH[self._stopped_by]
             failed = [code for code in codes if code]
-            if failed and not self.stopping:
+            if failed and not self._stops():
                 self._settle(PEER_GRACE_S)
                 self._failed = [rank for rank, process in enumerate(self._processes) if process.poll()]
                 return exit_status(failed[0])
@@ -163,6 +164,18 @@ class RankProcesses:
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(0.05)
+
+    def _stops(self) -> bool:
+        """As it was asked to; otherwise a rank that fails meanwhile has failed."""
+        return self.stopping is not None and read_status(self._run.path).get("state") in ("starting", "stopped")
+
+    def _overdue(self) -> bool:
+        """Asked twice, silent, or beyond what the driver has said that it needs."""
+        status = read_status(self._run.path)
+        silent_s = 0.0 if status.get("state") == "starting" else SILENT_S
+        limit_s = (status.get("stopping") or {"limit_s": silent_s})["limit_s"]
+        late = limit_s is not None and time.monotonic() - self._asked_at > limit_s + STOP_GRACE_S
+        return late or self._asked_twice
 
     def _overstayed(self) -> bool:
         """The driver's last word is long past, and somebody is still there."""
@@ -182,7 +195,7 @@ class RankProcesses:
         """Ends what still runs: politely, then for good. Engines die with their rank."""
         for process in self._processes:
             if process.poll() is None:
-                process.terminate()
+                process.send_signal(AT_ONCE)
         self._settle(1.0)
         for process in self._processes:
             if process.poll() is None:

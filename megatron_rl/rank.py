@@ -5,11 +5,10 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -17,18 +16,21 @@ from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.fleet import KEY_VARIABLE
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
+from megatron_rl.processes import slurm
 from megatron_rl.processes.environment import compiled_code, is_secret
 from megatron_rl.processes.process import (
+    AT_ONCE,
     SHORT_SPIN,
     STOP_AFTER_STEP,
     die_with_parent,
     hidden,
-    hold,
     interrupt_by_name,
     lasting_output,
     leave_to_the_driver,
     rare_collections,
+    release,
 )
+from megatron_rl.runs.attempts import REFUSED
 from megatron_rl.runs.run_dir import LAUNCHER
 
 DRIVER_SECRETS = frozenset({"WANDB_API_KEY", KEY_VARIABLE})
@@ -36,24 +38,31 @@ LEAVE_S = 30  # from a rank's last word to its end
 
 
 def main(run_dir: Path, parent: int) -> None:
-    die_with_parent(parent, by=signal.SIGTERM)
+    # whatever nohup has left
+    signal.signal(AT_ONCE, interrupt_by_name if os.environ.get("RANK") == "0" else signal.SIG_DFL)
+    die_with_parent(parent, by=AT_ONCE)
     for name, value in SHORT_SPIN.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
     config = from_mapping(read_yaml((run_dir / "config.yaml").read_text(encoding="utf-8")))
     try:
         run_rank(config, run_dir)
     except ConfigError as error:  # its text is meant for the user; where it was raised says nothing more
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(REFUSED)
 
 
 def run_rank(config: Config, run_dir: Path) -> None:
     """Runs the loop as the rank that the environment says this process is."""
     _leave_out_advice()
     rank = int(os.environ["RANK"])
-    # Slurm signals every task: only the driver acts on it, once it can; the others end when it does
-    hold(STOP_AFTER_STEP)
+    # Slurm and torchrun signal every task: the driver acts on it, and until there is one it ends; the others follow it
     if rank:
         leave_to_the_driver()
+    else:
+        signal.signal(signal.SIGTERM, end_by_name)
+        for number in (signal.SIGINT, STOP_AFTER_STEP):
+            signal.signal(number, interrupt_by_name)
+        release(STOP_AFTER_STEP)
     for name in filter(is_secret, list(os.environ)):
         if rank or name not in DRIVER_SECRETS:
             del os.environ[name]
@@ -62,10 +71,6 @@ def run_rank(config: Config, run_dir: Path) -> None:
         from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
         from megatron_rl.train import train
 
-    # a driver that is asked to end writes down that it was; the others have nothing to say
-    signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else end_by_name)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt_by_name)
     try:
         train(config, to_yaml(config), run_dir, rank, leave_soon)
     finally:
@@ -103,12 +108,9 @@ def leave_soon() -> None:
 
 
 def end_by_name(number: int, frame: FrameType | None) -> None:
-    """Slurm sends SIGTERM when a job is to end, and when another of its tasks has failed: then the job goes on."""
-    if LAUNCHER not in os.environ and "SLURM_JOB_ID" in os.environ:
-        ask = ["scontrol", "-o", "show", "job", os.environ["SLURM_JOB_ID"]]
-        with suppress(OSError, subprocess.SubprocessError):
-            if "JobState=RUNNING" in subprocess.run(ask, capture_output=True, text=True, timeout=5, check=True).stdout:
-                raise RuntimeError("another rank has ended; srun's own lines say which one, and how")
+    """A handler for SIGTERM, which Slurm also sends when another of a job's tasks has failed."""
+    if LAUNCHER not in os.environ and slurm.job_goes_on():
+        raise RuntimeError(slurm.ANOTHER_ENDED)
     interrupt_by_name(number, frame)
 
 

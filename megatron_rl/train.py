@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,7 +28,6 @@ from megatron_rl.config.schema import (
     QuantizationSection,
     RewardSection,
     RolloutSource,
-    RunSection,
     Sleep,
     SyncSection,
 )
@@ -42,6 +41,8 @@ from megatron_rl.rollout_correction.breakdown import mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.metrics import combine
+from megatron_rl.runs.progress import Standing, reached
+from megatron_rl.runs.stop_request import StepGivenUp, heard
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import probe
 from megatron_rl.weight_sync.export import export_hf
@@ -82,24 +83,22 @@ def train(
         )
         with closing(sync):
             saver = Saver(run_dir / "checkpoints", config.checkpoint, learner, sync, driver.recorder.note)
-            done, seen = begin(config, driver, learner, saver)
-            loop(config, driver, learner, sync, saver, done, seen)
-            saver.close()
-            if config.log.export:
+            loop(config, driver, learner, sync, saver, begin(config, driver, learner, saver))
+            if config.log.export and learner.broadcast(driver.has_time()):
                 export_hf(learner, config.model.folder, run_dir / "model")
 
 
-def begin(config: Config, driver: Driver | Follower, learner: Learner, saver: Saver) -> tuple[int, Seen | None]:
-    """The policy as it is at the start, or as a checkpoint has it; the steps that are done, and what they have seen."""
+def begin(config: Config, driver: Driver | Follower, learner: Learner, saver: Saver) -> Standing:
+    """The policy as it is at the start, or as a checkpoint has it."""
     folder = learner.broadcast(str(driver.resumes.path) if driver.resumes else None)
     if folder is None or config.loss.kl_coef:  # the reference is what the run began with
         load_policy(learner, config.model, config.run.seed, config.loss.kl_coef)
     if folder is None:
         calibrate(learner, driver, config.quantization)
-        return 0, None
+        return Standing()
     found = checkpoints.read(Path(folder))
     saver.load(found)
-    return found.step, Seen(**found.driver["seen"])
+    return Standing.of(found.step, found.driver)
 
 
 def load_policy(learner: Learner, model: ModelSection, seed: int, kl_coef: float) -> None:
@@ -118,53 +117,77 @@ def calibrate(learner: Learner, driver: Driver | Follower, quantization: Quantiz
 
 
 def loop(
+    config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync, saver: Saver, at: Standing
+) -> None:
+    """Steps after `at` up to run.steps; the sampler starts with the policy that `at` has."""
+    try:
+        at, stop = arrive(at, config, driver, learner, sync, saver, first=True)
+        while at.step < config.run.steps and not stop:
+            at = advance(at, config, driver, learner)
+            at, stop = arrive(at, config, driver, learner, sync, saver)
+    except StepGivenUp as given_up:  # by every rank: what the step has not changed is kept, unless it is already
+        stop = str(given_up)
+        with driver.recorder.phase("checkpoint"):
+            saver.close()
+            if learner.broadcast(at.step > 0 and saver.newest != at.step):
+                keep(at, {}, True, driver, learner, saver)
+    saver.close()
+    if stop:
+        asked = driver.asked_to_stop() is not None
+        driver.recorder.end_early(f"{stop}; {saver.kept}" if asked else stop, asked=asked)
+
+
+def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Learner) -> Standing:
+    """One step's rollouts, and the policy that they make."""
+    recorder, step = driver.recorder, at.step + 1
+    with recorder.phase("rollout"):
+        batch, drawn = heard(learner, lambda: driver.collect(step))
+    with recorder.phase("prox"):
+        anchor_BT = anchor_logprobs(learner, batch, config.correction.anchor, config.rollout.source)
+        reference_BT = reference_logprobs(learner, batch, config.loss.kl_coef)
+        drawn |= learner_estimate(learner, driver, config.reward)
+    with recorder.phase("correction"):
+        correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
+        drawn |= mismatch_by_format(correction.source.prox_logprobs_BT, batch)
+        heard(learner, driver.check_time)  # the last moment in which the step can be given up without a trace
+    with recorder.phase("record"):
+        driver.record(step, correction, advantages_B)
+    with recorder.phase("update"):
+        seed = config.run.seed
+        targets = join(batch, anchor_BT, reference_BT, correction, advantages_B, config.loss, seed + step)
+        parts = minibatches(targets, config.learner.n_minibatches, f"{seed}/{step}")
+        updates = combine([learner.update(part) for part in parts])
+    seen = at.seen.after(batch)
+    return Standing(step, seen, driver.position, line=drawn | correction.metrics | updates | seen.metrics(batch, step))
+
+
+def arrive(
+    at: Standing,
     config: Config,
     driver: Driver | Follower,
     learner: Learner,
     sync: WeightSync,
     saver: Saver,
-    done: int = 0,
-    seen: Seen | None = None,
-) -> None:
-    """Steps after `done` up to run.steps; what `done` steps have made is what the sampler starts with.
-
-    `seen`: by a run that goes on, whose line for `done` is there already.
-    """
-    recorder, end, seed = driver.recorder, config.run.steps, config.run.seed
-    synced = publish(done, end, config.sync, driver, learner, sync)
-    if seen is None:
-        recorder.log(done, synced | evaluate(done, end, config.eval, driver, learner))
-    else:
+    first: bool = False,
+) -> tuple[Standing, str | None]:
+    """The new policy into the sampler, what is to be said of the step, a checkpoint; and whether the run ends here."""
+    recorder, step, end = driver.recorder, at.step, config.run.steps
+    saver.stand()
+    heard(learner, driver.check_time)
+    synced = publish(step, end, config.sync, driver, learner, sync, first)
+    if at.line is None:  # by an attempt before this one
         recorder.skip()
-    seen = seen or Seen()
-    for step in range(done + 1, end + 1):
-        with recorder.phase("rollout"):
-            batch, drawn = learner.broadcast(driver.collect(step))
-        with recorder.phase("prox"):
-            anchor_BT = anchor_logprobs(learner, batch, config.correction.anchor, config.rollout.source)
-            reference_BT = reference_logprobs(learner, batch, config.loss.kl_coef)
-            drawn |= learner_estimate(learner, driver, config.reward)
-        with recorder.phase("correction"):
-            correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
-            drawn |= mismatch_by_format(correction.source.prox_logprobs_BT, batch)
-        with recorder.phase("record"):
-            driver.record(step, correction, advantages_B)
-        with recorder.phase("update"):
-            targets = join(
-                batch, anchor_BT, reference_BT, correction, advantages_B, config.loss, config.run.seed + step
-            )
-            parts = minibatches(targets, config.learner.n_minibatches, f"{seed}/{step}")
-            updates = combine([learner.update(part) for part in parts])
-        synced = publish(step, end, config.sync, driver, learner, sync)
-        evaluated = evaluate(step, end, config.eval, driver, learner)
-        seen = seen.after(batch)
-        recorder.log(step, drawn | correction.metrics | updates | synced | evaluated | seen.metrics(batch, step))
-        stop = learner.broadcast(driver.asked_to_stop() or reached(config.run, evaluated))
-        with recorder.phase("checkpoint"):
-            keep(step, seen, evaluated, bool(stop) or step == end, driver, learner, saver)
-        if stop:
-            recorder.end_early(stop, asked=driver.asked_to_stop() is not None)
-            break
+        return at, None
+    evaluated = evaluate(step, end, config.eval, driver, learner)
+    recorder.log(step, at.line | synced | evaluated)
+    at = replace(at, line=None)
+    saver.stand()
+    if step == 0:
+        return at, None
+    stop = learner.broadcast(driver.asked_to_stop() or reached(config.run, evaluated))
+    with recorder.phase("checkpoint"):
+        keep(at, evaluated, bool(stop) or step == end, driver, learner, saver)
+    return at, stop
 
 
 def anchor_logprobs(learner: Learner, batch: Batch, anchor: Anchor, source: RolloutSource) -> torch.Tensor:
@@ -220,10 +243,16 @@ def minibatches(targets: Targets, count: int, seed: str) -> Iterator[Targets]:
 
 
 def publish(
-    step: int, end: int, section: SyncSection, driver: Driver | Follower, learner: Learner, sync: WeightSync
+    step: int,
+    end: int,
+    section: SyncSection,
+    driver: Driver | Follower,
+    learner: Learner,
+    sync: WeightSync,
+    first: bool = False,
 ) -> dict[str, float]:
     """The policy into the sampler, where it is due; then, where that is due, the proof that it arrived."""
-    if step % section.every and step != end:  # the last evaluation is of the last policy
+    if step % section.every and step != end and not first:  # the last evaluation is of the last policy
         return {}
     with driver.recorder.phase("sync"):
         learner.make_room()
@@ -235,7 +264,7 @@ def publish(
                 f"sync     policy version {step} was sent twice; the first time: {report.first_failure}"
             )
         if due(step // section.every, section.verify_every):
-            batch, formats = learner.broadcast(driver.probe(step))
+            batch, formats = heard(learner, lambda: driver.probe(step))
             about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget)
             metrics |= probe.check_formats(batch, learner.logprobs(batch), formats, about)
     return metrics
@@ -247,12 +276,11 @@ def evaluate(
     if section.every == 0 or not (due(step, section.every) or step == end):
         return {}
     with driver.recorder.phase("eval"):
-        return learner.broadcast(driver.evaluate(step))
+        return heard(learner, lambda: driver.evaluate(step))
 
 
 def keep(
-    step: int,
-    seen: Seen,
+    at: Standing,
     evaluated: dict[str, float],
     ending: bool,
     driver: Driver | Follower,
@@ -261,39 +289,11 @@ def keep(
 ) -> None:
     """A checkpoint, where one is due; and the name of the one before, once it is on disk."""
     saver.settle()
-    about = learner.broadcast(driver.to_keep(step, evaluated, ending))
+    about = learner.broadcast(driver.to_keep(at, evaluated, saver.seconds, ending))
     if about is not None:
-        about["driver"]["seen"] = asdict(seen)
-        saver.begin(step, about)
+        saver.begin(at.step, about)
 
 
 def due(step: int, every: int) -> bool:
     """At the start, and then every so many steps; with 0, at the start only."""
     return step == 0 or (every > 0 and step % every == 0)
-
-
-def reached(run: RunSection, evaluated: dict[str, float]) -> str | None:
-    for metric, least in (run.stop or {}).items():
-        if metric in evaluated and evaluated[metric] >= least:
-            return f"{metric} reached {evaluated[metric]:.3f}, run.stop is {least:g}"
-    return None
-
-
-@dataclass(frozen=True)
-class Seen:
-    """How much has been trained on."""
-
-    samples: int = 0
-    tokens: int = 0
-
-    def after(self, batch: Batch) -> Seen:
-        return replace(self, samples=self.samples + len(batch), tokens=self.tokens + int(batch.mask_BT.sum()))
-
-    def metrics(self, batch: Batch, step: int) -> dict[str, float]:
-        staleness_B = (step - 1 - batch.versions_B).clamp(min=0).float()
-        return {
-            "progress/samples": self.samples,
-            "progress/tokens": self.tokens,
-            "rollout/staleness_mean": float(staleness_B.mean()),
-            "rollout/staleness_max": float(staleness_B.max()),
-        }

@@ -1,11 +1,12 @@
 # Sourced by every batch script: finds the environment, checks it, exports what ranks need to meet, runs the recipe.
-# Expects RECIPE; takes OVERRIDES ("key=value key=value") from the environment.
+# Expects RECIPE; takes OVERRIDES ("key=value key=value") from the environment. The job goes on with a run of its name;
+# stopped at its time limit, it is queued again, at most REQUEUES times (20), as long as it comes further each time.
 
 set -euo pipefail
 
 # What the job is asked is kept from here on, and told to the ranks once they are there.
-asked=
-trap 'asked=${asked:-USR1}' USR1
+asked= limit=
+trap 'asked=${asked:-USR1} limit=1' USR1
 trap 'asked=INT' TERM INT
 
 cd "${SLURM_SUBMIT_DIR:-$PWD}"
@@ -19,7 +20,7 @@ if [[ ! -f $RECIPE ]]; then
   exit 2
 fi
 
-read -r -a overrides <<<"${OVERRIDES:-}"
+read -r -a overrides <<<"run.if_exists=resume ${OVERRIDES:-}"
 
 # Anything a login node can know is checked here, before the other nodes are made to wait; the number of tasks too.
 env --ignore-signal=USR1 .venv/bin/megatron-rl train "$RECIPE" "${overrides[@]}" --dry-run --ranks slurm
@@ -46,10 +47,11 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 export PYTHONUNBUFFERED=1
 
 [[ $asked != INT ]] || exit 130
-echo "job $SLURM_JOB_ID: $RECIPE on $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks"
+starts=$((${SLURM_RESTART_COUNT:-0} + 1))
+echo "job $SLURM_JOB_ID, start $starts: $RECIPE on $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks"
 
-# USR1 comes three minutes before the time limit (see --signal): the driver finishes its step and stops. A rank starts
-# with USR1 held, and acts on it once it can.
+# USR1 comes before the time limit (see --signal): the driver finishes its step, or gives it up where there is no time
+# for that, saves what stands, and stops. A rank starts with USR1 held, and acts on it once it can.
 # srun does not take --cpus-per-task over from sbatch (since Slurm 22.05): without it every task has one core.
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" env --block-signal=USR1 \
   .venv/bin/megatron-rl train "$RECIPE" "${overrides[@]}" --ranks slurm &
@@ -64,4 +66,14 @@ while kill -0 "$step" 2>/dev/null; do
 done
 status=0
 wait "$step" || status=$?
+
+# A job that has failed, or is finished, is not queued again; nor one that came no further than the start before it.
+if [[ -n $limit && $starts -le ${REQUEUES:-20} ]]; then
+  if why=$(.venv/bin/python -m megatron_rl.runs.attempts "$RECIPE" "${overrides[@]}"); then
+    echo "job $SLURM_JOB_ID is queued again: $why"
+    scontrol requeue "$SLURM_JOB_ID"
+  else
+    echo "job $SLURM_JOB_ID is not queued again: $why"
+  fi
+fi
 exit "$status"

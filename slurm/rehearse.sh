@@ -85,7 +85,7 @@ print(Layout.from_config(load(sys.argv[1], sys.argv[2:]).learner).world)' "$reci
 
 # No GPUs here, and fewer cores: only the request for resources differs from what a cluster is asked for.
 job=$(RECIPE=$recipe OVERRIDES=$* sbatch --parsable --gres=none --ntasks-per-node="$tasks" --cpus-per-task=1 \
-  --time="${REHEARSE_TIME:-30}" --output="$work/job.log" "$script")
+  --time="${REHEARSE_TIME:-30}" --signal="B:USR1@${REHEARSE_SIGNAL_S:-180}" --output="$work/job.log" "$script")
 echo "rehearse: job $job, $tasks ranks, $recipe $*"
 touch "$work/job.log"
 tail -f "$work/job.log" &
@@ -93,6 +93,7 @@ pids+=($!)
 state=PENDING
 for _ in $(seq "${REHEARSE_WAIT_S:-1800}"); do
   state=$(scontrol -o show job "$job" | sed 's/.*JobState=\([A-Z_]*\).*/\1/')
+  if [[ $state == PENDING ]]; then scontrol update JobId="$job" StartTime=now 2>/dev/null || true; fi  # queued again
   case $state in PENDING | CONFIGURING | RUNNING | COMPLETING) sleep 1 ;; *) break ;; esac
 done
 code=$(scontrol -o show job "$job" | sed 's/.*ExitCode=\([0-9]*\):.*/\1/')

@@ -20,7 +20,7 @@ collect_rarely()
 
 ROOT = Path(__file__).parent.parent
 LONGEST = (  # first, so that no worker is left alone with one at the end
-    "test_end_to_end.py", "test_fleet.py", "test_learner.py", "test_loop.py", "test_live_updates.py",
+    "test_end_to_end.py", "test_kills.py", "test_fleet.py", "test_learner.py", "test_loop.py", "test_live_updates.py",
     "test_engine_cases.py", "test_tensor_parallel_engine.py", "test_slurm.py", "test_child_engine.py",
     "test_sampler_shards.py", "test_architecture.py", "test_compare_corrections.py", "test_layout_matrix.py",
 )  # fmt: skip

@@ -34,6 +34,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
     from megatron_rl.learner.learner import Learner
     from megatron_rl.learner.saver import Saver
     from megatron_rl.models.model import Model
+    from megatron_rl.runs.progress import Standing
     from megatron_rl.train import load_policy, loop
     from megatron_rl.weight_sync.push import WeightSync
 
@@ -58,7 +59,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
                 learner.loss, learner.correction, learner.run = config.loss, config.correction, config.run
                 driver.recorder = Kept()
                 before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
-                loop(config, driver, learner, sync, saver, done)
+                loop(config, driver, learner, sync, saver, Standing(done))
                 moved = sum(
                     float((parameter.detach() - old).abs().sum())
                     for old, (_, parameter) in zip(before, learner.named_parameters(), strict=True)

@@ -208,7 +208,8 @@ OWN = "SamplerError: the sampler's process ended"
         ("running", "", None, 0, ("failed", "rank 0: why")),
         ("running", "", None, None, ("finished", "")),  # it could not say so
         ("finished", "", None, 1, ("finished", "")),
-        ("stopped", "stopped by SIGINT", "stopped by SIGTERM", None, ("stopped", "stopped by SIGTERM")),
+        ("stopped", "stopped after step 4", "stopped by SIGTERM", None, ("stopped", "stopped after step 4")),
+        ("failed", LOST, "stopped by SIGTERM", 1, ("failed", "rank 1: why")),
         ("finished", "", "stopped by SIGTERM", None, ("finished", "")),
         ("running", "", "stopped by SIGTERM", None, ("stopped", "stopped by SIGTERM")),
     ],

@@ -10,15 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import recipes_table
 
 from megatron_rl.config import cluster, load, read
 from megatron_rl.data.toy import write_toy
 from megatron_rl.preflight.checks import check
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-import recipes_table
 
 ROOT = Path(__file__).parents[1]
 ALL = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])

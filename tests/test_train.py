@@ -13,6 +13,7 @@ from megatron_rl.config import load
 from megatron_rl.config.schema import Config, EvalSection, RunSection, SyncSection
 from megatron_rl.driver import Driver
 from megatron_rl.rollout_correction import correct
+from megatron_rl.runs.progress import reached
 
 ROOT = Path(__file__).parent.parent
 
@@ -96,7 +97,7 @@ def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
 
 def test_a_metric_that_reaches_its_value_ends_the_run() -> None:
     run = RunSection(stop={"eval/accuracy": 0.25})
-    assert train.reached(run, {"eval/accuracy": 0.25}) == "eval/accuracy reached 0.250, run.stop is 0.25"
-    assert train.reached(run, {"eval/accuracy": 0.24}) is None
-    assert train.reached(run, {}) is None
-    assert train.reached(RunSection(), {"eval/accuracy": 1.0}) is None
+    assert reached(run, {"eval/accuracy": 0.25}) == "eval/accuracy reached 0.250, run.stop is 0.25"
+    assert reached(run, {"eval/accuracy": 0.24}) is None
+    assert reached(run, {}) is None
+    assert reached(RunSection(), {"eval/accuracy": 1.0}) is None

@@ -30,7 +30,11 @@ __all__ = ["ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_
 CONF = Path(__file__).resolve().parents[2] / "conf"
 MOST_FILES = 64  # that a recipe is made of
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
-PASSED_THROUGH = (("learner", "megatron"), ("optim", "megatron"), ("sampler", "vllm"))  # null takes a field back
+PASSED_THROUGH = (
+    ("learner", "megatron"),
+    ("optim", "megatron"),
+    ("sampler", "vllm"),
+)  # a cluster's null takes a field out
 CLUSTER = "cluster"
 MACHINE = "machine"  # of a cluster, as --on has it
 
@@ -160,11 +164,11 @@ def _merged(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if place == named:
             below = _cluster(layer[CLUSTER])
             merged = _merge(merged, {key: value for key, value in below.items() if key != MACHINE})
+            for section, inner in PASSED_THROUGH:
+                for key, value in (below.get(section, {}).get(inner) or {}).items():
+                    if value is None:
+                        del merged[section][inner][key]
         merged = _merge(merged, {key: value for key, value in layer.items() if key != CLUSTER})
-    for section, inner in PASSED_THROUGH:
-        if isinstance(given := merged.get(section), Mapping) and isinstance(fields := given.get(inner), Mapping):
-            kept = {key: value for key, value in fields.items() if value is not None}
-            merged[section] = {**given, inner: kept}
     return merged
 
 

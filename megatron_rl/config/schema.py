@@ -137,14 +137,36 @@ class ModelSection:
         return kept if imported else Path(self.path)
 
 
+def _is_source(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value) and all(isinstance(path, str) and _is_weight(weight) for path, weight in value.items())
+    return isinstance(value, str)
+
+
+def _is_weight(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
 @dataclass(frozen=True)
 class DataSection:
-    train: str = ""  # .jsonl or .parquet
+    # .jsonl, .parquet, or the folder of a Hugging Face data set (folder/split); or several with the share of prompts
+    # that each gives, such as {data/math.parquet: 0.8, data/gsm8k.parquet: 0.2}
+    train: Any = field(default="", metadata=need(_is_source, "name a file, or a mapping of files to weights above 0"))
     eval: str | None = None
-    prompt_key: str = "prompt"  # text, or a list of chat messages; dots reach into a column, also in answer_key
-    answer_key: str = "answer"
+    # text, or a list of chat messages; dots reach into a column, also in answer_key; null: recognised by the columns
+    prompt_key: str | None = None
+    answer_key: str | None = None
+    system_prompt: str | None = None  # before the prompts that have none of their own
+    # of the model's chat template, such as {enable_thinking: false}; with {} too, a prompt that is text is what a user
+    # says; null: it is read as it stands
+    template: dict[str, Any] | None = None
     shuffle: bool = True
     long_prompts: LongPrompts = LongPrompts.error  # what happens to prompts above rollout.max_prompt_tokens
+
+    def sources(self, key: str) -> dict[str, float]:
+        """Path and weight of each file of `train` or `eval`."""
+        named = getattr(self, key)
+        return dict(named) if isinstance(named, Mapping) else {named: 1.0} if named else {}
 
 
 @dataclass(frozen=True)

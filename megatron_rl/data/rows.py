@@ -1,76 +1,127 @@
-"""Rows of a file, and what everyone may rely on in them.
+"""Rows of files, and what everyone may rely on in them.
 
 A row is a JSON object: text that can be encoded, finite numbers, each key once, nothing nested deeper than `DEPTH`.
-So rewards, tokenizer and records meet no row that they cannot take; what is otherwise is refused with its place.
+So rewards, tokenizer and records meet no row that they cannot take; what is otherwise is refused with its place. All
+rows are looked at, but none is kept: a row is read again when it is asked for, so that size is no matter.
 """
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from megatron_rl.config import ConfigError
+from megatron_rl.data.folder import SUFFIXES, data_files
+from megatron_rl.data.layouts import DEPTH, Rows
 
-DEPTH = 64
 _HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")  # whole pairs as well: these lines are looked at once more
-_BATCH = 1024
 
 
-def read_rows(key: str, path: Path) -> list[dict[str, Any]]:
+def read_rows(key: str, path: Path) -> Rows:
+    """All rows of a file, or of the files of a data set's folder."""
+    files = [_one_file(key, each) for each in data_files(key, path)]
+    return files[0] if len(files) == 1 else Joined(files)
+
+
+def _one_file(key: str, path: Path) -> Rows:
     if not path.is_file():
         raise ConfigError(f"{key}: no file {str(path)!r}; `megatron-rl toy` makes the toy's data, or name your own")
     try:
-        if path.suffix == ".parquet":
-            return _parquet(key, path)
+        if path.suffix in (".parquet", ".arrow"):
+            from megatron_rl.data.columnar import ColumnRows
+
+            return ColumnRows(key, path)
         if path.suffix == ".jsonl":
-            return _json_lines(key, path)
+            return JsonLines(key, path)
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read ({error})") from None
-    raise ConfigError(f"{key}: {path} ends in {path.suffix!r}; .jsonl and .parquet are read")
+    raise ConfigError(f"{key}: {path} ends in {path.suffix!r}; {', '.join(SUFFIXES)} are read")
 
 
-def field(row: Mapping[str, Any], name: str) -> Any:
-    """The column `name`, or, where there are dots in it, a value inside a column. LookupError says what is there."""
-    if name in row:
-        return row[name]
-    found: Any = row
-    passed: list[str] = []
-    for part in name.split("."):
-        if not isinstance(found, Mapping) or part not in found:
-            there = ", ".join(map(str, found)) or "nothing" if isinstance(found, Mapping) else type(found).__name__
-            raise LookupError(f"{'.'.join(passed)} has {there}" if passed else f"it has {there}")
-        found = found[part]
-        passed.append(part)
-    return found
+class JsonLines(Sequence[dict[str, Any]]):
+    """Lines of one file. They are where they were, as long as the file is not written to."""
+
+    def __init__(self, key: str, path: Path) -> None:
+        self._key, self._path = key, path
+        self._starts, self._ends = array("Q"), array("Q")
+        self._file = path.open("rb")
+        end = 0
+        for number, line in enumerate(self._file, 1):
+            start, end = end, end + len(line)
+            if number == 1 and line.startswith(codecs.BOM_UTF8):
+                line, start = line.removeprefix(codecs.BOM_UTF8), len(codecs.BOM_UTF8)
+            if line.strip():
+                self._check(line, number)
+                self._starts.append(start)
+                self._ends.append(end)
+        self._seen = self._stamp()
+
+    def _check(self, line: bytes, number: int) -> None:
+        where = f"{self._key}: {self._path}, line {number}"
+        try:
+            row = _object(line)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where} is not UTF-8 ({error}); save it as UTF-8") from None
+        except RecursionError:
+            raise ConfigError(f"{where} is nested deeper than {DEPTH} levels") from None
+        except ValueError as error:
+            raise ConfigError(f"{where} is not JSON ({error})") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where} holds {type(row).__name__}, expected an object")
+
+    def _stamp(self) -> tuple[int, int]:
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        start, end = self._starts[index], self._ends[index]
+        line = os.pread(self._file.fileno(), end - start, start)
+        if self._stamp() != self._seen:
+            raise ConfigError(f"{self._key}: {self._path} was written to since the run has read it; start again")
+        try:
+            return msgspec.json.decode(line)
+        except msgspec.DecodeError:  # a number beyond 64 bits, which Python has
+            return json.loads(line)
 
 
-def _json_lines(key: str, path: Path) -> list[dict[str, Any]]:
-    rows = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
-                continue
-            try:
-                row = _object(line)
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{key}: {path}, line {number} is not UTF-8 ({error}); save it as UTF-8") from None
-            except RecursionError:
-                raise ConfigError(f"{key}: {path}, line {number} is nested deeper than {DEPTH} levels") from None
-            except ValueError as error:
-                raise ConfigError(f"{key}: {path}, line {number} is not JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise ConfigError(f"{key}: {path}, line {number} holds {type(row).__name__}, expected an object")
-            rows.append(row)
-    return rows
+class Joined(Sequence[Any]):
+    """Several sequences, one after the other."""
+
+    def __init__(self, files: Sequence[Sequence[Any]]) -> None:
+        self._files = files
+        self._ends = array("Q")
+        for file in files:
+            self._ends.append((self._ends[-1] if self._ends else 0) + len(file))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __iter__(self) -> Iterator[Any]:
+        for file in self._files:
+            yield from file
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        file = bisect.bisect_right(self._ends, index)
+        return self._files[file][index - (self._ends[file - 1] if file else 0)]
 
 
 def _object(line: bytes) -> Any:
@@ -113,39 +164,3 @@ def _look_inside(value: Any, depth: int = 0) -> None:
             raise RecursionError
         for each in [*value, *value.values()] if isinstance(value, dict) else value:
             _look_inside(each, depth + 1)
-
-
-def _parquet(key: str, path: Path) -> list[dict[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    rows: list[dict[str, Any]] = []
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
-            if twice:
-                raise ConfigError(f"{key}: {path} has the column {twice[0]!r} twice; rename one")
-            for column in schema:
-                if _levels(column.type) > DEPTH:
-                    raise ConfigError(f"{key}: {path}, column {column.name!r} is nested deeper than {DEPTH} levels")
-            for batch in file.iter_batches(_BATCH):
-                rows += _plain_rows(batch, key, path, len(rows))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{key}: {path} is not a readable parquet file ({error})") from None
-    return rows
-
-
-def _levels(column: Any) -> int:
-    return 1 + max((_levels(column.field(each).type) for each in range(column.num_fields)), default=0)
-
-
-def _plain_rows(batch: Any, key: str, path: Path, first: int) -> list[dict[str, Any]]:
-    """As JSON has them: dates and decimals are text, and what is not a number is null."""
-    try:
-        return msgspec.json.decode(msgspec.json.encode(batch.to_pylist(), enc_hook=str))
-    except (ValueError, TypeError, OverflowError) as error:  # text that is not UTF-8, times that no clock shows
-        if batch.num_rows == 1:
-            raise ConfigError(f"{key}: row {first} of {path} is not readable ({error})") from None
-        single = (_plain_rows(batch.slice(each, 1), key, path, first + each) for each in range(batch.num_rows))
-        return [row for rows in single for row in rows]

@@ -42,12 +42,15 @@ class FolderTokenizer:
     def encode(self, prompt: str | Messages) -> list[int]:
         return self._backend.encode(self.text(prompt), add_special_tokens=False).ids
 
-    def text(self, prompt: str | Messages) -> str:
-        """What the model is to read: the prompt as it stands, or its messages in the model's chat template."""
+    def text(self, prompt: str | Messages, options: Mapping[str, Any] | None = None) -> str:
+        """What the model is to read: the prompt as it stands, or its messages in the model's chat template.
+
+        `options` are the template's, such as enable_thinking.
+        """
         if isinstance(prompt, str):
             return prompt
         try:
-            return self._render(list(prompt))
+            return self._render(list(prompt), options or {})
         except Exception as error:  # transformers and jinja raise families of their own
             first = str(error).strip().split("\n")[0]
             raise ConfigError(
@@ -55,12 +58,12 @@ class FolderTokenizer:
                 f"({type(error).__name__}: {first}); add a template, or make data.prompt_key a column of plain text"
             ) from None
 
-    def _render(self, messages: list[Mapping[str, Any]]) -> str:
+    def _render(self, messages: list[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         if self._chat is None:
             from transformers import PreTrainedTokenizerFast
 
             self._chat = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
-        return self._chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self._chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
 
     def encode_texts(self, texts: Sequence[str], at_most: int) -> list[list[int]]:
         """Of a text that has far more than `at_most` tokens, only the first ones."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +119,8 @@ class NonFiniteUpdates:
     def _write_policy(self, folder: Path) -> str | None:
         """Every rank its part of the weights; why one of them could not."""
         outcome: dict[str, Any] = {}
-        weights = (block for block in state.blocks(self._learner) if not block.key.startswith(state.OPTIMIZER))
+        blocks = (block for block in state.blocks(self._learner) if not block.key.startswith(state.OPTIMIZER))
+        weights = (replace(block, tensor=block.tensor.cpu()) for block in blocks)
         try:
             outcome["written"] = write_blocks(folder / f"rank_{self._learner.rank}.distcp", weights)
         except (OSError, RuntimeError) as error:

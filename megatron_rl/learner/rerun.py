@@ -60,7 +60,7 @@ def rerun(dump: Path) -> str:
     found = [*_weights(learner), *_values(targets)]
     look = _Look(learner, targets)
     metrics = learner.update(targets)
-    loss, norm = metrics["loss/total"], metrics["optim/grad_norm"]
+    loss, norm = metrics.get("loss/total", 0.0), metrics["optim/grad_norm"]
     found += look.found
     if not look.found and not math.isfinite(loss):
         found += _loss(learner, targets)
@@ -132,7 +132,9 @@ def _loss(learner: Learner, targets: Targets) -> Iterator[str]:
 
 def _gradients(learner: Learner) -> Iterator[str]:
     """The last in the order of the model is the first in the order of the backward pass."""
-    held = [(name, parameter.main_grad) for name, parameter in learner.named_parameters()]
+    held: list[tuple[str, Any]] = [
+        (name, vars(parameter)["main_grad"]) for name, parameter in learner.named_parameters()
+    ]
     odd = [name for name, gradient in held if not bool(gradient.isfinite().all())]
     if odd:
         yield f"the gradients of {len(odd)} of {len(held)} weights, {odd[-1]} the first of them on the way back"

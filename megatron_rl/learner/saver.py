@@ -1,5 +1,8 @@
 """Saves while the run goes on, and loads. Every rank makes one and calls the same methods at the same steps.
 
+Weights and optimizer are saved as they are, all else as it was at the last `stand`: a step that is given up before its
+update has measured things, and may have drawn random numbers, and leaves no trace of that.
+
 A step waits only for the copy of the rank's state into memory that is kept for it; a thread writes that to disk and
 reads it back. Once every rank's thread is done, rank 0 gives the folder its name.
 """
@@ -7,6 +10,7 @@ reads it back. Once every rank's thread is done, rank 0 gives the folder its nam
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
 
 ALIGNMENT = 64
+_Small = tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor] | None]  # this rank's own, its text, the sync's
 
 
 class Keeps(Protocol):
@@ -38,7 +43,7 @@ class Keeps(Protocol):
 
     def state(self) -> dict[str, Tensor]: ...
 
-    def restore(self, state: Mapping[str, Tensor]) -> None: ...
+    def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None: ...
 
 
 class Saver:
@@ -51,11 +56,20 @@ class Saver:
         self._learner, self._sync, self._note = learner, sync, note
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pending: _Save | None = None
+        self._small: _Small | None = None
+        self.newest: int | None = None  # the step of what was saved, or loaded
+        self.seconds: float | None = None  # the longest save so far
         if learner.is_driver:
             checkpoints.clean(root)
 
+    def stand(self) -> None:
+        """Weights and optimizer stay as they are until the next update: remember the rest."""
+        if self._section.every or self._section.minutes:
+            self._small = *state.own(self._learner), self._sync.state() if self._learner.is_driver else None
+
     def begin(self, step: int, about: Mapping[str, Any]) -> None:
         """Copy everything, and start to write. `about`: what the run itself wants to know again."""
+        begun = time.monotonic()
         self.settle(wait=True)
         partial = checkpoints.partial_of(self._root, step)
         problem = None
@@ -70,21 +84,33 @@ class Saver:
             self._failed(step, partial, problem)
             return
         blocks = self._copied(list(state.blocks(self._learner)))
-        own, text = state.own(self._learner)
-        shared = self._sync.state() if self._learner.is_driver else None
+        if self._small is None:
+            self.stand()
+        assert self._small is not None
+        own, text, shared = self._small
         rank = self._learner.rank
         self._pending = _Save(
             step,
             partial,
             self._learner.steps,
             about,
-            _in_thread(lambda: _write(partial, rank, blocks, own, text, shared)),
+            _in_thread(
+                lambda: _write(partial, rank, blocks, own, text, shared) | {"seconds": time.monotonic() - begun}
+            ),
         )
 
     @property
     def settled(self) -> bool:
         """Whether nothing is under way."""
         return self._pending is None
+
+    @property
+    def kept(self) -> str:
+        """What a run that ends now leaves to go on from."""
+        if self.newest is not None:
+            return f"the state after step {self.newest} is kept"
+        asked = self._section.every or self._section.minutes
+        return "no state is kept" + ("" if asked else ": checkpoint.every and checkpoint.minutes are 0")
 
     def settle(self, wait: bool = False) -> None:
         """All ranks: publish the save that is under way, once it is on disk everywhere."""
@@ -105,6 +131,9 @@ class Saver:
                 problems = [f"{type(error).__name__}: {error}"]
         if problems:
             self._failed(save.step, save.partial, problems[0])
+            return
+        self.newest = save.step
+        self.seconds = max(self.seconds or 0.0, *(outcome["seconds"] for outcome in outcomes))
 
     def load(self, found: Checkpoint) -> None:
         """Into the learner and the sync, whatever layout wrote it."""
@@ -119,7 +148,9 @@ class Saver:
 
     def _load(self, found: Checkpoint) -> None:
         state.restore(self._learner, Reader(found.path / POLICY), found.updates)
-        self._sync.restore(_read_tensors(found.path / SYNC)[0])
+        # where the line is still to be written, the sync of this step is, too
+        self._sync.restore(_read_tensors(found.path / SYNC)[0], repeats=found.said)
+        self.newest = found.step
         if dict(found.layout) == asdict(self._learner.layout):
             mine = found.path / RANKS / f"rank_{self._learner.rank}.safetensors"
             state.restore_own(self._learner, *_read_tensors(mine))

@@ -22,7 +22,8 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import Param, find
 from megatron_rl.models.regions import Region, run_regions, shard_regions
 from megatron_rl.models.table import Split
-from megatron_rl.models.torch_dist import Entry, Reader, entries
+from megatron_rl.models.torch_dist import Reader
+from megatron_rl.models.torch_dist_places import Entry, entries
 from megatron_rl.models.torch_dist_writer import Block
 
 if TYPE_CHECKING:

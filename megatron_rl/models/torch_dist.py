@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +26,7 @@ from megatron_rl.models.shards import assemble, cut
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 from megatron_rl.models.torch_dist_index import CheckpointError, Chunk, Kept, read_index
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where a checkpoint keeps one parameter: a key, and its index along the leading axes stacked there."""
-
-    key: str
-    axes: tuple[tuple[int, int], ...]  # (index, length) of each leading axis
-
-
-def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
-    """Where megatron-core keeps it, in each spelling of its name; layers that are alike are `stacked` in one key."""
-    found: dict[str, Entry] = {}
-    for spelling in param.row.megatron:
-        key, axes = spelling, []
-        if param.layer is not None:
-            axes += [(param.layer, shape.layers)] if stacked else []
-            key = key.replace("layers.{L}.", "layers." if stacked else f"layers.{param.layer}.")
-        if param.expert is not None:
-            axes.append((param.expert, shape.experts))
-            key = key.replace(".local_experts.{E}.", ".experts.")
-            key = key.replace("mlp.experts.linear_fc", "mlp.experts.experts.linear_fc").removesuffix("{E}")
-        found[key] = Entry(key, tuple(axes))
-    return list(found.values())
+from megatron_rl.models.torch_dist_places import Entry, entries, locate, misfit, prefix
 
 
 def save(folder: Path, shape: ModelShape, get_hf: Callable[[str], torch.Tensor]) -> None:
@@ -85,15 +62,13 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._tensors = read_index(folder)
-        root = "embedding.word_embeddings.weight"
-        self._prefix = next((key.removesuffix(root) for key in self._tensors if key.endswith(root)), "")
+        self._prefix = prefix(self._tensors)
 
     def find(self, param: Param, shape: ModelShape) -> Entry:
-        for stacked in (True, False):
-            for entry in entries(param, shape, stacked):
-                if self._prefix + entry.key in self._tensors:
-                    return entry
-        raise CheckpointError(f"{self.folder} lacks the parameter {param.megatron} ({param.hf[0]})")
+        entry = locate(self._tensors, self._prefix, param, shape)
+        if entry is None:
+            raise CheckpointError(f"{self.folder} lacks the parameter {param.megatron} ({param.hf[0]})")
+        return entry
 
     def dtype(self, entry: Entry) -> str:
         return self._tensors[self._prefix + entry.key].dtype
@@ -102,10 +77,8 @@ class Reader:
         """(Hugging Face name, full tensor) for each tensor behind one parameter."""
         entry = self.find(param, shape)
         wanted = param.local_shape(Layout())
-        stored = self._tensors[self._prefix + entry.key].size[len(entry.axes) :]
-        padded = param.row.split is Split.vocab and stored[0] >= wanted[0]
-        if stored[1:] != wanted[1:] or (stored[0] != wanted[0] and not padded):
-            raise CheckpointError(f"{entry.key} of {self.folder} has shape {stored}, config.json says {wanted}")
+        if problem := misfit(self._tensors[self._prefix + entry.key], entry, param):
+            raise CheckpointError(f"{entry.key} of {self.folder} {problem}")
         local = self.read(entry, (0,) * len(wanted), wanted)
         slices = param.slices(shape, Layout(), Place())
         return [(piece.name, part.contiguous()) for piece, part in cut(param, local, slices)]
@@ -116,20 +89,17 @@ class Reader:
         if key not in self._tensors:
             raise CheckpointError(f"{self.folder} lacks {key}")
         kept = self._tensors[key]
-        start = (*(index for index, _ in entry.axes), *offset)
-        target = torch.empty((*(1 for _ in entry.axes), *size), dtype=torch_dtype(kept.dtype))
-        boxes: list[Box] = []
-        for chunk in kept.chunks:
-            box = common((start, tuple(target.shape)), (chunk.offset, chunk.size))
-            if box is None:
-                continue
-            if any(common(box, other) for other in boxes):
-                raise CheckpointError(f"{key} of {self.folder} holds a part of it twice")
-            boxes.append(box)
-            _part(target, box, start).copy_(_part(self._stored(key, kept, chunk), box, chunk.offset))
-        covered = sum(math.prod(length) for _, length in boxes)
-        if covered != target.numel():
-            raise CheckpointError(f"{key} of {self.folder} is incomplete: {covered} of {target.numel()} values")
+        whole = (*(index for index, _ in entry.axes), *offset), (*(1 for _ in entry.axes), *size)
+        shared = [(chunk, common(whole, (chunk.offset, chunk.size))) for chunk in kept.chunks]
+        parts = [(chunk, box) for chunk, box in shared if box is not None]
+        if any(common(one, other) for (_, one), (_, other) in combinations(parts, 2)):
+            raise CheckpointError(f"{key} of {self.folder} holds a part of it twice")
+        covered = sum(math.prod(length) for _, (_, length) in parts)
+        if covered != math.prod(size):
+            raise CheckpointError(f"{key} of {self.folder} is incomplete: {covered} of {math.prod(size)} values")
+        target = torch.empty(whole[1], dtype=torch_dtype(kept.dtype))
+        for chunk, box in parts:
+            _part(target, box, whole[0]).copy_(_part(self._stored(key, kept, chunk), box, chunk.offset))
         return target.view(size)
 
     def _stored(self, key: str, kept: Kept, chunk: Chunk) -> torch.Tensor:

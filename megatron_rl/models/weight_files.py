@@ -27,7 +27,7 @@ LARGEST_HEADER = 32 << 20  # some 200,000 tensors
 EMBEDDING = "model.embed_tokens.weight"
 TIED_COPY = "lm_head.weight"
 HARMLESS = ".rotary_emb.inv_freq"  # of old Llama models: nothing reads it
-_FLOATS = ("F64", "F32", "BF16", "F16")  # what a policy's weights may be held in
+FLOATS = ("F64", "F32", "BF16", "F16")  # what a policy's weights may be held in
 _ITEM_BYTES = dict(DTYPES.values())
 _COMPARED = 1 << 20  # bytes at the start, in the middle and at the end
 
@@ -184,17 +184,17 @@ def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
         held = {name: one for name, one in held.items() if not _beyond(name, shape.layers)}
     missing = [name for name in wanted if name not in held]
     if missing:
-        yield f"{folder} lacks {_some(missing)}; config.json promises {'it' if len(missing) == 1 else 'them'}"
+        yield f"{folder} lacks {some(missing)}; config.json promises {'it' if len(missing) == 1 else 'them'}"
     yield from _unknown(folder, shape, [name for name in held if name not in wanted], held)
     both = [name for name in wanted if name in held]
     wrong = [name for name in both if held[name].shape != wanted[name]]
     if wrong:
         first = f"{list(held[wrong[0]].shape)}, config.json says {list(wanted[wrong[0]])}"
-        yield f"{folder}: the shape of {_some(wrong)} is another: {first}"
-    other = [name for name in both if held[name].dtype not in _FLOATS]
+        yield f"{folder}: the shape of {some(wrong)} is another: {first}"
+    other = [name for name in both if held[name].dtype not in FLOATS]
     if other:
         first = held[other[0]].dtype
-        yield f"{folder} holds {_some(other)} as {first}, expected one of {', '.join(_FLOATS)}; name the BF16 model"
+        yield f"{folder} holds {some(other)} as {first}, expected one of {', '.join(FLOATS)}; name the BF16 model"
 
 
 def _unknown(folder: Path, shape: ModelShape, names: list[str], held: Mapping[str, Stored]) -> Iterator[str]:
@@ -207,7 +207,7 @@ def _unknown(folder: Path, shape: ModelShape, names: list[str], held: Mapping[st
                 f"{EMBEDDING}; set it to false"
             )
     if names:
-        yield f"{folder} holds {_some(names)}, which a {shape.family} model of this config.json does not have"
+        yield f"{folder} holds {some(names)}, which a {shape.family} model of this config.json does not have"
 
 
 def _alike(one: Stored, other: Stored) -> bool:
@@ -226,5 +226,5 @@ def _beyond(name: str, layers: int) -> bool:
     return found is not None and int(found[1]) >= layers
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"

@@ -68,7 +68,13 @@ def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, 
     return Checked(facts["machine"], facts["policy"], to_bring, tuple(findings(notes.RULES, facts)))
 
 
-def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str]]:
+def problems(config: Config, on: Machine | None = None) -> list[str]:
+    """All that speaks against a recipe, but for files that are not here: a plan does not need them."""
+    facts, found = _facts(config, on, cards=True)
+    return list(dict.fromkeys([*found, *findings(RULES, facts)]))
+
+
+def _facts(config: Config, on: Machine | None, cards: bool = False) -> tuple[dict[str, Any], list[str]]:
     """The sections, and what is outside of them: the machine and the model; what cannot be had is a problem."""
     facts, problems = {**vars(config), "elsewhere": on is not None}, []
     try:
@@ -76,7 +82,7 @@ def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str
     except ConfigError as error:
         problems.append(str(error))
     try:
-        hf_config = read_card(str(config.model.folder)) if on else read_hf_config(config.model.folder)
+        hf_config = (read_card if on or cards else read_hf_config)(str(config.model.folder))
         facts["policy"] = Model.of(hf_config, Layout.from_config(config.learner))
         facts |= {"hf_config": hf_config, "shape": facts["policy"].shape}  # of which sizes can be believed
     except ConfigError as error:
@@ -84,6 +90,20 @@ def _facts(config: Config, on: Machine | None) -> tuple[dict[str, Any], list[str
     except ValueError as error:
         problems.append(f"model.path={config.model.path}: {error}")
     return facts, problems
+
+
+def check_served(model: ModelSection) -> None:
+    """The folder of a server, whose weights come from the run: config.json against what else lies there."""
+    try:
+        hf_config = read_hf_config(model.folder)
+        facts = {"model": model, "hf_config": hf_config, "shape": ModelShape.from_hf(hf_config)}
+    except ValueError as error:
+        raise ConfigError(
+            str(error) if isinstance(error, ConfigError) else f"model.path={model.path}: {error}"
+        ) from None
+    rules = (unquantized, model_folder.weights, model_folder.vocabulary, model_folder.end_of_text)
+    if problems := list(findings(rules, facts)):
+        raise ConfigError("\n".join(problems))
 
 
 def learner_limits(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:

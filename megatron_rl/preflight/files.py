@@ -18,6 +18,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
     SyncSection,
 )
+from megatron_rl.data.folder import data_files
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.runs.wandb_log import resolve_mode
@@ -56,11 +57,11 @@ def absent_model(model: ModelSection) -> Iterator[Absent]:
 
 
 def absent_data(data: DataSection) -> Iterator[Absent]:
-    given = {key: value for key in ("train", "eval") if (value := getattr(data, key))}
-    toy = any(Path(value).is_relative_to("data/toy") for value in given.values())
+    given = [(key, value) for key in ("train", "eval") for value in data.sources(key)]
+    toy = any(Path(value).is_relative_to("data/toy") for _, value in given)
     way_out = "`megatron-rl toy` makes the toy's data" if toy else "bring it there, or name another file"
-    for key, value in given.items():
-        if not Path(value).is_file():
+    for key, value in given:
+        if not all(file.is_file() for file in data_files(f"data.{key}", Path(value))):
             yield Absent(f"{value} (data.{key})", f"data.{key}: no file {value!r}; {way_out}")
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_rl.config.schema import LogSection, ModelInit, ModelSection
 from megatron_rl.files import read_json
-from megatron_rl.models import weight_files
+from megatron_rl.models import torch_dist_places, weight_files
 from megatron_rl.models.shape import ModelShape
 
 LARGEST_TOKENIZER = 256 << 20
@@ -34,6 +34,8 @@ def weights(model: ModelSection, shape: ModelShape) -> Iterator[str]:
     folder = Path(model.path)
     if model.init == ModelInit.pretrained and list(folder.glob("*.safetensors")):
         yield from (f"model.path: {each}" for each in weight_files.misfits(folder, shape))
+    elif model.init == ModelInit.pretrained and weight_files.is_checkpoint(folder):
+        yield from (f"model.path: {each}" for each in torch_dist_places.misfits(folder, shape))
 
 
 def vocabulary(model: ModelSection, shape: ModelShape) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.config.schema import DataSection, EvalSection, ModelSection, RunSection
-from megatron_rl.data.rows import field
+from megatron_rl.data.layouts import field
 from megatron_rl.files import read_json
 from megatron_rl.preflight.disk import short_disk
 
@@ -20,12 +20,14 @@ def unreachable_stop(run: RunSection, eval: EvalSection) -> Iterator[str]:
 
 
 def plain_prompts(model: ModelSection, data: DataSection) -> Iterator[str]:
-    if _has_template(model.folder) and _is_text(Path(data.train), data.prompt_key):
-        yield (
-            f"the prompts of {data.train} are plain text and are not put into the chat template that {model.path} has; "
-            f"for a chat model make {data.prompt_key} a list of messages, such as "
-            '[{"role": "user", "content": "..."}]'
-        )
+    if data.template is not None or data.system_prompt is not None or not _has_template(model.folder):
+        return
+    for path in data.sources("train"):
+        if _is_text(Path(path), data.prompt_key or "prompt"):
+            yield (
+                f"the prompts of {path} are plain text and are not put into the chat template that {model.path} has; "
+                "for a chat model set data.template={}, or give lists of messages"
+            )
 
 
 def _has_template(folder: Path) -> bool:

@@ -1,21 +1,18 @@
-"""`megatron-rl plan`: what a weight sync will move, before anything is started.
+"""What a weight sync will move, link by link: a part of `megatron-rl plan`.
 
-Works from a recipe, or from a model's config.json alone for sizes that nobody owns the machines of yet. Pure
-arithmetic on names and shapes: no process group, no weights, no torch.
+Pure arithmetic on names and shapes, for sizes that nobody owns the machines of yet, too: no process group, no weights,
+no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rl.config import ConfigError, load
-from megatron_rl.config.load import CONF
 from megatron_rl.config.schema import Config, QuantizationSection, SyncSection
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.model import Model, read_hf_config
+from megatron_rl.models.model import Model
 from megatron_rl.preflight.links import LowerBound, SamplerLayout, links, lower_bound
 from megatron_rl.preflight.sync_plan import SyncPlan, plan_sync, size_problems
 from megatron_rl.runs.console import table
@@ -27,29 +24,28 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 class Request:
     """What the command line asks for."""
 
-    target: Path  # a recipe, a config.json, or a folder that holds one
-    overrides: Sequence[str] = ()
     replicas: int = 1  # sampler engines
     link_gbs: float | None = None  # GB/s of every link, to turn bytes into seconds
     rows: int = 5  # writers and tensors to name
 
 
-def describe_plan(request: Request) -> str:
-    """The report; every reason at once where the sizes do not go together."""
-    config, hf_config = _read(request)
+def problems(config: Config, hf_config: Mapping[str, Any], request: Request) -> list[str]:
+    """Every reason at once where the sizes do not go together."""
     try:
         model = Model.of(hf_config, Layout.from_config(config.learner))
     except ValueError as error:
-        raise ConfigError(f"model.path={config.model.path}: {error}") from None
+        return [f"model.path={config.model.path}: {error}"]
     found = size_problems(model, config.sampler, config.quantization)
     if request.replicas < 1:
         found.append(f"--replicas {request.replicas}: expected 1 or more")
     if request.link_gbs is not None and request.link_gbs <= 0:
         found.append(f"--link-gbs {request.link_gbs:g}: expected GB/s above 0")
-    if found:
-        raise ConfigError("\n".join(found))
-    sampler = SamplerLayout(config.sampler.tensor_parallel, request.replicas)
-    plan = plan_sync(model, config.quantization.format, config.quantization.ignore)
+    return found
+
+
+def describe(config: Config, hf_config: Mapping[str, Any], request: Request) -> str:
+    """The report."""
+    model, sampler, plan = _planned(config, hf_config, request)
     bound = lower_bound(plan, model, sampler)
     sections = [
         _who(config.model.path, config.quantization, config.sync, model, sampler, plan),
@@ -62,12 +58,22 @@ def describe_plan(request: Request) -> str:
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
-def _read(request: Request) -> tuple[Config, dict[str, Any]]:
-    target = request.target / "config.json" if (request.target / "config.json").is_file() else request.target
-    if target.suffix != ".json":
-        config = load(target, request.overrides)
-        return config, read_hf_config(config.model.folder)
-    return load(CONF / "base.yaml", [f"model.path={target}", *request.overrides]), read_hf_config(target)
+def numbers(config: Config, hf_config: Mapping[str, Any], request: Request) -> dict[str, Any]:
+    """The same, for programs."""
+    model, sampler, plan = _planned(config, hf_config, request)
+    return {
+        "bytes": plan.nbytes,
+        "tensors": len(plan.transfers),
+        "writers": len(plan.writers),
+        "links": [asdict(one) for one in links(plan, sampler)],
+        "lower_bound": asdict(lower_bound(plan, model, sampler)),
+    }
+
+
+def _planned(config: Config, hf_config: Mapping[str, Any], request: Request) -> tuple[Model, SamplerLayout, SyncPlan]:
+    model = Model.of(hf_config, Layout.from_config(config.learner))
+    plan = plan_sync(model, config.quantization.format, config.quantization.ignore)
+    return model, SamplerLayout(config.sampler.tensor_parallel, request.replicas), plan
 
 
 def _who(

@@ -64,6 +64,8 @@ def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
 
 # "Finish the step, then stop", as schedulers ask before a time limit: for the driver alone.
 STOP_AFTER_STEP = signal.SIGUSR1
+# From a launcher to its ranks, and from the kernel where that is gone: there is nothing left to wait for.
+AT_ONCE = signal.SIGHUP
 
 
 def hold(*numbers: signal.Signals) -> None:
@@ -86,8 +88,8 @@ def for_the_driver_alone() -> Iterator[None]:
 
 
 def leave_to_the_driver() -> None:
-    """The same for this process itself, whoever has started it."""
-    for number in (signal.SIGINT, STOP_AFTER_STEP):
+    """The same for this process itself, and of SIGTERM: whoever has started it signals all of its siblings."""
+    for number in (signal.SIGINT, signal.SIGTERM, STOP_AFTER_STEP):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -51,11 +51,11 @@ class CacheScales:
     def state(self) -> dict[str, Tensor]:
         return {} if self._scales_L2 is None else {"cache_scales": self._scales_L2}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """The next sync is the one before the checkpoint again, with the scales that it had."""
+    def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
+        """`repeats`: the next sync is the one before the checkpoint again, with the scales that it had."""
         if "cache_scales" in state:
             self._scales_L2 = state["cache_scales"]
-            self._repeats = True
+            self._repeats = repeats
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """(name in a checkpoint, scale), as vLLM's loaders know them."""

@@ -74,12 +74,12 @@ class Smoothing:
     def state(self) -> dict[str, Tensor]:
         return {"smoothing": self.scales_LNH, "smoothing.age": torch.tensor(-1 if self._age is None else self._age)}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """The next sync is the one before the checkpoint again, with the scales that it had."""
+    def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
+        """`repeats`: the next sync is the one before the checkpoint again, with the scales that it had."""
         if "smoothing" in state:
             age = int(state["smoothing.age"])
             self.scales_LNH, self._age = state["smoothing"], None if age < 0 else age
-            self._repeats = True
+            self._repeats = repeats
 
     def fold(self, param: Param, local: Tensor) -> Tensor:
         """The shard as the sampler gets it; the learner's own is left alone."""

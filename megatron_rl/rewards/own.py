@@ -1,9 +1,9 @@
 """Rewards of the user's: found by name, called as they are written, their results read.
 
-Three ways of writing one are known, by the names of its parameters: `(row, answer_key, response)`; verl's
-`(data_source, solution_str, ground_truth, extra_info)`; TRL's `(prompts, completions, **columns)`, which is given one of
-each. All may ask for `finish_reason`. The result is a number, or a mapping whose `score` is one and whose other numbers
-are metrics.
+Three ways of writing one are known, by the names of its parameters: ours `(row, answer_key, response)`; verl's
+`(data_source, solution_str, ground_truth, extra_info)`; TRL's `(prompts, completions, **columns)`, where each is a list
+of one. All may ask for `finish_reason`. The result is a number, or a mapping whose `score` is one; the other numbers in
+it are metrics.
 """
 
 from __future__ import annotations

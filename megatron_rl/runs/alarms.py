@@ -38,12 +38,15 @@ class News:
     value: float
     bound: float
 
-    def __str__(self) -> str:
+    @property
+    def what(self) -> str:
         rule = RULES[self.alarm]
-        if not self.raised:
-            return f"{self.alarm}: {self.value:.3g}, cleared"
         side = "below" if rule.below else "above"
-        return f"{self.alarm}: {self.value:.3g}, {side} {self.bound:g} for {rule.steps} steps. {rule.action}"
+        about = f"{side} {self.bound:g} for {rule.steps} steps" if self.raised else "cleared"
+        return f"{self.alarm}: {self.value:.3g}, {about}"
+
+    def __str__(self) -> str:
+        return f"{self.what}. {RULES[self.alarm].action}" if self.raised else self.what
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Alarms:
             news.append(one)
             if one.raised:
                 self.standing[alarm] = {"step": step, "value": f"{value:.3g}", "bound": watch.bound}
-                self.stop = self.stop or (f"alarm {one}" if watch.stops else None)
+                self.stop = self.stop or (f"alarm {one.what}" if watch.stops else None)
             else:
                 del self.standing[alarm]
         self._before.append({name: line[name] for name in HISTORY if name in line})

@@ -200,7 +200,8 @@ ROWS = (
         "alarm",
         r": alarm \w+: ",
         "an alarm ended the run",
-        "The reason says which, and what to do about it; log.alarms turns alarms off, or moves their bounds.",
+        "What to do about it was said when it was raised, and stands in docs/alarms.md; log.alarms turns alarms off "
+        "or moves their bounds.",
     ),
     Row(
         "time_limit",
@@ -225,7 +226,7 @@ ROWS = (
     ),
     Row(
         "signal",
-        r"(stopped by|asked to by|ended by) SIG\w+|KeyboardInterrupt|^interrupted",
+        r"\bSIG(INT|TERM|USR1|USR2|HUP)\b|KeyboardInterrupt|^interrupted",
         "somebody asked it to end",
         "run.if_exists=resume goes on from the newest checkpoint.",
     ),

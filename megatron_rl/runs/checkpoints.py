@@ -43,6 +43,7 @@ class _Driver(msgspec.Struct):
     position: Count
     seen: dict[str, Count]
     best: float | None = None
+    line: str | None = None
 
 
 class _Manifest(msgspec.Struct):
@@ -69,6 +70,11 @@ class Checkpoint:
     files: Mapping[str, tuple[int, str]]  # name -> bytes, checksum
     time: str
     best: tuple[str, float] | None = None  # the metric that it was kept for, and its value
+
+    @property
+    def said(self) -> bool:
+        """Whether its step has a line of metrics; else the line is here, as far as it was known (runs/progress.py)."""
+        return self.driver.get("line") is None
 
     @property
     def nbytes(self) -> int:

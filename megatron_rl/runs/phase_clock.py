@@ -1,10 +1,14 @@
-"""Where the time of a step goes."""
+"""Where the time of a step goes, and how much of it is still to come."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping
+
+RECENT_STEPS = 8  # that say how long the next one takes; among them one with an evaluation, where that is frequent
+WHOLE = "update"  # a step without it was only the start of a run, or the end of a step that was begun before
 
 
 class PhaseClock:
@@ -14,6 +18,7 @@ class PhaseClock:
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._begun = self._since = time.perf_counter()
+        self._recent: deque[dict[str, float]] = deque(maxlen=RECENT_STEPS)
 
     def enter(self, name: str) -> None:
         self._charge()
@@ -23,6 +28,10 @@ class PhaseClock:
         """The phase that goes on, if there is one around."""
         self._charge()
         self._open.pop()
+        return self.phase
+
+    @property
+    def phase(self) -> str | None:
         return self._open[-1] if self._open else None
 
     def finish_step(self) -> dict[str, float]:
@@ -30,8 +39,29 @@ class PhaseClock:
         whole = self._since - self._begun
         claimed = math.fsum(self._seconds.values())
         split = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        if WHOLE in self._seconds:
+            self._recent.append(self._seconds)
         self._seconds, self._begun = {}, self._since
         return {**split, "time/step": whole, "time/other": max(0.0, whole - claimed)}
+
+    def rest(self, after: bool = False) -> float:
+        """Seconds that the step will still take, where each phase takes as long as the longest of the recent ones.
+
+        `after`: what follows the present phase. Infinite before a step was measured. Any thread may ask.
+        """
+        if not self._recent:
+            return math.inf
+        now, spent = self.phase, dict(self._seconds)
+        if now is not None:
+            spent[now] = spent.get(now, 0.0) + time.perf_counter() - self._since
+        rest = 0.0
+        for name in {name for step in self._recent for name in step}:
+            longest = max(step.get(name, 0.0) for step in self._recent)
+            if name == now and not after:
+                rest += max(0.0, longest - spent[name])
+            elif name not in spent:
+                rest += longest
+        return rest
 
     def _charge(self) -> None:
         now = time.perf_counter()

@@ -98,7 +98,7 @@ class Recorder:
         self._clock = PhaseClock()
         self._begun = time.perf_counter()
         self._step_times: list[float] = []
-        self._last_step: int | None = None
+        self._last_step = self.run.resumes_after
         self._unknown: set[str] = set()
         self._closed = False
         self._disk = Disk(self.run, config.disk_gib, self.note)
@@ -153,6 +153,10 @@ class Recorder:
             self._beat_at = -math.inf  # status.json says so at once
         if news and self._wandb:
             self._wandb.alarms(news, self.alarms.standing)
+
+    @property
+    def clock(self) -> PhaseClock:
+        return self._clock
 
     def skip(self) -> None:
         """What has passed since the last line belongs to no step: engines were started again."""

@@ -64,7 +64,7 @@ def goes_on_from(run: Path, look: checkpoints.Look, note: Callable[[str], None])
     """
     newest = None
     for found in checkpoints.whole_ones(run / "checkpoints", look, note):
-        missing = gap(run, found.step)
+        missing = gap(run, found.step, found.said)
         if missing is None:
             return found
         note(f"the records of {run} have a gap before the checkpoint of step {found.step}: {missing}")
@@ -74,21 +74,21 @@ def goes_on_from(run: Path, look: checkpoints.Look, note: Callable[[str], None])
     return newest
 
 
-def gap(run: Path, step: int) -> str | None:
-    """The first line up to a step that is not there, of a file that is."""
-    for name, first in (("metrics.jsonl", 0), ("ledger.jsonl", 1)):
+def gap(run: Path, step: int, said: bool = True) -> str | None:
+    """The first line up to a step that is not there, of a file that is. `said`: as in `rewind`."""
+    for name, first, last in (("metrics.jsonl", 0, step if said else step - 1), ("ledger.jsonl", 1, step)):
         path = run / name
-        there = {_step(line) for line in path.read_bytes().splitlines(keepends=True)} if path.exists() else None
-        for wanted in range(first, step + 1) if there else ():
+        there = {_step(line) for line in path.read_bytes().splitlines(keepends=True)} if path.exists() else set()
+        for wanted in range(first, last + 1) if there else ():
             if wanted not in there:
                 return f"{name} has no line of step {wanted}"
     return None
 
 
-def rewind(run: Path, step: int) -> None:
-    """The records as they were after a step."""
-    for name in ("metrics.jsonl", "ledger.jsonl"):
-        _keep_lines(run / name, step)
+def rewind(run: Path, step: int, said: bool = True) -> None:
+    """The records as they were after a step; without its line of metrics, where that was not `said` before the save."""
+    _keep_lines(run / "metrics.jsonl", step if said else step - 1)
+    _keep_lines(run / "ledger.jsonl", step)
     for path in (run / "rollouts").glob("step_*.parquet"):
         number = path.stem.removeprefix("step_")
         if number.isdigit() and int(number) > step:

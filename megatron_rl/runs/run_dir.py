@@ -40,6 +40,7 @@ from megatron_rl.runs.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
 from megatron_rl.runs.versions import environment
 
+LONGEST_BEFORE = 500  # letters of why the attempt before this one has ended
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
 # Configuration is free of secrets by design; the pass-through maps are the only way one could slip in.
 SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|bearer|(hf|auth|access)_?token)s?$", re.I)
@@ -178,14 +179,18 @@ def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpo
 
 def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDir:
     if found is not None:
-        rewind(run.path, found.step)
+        rewind(run.path, found.step, found.said)
     for folder in (run.rollouts, run.checkpoints, run.path / "logs" / f"attempt_{run.attempt + 1}"):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(run.config, _redacted_yaml(resolved_yaml))
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
-    step = None if found is None else found.step
+    step, before = None if found is None else found.step, read_status(run.path)
     about: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "started": now(), "attempt": run.attempt}
-    mark_status(run.path, "starting", **about, resumes_after=step)
+    if before:
+        about["before"] = {"state": before.get("state"), "reason": str(before.get("reason"))[:LONGEST_BEFORE]}
+    if "SLURM_RESTART_COUNT" in os.environ:
+        about["restarts"] = os.environ["SLURM_RESTART_COUNT"]
+    mark_status(run.path, "starting", **about, resumes_after=step, stopping=None)
     return run
 
 

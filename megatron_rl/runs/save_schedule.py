@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.runs.checkpoints import Checkpoint
+from megatron_rl.runs.progress import Standing
 
 
 class SaveSchedule:
@@ -18,9 +19,7 @@ class SaveSchedule:
         self._saved_at = time.monotonic()
         self._best: float | None = resumed.driver.get("best") if resumed else None
 
-    def due(
-        self, step: int, evaluated: Mapping[str, float], ending: bool, position: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
+    def due(self, standing: Standing, evaluated: Mapping[str, float], ending: bool) -> dict[str, Any] | None:
         """What the manifest says of rank 0, where this step is to be kept."""
         section = self._section
         if not (section.every or section.minutes):
@@ -28,11 +27,11 @@ class SaveSchedule:
         value = evaluated.get(section.best or "")
         better = value is not None and (self._best is None or value > self._best)
         late = bool(section.minutes) and time.monotonic() - self._saved_at >= 60 * section.minutes
-        if not (ending or better or late or (section.every and step % section.every == 0)):
+        if not (ending or better or late or (section.every and standing.step % section.every == 0)):
             return None
         self._saved_at = time.monotonic()
         self._best = value if better else self._best
-        about: dict[str, Any] = {"driver": {**position, "best": self._best}}
+        about: dict[str, Any] = {"driver": {**standing.kept(), "best": self._best}}
         if value is not None:
             about["best"] = [section.best, value]
         return about

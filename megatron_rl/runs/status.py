@@ -9,12 +9,16 @@ step, steps the last one that is recorded, of how many
 pid, host   of the process that owns the run
 started, time, heartbeat
             its start, its last change of state, its last sign of life
+stopping    once somebody has asked the run to end: what was said of it, and for how long a launcher waits for that
+attempt     the number of this start; before: how the one before it ended
+restarts    under Slurm: how often the job was started again
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,28 +32,32 @@ STATUS = "status.json"
 ENDED = ("finished", "stopped", "failed")
 LARGEST = 4000  # bytes: a status fits into one block of a disk
 SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
+_ONE_WRITER = threading.RLock()  # of the threads of a process
 
 
 def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
     """Also for a launcher whose driver rank died without a word. An end that nobody wanted always has a cause."""
-    before = {key: value for key, value in read_status(path).items() if key not in ("cause", "phase")}
-    status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now(), **more}
-    if state in ("failed", "stopped") and "cause" not in more:
-        cause = explain(reason, phase=status.get("phase"), stuck=status.get("stuck"))
-        status["cause"] = cause.as_fields()
-    text = _written(status)
-    try:
-        write_whole(path / STATUS, text)
-    except OSError:
-        with (path / STATUS).open("r+", encoding="utf-8") as file:  # a full disk has room where the old one stands
-            file.write(text)
-            file.truncate()
+    with _ONE_WRITER:
+        before = {key: value for key, value in read_status(path).items() if key not in ("cause", "phase")}
+        status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now(), **more}
+        if state in ("failed", "stopped") and "cause" not in more:
+            cause = explain(reason, phase=status.get("phase"), stuck=status.get("stuck"))
+            status["cause"] = cause.as_fields()
+        text = _written(status)
+        try:
+            write_whole(path / STATUS, text)
+        except OSError:
+            with (path / STATUS).open("r+", encoding="utf-8") as file:  # a full disk has room where the old one stands
+                file.write(text)
+                file.truncate()
 
 
 def beat(path: Path, **more: Any) -> None:
     """A sign of life of a run that goes on."""
-    status = read_status(path)
-    mark_status(path, "running", **{"time": status.get("time", now()), **more})
+    with _ONE_WRITER:
+        status = read_status(path)
+        if status.get("state") not in ENDED:
+            mark_status(path, "running", **{"time": status.get("time", now()), **more})
 
 
 def read_status(path: Path) -> dict[str, Any]:

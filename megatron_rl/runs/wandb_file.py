@@ -18,7 +18,7 @@ _WHOLE, _LAST = 1, 4  # of the kinds: whole, first, middle, last
 def steps(path: Path) -> list[int]:
     """Of its lines of history, in their order."""
     from google.protobuf.message import DecodeError
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     found = []
     for content in _records(path.read_bytes()):

@@ -128,9 +128,9 @@ class WeightSync:
         """What the next sync builds on, the same on every rank: for a checkpoint."""
         return {name: value for scales in self._scales for name, value in scales.state().items()}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
+    def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
         for scales in self._scales:
-            scales.restore(state)
+            scales.restore(state, repeats)
 
     def close(self) -> None:
         self.transport.close()

@@ -52,7 +52,7 @@ def test_parquet_and_jsonl_give_the_same_prompts(tmp_path: Path, tokenizer: Fold
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     one = load_dataset("train", DataSection(train=rows_file(tmp_path / "rows.jsonl", rows)), tokenizer, 8)
     two = load_dataset("train", DataSection(train=str(tmp_path / "rows.parquet")), tokenizer, 8)
-    assert one.prompts == two.prompts
+    assert list(one.prompts) == list(two.prompts)
     assert [prompt.id for prompt in one.prompts] == [0, 1]
 
 
@@ -77,12 +77,12 @@ def test_long_prompts_are_refused_or_dropped(tmp_path: Path, tokenizer: FolderTo
     [
         ("rows.jsonl", '{"prompt": "1+1="}\n{"prompt": \n', ["data.train", "line 2"]),
         ("rows.jsonl", "[1, 2]\n", ["line 1", "list"]),
-        ("rows.jsonl", '{"question": "1+1="}\n', ["data.prompt_key", "question"]),
+        ("rows.jsonl", '{"sum": "1+1="}\n', ["data.prompt_key", "row 0", "has sum, none of which"]),
         ("rows.jsonl", '{"prompt": 7}\n', ["data.prompt_key", "row 0", "int"]),
         ("rows.jsonl", '{"prompt": ""}\n', ["data.train", "row 0", "empty"]),
         ("rows.jsonl", '{"prompt": [{"role": "user", "content": "1+1="}]}\n', ["model.path", "chat template"]),
         ("rows.jsonl", "", ["leaves no prompts"]),
-        ("rows.csv", "prompt\n", [".jsonl and .parquet"]),
+        ("rows.csv", "prompt\n", [".parquet, .jsonl, .arrow are read"]),
         ("rows.parquet", "nonsense", ["not a readable parquet"]),
     ],
 )

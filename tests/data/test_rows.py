@@ -80,7 +80,7 @@ def test_what_only_looks_broken(tmp_path: Path) -> None:
     rows = [{"prompt": "\U0001f600 [[{{" * 40, "answer": None, "big": 2**70, "x": [1.5, -3, True]}, {"prompt": "2"}]
     lines = [json.dumps(rows[0]), "", "  ", json.dumps(rows[1], ensure_ascii=False)]
     (tmp_path / "rows.jsonl").write_text("\r\n".join(lines), encoding="utf-8-sig")
-    assert read_rows("data.train", tmp_path / "rows.jsonl") == rows
+    assert list(read_rows("data.train", tmp_path / "rows.jsonl")) == rows
 
 
 @pytest.mark.fault("a Parquet file is cut short, or holds text or times that cannot be shown", "file and row are named")
@@ -112,8 +112,15 @@ def test_parquet_rows_are_as_json_has_them(tmp_path: Path) -> None:
     table = pa.table(columns)
     pq.write_table(table, tmp_path / "rows.parquet")
     rows = read_rows("data.train", tmp_path / "rows.parquet")
-    assert rows == [{"prompt": [{"role": "user", "content": "é"}], "gold": None, "day": "2026-01-02", "raw": "/w==",
-                     "map": [["a", 1]]}]  # fmt: skip
+    assert list(rows) == [
+        {
+            "prompt": [{"role": "user", "content": "é"}],
+            "gold": None,
+            "day": "2026-01-02",
+            "raw": "/w==",
+            "map": [["a", 1]],
+        }
+    ]
 
 
 def load(path: Path, rows: list[dict], tokenizer: FolderTokenizer, **keys: str) -> list[dict]:

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 from box import Box, wait_for
 
+from megatron_rl.runs.checkpoints import steps
+
 STEPS = 12
 START_S, END_S = 400.0, 60.0
 RECIPE = (
@@ -67,6 +69,17 @@ def strike(box: Box, moment: Moment) -> str:
     return box.screen[-400:]
 
 
+def unkept(box: Box, moment: Moment) -> list[str]:
+    """What a run that was asked to end has not done: say so, and keep the state after its last step."""
+    status, kept = box.status(), steps(box.run / "checkpoints")
+    if moment.victim not in ("TERM", "USR1") or status["state"] == "finished":
+        return []
+    found = [] if status["state"] == "stopped" else [f"the run is {status['state']}: {status.get('reason')}"]
+    if moment.line and (status.get("step") or 0) > max(kept, default=0):
+        found.append(f"checkpoints of steps {kept} after step {status.get('step')}: {status.get('reason')}")
+    return found
+
+
 def _step(box: Box, attempt: int) -> int:
     """The last step that this attempt has recorded; 0 before the first."""
     log = box.run / "logs" / f"attempt_{attempt}" / "driver.log"
@@ -114,7 +127,7 @@ def differences(run: Path, undisturbed: Path) -> list[str]:
     return found
 
 
-def miscounted(run: Path) -> list[str]:
+def miscounted(run: Path, count: int = STEPS) -> list[str]:
     """Each prompt of the order is drawn by one step, and trained on by no other."""
     found, expected, trained = [], 0, []
     for line in _lines(run / "ledger.jsonl"):
@@ -127,7 +140,7 @@ def miscounted(run: Path) -> list[str]:
     if len(set(trained)) != len(trained):
         found.append("a prompt was trained on twice")
     steps = [line["step"] for line in _lines(run / "ledger.jsonl")]
-    if steps != list(range(1, STEPS + 1)):
+    if steps != list(range(1, count + 1)):
         found.append(f"the ledger holds the steps {steps}")
     return found
 

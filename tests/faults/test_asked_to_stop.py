@@ -1,33 +1,88 @@
-"""USR1, "finish the step, then stop", at every moment of a run on this machine."""
+"""USR1 ("finish the step, then stop"), TERM and Ctrl-C at every moment of a run on this machine."""
 
 import signal
+import subprocess
 import time
 
 import pytest
 from box import Box, wait_for
 
+from megatron_rl.runs import checkpoints
+
 START_S = 300
 SETTINGS = ("run.steps=100000", "log.export=true")
+ASKS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+ENDS_WITH = {signal.SIGUSR1: 0, signal.SIGTERM: 143, signal.SIGINT: 130}
+NOTICED_S = 5.0
+SLOW = "import time\n\n\ndef score(row, key, response):\n    time.sleep(0.2)\n    return len(response) % 2\n"
 
 
-@pytest.mark.fault("USR1 at some moment of a run, its start included", "the step is finished, the model exported")
-@pytest.mark.parametrize("moment", ["at once", "a rank is there", "the engine starts", "the second step"])
-def test_usr1_is_obeyed(box: Box, moment: str) -> None:
+def ended(box: Box, launcher: subprocess.Popen[str], number: signal.Signals) -> None:
+    assert launcher.wait(START_S) == ENDS_WITH[number], box.screen
+    assert box.status()["state"] == "stopped", box.status()
+    assert number.name in box.status()["reason"]
+    wait_for(lambda: not box.processes(), 30, "processes are left")
+    assert not list(box.tmp.iterdir())
+
+
+@pytest.mark.fault("USR1, TERM or Ctrl-C in the start of a run", "it ends within seconds, and its name is free")
+@pytest.mark.parametrize("number", ASKS, ids=lambda number: number.name)
+@pytest.mark.parametrize("moment", ["a rank is there", "the engine starts", "it answers"])
+def test_the_start(box: Box, moment: str, number: signal.Signals) -> None:
     launcher = box.train(*SETTINGS)
-    if moment == "at once":
-        wait_for(lambda: box.processes("megatron_rl.cli"), 60, "the launcher")
-        time.sleep(0.5)  # what Python needs before it runs anything
-    elif moment == "a rank is there":
+    if moment == "a rank is there":
         wait_for(lambda: box.processes("megatron_rl.rank"), START_S, "a rank")
     elif moment == "the engine starts":
         wait_for(lambda: box.processes("megatron_rl.engine.child"), START_S, "an engine")
     else:
-        wait_for(lambda: box.steps() >= 2, START_S, "two steps")
+        log = box.run / "logs" / "attempt_1" / "sampler.log"
+        wait_for(lambda: log.exists() and "reset prefix cache" in log.read_text(), START_S, "an engine that answers")
+    launcher.send_signal(number)
+    ended(box, launcher, number)
+    assert box.steps() <= 1
+    assert not checkpoints.steps(box.run / "checkpoints")
+    assert box.train("run.steps=1").wait(START_S) == 0, box.screen
+
+
+@pytest.mark.fault("USR1 before the launcher can act on it", "it is kept, and the run ends in its start")
+def test_at_once(box: Box) -> None:
+    launcher = box.train(*SETTINGS)
+    wait_for(lambda: box.processes("megatron_rl.cli"), 60, "the launcher")
+    time.sleep(0.5)  # what Python needs before it runs anything
     launcher.send_signal(signal.SIGUSR1)
-    assert launcher.wait(START_S) == 0, box.screen
-    assert box.steps() >= 2  # the start, and a step
+    ended(box, launcher, signal.SIGUSR1)
+
+
+@pytest.mark.fault("USR1, TERM or Ctrl-C in a short step", "it is finished and kept, the model exported")
+@pytest.mark.parametrize("number", ASKS, ids=lambda number: number.name)
+def test_a_short_step(box: Box, number: signal.Signals) -> None:
+    launcher = box.train(*SETTINGS, "checkpoint.every=1")
+    wait_for(lambda: box.steps() >= 4 or launcher.poll() is not None, START_S, "three steps")
+    launcher.send_signal(number)
+    ended(box, launcher, number)
+    status = box.status()
+    assert "the step is finished" in status["stopping"]["said"], status
+    assert checkpoints.steps(box.run / "checkpoints")[0] == status["step"] == box.steps() - 1
     assert (box.run / "model" / "model.safetensors.index.json").exists()
-    assert not list(box.tmp.iterdir())
+
+
+@pytest.mark.fault("TERM or Ctrl-C while slow rewards are waited for", "the step is given up, the one before is kept")
+@pytest.mark.parametrize("number", ASKS[1:], ids=lambda number: number.name)
+def test_a_long_step(box: Box, number: signal.Signals) -> None:
+    (box.folder / "slow.py").write_text(SLOW)
+    settings = ("reward.name=slow:score", "reward.workers=1", "rollout.prompts_per_step=64")  # 51 s
+    launcher = box.train(*SETTINGS, *settings)
+    wait_for(lambda: box.steps() >= 2 or launcher.poll() is not None, START_S, "a step")
+    time.sleep(3)
+    began = time.monotonic()
+    launcher.send_signal(number)
+    wait_for(lambda: (box.status().get("stopping") or {}).get("said"), NOTICED_S, "that it is noticed")
+    ended(box, launcher, number)
+    assert time.monotonic() - began < 45
+    status = box.status()
+    assert "of step 2" in status["reason"], status
+    assert "the state after step 1 is kept" in status["reason"]
+    assert checkpoints.steps(box.run / "checkpoints") == [1]
 
 
 @pytest.mark.fault("USR1 reaches every process of a run", "the engine and the rewards go on until the step is finished")

@@ -186,11 +186,27 @@ def test_a_second_start(box: Box) -> None:
     process = begun(box)
     other = Box(box.folder)
     shutil.copy(box.folder / "screen", box.folder / "screen_1")
-    for mode in ("refuse", "archive"):
+    for mode in ("refuse", "archive", "resume"):
         assert other.train(f"run.if_exists={mode}").wait(PATIENCE_S) == 2
         assert "goes on" in other.screen
     before = box.steps()
     wait_for(lambda: box.steps() > before, PATIENCE_S, "a step after that")
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 143
-    assert box.status()["reason"] == "stopped by SIGTERM"
+    assert "SIGTERM" in box.status()["reason"]
+
+
+@pytest.mark.fault("five whole runs are started at once under one name", "one runs to its end, the others are told")
+@pytest.mark.parametrize("mode", ["refuse", "archive", "resume"])
+def test_five_starts_at_once(box: Box, mode: str) -> None:
+    starts = []
+    for number in range(5):
+        screen = (box.folder / f"screen_{number}").open("w")
+        starts.append(box.train("run.steps=2", f"run.if_exists={mode}", stdout=screen))
+    codes = [process.wait(PATIENCE_S) for process in starts]
+    said = [(box.folder / f"screen_{number}").read_text() for number in range(5)]
+    assert sorted(codes) == [0, 2, 2, 2, 2], "\n".join(said)
+    for code, text in zip(codes, said, strict=True):
+        assert code == 0 or ("error: run.name: run directory" in text and "Traceback" not in text)
+    assert box.status()["state"] == "finished"
+    assert [path.name for path in (box.folder / "runs").iterdir() if path.name.startswith("run")] == ["run"]

@@ -37,6 +37,7 @@ def test_a_killed_run_goes_on(box: Box, undisturbed: Path, chain: int) -> None:
     for moment in kills.moments(SEED + chain, count):
         said = kills.strike(box, moment)
         state = box.status().get("state") if (box.run / "status.json").exists() else "none"
+        assert state == "none" or not kills.unkept(box, moment)
         print(f"{moment}: {state}, {box.steps()} lines; {said.strip().splitlines()[-1:]}", flush=True)
     assert box.train(*kills.RECIPE).wait(kills.START_S) == 0, box.screen
     assert not kills.differences(box.run, undisturbed)

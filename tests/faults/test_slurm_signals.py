@@ -11,6 +11,8 @@ import psutil
 import pytest
 from box import ROOT, SMALL, Box, wait_for
 
+from megatron_rl.runs import checkpoints
+
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, ("munged", "slurmctld", "slurmd", "sbatch"))),
     reason="needs root and Debian's slurm-wlm and munge",
@@ -46,6 +48,16 @@ class Rehearsal:
     def ended_well(self) -> None:
         assert self.process.wait(END_S) == 0, self.box.screen
         assert (self.box.run / "model" / "model.safetensors.index.json").exists()
+        assert checkpoints.steps(self.box.run / "checkpoints")
+        self.left_nothing()
+
+    def ended_in_the_start(self) -> None:
+        """There was nothing to save."""
+        self.process.wait(END_S)
+        assert not (self.box.run / "status.json").exists() or self.box.status()["state"] == "stopped", self.box.screen
+        self.left_nothing()
+
+    def left_nothing(self) -> None:
         assert self.box.steps() < 1000
         assert not self.box.processes()
         assert not list(self.box.tmp.iterdir())
@@ -70,19 +82,19 @@ def test_usr1_to_every_process_of_the_step(rehearsal: Rehearsal) -> None:
     rehearsal.ended_well()
 
 
-@pytest.mark.fault("scancel sends USR1 as soon as there is a step", "it is kept, and the run ends well after a step")
+@pytest.mark.fault("scancel sends USR1 as soon as there is a step", "it is kept; the run ends before its first step")
 def test_usr1_in_the_first_moment_of_the_ranks(rehearsal: Rehearsal) -> None:
     wait_for(lambda: "job 1" in rehearsal.box.screen, END_S, "the job")
     wait_for(lambda: "ranks\n" in rehearsal.box.screen.partition("on n1")[2], END_S, "the prologue's last word")
     wait_for(lambda: rehearsal.scancel("1.0"), 60, "a step that can be signalled")
-    rehearsal.ended_well()
+    rehearsal.ended_in_the_start()
 
 
-@pytest.mark.fault("USR1 reaches a batch script that still checks the recipe", "it is kept for the ranks")
+@pytest.mark.fault("USR1 reaches a batch script that still checks the recipe", "the job ends, and is not queued again")
 def test_usr1_in_the_prologue(rehearsal: Rehearsal) -> None:
     wait_for(lambda: "rehearse: job 1" in rehearsal.box.screen, END_S, "the job")
     wait_for(lambda: rehearsal.scancel("--batch", "1"), 60, "a batch script that can be signalled")
-    rehearsal.ended_well()
+    rehearsal.ended_in_the_start()
 
 
 @pytest.mark.fault("Ctrl-C of a rehearsal", "the job ends, and the daemons after it")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets
 from safetensors.torch import load_file, save_file
+from saver_worker import saves
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import (
@@ -270,6 +271,7 @@ KINDS = {
     "dead_rank": dead_rank,
     "activations": activations,
     "checkpoint": checkpoint,
+    "saves": saves,
     "memory": memory,
 }
 

@@ -22,7 +22,9 @@ from megatron_rl import cli
 from megatron_rl.config.schema import IfExists
 from megatron_rl.models.kept_state import look_into
 from megatron_rl.models.saved_tensor import read_saved
+from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_index import CheckpointError, read_index
+from megatron_rl.models.torch_dist_places import Entry
 from megatron_rl.models.torch_dist_writer import Block, write_blocks, write_index
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.run_dir import open_run
@@ -246,3 +248,25 @@ def test_a_damaged_index(run: Path) -> None:
             read_index(folder)
         except CheckpointError:
             pass
+
+
+@pytest.mark.fault(
+    "a part of a tensor is there twice, or not at all", "it is refused: nothing is left as it happened to be"
+)
+def test_parts_that_do_not_cover(tmp_path: Path) -> None:
+    entry = Entry("embedding.word_embeddings.weight", ())
+
+    def reader(*rows: int) -> Reader:
+        folder = tmp_path / str(rows)
+        folder.mkdir()
+        blocks = [Block(entry.key, (8, 8), (row, 0), WEIGHT[row : row + 4]) for row in rows]
+        write_index(folder, write_blocks(folder / "rank_0.distcp", blocks))
+        return Reader(folder)
+
+    assert torch.equal(reader(0, 4).read(entry, (2, 1), (5, 3)), WEIGHT[2:7, 1:4])
+    overlapping = reader(0, 3)
+    with pytest.raises(CheckpointError, match="holds a part of it twice"):
+        overlapping.read(entry, (0, 0), (8, 8))
+    assert torch.equal(overlapping.read(entry, (4, 0), (3, 8)), WEIGHT[4:7])
+    with pytest.raises(CheckpointError, match="is incomplete: 8 of 16 values"):
+        overlapping.read(entry, (6, 0), (2, 8))

@@ -33,7 +33,7 @@ def test_the_toy_is_no_advice_for_a_large_model(
     assert cli.main(["train", str(ROOT / "recipes" / "dapo_int8.yaml"), "--dry-run"]) == 2
     said = capsys.readouterr().err
     assert "model.path: no config.json in 'models/Qwen3-8B'; name a Hugging Face model folder, or bring the" in said
-    assert "data.train: no file 'data/dapo_math/train.parquet'; bring it there, or name another file" in said
+    assert "data.train: no file 'data/dapo_math_17k.parquet'; bring it there, or name another file" in said
     assert "toy" not in said
     assert cli.main(["train", str(ROOT / "recipes" / "toy_sft.yaml"), "--dry-run"]) == 2
     said = capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_a_recipe_for_a_machine_elsewhere(
         ("quickstart.yaml", "1x2xL40S", ["model.path=Qwen3-8B"], ["share GPU 0", "gpu_memory_utilization"]),
         ("quickstart_fleet.yaml", "1x2xH100", ["model.path=Qwen3-8B", "sampler.devices=['1','2']"],
          ["sampler.devices: 2", "0 to 1"]),
-        ("quickstart.yaml", "1x2xH100", [], ["model.path", "runs/toy_sft/model", "cards: Qwen3-8B"]),
+        ("quickstart.yaml", "1x2xH100", [], ["model.path", "runs/toy_sft/model", "cards: Llama-3.1-70B, "]),
         ("dapo_int8.yaml", "1x8xRTX", [], ["--on 1x8xRTX", *GPUS]),
         ("dapo_int8.yaml", "8xH100", [], ["--on 8xH100", "1x8xH100-80"]),
         ("dapo_int8.yaml", "0x8xH100", [], ["--on 0x8xH100"]),

@@ -52,7 +52,7 @@ def main() -> None:
         for step in range(options.saves + 1):
             alone.append(seconds(lambda: learner.update(targets)))
             copy.append(seconds(lambda: target.copy_(source)))
-            blocked.append(seconds(lambda step=step: saver.begin(step, {"driver": {}})))
+            blocked.append(seconds(lambda step=step: (saver.stand(), saver.begin(step, {"driver": {}}))))
             during = []
             while not saver.settled:
                 during.append(seconds(lambda: learner.update(targets)))

@@ -1,8 +1,8 @@
 """Answers per second that one reward worker judges:      python tools/bench/rewards.py [REWARD ...]
 
-The whole way of an answer is measured: row and response to the worker, the verdict back. Responses have a few thousand
-characters, 16 to a problem: a third of them right, the others one of four mistakes. The first problems, which fill caches
-of the parser, are left out. CPU seconds are the worker's own, so that a busy machine does not count.
+The whole way of an answer is measured: row and response to the worker, the verdict back. Responses have thousands of
+characters, 16 to a problem: a third of them right, the others one of four mistakes. The first problems, which fill
+caches of the parser, are left out. CPU seconds are the worker's own, so that a busy machine does not count.
 """
 
 from __future__ import annotations

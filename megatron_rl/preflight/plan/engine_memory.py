@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.fleet import max_sequences
+from megatron_rl.config.fleet import HOST_CACHE_BYTES, max_sequences
 from megatron_rl.config.schema import Format, KvCache, QuantizationSection, SamplerSection
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
@@ -16,6 +16,7 @@ from megatron_rl.preflight.plan.weights import BF16, engine_weights
 GIB = 1 << 30
 UTILIZATION = 0.92  # vLLM's own, where sampler.vllm.gpu_memory_utilization names no other
 RUNTIME = 3 * GIB  # CUDA's context, NCCL, CUDA graphs
+HOST_RUNTIME = 1.8 * GIB  # of an engine without a GPU, as measured
 ASLEEP = 2 * GIB  # what of them stays
 BATCHED = 4096  # tokens of a step at least: sampler/engine_settings.py
 FP32 = 4
@@ -29,7 +30,7 @@ class EngineMemory:
     runtime: float  # context, NCCL, graphs, and what a step of the largest batch needs
     cache: float
     token: float  # bytes of the cache for one token
-    asleep: float  # what it keeps while the learner works; all of it, if it never sleeps
+    asleep: float  # what it keeps while it sleeps
 
     @property
     def total(self) -> float:
@@ -47,18 +48,21 @@ def of_engine(
     quantization: QuantizationSection,
     format: Format,
     longest: int,
-    capacity: float,
+    capacity: float | None,
+    host: bool = False,
 ) -> EngineMemory:
-    """`longest`: tokens of a prompt with its answer. `capacity`: bytes of a GPU."""
+    """`longest`: tokens of a prompt with its answer. `capacity`: bytes of a GPU; None: not known, and no cache."""
     shape, tp, given = model.shape, sampler.tensor_parallel, sampler.vllm
     weights = engine_weights(shape, format, quantization.ignore).of_rank(tp, shape.kv_heads)
     runtime = RUNTIME + _step(model, tp, max(longest, BATCHED), given, max_sequences(sampler))
     token = cache_token(shape, tp, quantization.kv_cache)
-    if given.get("kv_cache_memory_bytes") is not None:
-        cache = float(given["kv_cache_memory_bytes"])
-    else:
-        cache = float(given.get("gpu_memory_utilization") or UTILIZATION) * capacity - weights - runtime
-    return EngineMemory(weights, runtime, cache, token, ASLEEP)
+    cache = given.get("kv_cache_memory_bytes")
+    if host:
+        runtime, cache = HOST_RUNTIME, cache or HOST_CACHE_BYTES
+    elif cache is None:
+        share = float(given.get("gpu_memory_utilization") or UTILIZATION)
+        cache = share * capacity - weights - runtime if capacity else 0.0
+    return EngineMemory(weights, runtime, float(cache), token, ASLEEP)
 
 
 def cache_token(shape: ModelShape, tp: int, cache: KvCache) -> float:

@@ -10,6 +10,7 @@ from megatron_rl.config.schema import Sleep, SyncSection, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model
+from megatron_rl.preflight.placement import RANK_GIB
 from megatron_rl.preflight.plan.engine_memory import GIB, EngineMemory
 from megatron_rl.preflight.plan.learner_memory import LOGIT_CHUNKS, LearnerMemory
 from megatron_rl.preflight.plan.weights import BF16, EngineWeights
@@ -31,6 +32,7 @@ class Memory:
     gpus: int
     phases: Mapping[str, Mapping[str, float]]
     limit: float | None  # bytes that a GPU has; None: not known
+    what: str = "a GPU of"
 
     @property
     def peak_phase(self) -> str:
@@ -53,14 +55,15 @@ class Memory:
         return "tight" if self.margin < TIGHT * self.limit else "fits"
 
 
-def learner_phases(memory: LearnerMemory, model: Model) -> dict[str, dict[str, float]]:
-    """Of a GPU that works for the learner alone."""
+def learner_phases(memory: LearnerMemory, model: Model, host: bool = False) -> dict[str, dict[str, float]]:
+    """Of a GPU that works for the learner alone, or of a rank on a host."""
+    runtime = {"CUDA, NCCL": CONTEXT + COMMUNICATOR * communicators(model.layout)}
     held = {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "masters, moments": memory.optimizer,
         "reference policy": memory.reference,
-        "CUDA, NCCL": CONTEXT + COMMUNICATOR * communicators(model.layout),
+        **({"process": RANK_GIB * GIB} if host else runtime),
     }
     logits = 2 * memory.logits + LOGIT_CHUNKS if memory.logits else 0.0
     at_logits = memory.of_logits >= memory.recomputed + memory.gradients_of_layer
@@ -84,7 +87,7 @@ def _together(held: Mapping[str, float], passing: Mapping[str, float]) -> dict[s
     found = dict(held)
     for part, nbytes in passing.items():
         found[part] = found.get(part, 0.0) + nbytes
-    found["allocator"] = SLACK * sum(passing.values())
+    found["allocator"] = SLACK * sum(passing.values()) if "process" not in held else 0.0
     return {part: nbytes for part, nbytes in found.items() if nbytes}
 
 

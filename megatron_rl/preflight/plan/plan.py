@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.fleet import distinct_formats
+from megatron_rl.config.fleet import distinct_formats, max_sequences
 from megatron_rl.config.schema import Config, Device, Format
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
@@ -48,6 +48,7 @@ class Plan:
     kept_gib: float  # a checkpoint
     assumed: Assumptions
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what costs, and is allowed
 
     @property
     def verdict(self) -> str:
@@ -60,9 +61,10 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
     model = Model.of(hf_config, Layout.from_config(config.learner))
     found = roles(model.layout, config.sampler, machine.gpus)
     work = Workload.of(config.rollout, config.learner, assumed)
+    host = machine.kind == Device.cpu
     limit = machine.gib * GIB * phases.USABLE if machine.gib else None
     format = distinct_formats(config.sampler, config.quantization)[0]
-    engine = of_engine(model, config.sampler, config.quantization, format, longest(config), limit or 0.0)
+    engine = of_engine(model, config.sampler, config.quantization, format, longest(config), limit, host)
     memory = _memory(config, model, machine, found, work, engine, format, limit)
     problems = [*_too_much(config, memory), *_too_little(engine, work, limit)]
     time = None
@@ -83,6 +85,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
         kept_gib=STATE * parameters(model.shape) / GIB,
         assumed=assumed,
         problems=tuple(problems),
+        notes=tuple(_notes(found, model, machine, engine, work, config, memory)),
     )
 
 
@@ -102,11 +105,13 @@ def _memory(
     format: Format,
     limit: float | None,
 ) -> list[Memory]:
-    of_learner = learner_phases(heaviest(config, model, work, machine.kind == Device.cpu), model)
+    host = machine.kind == Device.cpu
+    of_learner = learner_phases(heaviest(config, model, work, host), model, host)
     weights = engine_weights(model.shape, format, config.quantization.ignore)
     of_engine = engine_phases(engine, weights, config.sync, config.sampler.sleep)
     kinds = {"learner": of_learner, "learner and engine": joined(of_learner, of_engine), "engine": of_engine}
-    return [Memory(kind, gpus, kinds[kind], limit) for kind, gpus in roles.kinds.items()]
+    what = "a process of" if host else "a GPU of"
+    return [Memory(kind, gpus, kinds[kind], limit, what) for kind, gpus in roles.kinds.items()]
 
 
 def heaviest(config: Config, model: Model, work: Workload, host: bool) -> LearnerMemory:
@@ -124,8 +129,6 @@ def heaviest(config: Config, model: Model, work: Workload, host: bool) -> Learne
 
 
 def _cache(config: Config, engine: EngineMemory, work: Workload) -> Cache:
-    from megatron_rl.config.fleet import max_sequences
-
     tokens = engine.tokens
     return Cache(tokens, int(tokens / work.longest), int(tokens / work.length), max_sequences(config.sampler))
 
@@ -144,10 +147,35 @@ def _too_much(config: Config, memory: Sequence[Memory]) -> list[str]:
     return found
 
 
+def _notes(
+    roles: Roles,
+    model: Model,
+    machine: Machine,
+    engine: EngineMemory,
+    work: Workload,
+    config: Config,
+    memory: Sequence[Memory],
+) -> Iterator[str]:
+    idle = machine.gpus * machine.nodes - roles.gpus
+    if machine.gpus and idle > 0:
+        yield f"{idle} of {machine.gpus * machine.nodes} GPUs have nothing to do"
+    if machine.gpus and model.layout.tp > machine.gpus:
+        yield f"learner.tensor_parallel={model.layout.tp} is more than the {machine.gpus} GPUs of a node: slow links"
+    wanted = min(max_sequences(config.sampler), -(-work.sequences // roles.engines))
+    if machine.gib and engine.tokens / work.length < wanted / 2:
+        yield f"the cache holds {int(engine.tokens / work.length)} of {wanted} sequences at the mean: the others wait"
+    yield from (
+        f"{one.kind}: tight, a longer answer or another library may be too much"
+        for one in memory
+        if one.verdict == "tight"
+    )
+
+
 def _too_little(engine: EngineMemory, work: Workload, limit: float | None) -> list[str]:
     if limit is None or engine.tokens >= work.longest:
         return []
     return [
         f"sampler.vllm.gpu_memory_utilization: {engine.tokens:,} tokens of cache are left beside "
-        f"{engine.weights / GIB:.1f} GiB of weights, and one prompt with its answer takes {work.longest:,}; raise it, or sampler.tensor_parallel"
+        f"{engine.weights / GIB:.1f} GiB of weights, and one prompt with its answer takes {work.longest:,}; raise "
+        "it, or sampler.tensor_parallel"
     ]

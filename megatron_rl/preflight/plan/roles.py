@@ -51,10 +51,11 @@ class Roles:
 
 
 def roles(layout: Layout, sampler: SamplerSection, per_node: int) -> Roles:
-    """`per_node`: GPUs of a node; 0 where that is not known, or where there are none: everything is on one."""
+    """`per_node`: GPUs of a node; 0 for a host without, where each process stands for one."""
     distant = len(sampler.fleet.addresses)
     started = sampler.fleet.replicas if is_fleet(sampler) else 1
     size = per_node or layout.world + started * sampler.tensor_parallel
-    local = tuple(sorted(gpus_of_engines(sampler)))
+    beside = range(layout.world, layout.world + started * sampler.tensor_parallel)
+    local = tuple(sorted(gpus_of_engines(sampler))) if per_node else tuple(beside)
     shared = tuple(gpu for gpu in local if gpu < min(layout.world, size))
     return Roles(layout.world, started + distant, sampler.tensor_parallel, distant, size, local, shared)

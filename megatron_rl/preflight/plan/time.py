@@ -18,7 +18,7 @@ from megatron_rl.preflight.plan.weights import BF16, EngineWeights, held
 from megatron_rl.preflight.plan.workload import Assumptions, Operations, Workload, operations
 
 TERA, GIGA = 1e12, 1e9
-# verl's pull request 7519, Qwen3-8B on Blackwell: even at so many tokens of a step, 12 to 18 % of an update at 3.4 million
+# verl's pull request 7519 (Qwen3-8B): even at so many tokens of a step, 12 to 18 % of an update at 3.4 million
 FP8_PAYS = 580_000
 FP8_GAIN = 0.18  # of the time of the products, at best
 
@@ -62,7 +62,7 @@ class Learner:
         return work / peak / slower / self.model.layout.world
 
     def collectives(self, tokens: float, passes: float) -> float:
-        """Of tensor and expert parallel layers; `passes`: 1 forward, 2 with backward, more where layers are repeated."""
+        """Of tensor and expert parallel layers; `passes`: 1 forward, 2 with backward, 3 with layers repeated."""
         layout, shape = self.model.layout, self.model.shape
         of_rank = tokens / layout.dp / layout.cp
         layers = shape.layers / layout.pp

@@ -67,6 +67,10 @@ class Supervisor:
             try:
                 await self._bring_up()
             except WeightSyncError as error:
+                self._state.note(
+                    f"{replica.name} refuses policy version {self._state.version} as it is kept ({error}). This takes "
+                    f"one of its {MAX_RESTARTS} restarts, and so does each further try before the next version"
+                )
                 await self._failed(f"the re-sync was refused: {error}")
             except Exception as error:  # every kind: a server without its supervisor would be lost in silence
                 await self._failed(

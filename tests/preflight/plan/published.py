@@ -81,7 +81,8 @@ def ranks(tp: int = 1, pp: int = 1, dp: int = 1, ep: int = 1) -> dict[str, Any]:
 
 RAN = {
     "Qwen3-30B-A3B, PP2 EP8": Published(
-        SWIFT + "moe/qwen3_moe.sh", "Qwen3-30B-A3B", "2x8xA100", ranks(pp=2, dp=8, ep=8), 8192, 16, gib=60, megatron=FULL
+        SWIFT + "moe/qwen3_moe.sh", "Qwen3-30B-A3B", "2x8xA100", ranks(pp=2, dp=8, ep=8), 8192, 16, gib=60,
+        megatron=FULL,
     ),
     "Qwen3-30B-A3B, TP4 PP2 EP4": Published(
         SWIFT + "mcore_bridge/full/moe.sh", "Qwen3-30B-A3B", "1x8xA100", ranks(tp=4, pp=2, ep=4), 8192, 4, gib=76,
@@ -125,7 +126,8 @@ RAN = {
         },
     ),
     "Qwen2.5-7B, TP4, an engine beside it": Published(
-        VERL + "2", "Qwen2.5-7B", "1x8xH100", ranks(tp=4, dp=2), 10240, 512, engine=0.6, reference=True, megatron=SP
+        VERL + "2", "Qwen2.5-7B", "1x8xH100", ranks(tp=4, dp=2), 10240, 512, engine=0.6, reference=True,
+        megatron=SP,
     ),
 }  # fmt: skip
 DIED = {
@@ -133,13 +135,16 @@ DIED = {
         "github.com/NVIDIA/Megatron-LM, issue 606", "Llama-2-7B", "1x8xA100-40", ranks(dp=8), 64, 8
     ),
     "Qwen2.5-7B, TP2 CP2, an engine with 0.8": Published(
-        VERL + "4", "Qwen2.5-7B", "1x8xH100", ranks(tp=2, dp=4), 10240 // 2, 512, engine=0.8, reference=True, megatron=SP
+        VERL + "4", "Qwen2.5-7B", "1x8xH100", ranks(tp=2, dp=4), 10240 // 2, 512, engine=0.8, reference=True,
+        megatron=SP,
     ),
     "Qwen2.5-7B, TP2 CP2, an engine with 0.5": Published(
-        VERL + "5", "Qwen2.5-7B", "1x8xH100", ranks(tp=2, dp=4), 10240 // 2, 512, engine=0.5, reference=True, megatron=SP
+        VERL + "5", "Qwen2.5-7B", "1x8xH100", ranks(tp=2, dp=4), 10240 // 2, 512, engine=0.5, reference=True,
+        megatron=SP,
     ),
     "Qwen2.5-7B, TP2, an engine with 0.6": Published(
-        VERL + "10", "Qwen2.5-7B", "1x8xH100", ranks(tp=2, dp=4), 10240, 512, engine=0.6, reference=True, megatron=SP
+        VERL + "10", "Qwen2.5-7B", "1x8xH100", ranks(tp=2, dp=4), 10240, 512, engine=0.6, reference=True,
+        megatron=SP,
     ),
     "Qwen2.5-7B, TP2, recomputed, an engine with 0.6": Published(
         VERL + "11", "Qwen2.5-7B", "1x8xH100", ranks(tp=2, dp=4), 10240, 512, engine=0.6, reference=True,

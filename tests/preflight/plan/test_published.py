@@ -117,16 +117,18 @@ def pai(tp: int, dp: int, seconds: float) -> Timed:
     return Timed(source, "Qwen3-235B-A22B", "32x8xH100", section, 4096, 3896, seconds, "update", limit=3896, layers=96)
 
 
+ETP1 = {"expert_tensor_parallel_size": 1}
+OF_235B = {**FULL, **SP, **ETP1, "num_layers_in_first_pipeline_stage": 11, "num_layers_in_last_pipeline_stage": 11}
+
 # each list from fast to slow
 ORDERED: dict[str, list[Timed]] = {
     "models": [
         nemo("Llama-3.1-8B", "2x8xH100", {**ranks(pp=2, dp=8), "megatron": FULL}, (16, 1), 1060, 97.7),
-        nemo("Qwen3-30B-A3B", "4x8xH100", {**ranks(tp=2, dp=16, ep=8), "megatron": {**SP, "expert_tensor_parallel_size": 1}}, (8, 4), 3154, 225),
+        nemo("Qwen3-30B-A3B", "4x8xH100", {**ranks(tp=2, dp=16, ep=8), "megatron": {**SP, **ETP1}}, (8, 4), 3154, 225),
         nemo("Qwen3-32B", "4x8xH100", {**ranks(tp=4, pp=4, dp=2), "megatron": SP}, (8, 4), 3206, 393),
-        nemo("Qwen3-235B-A22B", "16x8xH100",
-             {**ranks(tp=2, pp=8, dp=8, ep=16),
-              "megatron": {**FULL, **SP, "expert_tensor_parallel_size": 1, "num_layers_in_first_pipeline_stage": 11, "num_layers_in_last_pipeline_stage": 11}},
-             (8, 16), 5671, 506),
+        nemo(
+            "Qwen3-235B-A22B", "16x8xH100", {**ranks(tp=2, pp=8, dp=8, ep=16), "megatron": OF_235B}, (8, 16), 5671, 506
+        ),
     ],
     "GPUs": [
         verl("4x8xH100", ranks(tp=4, dp=8), 175, "step", 32),

@@ -1,0 +1,226 @@
+"""The prompts of one file: which rows count, what the model is to read, and what is too long for it.
+
+Small data sets are encoded at once; of large ones a prompt is read and encoded when it is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import DataSection, LongPrompts
+from megatron_rl.data.distinct import distinct
+from megatron_rl.data.layouts import Layout, Rows, TextColumns, field, has, recognised, split
+from megatron_rl.data.rows import read_rows
+from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.types import Prompt
+
+AT_ONCE = 50_000  # prompts: of a larger data set only those are encoded at the start that may be too long
+_KINDS = 10_000  # rows in which kinds of conversation are looked for, of a large data set
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Prompts, and what was left out on the way."""
+
+    prompts: Sequence[Prompt]
+    rows: int
+    duplicates: int
+    too_long: int
+    conflicts: int = 0
+    shares: tuple[tuple[int, float], ...] = ()  # of several files: how many prompts, which are neighbours; the weight
+    columns: str = ""  # how they were recognised, where nobody named them
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def describe(self) -> str:
+        counts = ((self.duplicates, "duplicates"), (self.conflicts, "with two answers"), (self.too_long, "too long"))
+        left_out = ", ".join(f"{n} {what}" for n, what in counts if n)
+        notes = [*([f"{left_out} left out"] if left_out else []), *filter(None, [self.columns])]
+        return f"{len(self)} prompts of {self.rows} rows" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+class Source(Sequence[Prompt]):
+    """Distinct prompts of one file, made when they are asked for."""
+
+    def __init__(
+        self,
+        key: str,
+        path: Path,
+        config: DataSection,
+        tokenizer: FolderTokenizer,
+        needs_answer: bool,
+        first_id: int = 0,
+    ) -> None:
+        self._key, self._path, self._config, self._tokenizer = key, path, config, tokenizer
+        self._needs_answer, self._first_id = needs_answer, first_id
+        self._most = 0  # tokens that a prompt may have
+        self._rows: Rows = read_rows(key, path)
+        self._layout = Layout("prompt", "answer")
+        if self._rows:
+            self._layout = recognised(self._rows[0], config.prompt_key, config.answer_key, f"row 0 of {path}")
+        self._sizes = array("L")  # bytes of each row's prompt
+        found = distinct(self._pairs())
+        self._kept, self._duplicates, self._conflicts = found.rows, found.duplicates, found.conflicts
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        return self._made(place, self._tokenizer.encode_texts([self._text(place)], self._most)[0])
+
+    def load(self, max_tokens: int, sample: int | None) -> Dataset:
+        """`sample`: only so many prompts are encoded, of which the others are like."""
+        self._most = max_tokens
+        chosen = self._to_encode(max_tokens, sample)
+        ids = self._tokenizer.encode_texts([self._text(each) for each in chosen], max_tokens)
+        encoded = dict(zip(chosen, ids, strict=True))
+        empty = next((each for each, ids in encoded.items() if not ids), None)
+        if empty is not None:
+            raise ConfigError(f"{self._key}: {self._where(empty)} has an empty prompt; remove it")
+        too_long = [each for each, ids in encoded.items() if len(ids) > max_tokens]
+        if too_long and self._config.long_prompts == LongPrompts.error:
+            most = max(map(len, encoded.values()))
+            raise ConfigError(
+                f"rollout.max_prompt_tokens: {max_tokens}, but {len(too_long)} prompts of {self._path} are longer (the "
+                f"longest has {most} tokens{' or more' if most > 2 * max_tokens else ''}); raise it, or set "
+                "data.long_prompts=drop"
+            )
+        if len(too_long) == len(self):
+            counts = f"{len(self._rows)} rows, {len(too_long)} too long"
+            counts += f", {self._conflicts} with two answers" if self._conflicts else ""
+            raise ConfigError(f"{self._key}: {self._path} leaves no prompts ({counts})")
+        prompts: Sequence[Prompt] = self
+        if len(encoded) == len(self) and sample is None:
+            prompts = tuple(self._made(each, ids) for each, ids in encoded.items() if len(ids) <= max_tokens)
+        else:
+            self._kept = np.delete(self._kept, too_long)
+        return Dataset(
+            prompts, len(self._rows), self._duplicates, len(too_long), self._conflicts, columns=self._recognised()
+        )
+
+    def _to_encode(self, max_tokens: int, sample: int | None) -> list[int]:
+        """All of a small data set. Of a large one those that may be too long, and some of each kind.
+
+        No tokenizer makes more tokens than bytes of a text; a template adds what it adds to the shortest prompt.
+        """
+        if len(self) <= AT_ONCE and sample is None:
+            return list(range(len(self)))
+        sizes = np.asarray(self._sizes)[self._kept]
+        if not len(sizes):
+            return []
+        ranked = np.argsort(-sizes, kind="stable")
+        kinds = {self._kind(each): each for each in range(min(len(self), _KINDS))}
+        if sample is None:
+            shortest = self._tokenizer.encode_texts([self._text(int(ranked[-1]))], max_tokens)[0]
+            ranked = np.flatnonzero(sizes + len(shortest) > max_tokens)
+        else:
+            ranked = np.concatenate([ranked[:sample], ranked[-1:]])
+        return list(dict.fromkeys([*map(int, ranked), *kinds.values()]))
+
+    def _kind(self, place: int) -> Any:
+        """One of each kind of conversation, for the template."""
+        prompt = self._prompt(self._rows[int(self._kept[place])], int(self._kept[place]))
+        if isinstance(prompt, str):
+            return None
+        return tuple((each["role"], type(each.get("content")), *each) for each in prompt)
+
+    def _pairs(self) -> Iterator[tuple[bytes, bytes]]:
+        """Prompt and answer of every row; the answers only where somebody needs them."""
+        prompt_key, answer_key = self._layout.prompt, self._layout.answer
+        rows = self._rows
+        if isinstance(rows, TextColumns) and rows.is_text(prompt_key, answer_key):
+            for index, (prompt, answer) in enumerate(rows.pairs(prompt_key, answer_key)):
+                if prompt is None or (answer is None and self._needs_answer):
+                    self._pair(rows[index], index)  # says what is wrong
+                text = prompt.encode()
+                self._sizes.append(len(text))
+                yield text, answer.encode() if self._needs_answer else b""
+            return
+        for index, row in enumerate(rows):
+            text, told = self._pair(row, index)
+            self._sizes.append(len(text))
+            yield text, told
+
+    def _pair(self, row: dict[str, Any], index: int) -> tuple[bytes, bytes]:
+        prompt = self._prompt(row, index)
+        answer = self._answer(row, index) if self._needs_answer else ""
+        return (prompt if isinstance(prompt, str) else json.dumps(prompt)).encode(), answer.encode()
+
+    def _prompt(self, row: dict[str, Any], index: int) -> str | Messages:
+        row, layout = split(row, self._layout)
+        where = f"row {index} of {self._path}"
+        try:
+            prompt = field(row, layout.prompt)
+        except LookupError as error:
+            raise ConfigError(f"data.prompt_key: {layout.prompt!r} is not in {where}: {error}") from None
+        if isinstance(prompt, str):
+            return prompt
+        if not isinstance(prompt, list):
+            kind = type(prompt).__name__
+            raise ConfigError(
+                f"data.prompt_key: {layout.prompt!r} of {where} is {kind}, expected text or a list of messages"
+            )
+        if not prompt or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt):
+            raise ConfigError(
+                f"data.prompt_key: {layout.prompt!r} of {where} is a list, but not one of messages such as "
+                '{"role": "user", "content": "..."}'
+            )
+        return prompt
+
+    def _answer(self, row: dict[str, Any], index: int) -> str:
+        row, layout = split(row, self._layout)
+        where = f"row {index} of {self._path}"
+        try:
+            answer = field(row, layout.answer)
+        except LookupError as error:
+            raise ConfigError(f"data.answer_key: {layout.answer!r} is not in {where}: {error}") from None
+        if answer is None or isinstance(answer, (list, dict)):
+            kind = "null" if answer is None else type(answer).__name__
+            raise ConfigError(
+                f"data.answer_key: {layout.answer!r} of {where} is {kind}, expected text or a number; remove the row"
+            )
+        return str(answer)
+
+    def _text(self, place: int) -> str:
+        """What the model is to read."""
+        index = int(self._kept[place])
+        prompt, config = self._prompt(self._rows[index], index), self._config
+        if isinstance(prompt, str) and (config.template is not None or config.system_prompt is not None):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, list) and config.system_prompt is not None and prompt[0]["role"] != "system":
+            prompt = [{"role": "system", "content": config.system_prompt}, *prompt]
+        try:
+            return self._tokenizer.text(prompt, config.template)
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({self._where(place)})") from None
+
+    def _made(self, place: int, ids: Sequence[int]) -> Prompt:
+        index = int(self._kept[place])
+        prompt = self._prompt(self._rows[index], index)
+        row, layout = split(dict(self._rows[index]), self._layout)
+        for name in (layout.prompt, layout.answer):  # where it lies inside a column, everyone still reads row[name]
+            if name not in row and has(row, name):
+                row[name] = field(row, name)
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        return Prompt(self._first_id + index, tuple(ids), text, row, layout.prompt, layout.answer)
+
+    def _where(self, place: int) -> str:
+        return f"row {int(self._kept[place])} of {self._path}"
+
+    def _recognised(self) -> str:
+        if (self._config.prompt_key and self._config.answer_key) or self._layout.publisher == "as here":
+            return ""
+        return f"prompt in {self._layout.prompt}, answer in {self._layout.answer}: {self._layout.publisher}"

@@ -1,0 +1,54 @@
+"""What Slurm says of the job that this process belongs to: nothing where it belongs to none."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from contextlib import suppress
+from datetime import datetime
+
+from megatron_rl.config import ConfigError
+
+JOB = "SLURM_JOB_ID"
+ASK_S = 5.0
+ANOTHER_ENDED = "another rank has ended; srun's own lines say which one, and how"
+
+
+def seconds_left() -> float | None:
+    """Until the job's time limit; None where there is none, or nobody says."""
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if end.isdigit():
+        return int(end) - time.time()
+    with suppress(ValueError):
+        return datetime.fromisoformat(_about_job().get("EndTime", "")).timestamp() - time.time()
+    return None
+
+
+def job_goes_on() -> bool:
+    """Slurm sends SIGTERM when a job is to end, and when another of its tasks has failed: then the job goes on."""
+    return _about_job().get("JobState") == "RUNNING"
+
+
+def rank_environment() -> dict[str, str]:
+    """What torch wants to know of a rank, from what srun says of a task."""
+    if "MEGATRON_RL_RENDEZVOUS" not in os.environ:  # several nodes
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(f"--ranks slurm: {', '.join(missing)} not set; slurm/prologue.sh exports them")
+    return {
+        "RANK": os.environ["SLURM_PROCID"],
+        "WORLD_SIZE": os.environ["SLURM_NTASKS"],
+        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+    }
+
+
+def _about_job() -> dict[str, str]:
+    if JOB not in os.environ:
+        return {}
+    ask = ["scontrol", "-o", "show", "job", os.environ[JOB]]
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
+        return dict(re.findall(r"(\w+)=(\S*)", said))
+    return {}

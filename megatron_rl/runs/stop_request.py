@@ -1,0 +1,188 @@
+"""Somebody wants the run to end: noticed by a thread whatever the main thread is at, obeyed where the loop can.
+
+USR1            the step is finished, where the job's time limit leaves room for it
+TERM, Ctrl-C    the same, with half a minute to do it in; a second one ends the run at once
+
+Where the time left is too short, the step is given up: rank 0 leaves what it waits for, and tells the other ranks in
+the broadcast in which they wait for it (`heard`). Before the first step nothing is to be saved, and all three end the
+run at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, Self
+
+from megatron_rl.processes import slurm
+from megatron_rl.processes.process import STOP_AFTER_STEP, interrupt_by_name, release
+from megatron_rl.runs.console import duration
+from megatron_rl.runs.phase_clock import PhaseClock
+from megatron_rl.runs.run_dir import LAUNCHER
+from megatron_rl.runs.status import beat
+
+KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL
+MARGIN_S = 5.0  # for engines to close, and for the last words
+SAVE_LIMIT_S = 600.0  # what a launcher waits for a save, beyond the time that the step has
+START_LIMIT_S = 4.0
+LOOK_S = 0.5
+ASKS = (signal.SIGINT, signal.SIGTERM, STOP_AFTER_STEP)
+WAKE = signal.SIGURG  # from the thread to the main thread, which may wait for an engine
+
+
+class StepGivenUp(BaseException):
+    """On every rank, at the same place: what stood before the step is what is left of it. No error."""
+
+
+class Ranks(Protocol):
+    def broadcast(self, value: Any = None) -> Any: ...
+
+
+def heard(ranks: Ranks, ask: Callable[[], Any]) -> Any:
+    """What rank 0 answers, on every rank; or, on every rank, that it has given the step up."""
+    answer, given_up = None, None
+    try:
+        answer = ask()
+    except StepGivenUp as error:
+        given_up = str(error)
+    answer, given_up = ranks.broadcast((answer, given_up))
+    if given_up is not None:
+        raise StepGivenUp(given_up)
+    return answer
+
+
+class StopRequest:
+    """Rank 0's, from the start of its engines on. `step`: the one under way; None before the first."""
+
+    def __init__(self, clock: PhaseClock, note: Callable[[str], None], run: Path) -> None:
+        self.step: int | None = None
+        self.reason: str | None = None  # once somebody has asked
+        self.save_s: float | None = None  # the longest save so far
+        self._clock, self._note, self._run = clock, note, run
+        self._end = math.inf  # of the time that is left, as time.monotonic() has it
+        self._given_up: str | None = None
+        self._waiting = False  # the main thread, for what it need not wait for
+        self._urgent = False
+        self._ear, self._mouth = os.pipe()
+        os.set_blocking(self._mouth, False)
+        self._main = threading.get_ident()
+        self._thread = threading.Thread(target=self._listen, name="stop requests", daemon=True)
+
+    def __enter__(self) -> Self:
+        for number in (*ASKS, WAKE):
+            signal.signal(number, self._on_signal)
+        signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
+        self._thread.start()
+        release(STOP_AFTER_STEP)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What comes now is too late to change anything but how long the last words take."""
+        signal.signal(STOP_AFTER_STEP, signal.SIG_IGN)
+        signal.signal(WAKE, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupt_by_name)
+        signal.set_wakeup_fd(-1)
+        os.write(self._mouth, b"\0")
+        self._thread.join()
+        os.close(self._mouth)
+        os.close(self._ear)
+
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+    def has_time(self) -> bool:
+        """For the model to be written once more, as a Hugging Face folder."""
+        return self._end == math.inf or (self.save_s is not None and self.left() > self.save_s + MARGIN_S)
+
+    def check(self) -> None:
+        """Between phases: is there time for what follows?"""
+        if self._given_up:
+            raise StepGivenUp(self._given_up)
+
+    def begin(self, step: int) -> None:
+        """A step that nobody has asked to stop before."""
+        self.step = step
+        if self.reason:
+            self._given_up = self._given_up or self.reason
+        self.check()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The main thread waits for answers or scores: it may leave in the middle."""
+        self._waiting = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._waiting = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == WAKE:
+            if self._waiting and self._given_up:
+                self._waiting = False  # once
+                raise StepGivenUp(self._given_up)
+            return
+        if number == signal.SIGTERM and LAUNCHER not in os.environ and slurm.job_goes_on():
+            raise RuntimeError(slurm.ANOTHER_ENDED)
+        if self.step is None or (self._urgent and number != STOP_AFTER_STEP):
+            interrupt_by_name(number, frame)
+        self._urgent = self._urgent or number != STOP_AFTER_STEP
+
+    def _listen(self) -> None:
+        while True:
+            undecided = self.reason is not None and self._given_up is None and self._end < math.inf
+            ready, _, _ = select.select([self._ear], [], [], LOOK_S if undecided else None)
+            for number in os.read(self._ear, 64) if ready else b"":
+                if number == 0:
+                    return
+                if number in ASKS:
+                    self._notice(signal.Signals(number))
+            if undecided and self._clock.rest(after=True) + self._save_s() > self.left():
+                self._give_up("and the time is up")
+
+    def _notice(self, number: signal.Signals) -> None:
+        name, phase = number.name, self._clock.phase or "between phases"
+        if self.step is None:
+            self._say(f"{name} in the start: the run ends now; there is nothing yet to be saved", START_LIMIT_S)
+            return
+        self.reason = f"{name} in {phase} of step {self.step}"
+        left = slurm.seconds_left() if number == STOP_AFTER_STEP else KILL_WAIT_S
+        self._end = min(self._end, math.inf if left is None else time.monotonic() + left - MARGIN_S)
+        limit = None if self._end == math.inf else max(0.0, self.left()) + SAVE_LIMIT_S
+        rest = self._clock.rest() + self._save_s()
+        if self._given_up:
+            self._say(f"{self.reason}: the run is about to end", limit)
+        elif rest > self.left():
+            self._give_up(f"of which {_spoken(rest)} are left to do, in {_spoken(self.left())}", limit)
+        else:
+            time_left = "" if self._end == math.inf else f", in the {_spoken(self.left())} that are left"
+            self._say(f"{self.reason}: the step is finished and saved first{time_left}", limit)
+
+    def _give_up(self, why: str, limit: float | None = None) -> None:
+        self._given_up = self.reason
+        self._say(f"{self.reason}, {why}: what stands is saved, the rest comes again", limit or SAVE_LIMIT_S)
+        signal.pthread_kill(self._main, WAKE)
+
+    def _save_s(self) -> float:
+        return math.inf if self.save_s is None else self.save_s
+
+    def _say(self, text: str, limit_s: float | None) -> None:
+        """`limit_s`: how long a launcher waits from now on; None: for ever."""
+        self._note(text)
+        try:
+            beat(self._run, stopping={"said": text, "limit_s": limit_s})
+        except OSError:
+            pass  # it was said on the screen
+
+
+def _spoken(seconds: float) -> str:
+    return "unknown times" if seconds == math.inf else duration(max(0.0, seconds))

@@ -1,0 +1,194 @@
+"""Data sets as others publish them, in folders, several at once, large ones, and rows that contradict each other."""
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import DataSection, LongPrompts
+from megatron_rl.data import dataset as datasets
+from megatron_rl.data import prompts as loading
+from megatron_rl.data.order import PromptOrder
+from megatron_rl.data.prompts import Dataset, load_dataset
+from megatron_rl.data.rows import read_rows
+from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.data.toy import write_toy
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if stars is defined %}*{% endif %}{% endfor %}="
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> FolderTokenizer:
+    folder = tmp_path_factory.mktemp("toy")
+    write_toy(folder)
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    return FolderTokenizer(folder / "model")
+
+
+def written(path: Path, rows: list[dict]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def loaded(tokenizer: FolderTokenizer, train: object, needs_answer: bool = True, **keys: object) -> Dataset:
+    return load_dataset("train", DataSection(train=train, **keys), tokenizer, 40, needs_answer=needs_answer)
+
+
+ASKED = [{"role": "user", "content": "1+1"}]
+PUBLISHED = {
+    "verl": {
+        "data_source": "math_dapo", "prompt": ASKED, "ability": "MATH", "extra_info": {"index": "a"},
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+    },
+    "slime": {"prompt": ASKED, "label": "2"},
+    "NeMo-RL": {"messages": [*ASKED, {"role": "assistant", "content": "2"}], "task_name": "math"},
+    "NeMo-RL, OpenMathInstruct": {"problem": "1+1", "expected_answer": "2", "generated_solution": "1+1 is 2"},
+    "TRL": {"prompt": ASKED, "solution": "2"},
+    "OpenRLHF": {"input": "1+1", "label": "2"},
+    "OpenRLHF, context": {"context_messages": ASKED, "answer": "2"},
+    "DeepScaleR": {"problem": "1+1", "solution": "It is 2.", "answer": "2"},
+    "ours": {"prompt": "1+1", "answer": "2"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("publisher", PUBLISHED)
+def test_published_rows_are_recognised(tmp_path: Path, tokenizer: FolderTokenizer, publisher: str, suffix: str) -> None:
+    found = loaded(tokenizer, written(tmp_path / f"rows{suffix}", [PUBLISHED[publisher]]), template={})
+    (prompt,) = found.prompts
+    assert tokenizer.decode([prompt.token_ids]) == ["1+1="]
+    assert prompt.answer == prompt.row[prompt.answer_key] == "2"
+    assert prompt.row[prompt.prompt_key] in ("1+1", ASKED)
+    assert publisher == "ours" or f"{publisher.split(',')[0]} " in found.describe() or "DeepScaleR" in found.describe()
+
+
+def test_keys_choose_where_two_columns_fit(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
+    path = written(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": "2", "label": "3", "question": "4"}])
+    assert [one.answer for one in loaded(tokenizer, path).prompts] == ["2"]
+    assert [one.answer for one in loaded(tokenizer, path, answer_key="label").prompts] == ["3"]
+    assert [one.text for one in loaded(tokenizer, path, prompt_key="question").prompts] == ["4"]
+    with pytest.raises(ConfigError, match=r"data\.answer_key: 'truth' is not in row 0 of .*it has prompt, answer"):
+        loaded(tokenizer, path, answer_key="truth")
+
+
+def test_a_system_prompt_and_options_of_the_template(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
+    said = [{"role": "system", "content": "7"}, *ASKED]
+    path = written(tmp_path / "rows.jsonl", [{"prompt": "1+1", "answer": "2"}, {"prompt": said, "answer": "2"}])
+
+    def texts(**keys: object) -> list[str]:
+        return tokenizer.decode([one.token_ids for one in loaded(tokenizer, path, **keys).prompts])
+
+    assert texts() == ["1+1", "71+1="]
+    assert texts(template={}) == ["1+1=", "71+1="]
+    assert texts(system_prompt="9-") == ["9-1+1=", "71+1="]
+    assert texts(system_prompt="9-", template={"stars": True}) == ["9-*1+1*=", "7*1+1*="]
+
+
+@pytest.mark.fault("a prompt has two answers in a data set", "it is left out, and counted")
+def test_conflicts(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
+    answers = (("1+1=", "2"), ("2+2=", "4"), ("1+1=", " 2 "), ("2+2=", "5"), ("3+3=", 6), ("2+2=", "4"))
+    path = written(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in answers])
+    found = loaded(tokenizer, path)
+    assert [one.id for one in found.prompts] == [0, 4]
+    assert found.describe() == "2 prompts of 6 rows (3 duplicates, 1 with two answers left out)"
+    assert len(loaded(tokenizer, path, needs_answer=False)) == 3
+    written(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": each} for each in "23"])
+    with pytest.raises(ConfigError, match=r"leaves no prompts \(2 rows, 0 too long, 1 with two answers\)"):
+        loaded(tokenizer, path)
+
+
+def test_folders(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
+    rows = [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(6)]
+    for number in range(2):
+        written(
+            tmp_path / "hub" / "data" / f"train-0000{number}-of-00002-ab12.parquet", rows[3 * number : 3 * number + 3]
+        )
+    assert [one.answer for one in loaded(tokenizer, str(tmp_path / "hub")).prompts] == list("123456")
+    written(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", rows[:1])
+    assert len(loaded(tokenizer, str(tmp_path / "hub" / "test"))) == 1
+    with pytest.raises(ConfigError, match=r"has the splits test, train; name one, such as .*hub/test"):
+        loaded(tokenizer, str(tmp_path / "hub"))
+    saved = tmp_path / "saved" / "train"
+    saved.mkdir(parents=True)
+    table = pa.Table.from_pylist(rows)
+    with (
+        pa.OSFile(str(saved / "data-00000-of-00001.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as out,
+    ):
+        out.write_table(table)
+    (saved / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    for path in (tmp_path / "saved", saved):
+        assert [one.answer for one in loaded(tokenizer, str(path)).prompts] == list("123456")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"data\.train: no .parquet, .jsonl, .arrow in the folder"):
+        loaded(tokenizer, str(tmp_path / "empty"))
+
+
+def test_several_files_take_turns_as_their_weights_say(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
+    small = written(tmp_path / "a.jsonl", [{"prompt": f"{each}+1=", "answer": "1"} for each in range(3)])
+    large = written(tmp_path / "b.jsonl", [{"question": f"{each}+2=", "answer": "2"} for each in range(50)])
+    found = loaded(tokenizer, {small: 1, large: 3})
+    assert [one.id for one in found.prompts] == list(range(53))
+    whole = PromptOrder(found, seed=3, shuffle=True)
+    taken = whole.take(2000)
+    assert sum(one.answer == "1" for one in taken) == 500
+    of_small = [one.id for one in taken if one.answer == "1"]
+    assert all(sorted(of_small[at : at + 3]) == [0, 1, 2] for at in range(0, 498, 3))  # each epoch has all of them
+    resumed = PromptOrder(found, seed=3, shuffle=True, position=777)
+    assert resumed.take(500) == taken[777:1277] and resumed.position == 1277
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_large_data_set_is_read_when_it_is_drawn(
+    tmp_path: Path, tokenizer: FolderTokenizer, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    rows = [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(20_000)]
+    rows[123] = {"prompt": "1" * 60 + "=", "answer": "0"}
+    path = written(tmp_path / f"rows{suffix}", [*rows, rows[5]])
+    whole = loaded(tokenizer, path, long_prompts=LongPrompts.drop)
+    for module in (datasets, loading):
+        monkeypatch.setattr(module, "AT_ONCE", 100)
+    found = loaded(tokenizer, path, long_prompts=LongPrompts.drop)
+    assert isinstance(whole.prompts, tuple) and not isinstance(found.prompts, tuple)
+    assert found.describe() == whole.describe() == "19999 prompts of 20001 rows (1 duplicates, 1 too long left out)"
+    assert list(found.prompts[120:125]) == list(whole.prompts[120:125])
+    drawn = (PromptOrder(one, seed=1, shuffle=True).take(300) for one in (whole, found))
+    assert next(drawn) == next(drawn)
+    with pytest.raises(ConfigError, match=r"1 prompts of .* are longer"):
+        loaded(tokenizer, path)
+    joined = loaded(tokenizer, {path: 1.0, written(tmp_path / "more.jsonl", rows[:3]): 1.0}, long_prompts="drop")
+    assert joined.prompts[19_999].text == "0+1=" and len(joined) == 20_002
+
+
+@pytest.mark.fault("a data file is written to while a run draws from it", "a sentence, and no row of another file")
+def test_a_file_that_changes(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    written(path, [{"prompt": "1+1=", "answer": "2"}] * 3)
+    rows = read_rows("data.train", path)
+    os.replace(written(tmp_path / "new.jsonl", [{"prompt": "9"}]), path)
+    assert rows[2] == {"prompt": "1+1=", "answer": "2"}  # replaced: the run goes on with the old one
+    rows = read_rows("data.train", path)
+    with path.open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(ConfigError, match="was written to since the run has read it"):
+        rows[0]
+
+
+def test_pieces_of_any_size_are_read(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{index}", "answer": index, "day": None} for index in range(20_000)]
+    for size in (7, 1000, 20_000):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=size)
+        found = read_rows("data.train", tmp_path / "rows.parquet")
+        assert [found[each] for each in (0, 6, 7, 19_999)] == [rows[each] for each in (0, 6, 7, 19_999)]
+        assert list(found) == rows
+        with pytest.raises(IndexError):
+            found[20_000]

@@ -1,0 +1,58 @@
+"""What a learner has saved: megatron-core reads it, and a disk that is full in the middle takes nothing away."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import learner_cases as cases
+import pytest
+
+pytestmark = pytest.mark.ranks
+LAYOUTS: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"tensor_parallel": 2}}
+SMALL_MB = 8
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system that holds a few checkpoints of the tiny model; an ordinary folder where none can be made."""
+    path = tmp_path_factory.mktemp("small")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SMALL_MB}m", "tmpfs", str(path)], capture_output=True
+    )
+    yield path
+    if mounted.returncode == 0:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, small: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, layout in LAYOUTS.items():
+        job = {"name": name, "kind": "saves", "hf": cases.QWEN3, "precision": "bf16", "layout": layout}
+        job |= {"root": str(small / name), "fills": small.is_mount()}
+        found |= cases.run_ranks(2 if layout else 1, [job], tmp_path_factory.mktemp(f"saver_{name}"))
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_megatron_core_reads_a_checkpoint(results: dict[str, Any], name: str) -> None:
+    read = results[name]["megatron"]
+    assert read["wrong"] == []
+    assert read["compared"] > 40  # weights, and three tensors of the optimizer for each
+
+
+@pytest.mark.fault("the disk is full in the middle of a save", "the run goes on, older ones stand, nothing is left")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_full_disk(results: dict[str, Any], name: str) -> None:
+    found = results[name]["disk"]
+    if not found:
+        pytest.skip("needs the right to mount")
+    (said,) = found["said"]
+    assert said.startswith("the checkpoint of step 4 was not saved (")
+    assert "No space left" in said or "os error 28" in said or "enforce fail" in said, said
+    assert said.endswith("; the run goes on, the newest one is of step 2")
+    assert found["while full"] == {"entries": ["filler", "step_2"], "whole": 2}
+    assert found["afterwards"] == {"entries": ["step_2", "step_6"], "whole": 6}

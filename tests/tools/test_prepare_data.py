@@ -1,0 +1,158 @@
+"""tools/prepare_data.py: published tables, generated tasks and pass rates to one schema; what is wrong is named."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_rl.config.schema import DataSection
+from megatron_rl.data.prompts import load_dataset
+from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.data.toy import write_toy
+from megatron_rl.rewards.functions import resolve
+from megatron_rl.rewards.task import Task
+from megatron_rl.types import Verdict
+
+TOOL = Path(__file__).parents[2] / "tools" / "prepare_data.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prepare_data", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["prepare_data"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def verl(question: str, answer: str) -> dict:
+    return {
+        "data_source": "math_dapo", "prompt": [{"role": "user", "content": question}], "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule"}, "extra_info": {"index": "7"},
+    }  # fmt: skip
+
+
+TABLES = {  # kind: rows as published, and what becomes of them
+    "dapo_math_17k": (
+        [verl("1+1?", "2")] * 100 + [verl("2+2?", "4")] * 3 + [verl("3+3?", "6"), verl("3+3?", "7")],
+        [("1+1?", "2"), ("2+2?", "4")],
+    ),
+    "aime_2024": ([verl("How many?", "033")] * 32 + [{"problem": "And now?", "answer": "204.0"}],
+                  [("How many?", "33"), ("And now?", "204")]),
+    "aime_2025": ([{"problem_idx": 1, "problem": "How many?", "answer": 70, "problem_type": ["Algebra"]}],
+                  [("How many?", "70")]),
+    "gsm8k": ([{"question": "Eggs?", "answer": "She sells <<16-3=13>>13.\n#### 1,018"}], [("Eggs?", "1018")]),
+    "math": ([{"problem": "x?", "level": "Level 5", "type": "Algebra",
+               "solution": "First $\\boxed{1}$, so it is $\\boxed{\\frac{\\sqrt{3}}{2}}$."},
+              {"problem": "y?", "level": "Level 1", "type": "Algebra", "solution": "It is $\\boxed 5$."}],
+             [("x?", "\\frac{\\sqrt{3}}{2}"), ("y?", "5")]),
+    "math500": ([{"problem": "x?", "solution": "So $\\boxed{9}$.", "answer": "9", "unique_id": "test/1.json"}],
+                [("x?", "9")]),
+    "deepscaler": ([{"problem": "x?", "answer": "\\frac12", "solution": "Long."}], [("x?", "\\frac12")]),
+}  # fmt: skip
+
+
+def prepared(tool: ModuleType, kind: str, inputs: list[str], output: Path, *more: str) -> list[dict]:
+    assert tool.main([kind, *inputs, "-o", str(output), *more]) == 0
+    return pq.read_table(output).to_pylist()
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_published_tables(tool: ModuleType, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given, expected = TABLES[kind]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    rows = prepared(tool, kind, [str(tmp_path / "rows.jsonl")], tmp_path / "out" / "made.parquet")
+    assert [(row["prompt"], row["answer"]) for row in rows] == expected
+    assert {row["data_source"] for row in rows} == {kind}
+    said = json.loads(capsys.readouterr().out)
+    assert (said["rows"], said["prompts"]) == (len(given), len(expected))
+    kept = pq.read_schema(tmp_path / "out" / "made.parquet").metadata or {}
+    kept |= pq.read_metadata(tmp_path / "out" / "made.parquet").metadata or {}
+    assert json.loads(kept[b"prepared"]) == said
+    if kind == "dapo_math_17k":
+        assert (said["duplicates"], said["with_two_answers"]) == (102, 1)
+        pq.write_table(pa.Table.from_pylist(given), tmp_path / "rows.parquet")
+        prepared(tool, kind, [str(tmp_path / "rows.parquet")], tmp_path / "again.parquet")
+        assert json.loads(capsys.readouterr().out) == said
+
+
+def test_what_was_prepared_is_read_without_keys(tool: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(verl("1+1", "2")) + "\n")
+    prepared(tool, "dapo_math_17k", [str(tmp_path / "rows.jsonl")], tmp_path / "made.parquet")
+    write_toy(tmp_path / "toy")
+    section = DataSection(train=str(tmp_path / "made.parquet"))
+    found = load_dataset("train", section, FolderTokenizer(tmp_path / "toy" / "model"), 8, needs_answer=True)
+    assert [(one.text, one.answer) for one in found.prompts] == [("1+1", "2")]
+
+
+def test_a_look_writes_nothing(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(verl(f"{each}+1?", "2")) + "\n" for each in range(9)))
+    arguments = ["dapo_math_17k", str(tmp_path / "rows.jsonl"), "--instruction", "answer_line"]
+    assert tool.main([*arguments, "--show", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count('"prompt": ') == 3 and "2+1?\\n\\nThink step by step" in shown and "3+1?" not in shown
+    assert tool.main([*arguments, "-o", str(tmp_path / "made.parquet")]) == 0
+    assert json.loads(shown.splitlines()[-1]) == json.loads(capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        tool.main(arguments)
+
+
+def test_generated_tasks_are_judged_by_their_own_verifier(tool: ModuleType, tmp_path: Path) -> None:
+    rows = prepared(
+        tool, "reasoning_gym", ["chain_sum", "spell_backward"], tmp_path / "made.parquet", "--count", "5",
+    )  # fmt: skip
+    assert len(rows) == 10
+    judge = resolve("reasoning_gym")
+    for row in rows:
+        for response, verdict in ((row["answer"], Verdict.right), ("nothing like it", Verdict.wrong)):
+            judged = judge(Task(row, response))
+            assert judged is not None and judged.verdict == verdict
+
+
+def test_the_sanity_set_is_what_is_solved_now_and_then(tool: ModuleType, tmp_path: Path) -> None:
+    given = [{"problem": f"{each}?", "answer": str(each)} for each in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    rates = [{"prompt": f"{each}?", "pass_rate": rate} for each, rate in enumerate((0.0, 0.2, 0.5, 0.9))]
+    (tmp_path / "rates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rates))
+    more = ["--pass-rates", str(tmp_path / "rates.jsonl"), "--keep-between", "0.2", "0.8"]
+    rows = prepared(tool, "math", [str(tmp_path / "rows.jsonl")], tmp_path / "made.parquet", *more)
+    assert [row["prompt"] for row in rows] == ["1?", "2?"]
+
+
+@pytest.mark.fault("a table is not of its kind, or has a row without an answer", "row and reason in a sentence")
+@pytest.mark.parametrize(
+    ("kind", "row", "said"),
+    [
+        ("gsm8k", {"question": "1?", "answer": "It is 5."}, "row 1 of {path} has an answer without ####"),
+        ("math", {"problem": "1?", "solution": "\\boxed{5"}, "row 1 of {path} has a box that is never closed"),
+        ("math", {"problem": "1?", "solution": ""}, "row 1 of {path} has an empty question or answer"),
+        ("math", {"text": "1?"}, "row 1 of {path} has text, and no problem or question"),
+        ("dapo_math_17k", verl("1?", "5") | {"prompt": [{"content": "a"}] * 2}, "neither text nor one message"),
+        ("dapo_math_17k", {"prompt": "1?", "answer": [1, 2]}, "row 1 of {path} has a 'answer' that is list"),
+        ("dapo_math_17k", {"prompt": "1?", "answer": float("nan")}, "line 2 is not JSON (NaN is not a number"),
+    ],
+)
+def test_rows_that_are_not_of_the_kind(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, row: dict, said: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = {"question": "0?", "problem": "0?", "prompt": "0?", "answer": "so\n#### 5", "solution": "5"}
+    path.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")
+    assert tool.main([kind, str(path), "-o", str(tmp_path / "made.parquet")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert said.format(path=path) in error
+    assert not (tmp_path / "made.parquet").exists()
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_an_empty_table(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(content)
+    assert tool.main(["math", str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / "made.parquet")]) == 2
+    assert "no prompt is left" in capsys.readouterr().err
+    assert not (tmp_path / "made.parquet").exists()

@@ -1,0 +1,287 @@
+"""Published tables, or generated tasks, to one file for a run:
+
+    python tools/prepare_data.py dapo_math_17k dapo-math-17k.parquet -o data/dapo_math/train.parquet
+    python tools/prepare_data.py math MATH/train --keep-between 0.2 0.8 --pass-rates rates.jsonl -o data/sanity.parquet
+    python tools/prepare_data.py reasoning_gym chain_sum --count 10000 -o data/chain_sum/train.parquet
+
+Inputs are files or folders that are here already. What comes out has the columns `prompt` (text), `answer`,
+`data_source`, `question` (the prompt without an instruction) and `metadata` (JSON), one row for each prompt. Rows with
+one prompt are one row; prompts whose rows disagree on the answer are left out. Counts and a checksum are printed, and
+stand in the file's own metadata too; the same input gives the same checksum. `--show N` prints rows and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.config import ConfigError
+from megatron_rl.data.distinct import distinct
+from megatron_rl.data.layouts import field, has
+from megatron_rl.data.rows import read_rows
+from megatron_rl.files import replacing
+
+PIECE = 1024  # rows of a row group: what one draw has to decode
+SCHEMA = pa.schema([(name, pa.string()) for name in ("prompt", "answer", "data_source", "question", "metadata")])
+INSTRUCTIONS = {
+    "none": "{}",
+    "answer_line": "{}\n\nThink step by step. The last line of your response must be: Answer: followed by the answer.",
+    "boxed": "{}\n\nThink step by step, and put the final answer within \\boxed{...}.",
+    "answer_tags": "{}\n\nGive the final answer between <answer> and </answer>.",
+}
+_KEPT = ("level", "type", "subject", "difficulty", "unique_id", "id", "ID", "url", "year", "source_dataset", "index")
+
+
+class Unusable(ValueError):
+    """A row that has no question or no answer; the message says what it has."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a published table says things: columns that may hold the question and the answer, the first that is there."""
+
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+    answer: Callable[[str], str] = str.strip
+
+
+def after_hashes(solution: str) -> str:
+    """GSM8K's last line."""
+    if "####" not in solution:
+        raise Unusable("an answer without ####")
+    return solution.rpartition("####")[2].strip().replace(",", "")
+
+
+def whole_number(answer: str) -> str:
+    """AIME's answers, some of which are published with leading zeros."""
+    number = re.fullmatch(r"(\d+)(\.0+)?", answer.strip())
+    return str(int(number[1])) if number else answer.strip()
+
+
+def boxed(solution: str) -> str:
+    """What the last box of a solution holds; a text without a box is the answer itself."""
+    start = solution.rfind("\\boxed")
+    if start < 0:
+        return solution.strip()
+    content = solution[start + len("\\boxed") :].lstrip()
+    if not content.startswith("{"):
+        return content.split("$")[0].split()[0] if content else ""
+    depth = 0
+    for place, letter in enumerate(content):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return content[1:place].strip()
+    raise Unusable("a box that is never closed")
+
+
+KINDS = {
+    "dapo_math_17k": Kind(("prompt",), ("reward_model.ground_truth", "label", "answer", "solution")),
+    "aime_2024": Kind(("prompt", "problem", "question"), ("reward_model.ground_truth", "answer"), whole_number),
+    "aime_2025": Kind(("prompt", "problem", "question"), ("reward_model.ground_truth", "answer"), whole_number),
+    "gsm8k": Kind(("question",), ("answer",), after_hashes),
+    "math": Kind(("problem", "question"), ("answer", "solution"), boxed),
+    "math500": Kind(("problem", "question"), ("answer", "solution"), boxed),
+    "deepscaler": Kind(("problem", "question"), ("answer",), boxed),
+}
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Rows of published tables."""
+
+    name: str
+    kind: Kind
+    files: Sequence[tuple[str, Sequence[dict[str, Any]]]]
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for path, rows in self.files:
+            for number, row in enumerate(rows):
+                yield f"row {number} of {path}", row
+
+    def question_and_answer(self, where: str, row: dict[str, Any]) -> tuple[str, str]:
+        try:
+            question, answer = question_of(row, self.kind), self.kind.answer(text_of(row, self.kind.answers))
+            if not question.strip() or not answer:
+                raise Unusable("an empty question or answer")
+        except Unusable as error:
+            raise ConfigError(f"{where} has {error}; remove it, or name the kind of this table") from None
+        return question, answer
+
+    def metadata(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {name: row[name] for name in _KEPT if name in row}
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Entries of tasks of reasoning-gym; the same each time that they are read."""
+
+    name: str
+    tasks: Sequence[str]
+    count: int
+    seed: int
+    settings: Mapping[str, Any]
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        import reasoning_gym
+
+        for task in self.tasks:
+            for entry in reasoning_gym.create_dataset(task, size=self.count, seed=self.seed, **self.settings):
+                yield task, entry
+
+    def question_and_answer(self, where: str, row: dict[str, Any]) -> tuple[str, str]:
+        return row["question"], "" if row["answer"] is None else str(row["answer"])
+
+    def metadata(self, row: dict[str, Any]) -> dict[str, Any]:
+        return row["metadata"]
+
+
+def question_of(row: Mapping[str, Any], kind: Kind) -> str:
+    name = next((name for name in kind.questions if has(row, name)), None)
+    if name is None:
+        raise Unusable(f"{', '.join(row) or 'no columns'}, and no {' or '.join(kind.questions)}")
+    asked = field(row, name)
+    if isinstance(asked, list) and len(asked) == 1 and isinstance(asked[0], dict):
+        asked = asked[0].get("content")  # a conversation of one message
+    if not isinstance(asked, str):
+        raise Unusable(f"a {name!r} that is neither text nor one message")
+    return asked
+
+
+def text_of(row: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    for name in names:
+        if has(row, name):
+            value = field(row, name)
+            if isinstance(value, list) and len(value) == 1:
+                value = value[0]
+            if isinstance(value, (str, int, float)):
+                return str(value)
+            raise Unusable(f"a {name!r} that is {type(value).__name__}")
+    raise Unusable(f"{', '.join(row) or 'no columns'}, and no {' or '.join(names)}")
+
+
+def pass_rates(path: str) -> dict[str, float]:
+    """By prompt, as an evaluation has written them: rows with `prompt` and `pass_rate`."""
+    rows = read_rows("--pass-rates", Path(path))
+    try:
+        return {row["prompt"]: float(row["pass_rate"]) for row in rows}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--pass-rates: a row of {path} lacks text in 'prompt' or a number in 'pass_rate' ({error})"
+        ) from None
+
+
+class Prepared:
+    """The rows that stay, counted. They are read twice: once to know which, once to write them."""
+
+    def __init__(self, source: Tables | Generated, instruction: str) -> None:
+        self._source, self._instruction = source, instruction
+        self.rates: Mapping[str, float] | None = None
+        self.between = (0.0, 1.0)
+        found = distinct(
+            (question.encode(), answer.encode())
+            for question, answer in (source.question_and_answer(where, row) for where, row in source)
+        )
+        self._kept, self._found = found.rows, found
+        self.rows = self.written = self.outside = 0
+        self._sum = hashlib.sha256()
+
+    def __iter__(self) -> Iterator[tuple[str, ...]]:
+        """In the order of SCHEMA."""
+        source, kept = self._source, chain(map(int, self._kept), [-1])
+        awaited = next(kept)
+        for self.rows, (where, row) in enumerate(source, 1):
+            if self.rows - 1 != awaited:
+                continue
+            awaited = next(kept)
+            question, answer = source.question_and_answer(where, row)
+            prompt = self._instruction.replace("{}", question)
+            if self.rates is not None and not self._is_between(prompt, question):
+                self.outside += 1
+                continue
+            metadata = json.dumps(source.metadata(row), ensure_ascii=False, default=str)
+            made = (prompt, answer, source.name, question, metadata)
+            self._sum.update(json.dumps(made).encode())
+            self.written += 1
+            yield made
+
+    def _is_between(self, prompt: str, question: str) -> bool:
+        assert self.rates is not None
+        low, high = self.between
+        rate = self.rates.get(prompt, self.rates.get(question))
+        return rate is not None and low <= rate <= high
+
+    def summary(self) -> dict[str, Any]:
+        """Once all rows have been read."""
+        return {
+            "kind": self._source.name, "rows": self.rows, "duplicates": self._found.duplicates,
+            "with_two_answers": self._found.conflicts, "outside_pass_rates": self.outside, "prompts": self.written,
+            "sha256": self._sum.hexdigest(),
+        }  # fmt: skip
+
+
+def source(options: argparse.Namespace) -> Tables | Generated:
+    if options.kind == "reasoning_gym":
+        return Generated(options.kind, options.inputs, options.count, options.seed, json.loads(options.options))
+    files = [(path, read_rows("INPUT", Path(path))) for path in options.inputs]
+    return Tables(options.kind, KINDS[options.kind], files)
+
+
+def write(prepared: Prepared, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
+        with pq.ParquetWriter(partial, SCHEMA, compression="zstd") as file:
+            rows = iter(prepared)
+            while piece := list(islice(rows, PIECE)):
+                file.write_batch(pa.record_batch([list(column) for column in zip(*piece, strict=True)], schema=SCHEMA))
+            file.add_key_value_metadata({"prepared": json.dumps(prepared.summary())})
+        if not prepared.written:
+            raise ConfigError(f"no prompt is left to write ({prepared.summary()})")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=[*KINDS, "reasoning_gym"])
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files or folders; for reasoning_gym names of tasks")
+    parser.add_argument("-o", "--output", type=Path, help="the .parquet file to write")
+    parser.add_argument("--instruction", choices=INSTRUCTIONS, default="none", help="what is added to each question")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N rows and the counts, write nothing")
+    parser.add_argument("--pass-rates", metavar="FILE", help="rows with prompt and pass_rate")
+    parser.add_argument("--keep-between", nargs=2, type=float, default=(0.2, 0.8), metavar=("LOW", "HIGH"))
+    parser.add_argument("--count", type=int, default=1000, help="reasoning_gym: rows of each task")
+    parser.add_argument("--seed", type=int, default=1, help="reasoning_gym: another seed, other rows")
+    parser.add_argument("--options", default="{}", metavar="JSON", help="reasoning_gym: the task's own settings")
+    options = parser.parse_args(arguments)
+    if not options.show and options.output is None:
+        parser.error("name the file to write with -o, or look with --show 3")
+    try:
+        prepared = Prepared(source(options), INSTRUCTIONS[options.instruction])
+        if options.pass_rates:
+            prepared.rates, prepared.between = pass_rates(options.pass_rates), tuple(options.keep_between)
+        if options.show:
+            rows = iter(prepared)
+            for row in islice(rows, options.show):
+                print(json.dumps(dict(zip(SCHEMA.names, row, strict=True)), ensure_ascii=False, indent=2))
+            for _ in rows:
+                pass
+        else:
+            write(prepared, options.output)
+    except (ConfigError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(prepared.summary()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
