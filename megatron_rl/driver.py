@@ -24,6 +24,7 @@ from megatron_rl.models.kept_state import look_into
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs import checkpoints
+from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.progress import Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
@@ -102,8 +103,13 @@ class Driver:
         self._scored: list[Scored] = []
         self._drawn: list[Scored] = []
         self._seen = SamplerStats()
-        if_exists = config.run.if_exists
-        recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, if_exists=if_exists, look=look_into)
+        alarms = Alarms(
+            config.log.alarms,
+            distinct_formats(config.sampler, config.quantization),
+            sampled=config.rollout.source == RolloutSource.sampler,
+        )
+        given = {"if_exists": config.run.if_exists, "look": look_into, "alarms": alarms}
+        recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
         self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))
         self.resumes: Checkpoint | None = None
@@ -176,7 +182,7 @@ class Driver:
     def _engine_news(self) -> dict[str, float]:
         """What became of the engine, or of a fleet's servers, since the last step."""
         before, self._seen = self._seen, self.sampler.stats
-        news = {"rollout/restarts": self._seen.restarts - before.restarts}
+        news: dict[str, float] = {"rollout/restarts": self._seen.restarts - before.restarts}
         if is_fleet(self._config.sampler):
             news["rollout/retried"] = self._seen.retried - before.retried
         return news
@@ -211,7 +217,7 @@ class Driver:
         self._stop.check()
 
     def asked_to_stop(self) -> str | None:
-        return self._stop.reason
+        return self._stop.reason or self.recorder.alarms.stop
 
     def has_time(self) -> bool | None:
         return self._stop.has_time()

@@ -24,10 +24,13 @@ from megatron_rl.files import last_lines
 from megatron_rl.models.kept_state import look_into
 from megatron_rl.models.layout import Layout
 from megatron_rl.processes.environment import compiled_code, without_secrets
+from megatron_rl.processes.memory_kills import MemoryKills
 from megatron_rl.processes.process import AT_ONCE, STOP_AFTER_STEP, describe_end, exit_status, hold, release
 from megatron_rl.processes.scratch import Scratch
 from megatron_rl.rank import DRIVER_SECRETS, LEAVE_S
+from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.guard import Guard, kill
+from megatron_rl.runs.last_words import write_own_report
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
 from megatron_rl.runs.status import ENDED, mark_status, read_status
 from megatron_rl.runs.watch import Watch
@@ -45,6 +48,7 @@ ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|In
 
 def launch(config: Config) -> int:
     """Runs every rank to its end; returns the exit status of the run."""
+    kills = MemoryKills()
     with Scratch() as scratch:
         given = compiled_code() | scratch.environment
         run, moved = open_run(
@@ -60,23 +64,31 @@ def launch(config: Config) -> int:
             ranks.end()
             hold(STOP_AFTER_STEP)  # for the next run of this process, if there is one
     if status or read_status(run.path).get("state") not in ENDED:
-        conclude(run, ranks)
+        conclude(run, ranks, kills)
     return status
 
 
-def conclude(run: RunDir, ranks: RankProcesses) -> None:
+def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
     """Writes how the run ended where the driver has not, or cannot know it, and says it last on the screen."""
     said = read_status(run.path)
     rank, why, log = ranks.culprit()
     state, reason = ("failed", ranks.stuck) if ranks.stuck else ending(said, ranks.stopping, rank, why)
-    try:
-        if (state, reason) != (said.get("state"), said.get("reason")):
-            mark_status(run.path, state, reason)
-    except OSError as error:
-        print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
+    cause = Cause.read(said.get("cause"))
+    if (state, reason) != (said.get("state"), said.get("reason")):
+        if rank is not None:
+            said_last = "\n".join([why, *log]) if "SIGABRT" in why else why  # C++ says why on its way out
+            about = {"phase": said.get("phase"), "stuck": said.get("stuck"), "out_of_memory": kills.any()}
+            cause = explain(said_last, process=f"rank {rank}", log=str(ranks.log_of(rank)), **about)
+        try:
+            mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))
+        except OSError as error:
+            print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
+        if state == "failed" and (trouble := write_own_report(run)):  # the driver's does not say how it ended
+            print(trouble, file=sys.stderr)
     if rank is not None:
         ranks.explain(rank, log)
-        print(f"\n{state}: {reason.partition(chr(10))[0] or why}", file=sys.stderr, flush=True)
+        verdict = f"{state}: {reason.partition(chr(10))[0] or why}"
+        print("\n" + "\n".join(filter(None, (cause and cause.paragraph(), verdict))), file=sys.stderr, flush=True)
 
 
 def ending(said: Mapping[str, Any], stopping: str | None, rank: int | None, why: str) -> tuple[str, str]:
@@ -115,7 +127,7 @@ class RankProcesses:
         release(STOP_AFTER_STEP)
 
     def _start(self, rank: int, store: Path) -> subprocess.Popen[bytes]:
-        log = self._log(rank).open("ab")
+        log = self.log_of(rank).open("ab")
         inherited = without_secrets(os.environ, keep=() if rank else DRIVER_SECRETS)
         with log:
             return subprocess.Popen(
@@ -128,7 +140,7 @@ class RankProcesses:
                 start_new_session=True,
             )
 
-    def _log(self, rank: int) -> Path:
+    def log_of(self, rank: int) -> Path:
         return self._run.logs / f"rank_{rank}.log"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -213,7 +225,7 @@ class RankProcesses:
         """The rank that failed for a reason of its own, that reason, and the end of its log."""
         if not self._failed:
             return None, "", []
-        logs = {rank: last_lines(self._log(rank), LOG_LINES_SHOWN) for rank in self._failed}
+        logs = {rank: last_lines(self.log_of(rank), LOG_LINES_SHOWN) for rank in self._failed}
         if self.stuck:
             return self._failed[0], self.stuck, logs[self._failed[0]]
         codes = {rank: self._processes[rank].returncode for rank in self._failed}
@@ -224,7 +236,7 @@ class RankProcesses:
         return rank, whys[rank], logs[rank]
 
     def explain(self, rank: int, log: Sequence[str]) -> None:
-        print(f"\nrank {rank} failed; the end of {self._log(rank)}:", file=sys.stderr)
+        print(f"\nrank {rank} failed; the end of {self.log_of(rank)}:", file=sys.stderr)
         print("\n".join(f"  {line}" for line in log or ["(empty)"]), file=sys.stderr, flush=True)
 
 

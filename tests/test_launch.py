@@ -62,6 +62,8 @@ def test_the_rank_that_failed_by_itself_is_reported(
     said = capsys.readouterr().err
     assert "rank 1 failed" in said
     assert "a bad shard" in said
+    assert "\nwhy: no known cause (unknown): rank 1. " in said
+    assert read_status(tmp_path / "run")["cause"]["class"] == "unknown"
 
 
 STAND_IN = """#!{python}
@@ -288,7 +290,13 @@ def test_a_killed_rank_is_named(
     assert launch.launch(config) == 137
     status = read_status(tmp_path / "run")
     assert (status["state"], status["reason"]) == ("failed", "rank 1: ended by SIGKILL (out of memory?)")
-    assert capsys.readouterr().err.rstrip().endswith("failed: rank 1: ended by SIGKILL (out of memory?)")
+    log = tmp_path / "run" / "logs" / "attempt_1" / "rank_1.log"
+    cause = status["cause"]
+    assert (cause["class"], cause["process"], cause["log"]) == ("dead_process", "rank 1", str(log))
+    *_, why, last = capsys.readouterr().err.rstrip().splitlines()
+    assert why.startswith("why: a process was killed (dead_process): rank 1. SIGKILL comes from outside.")
+    assert why.endswith(f"Its log is {log}.")
+    assert last == "failed: rank 1: ended by SIGKILL (out of memory?)"
 
 
 LOST = "RuntimeError: Connection closed by peer"

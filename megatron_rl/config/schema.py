@@ -527,6 +527,8 @@ class LogSection:
     export: bool = False  # the final policy as a Hugging Face folder
     # of the run's directory: the oldest recorded rollouts, then dumps, make room; null: no limit
     disk_gib: float | None = field(default=None, metadata=ABOVE_0)
+    # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}
+    alarms: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from megatron_rl.runs.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
 from megatron_rl.runs.versions import environment
 
-LONGEST_BEFORE = 500  # letters of why the attempt before this one has ended
+LONGEST_BEFORE = 150  # letters of why the attempt before this one has ended
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
 # Configuration is free of secrets by design; the pass-through maps are the only way one could slip in.
 SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|bearer|(hf|auth|access)_?token)s?$", re.I)
