@@ -179,9 +179,10 @@ class Watch:
         waiting = next((one for one in ranks if one.pulse["waits"]), None)
         silent_before_s, idle_before_s = self._usual.get(ranks[0].place, (0.0, 0.0))
         seen = all(one.pulse["seen"] for one in ranks)
+        shows = waiting is None or waiting.pulse["waits"]["steady"]  # an engine says nothing while it generates
         if idle_s >= max(self.name_s, USUAL * idle_before_s):
             how = "stuck"
-        elif waiting is None and silence_s >= (max(self.name_s, USUAL * silent_before_s) if seen else UNSEEN_S):
+        elif shows and silence_s >= (max(self.name_s, USUAL * silent_before_s) if seen else UNSEEN_S):
             how = "slow"
         else:
             return

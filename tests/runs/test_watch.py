@@ -23,7 +23,7 @@ from megatron_rl.runs.status import mark_status, read_status
 from megatron_rl.runs.watch import NAME_S, UNSEEN_S, Watch
 
 PATIENCE_S = 600.0
-WAITS = {"whom": "engine", "limit_s": 900.0, "key": "sampler.request_timeout_s", "elsewhere": False}
+WAITS = {"whom": "engine", "limit_s": 900.0, "key": "sampler.request_timeout_s", "steady": False}
 
 
 class Run:
@@ -185,6 +185,13 @@ def test_work_is_slow_when_it_takes_much_longer_than_before(run: Run) -> None:
     assert silent(0) == []  # it went on: that long is usual now
     assert silent(2 * UNSEEN_S - 1) == []
     assert silent(2 * UNSEEN_S) == ["rank 0 slow"]
+
+
+def test_a_reward_that_works_without_an_end_is_named(run: Run) -> None:
+    waits = WAITS | {"whom": "reward worker", "steady": True}
+    for age_s, named in ((NAME_S - 1, []), (NAME_S, ["reward worker slow"])):
+        run.pulse(0, phase="rollout", age_s=age_s, waits=waits)
+        assert run.look()[0] == named
 
 
 def test_waiting_for_others_outside_is_learnt(run: Run) -> None:
