@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,7 +33,7 @@ from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.guard import Guard, kill
 from megatron_rl.runs.last_words import write_own_report
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
-from megatron_rl.runs.status import ENDED, mark_status, read_status
+from megatron_rl.runs.status import ENDED, mark_status, mark_stuck, read_status
 from megatron_rl.runs.watch import Watch
 
 STOP_GRACE_S = 4.0  # for a driver that has not begun to end, and for one that has, beyond what it has said
@@ -178,6 +179,8 @@ class RankProcesses:
         """End who does not go on; the others notice, and the driver closes its engines."""
         worst = self._guard.watch.blocking[0]
         self.stuck, self._failed = reason, [worst.rank or 0]
+        with suppress(OSError):
+            mark_stuck(self._run.path, worst.about())
         kill(worst)
         self._processes[worst.rank or 0].kill()
         self._settle(PEER_GRACE_S)

@@ -48,6 +48,7 @@ class Waits:
     limit_s: float  # that may pass between two marks
     key: str  # of the configuration, that says so
     elsewhere: bool = False  # on machines whose work cannot be seen from here
+    steady: bool = False  # answers come all the time: a long silence says something even of those who work
 
 
 class Pulse:
@@ -80,8 +81,9 @@ class Pulse:
             self.marks += 1
 
     @contextmanager
-    def waiting(self, whom: str, limit_s: float, key: str, elsewhere: bool = False) -> Iterator[None]:
-        before, self.waits = self.waits, Waits(whom, limit_s, key, elsewhere)
+    def waiting(self, whom: str, limit_s: float, key: str, **more: bool) -> Iterator[None]:
+        """For whom, and so on: see `Waits`."""
+        before, self.waits = self.waits, Waits(whom, limit_s, key, **more)
         self.marks += 1
         try:
             yield

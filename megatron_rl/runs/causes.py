@@ -70,7 +70,7 @@ STUCK = Row(
     r"nothing may be seen of a run for|did not answer .* within|collective operation timeout|Timed out waiting \d+ ?ms",
     "a process did not go on",
     "Its log and its stack say where it was. Where it was only slow, raise the time that the reason names: "
-    "sampler.start_timeout_s, sampler.request_timeout_s or reward.timeout_s.",
+    "run.patience_s, sampler.start_timeout_s, sampler.request_timeout_s or reward.timeout_s.",
 )
 FOLLOWS_FROM_STUCK = ("unknown", "stuck_process", "dead_process", "lost_peer", "engine")
 UNKNOWN = Row("unknown", "", "no known cause", "The last lines of its log are all that is known.")

@@ -57,6 +57,7 @@ class Watch:
     _held: dict[int, float] = field(default_factory=dict)  # process id -> for how long it has been seen stopped
     _usual: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)  # longest silence, idleness
     _present: tuple[tuple[str, str], float, float] | None = None  # of the run: place, silence, idleness
+    _held_up: bool = False  # somebody was stopped in this silence, from which nothing is learnt
     _last: float | None = None
     _passed: float = 0.0
 
@@ -82,9 +83,9 @@ class Watch:
         return [present[one.key] for one in new], gone
 
     def over(self) -> str | None:
-        """Why the run has to end: for whom it has waited as long as it may. That one is the first of `blocking`."""
+        """Why the run has to end: it has waited for the first of `blocking` as long as it may."""
         silence_s = min((one.age_s for one in self._present_ranks()), default=0.0)
-        for one in self.blocking:
+        for one in self.blocking[:1]:
             limit_s, key = self._limit(self._seen.get(one.rank or 0))
             if silence_s >= limit_s:
                 return f"{one}; nothing may be seen of a run for {limit_s:g} s here: raise {key} where it was only slow"
@@ -126,9 +127,12 @@ class Watch:
         if not ranks:
             return
         silence_s, idle_s = min(one.age_s for one in ranks), min(one.idle_s for one in ranks)
-        if self._present and silence_s < self._present[1]:
+        self._held_up = self._held_up or any(one.how in ("stopped", "silent") for one in self.troubles)
+        goes_on = self._present is not None and silence_s < self._present[1]
+        if self._present and goes_on and not self._held_up:
             place, *longest = self._present
             self._usual[place] = tuple(map(max, self._usual.get(place, (0.0, 0.0)), longest))  # type: ignore[assignment]
+        self._held_up = self._held_up and not goes_on
         self._present = ranks[0].place, silence_s, idle_s
 
     def _find(self) -> Iterator[Trouble]:
@@ -175,9 +179,10 @@ class Watch:
         waiting = next((one for one in ranks if one.pulse["waits"]), None)
         silent_before_s, idle_before_s = self._usual.get(ranks[0].place, (0.0, 0.0))
         seen = all(one.pulse["seen"] for one in ranks)
+        shows = waiting is None or waiting.pulse["waits"]["steady"]  # an engine says nothing while it generates
         if idle_s >= max(self.name_s, USUAL * idle_before_s):
             how = "stuck"
-        elif waiting is None and silence_s >= (max(self.name_s, USUAL * silent_before_s) if seen else UNSEEN_S):
+        elif shows and silence_s >= (max(self.name_s, USUAL * silent_before_s) if seen else UNSEEN_S):
             how = "slow"
         else:
             return

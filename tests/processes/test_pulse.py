@@ -45,7 +45,8 @@ def test_phases_and_waits(mine: Pulse, tmp_path: Path) -> None:
             beats.beat()
             assert (told(tmp_path)["phase"], told(tmp_path)["entered"]) == ("inner", 2)
             assert told(tmp_path)["waits"] == {
-                "whom": "engine", "limit_s": 9.0, "key": "sampler.request_timeout_s", "elsewhere": False
+                "whom": "engine", "limit_s": 9.0, "key": "sampler.request_timeout_s", "elsewhere": False,
+                "steady": False,
             }  # fmt: skip
         beats.beat()
         assert (told(tmp_path)["phase"], told(tmp_path)["waits"], told(tmp_path)["seen"]) == ("sync", None, False)

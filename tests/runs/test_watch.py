@@ -23,7 +23,7 @@ from megatron_rl.runs.status import mark_status, read_status
 from megatron_rl.runs.watch import NAME_S, UNSEEN_S, Watch
 
 PATIENCE_S = 600.0
-WAITS = {"whom": "engine", "limit_s": 900.0, "key": "sampler.request_timeout_s", "elsewhere": False}
+WAITS = {"whom": "engine", "limit_s": 900.0, "key": "sampler.request_timeout_s", "steady": False}
 
 
 class Run:
@@ -187,6 +187,13 @@ def test_work_is_slow_when_it_takes_much_longer_than_before(run: Run) -> None:
     assert silent(2 * UNSEEN_S) == ["rank 0 slow"]
 
 
+def test_a_reward_that_works_without_an_end_is_named(run: Run) -> None:
+    waits = WAITS | {"whom": "reward worker", "steady": True}
+    for age_s, named in ((NAME_S - 1, []), (NAME_S, ["reward worker slow"])):
+        run.pulse(0, phase="rollout", age_s=age_s, waits=waits)
+        assert run.look()[0] == named
+
+
 def test_waiting_for_others_outside_is_learnt(run: Run) -> None:
     """A reward that asks a slow service is named once, and not in every step."""
     waits = WAITS | {"whom": "reward worker"}
@@ -196,6 +203,22 @@ def test_waiting_for_others_outside_is_learnt(run: Run) -> None:
             run.pulse(0, phase="rollout", age_s=age_s, idle_s=age_s, waits=waits)
             named += run.look()[0]
     assert named == ["reward worker stuck"]
+
+
+def test_nothing_is_learnt_while_somebody_is_stopped(run: Run, process: subprocess.Popen[bytes]) -> None:
+    stopped(process)
+    child = {"name": "reward worker 0", "pid": process.pid}
+    for age_s in range(0, 1000, 10):
+        run.pulse(0, age_s=age_s, idle_s=age_s, children=[child])
+        run.look()
+    process.send_signal(signal.SIGCONT)
+    while state_of(process.pid) == "T":
+        pass
+    named = []
+    for age_s in (1000, 0, NAME_S):
+        run.pulse(0, age_s=age_s, idle_s=age_s if age_s == NAME_S else 0, meets=False)
+        named += run.look()[0]
+    assert named == ["rank 0 slow", "rank 0 stuck"]
 
 
 @pytest.mark.parametrize(
