@@ -75,7 +75,7 @@ def asked(tmp_path: Path) -> Iterator[StopRequest]:
 
 
 def said(run: Path, word: str) -> dict:
-    for _ in range(600):
+    for _ in range(6000):
         stopping = read_status(run).get("stopping") or {"said": ""}
         if word in stopping["said"]:
             return stopping
