@@ -117,7 +117,7 @@ def test_the_sbatch_line(capsys: pytest.CaptureFixture[str]) -> None:
                      "sampler.fleet.addresses=['http://127.0.0.1:8000']"]) == 0  # fmt: skip
     line, *others = capsys.readouterr().out.splitlines()
     assert line.endswith(" slurm/dapo_fp8.sbatch")
-    options = ("--nodes=2", "--ntasks=16", "--ntasks-per-node=8", "--gres=gpu:8")
+    options = ("--nodes=2", "--ntasks-per-node=8", "--gres=gpu:8")
     assert all(word in line for word in (*options, "OVERRIDES=", "learner.data_parallel=4"))
     assert any("megatron-rl serve" in other for other in others)
 
