@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | plan | serve | toy | quickstart | report | replay | rerun-step | ...`."""
+"""The command line: `megatron-rl train | plan | serve | status | watch | report | replay | rerun-step | ...`."""
 
 from __future__ import annotations
 
@@ -108,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     report.add_argument("-o", "--output", type=Path, help="default: report.html in the (first) run directory")
     report.set_defaults(run=_report)
+
+    status = commands.add_parser("status", help="how runs stand: state, step, rate, scores, alarms, checkpoint")
+    status.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    status.set_defaults(run=_status)
+
+    watch = commands.add_parser("watch", help="the same, again and again, until all have ended")
+    watch.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    watch.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="default: 2")
+    watch.set_defaults(run=_watch)
 
     kept = commands.add_parser("checkpoints", help="what a run can go on from, and whether it is whole")
     kept.add_argument("folder", type=Path, metavar="RUN")
@@ -292,6 +301,22 @@ def _report(options: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from None
     print("\n".join([*(f"not readable: {problem}" for problem in unread), str(output)]))
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from megatron_rl.runs.overview import describe
+
+    print("\n\n".join(map(describe, options.runs)))
+    return 0
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from megatron_rl.runs.overview import watch
+
+    if not 0 < options.every < float("inf"):
+        raise ConfigError(f"--every {options.every:g}: expected seconds above 0, such as 2")
+    watch(options.runs, options.every)
     return 0
 
 
