@@ -143,11 +143,12 @@ class Source(Sequence[Prompt]):
         rows = self._rows
         if isinstance(rows, TextColumns) and rows.is_text(prompt_key, answer_key):
             for index, (prompt, answer) in enumerate(rows.pairs(prompt_key, answer_key)):
-                if prompt is None or (answer is None and self._needs_answer):
-                    self._pair(rows[index], index)  # says what is wrong
-                text = prompt.encode()
+                if prompt is None or answer is None:
+                    text, told = self._pair(rows[index], index)  # says what is wrong, where it is
+                else:
+                    text, told = prompt.encode(), answer.encode() if self._needs_answer else b""
                 self._sizes.append(len(text))
-                yield text, answer.encode() if self._needs_answer else b""
+                yield text, told
             return
         for index, row in enumerate(rows):
             text, told = self._pair(row, index)

@@ -192,6 +192,10 @@ WARM_START = Config(
         (Config(reward=RewardSection(overlong_buffer=-1)), "reward.overlong_buffer is -1: it is part of"),
         (Config(reward=RewardSection(overlong_buffer=513)), "reward.overlong_buffer is 513: it is part of"),
         (
+            Config(advantage=AdvantageConfig("maxrl"), reward=RewardSection(wrong=-1.0)),
+            "reward.wrong is -1.0: advantage.estimator: maxrl divides by the mean reward",
+        ),
+        (
             Config(advantage=AdvantageConfig("maxrl"), reward=RewardSection(overlong_buffer=4)),
             "advantage.estimator is maxrl: it divides by the mean reward",
         ),

@@ -223,7 +223,7 @@ def test_no_secret_and_no_environment_is_written(tmp_path, monkeypatch):
     written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert "value-of-the-environment" not in written
     assert "sesame" not in written
-    assert "prompt_key: prompt" in written
+    assert "prompt_key: null" in written
 
 
 def test_token_counts_and_column_names_are_not_secrets():
