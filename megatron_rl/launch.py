@@ -77,8 +77,9 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
     if (state, reason) != (said.get("state"), said.get("reason")):
         if rank is not None:
             said_last = "\n".join([why, *log]) if "SIGABRT" in why else why  # C++ says why on its way out
-            about: dict[str, Any] = {"phase": said.get("phase"), "stuck": said.get("stuck"), "out_of_memory": kills.any()}
-            cause = explain(said_last, process=f"rank {rank}", log=str(ranks.log_of(rank)), **about)
+            about: dict[str, Any] = {"process": f"rank {rank}", "log": str(ranks.log_of(rank))}
+            about |= {"phase": said.get("phase"), "stuck": said.get("stuck"), "out_of_memory": kills.any()}
+            cause = explain(said_last, **about)
         try:
             mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))
         except OSError as error:
