@@ -108,7 +108,7 @@ class Driver:
             distinct_formats(config.sampler, config.quantization),
             sampled=config.rollout.source == RolloutSource.sampler,
         )
-        given = {"if_exists": config.run.if_exists, "look": look_into, "alarms": alarms}
+        given: dict[str, Any] = {"if_exists": config.run.if_exists, "look": look_into, "alarms": alarms}
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
         self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))

@@ -78,8 +78,9 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
     if (state, reason) != (said.get("state"), said.get("reason")):
         if rank is not None:
             said_last = "\n".join([why, *log]) if "SIGABRT" in why else why  # C++ says why on its way out
-            about = {"phase": said.get("phase"), "stuck": said.get("stuck"), "out_of_memory": kills.any()}
-            cause = explain(said_last, process=f"rank {rank}", log=str(ranks.log_of(rank)), **about)
+            about: dict[str, Any] = {"process": f"rank {rank}", "log": str(ranks.log_of(rank))}
+            about |= {"phase": said.get("phase"), "stuck": said.get("stuck"), "out_of_memory": kills.any()}
+            cause = explain(said_last, **about)
         try:
             mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))
         except OSError as error:
@@ -89,7 +90,7 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
     if rank is not None:
         ranks.explain(rank, log)
         verdict = f"{state}: {reason.partition(chr(10))[0] or why}"
-        print("\n" + "\n".join(filter(None, (cause and cause.paragraph(), verdict))), file=sys.stderr, flush=True)
+        print("\n" + "\n".join([*([cause.paragraph()] if cause else []), verdict]), file=sys.stderr, flush=True)
 
 
 def ending(said: Mapping[str, Any], stopping: str | None, rank: int | None, why: str) -> tuple[str, str]:
