@@ -7,6 +7,7 @@ host, where vLLM has a second kernel for AMX tiles: one arithmetic, whatever the
 FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8 value is
 exact in BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds activations to FP8 as vLLM
 does, and multiplies in BF16 with FP32 accumulation. The numbers agree up to one more BF16 rounding of the output.
+oneDNN has no BF16 products for processors without AVX-512: there torch multiplies, as it does for BF16 models.
 
 Attention: vLLM 0.32's kernel for AMX tiles trusts a tile configuration that oneDNN's products have replaced in the
 meantime, and ends the process with an illegal instruction on a prompt of one token. Its AVX-512 kernel takes its
@@ -79,14 +80,20 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         weight_KN = layer.weight.data.to(torch.bfloat16)
-        self.dnnl_handler = ops.create_onednn_mm(weight_KN, PRIMITIVE_CACHE)
+        self.weight_NK = None if torch.cpu._is_avx512_supported() else weight_KN.t().contiguous()
+        if self.weight_NK is None:
+            self.dnnl_handler = ops.create_onednn_mm(weight_KN, PRIMITIVE_CACHE)
         self.scale_N = layer.weight_scale.data.reshape(-1)
         layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
         rounded_MK, scale_M1 = self.quant_fp8(x_MK)
-        out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK.to(torch.bfloat16), None)
+        rounded_MK = rounded_MK.to(torch.bfloat16)
+        if self.weight_NK is None:
+            out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK, None)
+        else:
+            out_MN = torch.nn.functional.linear(rounded_MK, self.weight_NK)
         scaled_MN = (out_MN * scale_M1).mul_(self.scale_N)
         if bias is not None:
             scaled_MN += bias
