@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +27,38 @@ def exchange(value: Any) -> list[Any]:
     dist.all_gather_into_tensor(every, torch.cat((data, data.new_zeros(width - len(data)))))
     rows = every.view(world, width)
     return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+WAIT_ON = -1  # in the place of a size: what the others wait for is still to come
+_waited_for = threading.Lock()  # held by whoever sends to all while `waited_for` is open
+_open = False
+
+
+@contextmanager
+def waited_for() -> Iterator[None]:
+    """On rank 0, around long work of which it sends the result: the others are waiting for that, or will be next."""
+    global _open
+    _open = True
+    try:
+        yield
+    finally:
+        with _waited_for:
+            _open = False
+
+
+def tell_to_wait() -> None:
+    """Called by another thread every now and then: no rank's patience with a collective ends while rank 0 lives."""
+    with _waited_for:
+        if _open and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast(torch.tensor([WAIT_ON]), src=0)
+
+
+def receive_size() -> int:
+    """On the other ranks: of what rank 0 sends next."""
+    size = torch.tensor([WAIT_ON])
+    while int(size) == WAIT_ON:
+        dist.broadcast(size, src=0)
+    return int(size)
 
 
 class Group(Protocol):

@@ -16,12 +16,15 @@ import torch
 
 from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sampling_params
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
+from megatron_rl.config.patience import describe
 from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, needs_answers
+from megatron_rl.distributed import waited_for
 from megatron_rl.models.kept_state import look_into
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs import checkpoints
+from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.progress import Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
@@ -100,8 +103,13 @@ class Driver:
         self._scored: list[Scored] = []
         self._drawn: list[Scored] = []
         self._seen = SamplerStats()
-        if_exists = config.run.if_exists
-        recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, if_exists=if_exists, look=look_into)
+        alarms = Alarms(
+            config.log.alarms,
+            distinct_formats(config.sampler, config.quantization),
+            sampled=config.rollout.source == RolloutSource.sampler,
+        )
+        given = {"if_exists": config.run.if_exists, "look": look_into, "alarms": alarms}
+        recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
         self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))
         self.resumes: Checkpoint | None = None
@@ -116,6 +124,7 @@ class Driver:
 
     def _open(self, run_dir: Path) -> None:
         config, folder = self._config, self._config.model.folder
+        self.recorder.note(f"patience {describe(config)}")
         tokenizer = FolderTokenizer(folder)
         wanted = {"needs_answer": needs_answers(config.rollout, config.reward)}
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
@@ -163,7 +172,7 @@ class Driver:
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         self._stop.begin(step)
-        with self._stop.waiting():
+        with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
             collected = self._collector.collect(step)
             self._sleep_schedule.sleep()
@@ -173,7 +182,7 @@ class Driver:
     def _engine_news(self) -> dict[str, float]:
         """What became of the engine, or of a fleet's servers, since the last step."""
         before, self._seen = self._seen, self.sampler.stats
-        news = {"rollout/restarts": self._seen.restarts - before.restarts}
+        news: dict[str, float] = {"rollout/restarts": self._seen.restarts - before.restarts}
         if is_fleet(self._config.sampler):
             news["rollout/retried"] = self._seen.retried - before.retried
         return news
@@ -191,7 +200,7 @@ class Driver:
 
     def probe(self, step: int) -> tuple[Batch, Sequence[Format]]:
         """Fresh answers of the sampler as it is now, unscored, and the formats that it runs."""
-        with self._stop.waiting():
+        with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
             fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
         return collate([Scored(one, reward=0.0) for one in fresh]), distinct_formats(
@@ -199,7 +208,7 @@ class Driver:
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        with self._stop.waiting():
+        with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
             return self._evaluator.evaluate(step) if self._evaluator else {}
 
@@ -208,7 +217,7 @@ class Driver:
         self._stop.check()
 
     def asked_to_stop(self) -> str | None:
-        return self._stop.reason
+        return self._stop.reason or self.recorder.alarms.stop
 
     def has_time(self) -> bool | None:
         return self._stop.has_time()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,15 +25,21 @@ from megatron_rl.files import last_lines
 from megatron_rl.models.kept_state import look_into
 from megatron_rl.models.layout import Layout
 from megatron_rl.processes.environment import compiled_code, without_secrets
+from megatron_rl.processes.memory_kills import MemoryKills
 from megatron_rl.processes.process import AT_ONCE, STOP_AFTER_STEP, describe_end, exit_status, hold, release
 from megatron_rl.processes.scratch import Scratch
 from megatron_rl.rank import DRIVER_SECRETS, LEAVE_S
+from megatron_rl.runs.causes import Cause, explain
+from megatron_rl.runs.guard import Guard, kill
+from megatron_rl.runs.last_words import write_own_report
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
-from megatron_rl.runs.status import ENDED, mark_status, read_status
+from megatron_rl.runs.status import ENDED, mark_status, mark_stuck, read_status
+from megatron_rl.runs.watch import Watch
 
 STOP_GRACE_S = 4.0  # for a driver that has not begun to end, and for one that has, beyond what it has said
 SILENT_S = 15.0  # for a driver to say what it will do, which takes it no time unless it is stuck
 PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
+REAP_S = 5.0  # for the kernel to end what was killed; who waits for a device may not hear of it
 LOG_LINES_SHOWN = 25
 ENDS_WITH = {signal.SIGINT: 130, signal.SIGTERM: 143, STOP_AFTER_STEP: 0}
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe", re.I)
@@ -42,6 +49,7 @@ ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|In
 
 def launch(config: Config) -> int:
     """Runs every rank to its end; returns the exit status of the run."""
+    kills = MemoryKills()
     with Scratch() as scratch:
         given = compiled_code() | scratch.environment
         run, moved = open_run(
@@ -49,30 +57,39 @@ def launch(config: Config) -> int:
         )
         if moved:
             print(moved, flush=True)
-        ranks = RankProcesses(run, Layout.from_config(config.learner).world, scratch.path / "store", given)
+        watch = Watch(run.path, config.run.patience_s, scratch.path)
+        ranks = RankProcesses(run, Layout.from_config(config.learner).world, scratch.path / "store", given, watch)
         try:
             status = ranks.wait()
         finally:
             ranks.end()
             hold(STOP_AFTER_STEP)  # for the next run of this process, if there is one
     if status or read_status(run.path).get("state") not in ENDED:
-        conclude(run, ranks)
+        conclude(run, ranks, kills)
     return status
 
 
-def conclude(run: RunDir, ranks: RankProcesses) -> None:
+def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
     """Writes how the run ended where the driver has not, or cannot know it, and says it last on the screen."""
     said = read_status(run.path)
     rank, why, log = ranks.culprit()
-    state, reason = ending(said, ranks.stopping, rank, why)
-    try:
-        if (state, reason) != (said.get("state"), said.get("reason")):
-            mark_status(run.path, state, reason)
-    except OSError as error:
-        print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
+    state, reason = ("failed", ranks.stuck) if ranks.stuck else ending(said, ranks.stopping, rank, why)
+    cause = Cause.read(said.get("cause"))
+    if (state, reason) != (said.get("state"), said.get("reason")):
+        if rank is not None:
+            said_last = "\n".join([why, *log]) if "SIGABRT" in why else why  # C++ says why on its way out
+            about = {"phase": said.get("phase"), "stuck": said.get("stuck"), "out_of_memory": kills.any()}
+            cause = explain(said_last, process=f"rank {rank}", log=str(ranks.log_of(rank)), **about)
+        try:
+            mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))
+        except OSError as error:
+            print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
+        if state == "failed" and (trouble := write_own_report(run)):  # the driver's does not say how it ended
+            print(trouble, file=sys.stderr)
     if rank is not None:
         ranks.explain(rank, log)
-        print(f"\n{state}: {reason.partition(chr(10))[0] or why}", file=sys.stderr, flush=True)
+        verdict = f"{state}: {reason.partition(chr(10))[0] or why}"
+        print("\n" + "\n".join(filter(None, (cause and cause.paragraph(), verdict))), file=sys.stderr, flush=True)
 
 
 def ending(said: Mapping[str, Any], stopping: str | None, rank: int | None, why: str) -> tuple[str, str]:
@@ -89,12 +106,14 @@ def ending(said: Mapping[str, Any], stopping: str | None, rank: int | None, why:
 class RankProcesses:
     """Those of one attempt."""
 
-    def __init__(self, run: RunDir, count: int, store: Path, given: Mapping[str, str]) -> None:
+    def __init__(self, run: RunDir, count: int, store: Path, given: Mapping[str, str], watch: Watch) -> None:
         """`given`: variables for every rank."""
         self._run = run
         self._count = count
         self._given = given
+        self._guard = Guard(watch)
         self.stopping: str | None = None
+        self.stuck: str | None = None  # why it had to be ended
         self._stopped_by: signal.Signals = STOP_AFTER_STEP
         self._asked_at, self._asked_twice = 0.0, False
         self._failed: list[int] = []  # ranks that ended by themselves
@@ -105,10 +124,11 @@ class RankProcesses:
             signal.signal(number, self._on_signal)
         for rank in range(self._count):
             self._processes.append(self._start(rank, store))
+        watch.pids = {rank: process.pid for rank, process in enumerate(self._processes)}
         release(STOP_AFTER_STEP)
 
     def _start(self, rank: int, store: Path) -> subprocess.Popen[bytes]:
-        log = self._log(rank).open("ab")
+        log = self.log_of(rank).open("ab")
         inherited = without_secrets(os.environ, keep=() if rank else DRIVER_SECRETS)
         with log:
             return subprocess.Popen(
@@ -121,7 +141,7 @@ class RankProcesses:
                 start_new_session=True,
             )
 
-    def _log(self, rank: int) -> Path:
+    def log_of(self, rank: int) -> Path:
         return self._run.logs / f"rank_{rank}.log"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -147,11 +167,24 @@ class RankProcesses:
                 self._settle(PEER_GRACE_S)
                 self._failed = [rank for rank, process in enumerate(self._processes) if process.poll()]
                 return exit_status(failed[0])
+            if reason := self._guard.look():
+                return self._give_up(reason)
             if self._overstayed():
                 return int(read_status(self._run.path).get("state") != "finished")
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(0.05)
+
+    def _give_up(self, reason: str) -> int:
+        """End who does not go on; the others notice, and the driver closes its engines."""
+        worst = self._guard.watch.blocking[0]
+        self.stuck, self._failed = reason, [worst.rank or 0]
+        with suppress(OSError):
+            mark_stuck(self._run.path, worst.about())
+        kill(worst)
+        self._processes[worst.rank or 0].kill()
+        self._settle(PEER_GRACE_S)
+        return 1
 
     def _stops(self) -> bool:
         """As it was asked to; otherwise a rank that fails meanwhile has failed."""
@@ -188,13 +221,16 @@ class RankProcesses:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
-            process.wait()
+        self._guard.end_stopped()
+        self._settle(REAP_S)
 
     def culprit(self) -> tuple[int | None, str, list[str]]:
         """The rank that failed for a reason of its own, that reason, and the end of its log."""
         if not self._failed:
             return None, "", []
-        logs = {rank: last_lines(self._log(rank), LOG_LINES_SHOWN) for rank in self._failed}
+        logs = {rank: last_lines(self.log_of(rank), LOG_LINES_SHOWN) for rank in self._failed}
+        if self.stuck:
+            return self._failed[0], self.stuck, logs[self._failed[0]]
         codes = {rank: self._processes[rank].returncode for rank in self._failed}
         whys = {
             rank: (last_error(logs[rank]) if code > 0 else "") or describe_end(code) for rank, code in codes.items()
@@ -203,7 +239,7 @@ class RankProcesses:
         return rank, whys[rank], logs[rank]
 
     def explain(self, rank: int, log: Sequence[str]) -> None:
-        print(f"\nrank {rank} failed; the end of {self._log(rank)}:", file=sys.stderr)
+        print(f"\nrank {rank} failed; the end of {self.log_of(rank)}:", file=sys.stderr)
         print("\n".join(f"  {line}" for line in log or ["(empty)"]), file=sys.stderr, flush=True)
 
 

@@ -18,6 +18,7 @@ from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.processes import slurm
 from megatron_rl.processes.environment import compiled_code, is_secret
+from megatron_rl.processes.owned_folder import current
 from megatron_rl.processes.process import (
     AT_ONCE,
     SHORT_SPIN,
@@ -30,8 +31,12 @@ from megatron_rl.processes.process import (
     rare_collections,
     release,
 )
+from megatron_rl.processes.pulse import Beats
+from megatron_rl.processes.stacks import show_on_request
 from megatron_rl.runs.attempts import REFUSED
+from megatron_rl.runs.guard import RankGuard
 from megatron_rl.runs.run_dir import LAUNCHER
+from megatron_rl.runs.watch import Watch
 
 DRIVER_SECRETS = frozenset({"WANDB_API_KEY", KEY_VARIABLE})
 LEAVE_S = 30  # from a rank's last word to its end
@@ -67,13 +72,21 @@ def run_rank(config: Config, run_dir: Path) -> None:
         if rank or name not in DRIVER_SECRETS:
             del os.environ[name]
     os.environ.update(compiled_code())
+    show_on_request()
+    beats = Beats(run_dir, rank)
+    launcher = int(os.environ.get(LAUNCHER, "0")) or None
+    beats.each.append(RankGuard(Watch(run_dir, config.run.patience_s, current(), launcher=launcher), rank))
+    beats.start()
     with rare_collections(), hidden("wandb"):
+        from megatron_rl.distributed import tell_to_wait
         from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
         from megatron_rl.train import train
 
+    beats.each.append(tell_to_wait)
     try:
         train(config, to_yaml(config), run_dir, rank, leave_soon)
     finally:
+        beats.end()
         leave_soon()
 
 

@@ -28,7 +28,6 @@ from megatron_rl.config.schema import (
     QuantizationSection,
     RewardSection,
     RolloutSource,
-    Sleep,
     SyncSection,
 )
 from megatron_rl.driver import Driver, Follower
@@ -66,7 +65,7 @@ def train(
             correction=config.correction,
             rollout=config.rollout,
             quantization=config.quantization,
-            engine_sleeps=config.sampler.sleep != Sleep.none,
+            sampler=config.sampler,
             dump_dir=run_dir / "dumps",
             note=driver.recorder.note,
         )

@@ -5,16 +5,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_rl import launch
 from megatron_rl.config.schema import Config, LearnerSection, RunSection
-from megatron_rl.processes.process import STOP_AFTER_STEP, hold
-from megatron_rl.runs.status import read_status
+from megatron_rl.processes.process import STOP_AFTER_STEP, hold, state_of
+from megatron_rl.runs.status import mark_status, read_status
 
+PATIENCE_S = 120
 SECOND_FAILS = """#!/bin/sh
 if [ "$RANK" = 1 ]; then echo "ValueError: a bad shard" >&2; exit 1; fi
 sleep 0.3
@@ -60,6 +62,8 @@ def test_the_rank_that_failed_by_itself_is_reported(
     said = capsys.readouterr().err
     assert "rank 1 failed" in said
     assert "a bad shard" in said
+    assert "\nwhy: no known cause (unknown): rank 1. " in said
+    assert read_status(tmp_path / "run")["cause"]["class"] == "unknown"
 
 
 STAND_IN = """#!{python}
@@ -85,13 +89,15 @@ time.sleep(60)
 """
 
 
-def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, ranks: int = 1) -> int:
+def launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, ranks: int = 1, patience_s: float = 600.0
+) -> int:
     stand_in = tmp_path / "python"
     stand_in.write_text(STAND_IN.format(python=sys.executable, body=body))
     stand_in.chmod(0o755)
     monkeypatch.setattr(launch.sys, "executable", str(stand_in))
-    config = Config(run=RunSection(name="run", root=str(tmp_path)), learner=LearnerSection(tensor_parallel=ranks))
-    return launch.launch(config)
+    run = RunSection(name="run", root=str(tmp_path), patience_s=patience_s)
+    return launch.launch(Config(run=run, learner=LearnerSection(tensor_parallel=ranks)))
 
 
 @pytest.mark.usefixtures("handlers")
@@ -128,6 +134,109 @@ def test_who_does_not_go_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
     assert launched(tmp_path, monkeypatch, STAYS, ranks=2) == 1
     assert read_status(tmp_path / "run")["reason"] == "no space left"
+
+
+STOPS = """
+from megatron_rl.processes import pulse
+pulse.BEAT_S = 0.2
+pulse.Beats(folder, int(rank)).start()
+with pulse.phase("update"):
+    time.sleep(1)
+    if rank == "1":
+        (folder / "stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.fault("a rank is stopped for longer than run.patience_s", "the run ends, and names it")
+def test_a_rank_that_stays_stopped_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launched(tmp_path, monkeypatch, STOPS, ranks=2, patience_s=1.0) == 1
+    pid, status = int((tmp_path / "run" / "stopped").read_text()), read_status(tmp_path / "run")
+    assert status["state"] == "failed"
+    assert status["reason"].startswith(f"rank 1 (process {pid} on ")
+    assert "is stopped (SIGSTOP, or a debugger)" in status["reason"]
+    assert "in `update`" in status["reason"]
+    assert "raise run.patience_s=1" in status["reason"]
+    assert (status["stuck"]["process"], status["stuck"]["pid"]) == ("rank 1", pid)
+    assert not state_of(pid)
+    assert capsys.readouterr().err.rstrip().endswith(f"failed: {status['reason']}")
+
+
+ALONE = """
+import os, signal, sys, time
+from pathlib import Path
+from megatron_rl.processes import pulse
+from megatron_rl.runs.guard import RankGuard
+from megatron_rl.runs.watch import Watch
+folder, rank, launcher = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) or None
+pulse.BEAT_S = 0.2
+beats = pulse.Beats(folder, rank)
+beats.each.append(RankGuard(Watch(folder, 1.0, launcher=launcher), rank))
+beats.start()
+with pulse.phase("update"):
+    while (folder / "go on").exists():
+        time.sleep(0.1)
+        pulse.mark()
+    time.sleep(600)
+"""
+
+
+def alone(folder: Path, rank: int, launcher: int = 0) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", ALONE, str(folder), str(rank), str(launcher)])
+
+
+def furnished(folder: Path) -> Path:
+    (folder / "logs" / "pulse").mkdir(parents=True)
+    (folder / "logs" / "attempt_1").mkdir()
+    mark_status(folder, "running")
+    return folder
+
+
+@pytest.mark.fault("under srun or torchrun, rank 0 stays stopped", "another one names and ends it, and itself")
+def test_ranks_without_a_launcher_look_after_each_other(tmp_path: Path) -> None:
+    folder = furnished(tmp_path)
+    ranks = [alone(folder, rank) for rank in range(2)]
+    try:
+        until(lambda: (folder / "logs" / "pulse" / "rank_0.json").exists())
+        ranks[0].send_signal(signal.SIGSTOP)
+        assert ranks[1].wait(PATIENCE_S) == 1
+        assert ranks[0].wait(PATIENCE_S) == -signal.SIGKILL
+        assert read_status(folder)["state"] == "failed"
+        assert read_status(folder)["stuck"]["process"] == "rank 0"
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+
+
+@pytest.mark.fault("the launcher is stopped (SIGSTOP)", "a rank names it; nobody ends the run for that")
+def test_a_stopped_launcher_is_named_by_a_rank(tmp_path: Path) -> None:
+    folder = furnished(tmp_path)
+    (folder / "go on").touch()
+    launcher = subprocess.Popen(["sleep", "1000"])
+    rank = alone(folder, 0, launcher.pid)
+    log = folder / "logs" / "attempt_1" / "driver.log"
+    try:
+        launcher.send_signal(signal.SIGSTOP)
+        until(lambda: log.exists() and "the launcher (process" in log.read_text())
+        launcher.send_signal(signal.SIGCONT)
+        until(lambda: "goes on after" in log.read_text())
+        assert rank.poll() is None
+    finally:
+        for one in (rank, launcher):
+            one.kill()
+            one.wait()
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 HANGS = """
@@ -181,7 +290,13 @@ def test_a_killed_rank_is_named(
     assert launch.launch(config) == 137
     status = read_status(tmp_path / "run")
     assert (status["state"], status["reason"]) == ("failed", "rank 1: ended by SIGKILL (out of memory?)")
-    assert capsys.readouterr().err.rstrip().endswith("failed: rank 1: ended by SIGKILL (out of memory?)")
+    log = tmp_path / "run" / "logs" / "attempt_1" / "rank_1.log"
+    cause = status["cause"]
+    assert (cause["class"], cause["process"], cause["log"]) == ("dead_process", "rank 1", str(log))
+    *_, why, last = capsys.readouterr().err.rstrip().splitlines()
+    assert why.startswith("why: a process was killed (dead_process): rank 1. SIGKILL comes from outside.")
+    assert why.endswith(f"Its log is {log}.")
+    assert last == "failed: rank 1: ended by SIGKILL (out of memory?)"
 
 
 LOST = "RuntimeError: Connection closed by peer"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
-from megatron_rl.config import correction_rules, fleet
+from megatron_rl.config import alarms, correction_rules, fleet
 from megatron_rl.config.bounds import sound
 from megatron_rl.config.correction_values import Findings
 from megatron_rl.config.schema import (
@@ -24,6 +24,7 @@ from megatron_rl.config.schema import (
     EvalSection,
     Format,
     LearnerSection,
+    LogSection,
     LossConfig,
     OptimSection,
     QuantizationSection,
@@ -187,6 +188,10 @@ def patches(sync: SyncSection) -> Iterator[str]:
         )
 
 
+def alarm_settings(log: LogSection) -> Iterable[str]:
+    return alarms.problems(log.alarms)
+
+
 def engine(sampler: SamplerSection) -> Iterator[str]:
     engines = [gpus.split(",") for gpus in fleet.devices(sampler)]
     numbers = [number for gpus in engines for number in gpus]
@@ -204,5 +209,5 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     objective, answers, group_size, supervised, schedule, rate, pipeline, updates, formats, patches, engine,
-    fleet.addresses, fleet.servers,
+    alarm_settings, fleet.addresses, fleet.servers,
 )  # fmt: skip

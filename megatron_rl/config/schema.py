@@ -119,6 +119,8 @@ class RunSection:
     if_exists: IfExists = IfExists.refuse
     resume_allow: list[str] = field(default_factory=list)  # keys that may have changed when a run goes on
     device: Device = Device.auto
+    # seconds of silence that end the run, where nothing else has a limit (docs/survival.md)
+    patience_s: float = field(default=600.0, metadata=SECONDS)
     stop: dict[str, float] | None = None  # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
 
 
@@ -525,6 +527,8 @@ class LogSection:
     export: bool = False  # the final policy as a Hugging Face folder
     # of the run's directory: the oldest recorded rollouts, then dumps, make room; null: no limit
     disk_gib: float | None = field(default=None, metadata=ABOVE_0)
+    # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}
+    alarms: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

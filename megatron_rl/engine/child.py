@@ -25,6 +25,7 @@ import numpy as np
 from megatron_rl.engine.readiness import TAGS, Readiness
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import die_with_parent, end_own_group, leave_to_the_driver, rare_collections
+from megatron_rl.processes.stacks import show_on_request
 from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -261,6 +262,7 @@ def main() -> None:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent)
     leave_to_the_driver()
+    show_on_request()
     try:
         serve(Channel(socket.socket(fileno=descriptor)))
     except ChannelClosed:

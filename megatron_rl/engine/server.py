@@ -18,6 +18,7 @@ import sys
 import threading
 
 from megatron_rl.processes.process import collect_rarely, die_with_parent, end_own_group, leave_to_the_driver
+from megatron_rl.processes.stacks import show_on_request
 
 ALL_CORES = "all"
 MIDDLEWARE = ("megatron_rl.engine.requests.CheckRequests", "megatron_rl.engine.server_key.RequireKey")  # last one first
@@ -38,6 +39,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: end_own_group())
     die_with_parent(parent, by=signal.SIGTERM)
     leave_to_the_driver()
+    show_on_request()
     threading.Thread(target=end_with_input, daemon=True).start()
     if cores != ALL_CORES:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

@@ -31,6 +31,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from megatron_rl.config.patience import collective_s
 from megatron_rl.config.schema import (
     CorrectionConfig,
     KvCache,
@@ -41,6 +42,8 @@ from megatron_rl.config.schema import (
     QuantizationSection,
     RolloutSection,
     RunSection,
+    SamplerSection,
+    Sleep,
 )
 from megatron_rl.learner import weights
 from megatron_rl.learner.activation_stats import ActivationStats
@@ -57,6 +60,7 @@ from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
+from megatron_rl.processes.pulse import mark
 from megatron_rl.types import Batch, Targets
 
 
@@ -74,19 +78,19 @@ class Learner:
         correction: CorrectionConfig,
         rollout: RolloutSection,
         quantization: QuantizationSection,
-        engine_sleeps: bool = False,
+        sampler: SamplerSection = SamplerSection(),  # noqa: B008 - frozen
         dump_dir: Path | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`engine_sleeps`: an engine on these devices gives its memory up, and wants it back at a sync."""
+        """`sampler`: an engine on these devices may give its memory up, and ranks wait for what it answers."""
         self.model, self.shape, self.layout = model, model.shape, model.layout
         self.run, self.learner, self.optim, self.rollout = run, learner, optim, rollout
         self.loss, self.correction = loss, correction
-        self.ranks = LearnerRank(learner, model.layout, run.seed)
+        self.ranks = LearnerRank(learner, model.layout, run.seed, collective_s(run.patience_s, sampler))
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
         self.place, self.groups = self.ranks.place, self.ranks.groups
-        self.engine_sleeps = engine_sleeps
+        self.engine_sleeps = sampler.sleep != Sleep.none
         self.steps = 0  # optimizer steps taken
         self._reference: list[Tensor] = []
         self.megatron_config = transformer_config(model, learner)
@@ -249,6 +253,7 @@ class Learner:
 
         def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             mine = next(iterator)
+            mark()
             return model(pack=mine, **plain), partial(loss_function, mine)
 
         return get_forward_backward_func()(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -25,14 +26,12 @@ from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
 from megatron_rl.config.rules import pipeline
 from megatron_rl.config.schema import LearnerSection
-from megatron_rl.distributed import TorchGroup, exchange
+from megatron_rl.distributed import TorchGroup, exchange, receive_size
 from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 from megatron_rl.types import Batch, Targets
 
-# ranks wait in a broadcast for as long as the driver generates; a dead rank is noticed by its closed connection
-PATIENCE = timedelta(hours=12)
 RENDEZVOUS = "MEGATRON_RL_RENDEZVOUS"
 _SENDABLE = {cls.__name__: cls for cls in (Batch, Targets)}
 
@@ -40,7 +39,9 @@ _SENDABLE = {cls.__name__: cls for cls in (Batch, Targets)}
 class LearnerRank:
     """This process among the learner's: its place, and the collectives that the learner uses."""
 
-    def __init__(self, learner: LearnerSection, layout: Layout, seed: int) -> None:
+    def __init__(self, learner: LearnerSection, layout: Layout, seed: int, collective_s: float) -> None:
+        """`collective_s`: how long a rank waits for the others in a collective; a dead one is noticed before."""
+        self._limit = timedelta(seconds=collective_s)
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.layout = layout
@@ -54,14 +55,14 @@ class LearnerRank:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def _find_others(self, learner: LearnerSection) -> None:
-        _join(self.rank, self.world_size)
+        _join(self.rank, self.world_size, self._limit)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=learner.tensor_parallel,
             pipeline_model_parallel_size=learner.pipeline_parallel,
             virtual_pipeline_model_parallel_size=self.layout.vp,
             expert_model_parallel_size=learner.expert_parallel,
             expert_tensor_parallel_size=self.layout.etp,
-            distributed_timeout_minutes=int(PATIENCE.total_seconds() // 60),
+            distributed_timeout_minutes=math.ceil(self._limit.total_seconds() / 60),
             create_gloo_process_groups=not host.ON_HOST,
         )
 
@@ -118,18 +119,16 @@ class LearnerRank:
         tensors: list[Tensor] = []
         if self.world_size == 1:
             return value
-        header = json.dumps(_describe(value, tensors)).encode() if self.is_driver else b""
-        size = torch.tensor([len(header)])
-        dist.broadcast(size, src=0)
-        data = torch.frombuffer(bytearray(header), dtype=torch.uint8) if self.is_driver else None
-        if data is None:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, src=0)
-        if self.is_driver:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
-            return value
-        return _receive(json.loads(bytes(data.tolist()).decode()))
+        if not self.is_driver:
+            data = torch.empty(receive_size(), dtype=torch.uint8)
+            dist.broadcast(data, src=0)
+            return _receive(json.loads(bytes(data.tolist()).decode()))
+        header = json.dumps(_describe(value, tensors)).encode()
+        dist.broadcast(torch.tensor([len(header)]), src=0)
+        dist.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), src=0)
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
+        return value
 
 
 def megatron_place() -> Place:
@@ -201,20 +200,20 @@ def _limit_threads(local_ranks: int) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
-def _join(rank: int, world_size: int) -> None:
+def _join(rank: int, world_size: int, limit: timedelta) -> None:
     if dist.is_initialized():
         return
     # tensors in host memory go through gloo even where NCCL moves the gradients
     backend = "gloo" if host.ON_HOST else "cpu:gloo,cuda:nccl"
     if world_size == 1:
         # no other rank to find: a store in this process opens no port
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return
     # ranks that were launched here meet in a file; torchrun and srun give an address instead
     meeting = os.environ.get(RENDEZVOUS, "env://")
     own = meeting == "env://" and "TORCHELASTIC_RUN_ID" not in os.environ  # torchrun has a store already
-    found = {"store": _store(rank, world_size)} if own else {"init_method": meeting}
-    dist.init_process_group(backend, **found, rank=rank, world_size=world_size, timeout=PATIENCE)
+    found = {"store": _store(rank, world_size, limit)} if own else {"init_method": meeting}
+    dist.init_process_group(backend, **found, rank=rank, world_size=world_size, timeout=limit)
 
 
 @contextmanager
@@ -230,7 +229,7 @@ def _meeting() -> Iterator[None]:
         ) from error
 
 
-def _store(rank: int, world_size: int) -> dist.TCPStore:
+def _store(rank: int, world_size: int, limit: timedelta) -> dist.TCPStore:
     """Rank 0's. It listens on the interface of MASTER_ADDR alone; torch by itself would on all of them."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = None
@@ -239,7 +238,7 @@ def _store(rank: int, world_size: int) -> dist.TCPStore:
         # a node's own name may stand for loopback there, where nobody else could reach it
         if address[0] == host or not ipaddress.ip_address(address[0]).is_loopback:
             listener = socket.create_server(address[:2], family=family).detach()
-    return dist.TCPStore(host, port, world_size, rank == 0, PATIENCE, master_listen_fd=listener)
+    return dist.TCPStore(host, port, world_size, rank == 0, limit, master_listen_fd=listener)
 
 
 def leave() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from megatron_rl.config import patience
 from megatron_rl.config.fleet import is_fleet, replica_formats
 from megatron_rl.config.schema import (
     Config,
@@ -38,6 +39,7 @@ def describe(config: Config, checked: Checked) -> str:
                  f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} update(s)"),
         ("loss", loss),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
+        ("patience", patience.describe(config)),
         ("disk", _disk(config, checked)),
         *(("to bring:", what) for what in checked.to_bring),
         *(("note:", what) for what in checked.notes),

@@ -13,6 +13,7 @@ import fcntl
 import os
 import shutil
 import stat
+import tempfile
 import time
 from io import FileIO
 from pathlib import Path
@@ -65,6 +66,12 @@ def claim(folder: Path) -> FileIO:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return lock
+
+
+def current() -> Path | None:
+    """The one that this process was given as its temporary folder."""
+    folder = Path(tempfile.gettempdir())
+    return folder if (folder / LOCK).is_file() else None
 
 
 def is_abandoned(folder: Path, unnamed: bool = False) -> bool:

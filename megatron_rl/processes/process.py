@@ -125,6 +125,9 @@ def end_with_descendants(pid: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
+STOPPED = ("T", "t")  # states of a process that SIGSTOP holds, or a debugger
+
+
 @dataclass(frozen=True)
 class Work:
     """What processes have done so far, by the kernel's books."""
@@ -138,12 +141,29 @@ def work_below(pid: int) -> Work:
     """Of all processes below this one."""
     ticks, turns, stopped = 0, 0, []
     for each in _descendants(pid):
-        with suppress(OSError):
-            state, *fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-            ticks += sum(map(int, fields[10:14]))  # its own and its ended children's, in user and system mode
+        if stat := _stat(each):
+            ticks += sum(map(int, stat[11:15]))  # its own and its ended children's, in user and system mode
             turns += turns_of(each)
-            stopped += [each] if state == "T" else []
+            stopped += [each] if stat[0] in STOPPED else []
     return Work(ticks / os.sysconf("SC_CLK_TCK"), turns, tuple(stopped))
+
+
+def state_of(pid: int) -> str:
+    """One letter, as `ps` shows it; "" where there is no such process."""
+    return next(iter(_stat(pid)), "")
+
+
+def birth_of(pid: int) -> int:
+    """In ticks since the machine's start: with it, a process id names one process. 0 where there is none."""
+    stat = _stat(pid)
+    return int(stat[19]) if stat else 0
+
+
+def _stat(pid: int) -> list[str]:
+    """What follows the name in /proc/PID/stat: the state comes first."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def turns_of(pid: int) -> int:
@@ -173,11 +193,11 @@ def describe_end(code: int) -> str:
 def started_at(pid: int) -> float | None:
     """Seconds since the epoch; None where no such process lives."""
     try:
-        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         (booted,) = (line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
     except (OSError, ValueError):
         return None
-    return None if state in "ZX" else int(booted.split()[1]) + int(numbers[18]) / os.sysconf("SC_CLK_TCK")
+    lives = state_of(pid) not in ("", "Z", "X")
+    return int(booted.split()[1]) + birth_of(pid) / os.sysconf("SC_CLK_TCK") if lives else None
 
 
 def exit_status(code: int) -> int:

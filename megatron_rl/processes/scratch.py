@@ -15,7 +15,7 @@ from typing import Self
 
 from megatron_rl.config import ConfigError
 from megatron_rl.files import remove
-from megatron_rl.processes.owned_folder import LOCK, claim, is_abandoned
+from megatron_rl.processes.owned_folder import claim, current, is_abandoned
 
 PREFIX = "megatron-rl-run-"
 ELSEWHERE = "elsewhere"  # paths outside that are removed with the folder
@@ -70,12 +70,6 @@ def entered() -> Iterator[None]:
     with Scratch() as own:
         own.enter()
         yield
-
-
-def current() -> Path | None:
-    """The folder that this process was given as its temporary folder."""
-    folder = Path(tempfile.gettempdir())
-    return folder if (folder / LOCK).is_file() else None
 
 
 def remove_with_it(paths: Iterable[Path]) -> None:

@@ -21,6 +21,7 @@ import msgspec
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import VERIFIERS, RewardSection
+from megatron_rl.processes import pulse
 from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants, for_the_driver_alone
@@ -29,6 +30,7 @@ from megatron_rl.rewards.log import RewardLog
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
 
+WORKER = "reward worker"  # and its number, in what is said of it
 START_TIMEOUT_S = 60.0
 # Tasks are handed to a worker ahead of their turn, but never more than the channel holds: neither side can block.
 IN_FLIGHT = 64
@@ -56,8 +58,9 @@ class RewardPool:
 
     def __init__(self, config: RewardSection) -> None:
         breaker = _Breaker(config)
-        self._log = RewardLog()
-        self._workers = [_Worker(config, breaker, self._log) for _ in range(config.workers)]
+        self._config, self._log = config, RewardLog()
+        names = [f"{WORKER} {number}" for number in range(config.workers)]
+        self._workers = [_Worker(name, config, breaker, self._log) for name in names]
         self._threads = ThreadPoolExecutor(max_workers=config.workers, thread_name_prefix="reward")
 
     def start(self) -> None:
@@ -68,7 +71,8 @@ class RewardPool:
     def score(self, tasks: Sequence[Task]) -> list[Score]:
         count = len(self._workers)
         shares = [tasks[index::count] for index in range(count)]
-        done = list(self._threads.map(lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)))
+        with pulse.waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S, "reward.timeout_s", steady=True):
+            done = list(self._threads.map(lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)))
         return [done[index % count][index // count] for index in range(len(tasks))]
 
     def close(self) -> None:
@@ -111,7 +115,8 @@ class _Breaker:
 
 
 class _Worker:
-    def __init__(self, config: RewardSection, breaker: _Breaker, log: RewardLog) -> None:
+    def __init__(self, name: str, config: RewardSection, breaker: _Breaker, log: RewardLog) -> None:
+        self._name = name
         self._config = config
         self._breaker = breaker
         self._log = log
@@ -132,6 +137,7 @@ class _Worker:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
             )
+        pulse.own(self._name, self._process)
         start = {
             "weights": self._config.weights,
             "wrong": self._config.wrong,
@@ -181,6 +187,7 @@ class _Worker:
             self._open_channel.send(*tasks, timeout_s=self._config.timeout_s)
             for number in range(first, first + len(messages)):
                 reply = self._open_channel.receive(self._config.timeout_s)
+                pulse.mark()
                 if reply.get("id") != number:
                     return [*scores, self._replaced(Verdict.error, "the reward worker answered out of turn")]
                 scores.append(_score(reply))

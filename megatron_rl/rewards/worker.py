@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import adopt_orphans, die_with_parent, release
+from megatron_rl.processes.stacks import show_on_request
 from megatron_rl.rewards.functions import Rewards
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
@@ -27,6 +28,7 @@ MAX_ERROR = 500  # characters: a window of replies must fit the channel
 def main(descriptor: int, parent: int) -> None:
     die_with_parent(parent)  # a reward that hangs does not see the end of its channel
     adopt_orphans()
+    show_on_request()
     # what it starts may be ended by an interrupt, as usual; the worker itself is not
     signal.signal(signal.SIGINT, lambda *_: None)
     release(signal.SIGINT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 
 RECENT_STEPS = 8  # that say how long the next one takes; among them one with an evaluation, where that is frequent
 WHOLE = "update"  # a step without it was only the start of a run, or the end of a step that was begun before
@@ -68,3 +69,13 @@ class PhaseClock:
             name = self._open[-1]
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
+
+
+def throughput(line: Mapping[str, float]) -> dict[str, float]:
+    """What a step's times say together with what it has made."""
+    found = {}
+    if line["time/step"] > 0 and "time/sync" in line:
+        found["perf/sync_fraction"] = line["time/sync"] / line["time/step"]
+    if "rollout/tokens" in line and line.get("time/rollout", 0.0) > 0:
+        found["perf/rollout_tokens_per_s"] = line["rollout/tokens"] / line["time/rollout"]
+    return found

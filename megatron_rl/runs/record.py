@@ -7,25 +7,30 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
-from megatron_rl.runs import checkpoints
+from megatron_rl.processes import pulse
+from megatron_rl.processes.memory_kills import MemoryKills
+from megatron_rl.runs.alarms import Alarms, News
+from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.checkpoints import Look
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.disk import Disk
+from megatron_rl.runs.last_words import describe_contents, write_own_report
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
 from megatron_rl.runs.metrics_file import append_to, encode_line
-from megatron_rl.runs.phase_clock import PhaseClock
-from megatron_rl.runs.run_dir import RunDir, claimed_for_this_process, open_run
+from megatron_rl.runs.phase_clock import PhaseClock, throughput
+from megatron_rl.runs.run_dir import LAUNCHER, RunDir, claimed_for_this_process, open_run
 from megatron_rl.runs.status import ENDED, beat, mark_status
 from megatron_rl.runs.wandb_log import WandbLog, resolve_mode
 from megatron_rl.types import Scored
@@ -45,7 +50,7 @@ class SilentRecorder:
     """What the loop asks of a recorder, for ranks that have nothing to write."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
+        return pulse.phase(name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         return dict(metrics)
@@ -76,6 +81,7 @@ class Recorder:
         display: Display | None = None,
         if_exists: IfExists = IfExists.refuse,
         look: Look = lambda found: None,
+        alarms: Alarms | None = None,
     ) -> None:
         mode = resolve_mode(config.wandb)
         moved = ""
@@ -83,8 +89,11 @@ class Recorder:
             self.run = RunDir(run_dir)
         else:
             self.run, moved = open_run(run_dir, if_exists, resolved_yaml, look)
-        mark_status(run_dir, "running")
+        self.alarms = alarms or Alarms()
+        mark_status(run_dir, "running", alarms={})
         self._beat_at = time.monotonic()
+        self._kills = MemoryKills()
+        self._broken_off: str | None = None  # the phase that an exception has ended
         self._end = "finished", ""
         self._n_steps = n_steps
         self._clock = PhaseClock()
@@ -110,8 +119,13 @@ class Recorder:
         self._clock.enter(name)
         self._display.phase(name)
         self._beat()
+        self._broken_off = None
         try:
-            yield
+            with pulse.phase(name):
+                yield
+        except BaseException:
+            self._broken_off = self._broken_off or name
+            raise
         finally:
             self._display.phase(self._clock.leave())
 
@@ -120,7 +134,7 @@ class Recorder:
         line = {name: _number(value) for name, value in metrics.items()}
         line |= self._clock.finish_step()
         line |= {"progress/step": step, "progress/elapsed_s": time.perf_counter() - self._begun}
-        line |= {name: value for name, value in _derived(line).items() if name not in line}
+        line |= {name: value for name, value in throughput(line).items() if name not in line}
         self._warn_unknown(line)
         with _written(self.run.metrics):
             self._disk.write_line(self._metrics, encode_line(line))
@@ -130,8 +144,17 @@ class Recorder:
         self._last_step = step
         self._display.step(step, line, eta_s)
         self._write_text(step_line(step, self._n_steps, line, eta_s))
+        self._tell(self.alarms.after(line))
         self._beat()
         return line
+
+    def _tell(self, news: Sequence[News]) -> None:
+        for one in news:
+            self.note(f"alarm    {one}")
+        if news:
+            self._beat_at = -math.inf  # status.json says so at once
+        if news and self._wandb:
+            self._wandb.alarms(news, self.alarms.standing)
 
     @property
     def clock(self) -> PhaseClock:
@@ -174,15 +197,23 @@ class Recorder:
             raise ValueError(f"state {state!r}: use one of {', '.join(ENDED)}")
         self._closed = True
         self._disk.close()
-        more: dict[str, Any] = {"step": self._last_step, "steps": self._n_steps, **self._disk.news}
+        cause = self._cause(reason)
+        more = self._about()
+        if state != "finished":
+            more |= {"phase": cause.phase, "cause": cause.as_fields()}
         try:
             mark_status(self.run.path, state, reason, unknown_metrics=sorted(self._unknown), **more)
         except OSError as error:
             self.note(f"{self.run.status} could not be written: {error.strerror}")
         self._display.phase("report")
-        self._write_report()
+        trouble = write_own_report(self.run)
         self._display.close()
+        if trouble:
+            self.note(trouble)
         self.note(f"{state} after {duration(time.perf_counter() - self._begun)}" + (f": {reason}" if reason else ""))
+        if state == "failed":
+            say = self._write_text if LAUNCHER in os.environ else self.note  # a launcher says it itself, last
+            say(cause.paragraph())
         self.note(describe_contents(self.run))
         if self._wandb and (left := self._wandb.close(state)):
             self.note(left)
@@ -202,15 +233,16 @@ class Recorder:
         else:
             self.close("failed", f"{kind.__name__}: {error}")
 
-    def _write_report(self) -> None:
-        try:
-            if not self.run.metrics.stat().st_size:
-                return
-            from megatron_rl.runs.report import write_report
-
-            write_report([self.run.path], self.run.report)
-        except Exception as error:  # a report must never hide how the run itself ended
-            self.note(f"report.html was not written: {type(error).__name__}: {error}")
+    def _cause(self, reason: str) -> Cause:
+        """Of an end that nobody wanted, as far as the driver knows it."""
+        log = self.run.logs / "rank_0.log"
+        return explain(
+            reason,
+            process="rank 0",
+            phase=self._broken_off or ("the start" if self._last_step is None else None),
+            log=str(log) if log.exists() else "",
+            out_of_memory=self._kills.any(),
+        )
 
     def _note_places(self) -> None:
         path = shlex.quote(str(self.run.path))
@@ -244,7 +276,12 @@ class Recorder:
             self._beat_at = time.monotonic()
             self._disk.thin()
             with suppress(OSError):  # metrics say what is wrong
-                beat(self.run.path, step=self._last_step, steps=self._n_steps, **self._disk.news)
+                beat(self.run.path, **self._about())
+
+    def _about(self) -> dict[str, Any]:
+        """What status.json says of a run, whatever its state."""
+        known = {"step": self._last_step, "steps": self._n_steps, "alarms": self.alarms.standing}
+        return known | self._disk.news
 
 
 @contextmanager
@@ -255,34 +292,6 @@ def _written(path: Path) -> Iterator[None]:
         raise RecordLost(
             f"{path} cannot be written: {error.strerror or error}. A run needs its directory to stay where it is"
         ) from error
-
-
-def describe_contents(run: RunDir) -> str:
-    if not run.metrics.exists():
-        return f"{run.path} is gone"
-    n_rollouts = len(list(run.rollouts.glob("step_*.parquet")))
-    n_checkpoints = len(checkpoints.steps(run.checkpoints))
-    with run.metrics.open("rb") as lines:
-        n_lines = sum(1 for _ in lines)
-    rows = [
-        ("metrics.jsonl", f"{n_lines} lines"),
-        ("rollouts/", f"{n_rollouts} recorded steps") if n_rollouts else None,
-        ("checkpoints/", f"{n_checkpoints} checkpoints") if n_checkpoints else None,
-        ("model/", "the last policy, as a Hugging Face folder") if run.model.is_dir() else None,
-        (f"logs/attempt_{run.attempt}/", ""),
-        ("report.html", "opens offline") if run.report.exists() else None,
-    ]
-    lines_ = [f"in {run.path}/:", *(f"  {name:<18}{about}".rstrip() for name, about in filter(None, rows))]
-    return "\n".join(lines_)
-
-
-def _derived(line: Mapping[str, float]) -> dict[str, float]:
-    derived = {}
-    if line["time/step"] > 0 and "time/sync" in line:
-        derived["perf/sync_fraction"] = line["time/sync"] / line["time/step"]
-    if "rollout/tokens" in line and line.get("time/rollout", 0.0) > 0:
-        derived["perf/rollout_tokens_per_s"] = line["rollout/tokens"] / line["time/rollout"]
-    return derived
 
 
 def _number(value: Any) -> float:

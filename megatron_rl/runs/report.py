@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 from megatron_rl.config.plain_yaml import write_yaml
-from megatron_rl.files import write_whole
+from megatron_rl.files import last_lines, write_whole
+from megatron_rl.runs import report_alarms
+from megatron_rl.runs.causes import Cause
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report_figures import PALETTE
 from megatron_rl.runs.report_sections import Panel, sections, supervised
 from megatron_rl.runs.run_data import RunData, config_differences, load_runs, readable
 from megatron_rl.runs.run_dir import RunDir
 
+LOG_LINES = 25
 STYLE = Path(__file__).with_name("report.css")
 
 
@@ -31,7 +35,8 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> list[str]:
 def page(runs: Sequence[RunData]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     drawn, head = sections(runs), _headline(runs, title)  # they find what cannot be read
-    parts = [head, _unreadable(runs), _summary(runs), _differences(runs)]
+    alarms = _alarms(runs)
+    parts = [head, *map(_cause, runs), _unreadable(runs), _summary(runs), alarms, _differences(runs)]
     for heading, panels in drawn.items():
         if panels:
             parts.append(f"<h2>{heading}</h2>\n<div class=grid>{''.join(map(_draw, panels))}</div>")
@@ -109,6 +114,36 @@ def _headline(runs: Sequence[RunData], title: str) -> str:
     return f"<header><h1>{escape(title)}</h1></header><nav>{chips}</nav>"
 
 
+def _cause(run: RunData) -> str:
+    """Why a run ended that nobody wanted to end, and the end of the log that says so."""
+    cause = Cause.read(run.status.get("cause"))
+    state = run.status.get("state")
+    if cause is None or not (state == "failed" or (state == "stopped" and cause.name != "signal")):
+        return ""
+    log = next((log for log in run.logs() if cause.log.endswith(f"{log.parent.name}/{log.name}")), None)
+    lines = "\n".join(last_lines(log, LOG_LINES)) if log and state == "failed" else ""
+    shown = f"<details><summary>The end of {escape(cause.log)}</summary><pre>{escape(lines)}</pre></details>"
+    return (
+        f"<section class=cause><h2>{escape(run.name)}: {escape(cause.what)}</h2><p>{escape(cause.paragraph())}</p>"
+        f"{shown if lines else ''}</section>"
+    )
+
+
+def _alarms(runs: Sequence[RunData]) -> str:
+    several = len(runs) > 1
+    rows = []
+    for number, run in enumerate(runs):
+        nothing: list[Sequence[str]] = []
+        found = readable(RunDir(run.path).config, partial(_alarm_rows, run), nothing, run.unreadable)
+        rows += [[*([_named(number, run)] if several else []), *map(escape, row)] for row in found]
+    head = [*(["run"] if several else []), *report_alarms.HEAD]
+    return "<h2>Alarms</h2>" + _table(head, rows, "table wraps") if rows else ""
+
+
+def _alarm_rows(run: RunData, _: Path) -> list[Sequence[str]]:
+    return list(report_alarms.rows(run))
+
+
 def _unreadable(runs: Sequence[RunData]) -> str:
     """What of torn folders is not on this page."""
     items = "".join(f"<li>{escape(one)}</li>" for one in _problems(runs))
@@ -174,10 +209,10 @@ def _draw(panel: Panel) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table") -> str:
     header = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<div class=table><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>"
+    return f"<div class='{style}'><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _named(number: int, run: RunData) -> str:

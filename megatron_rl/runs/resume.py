@@ -19,6 +19,7 @@ from megatron_rl.runs.checkpoints import Checkpoint
 # what a run may go on with changed: how long, what is written down, on which machines
 MAY_CHANGE = (
     *("run.root", "run.steps", "run.stop", "run.if_exists", "run.resume_allow", "run.device", "log.", "checkpoint."),
+    *("run.patience_s",),
     *("eval.", "data.eval", "sampler.", "reward.workers", "reward.timeout_s", "learner.tensor_parallel"),
     *("learner.pipeline_parallel", "learner.expert_parallel", "learner.data_parallel", "learner.megatron."),
     *("learner.tokens_per_microbatch", "sync.transport", "sync.dir", "sync.full_every", "sync.verify_every"),

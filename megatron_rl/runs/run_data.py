@@ -117,6 +117,10 @@ class RunData:
             for part in readable(path, partial(recorded_breakdowns, policy_version=step - 1), nothing, self.unreadable)
         )
 
+    def logs(self) -> list[Path]:
+        """Of every attempt."""
+        return sorted((self.path / "logs").glob("attempt_*/*.log"))
+
     def _recorded(self) -> list[tuple[int, Path]]:
         steps = recorded_steps(RunDir(self.path).rollouts)
         picks = sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), RECORDED_STEPS)).round().astype(int)))

@@ -12,6 +12,7 @@ runs/<name>/
   dumps/            updates that were not finite, to be repeated
   model/            the last policy, with log.export
   logs/attempt_N/   one folder per start
+  logs/pulse/       rank_N.json: the latest sign of life of each rank
   wandb.id, wandb/   the run's name at W&B, and its files, with log.wandb
   report.html
 """
@@ -34,13 +35,14 @@ from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
 from megatron_rl.processes.owned_folder import LOCK, hold
+from megatron_rl.processes.pulse import FOLDER
 from megatron_rl.runs.checkpoints import Checkpoint, Look
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
 from megatron_rl.runs.versions import environment
 
-LONGEST_BEFORE = 500  # letters of why the attempt before this one has ended
+LONGEST_BEFORE = 150  # letters of why the attempt before this one has ended
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
 # Configuration is free of secrets by design; the pass-through maps are the only way one could slip in.
 SECRET_KEY = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|bearer|(hf|auth|access)_?token)s?$", re.I)
@@ -180,7 +182,9 @@ def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpo
 def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDir:
     if found is not None:
         rewind(run.path, found.step, found.said)
-    for folder in (run.rollouts, run.checkpoints, run.path / "logs" / f"attempt_{run.attempt + 1}"):
+    pulses = run.path / "logs" / FOLDER
+    shutil.rmtree(pulses, ignore_errors=True)  # of the attempt before
+    for folder in (run.rollouts, run.checkpoints, pulses, run.path / "logs" / f"attempt_{run.attempt + 1}"):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(run.config, _redacted_yaml(resolved_yaml))
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
@@ -190,7 +194,7 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
         about["before"] = {"state": before.get("state"), "reason": str(before.get("reason"))[:LONGEST_BEFORE]}
     if "SLURM_RESTART_COUNT" in os.environ:
         about["restarts"] = os.environ["SLURM_RESTART_COUNT"]
-    mark_status(run.path, "starting", **about, resumes_after=step, stopping=None)
+    mark_status(run.path, "starting", **about, resumes_after=step, stopping=None, stuck=None)
     return run
 
 

@@ -2,10 +2,14 @@
 
 state       starting | running | finished | stopped | failed
 reason      why it ended as it did
+cause       of an end that nobody wanted: class, process, phase, log, and the setting to change (`causes.py`)
+phase       what it was at when it ended so
+alarms      those that stand: since which step, the value, the bound (`alarms.py`)
 step, steps the last one that is recorded, of how many
 pid, host   of the process that owns the run
 started, time, heartbeat
             its start, its last change of state, its last sign of life
+stuck       the process that it waits for and that does not go on (trouble.py); null where there is none
 stopping    once somebody has asked the run to end: what was said of it, and for how long a launcher waits for that
 attempt     the number of this start; before: how the one before it ended
 restarts    under Slurm: how often the job was started again
@@ -16,31 +20,49 @@ from __future__ import annotations
 import json
 import platform
 import threading
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import write_whole
 from megatron_rl.processes.owned_folder import held
+from megatron_rl.runs.causes import explain
 
 STATUS = "status.json"
 ENDED = ("finished", "stopped", "failed")
-LONGEST_REASON = 3000  # bytes as written: a status fits into one block of a disk
+LARGEST = 4000  # bytes: a status fits into one block of a disk
 SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
 _ONE_WRITER = threading.RLock()  # of the threads of a process
 
 
 def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
-    """Also for a launcher whose driver rank died without a word."""
-    about = {"state": state, "reason": _shortened(reason), "time": now(), "heartbeat": now()}
+    """Also for a launcher whose driver rank died without a word. An end that nobody wanted always has a cause."""
     with _ONE_WRITER:
-        text = json.dumps({**read_status(path), **about, **more}, indent=2) + "\n"
-        try:
-            write_whole(path / STATUS, text)
-        except OSError:
-            with (path / STATUS).open("r+", encoding="utf-8") as file:  # a full disk has room where the old one stands
-                file.write(text)
-                file.truncate()
+        before = {key: value for key, value in read_status(path).items() if key not in ("cause", "phase")}
+        status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now(), **more}
+        if state in ("failed", "stopped") and "cause" not in more:
+            cause = explain(reason, phase=status.get("phase"), stuck=status.get("stuck"))
+            status["cause"] = cause.as_fields()
+        _write(path, status)
+
+
+def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
+    """While the run goes on, as far as it knows."""
+    with _ONE_WRITER:
+        status = read_status(path)
+        if status and status.get("state") not in ENDED:
+            _write(path, {**status, "stuck": stuck})
+
+
+def _write(path: Path, status: dict[str, Any]) -> None:
+    text = _written(status)
+    try:
+        write_whole(path / STATUS, text)
+    except OSError:
+        with (path / STATUS).open("r+", encoding="utf-8") as file:  # a full disk has room where the old one stands
+            file.write(text)
+            file.truncate()
 
 
 def beat(path: Path, **more: Any) -> None:
@@ -74,7 +96,8 @@ def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
         f"ended without a word: process {status['pid']} on {status.get('host')} is gone; its last sign of life "
         f"was at {status.get('heartbeat')}"
     )
-    return {**status, "state": "failed", "reason": reason}
+    cause = explain(reason, process=f"process {status['pid']}", phase=status.get("phase"), stuck=status.get("stuck"))
+    return {**status, "state": "failed", "reason": reason, "cause": cause.as_fields()}
 
 
 def goes_on(path: Path, locked: bool | None = None) -> bool:
@@ -105,6 +128,11 @@ def _silent(heartbeat: str) -> bool:
     return (datetime.now(UTC) - last).total_seconds() > SILENT_S
 
 
-def _shortened(reason: str) -> str:
-    written = len(json.dumps(reason))
-    return reason if written <= LONGEST_REASON else f"{reason[: LONGEST_REASON * len(reason) // written]} ..."
+def _written(status: Mapping[str, Any]) -> str:
+    """With as much of the reason as there is room for."""
+    reason = str(status["reason"])
+    text = json.dumps(status, indent=2)
+    while len(text) > LARGEST and reason:
+        reason = reason[: len(reason) * 3 // 4]
+        text = json.dumps({**status, "reason": f"{reason} ..."}, indent=2)
+    return text + "\n"

@@ -7,13 +7,14 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.config.schema import LogSection, Wandb
 from megatron_rl.files import write_whole
+from megatron_rl.runs.alarms import News
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import redact
 from megatron_rl.runs.status import ENDED
@@ -110,6 +111,13 @@ class WandbLog:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > self._held:
             self._run.log(dict(metrics), step=step)
+
+    def alarms(self, news: Sequence[News], standing: Mapping[str, Any]) -> None:
+        """An alert for each that was raised; the run's summary lists those that stand."""
+        for one in news:
+            if one.raised:
+                self._run.alert(f"{self._run.name}: {one.alarm}"[:63], str(one), "ERROR" if one.stops else "WARN")
+        self._run.summary["alarms"] = ", ".join(standing)
 
     def close(self, state: str) -> str:
         """What remains to be done by hand ("": nothing)."""

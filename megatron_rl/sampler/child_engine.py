@@ -17,6 +17,7 @@ from typing import Any
 from megatron_rl.config.fleet import devices
 from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.processes.process import describe_end, for_the_driver_alone
+from megatron_rl.processes.pulse import own, waiting
 from megatron_rl.processes.scratch import remove_with_it
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, lost_worker
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
@@ -25,6 +26,7 @@ from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.sampler.shared_memory import FOLDER, remove_segments, segments_of_session
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
+ENGINE = "engine"  # in what is said of it
 CLOSE_GRACE_S = 3.0
 WORKERS_GRACE_S = 4.0
 
@@ -65,6 +67,7 @@ class ChildEngine:
                 env=engine_environment(self._section.tensor_parallel, next(iter(devices(self._section)), None)),
                 start_new_session=True,
             )
+        own(ENGINE, self.process)
         self._channel = channel
         self._send("start", arguments)
         self._starting = True
@@ -112,7 +115,8 @@ class ChildEngine:
         if self._channel is None:
             raise SamplerError("the sampler is not running: it was closed, or failed before")
         try:
-            reply = self._channel.receive(timeout_s)
+            with waiting(ENGINE, timeout_s, key):
+                reply = self._channel.receive(timeout_s)
         except TimeoutError:
             raise self._failure(f"the sampler did not answer `{method}` within {key}={timeout_s:g}") from None
         except ChannelClosed:

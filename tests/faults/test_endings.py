@@ -1,5 +1,6 @@
-"""However a whole run ends: status.json is true, and the last line on the screen is the cause."""
+"""However a whole run ends: status.json is true, the last line on the screen is the reason, the one above says why."""
 
+import html
 import json
 import os
 import shutil
@@ -31,6 +32,19 @@ def last_line(box: Box) -> str:
     return box.screen.rstrip().splitlines()[-1]
 
 
+def cause(box: Box) -> tuple[str, str, str]:
+    """Class, process and phase, as the screen, status.json and the report say them."""
+    found = box.status()["cause"]
+    why = box.screen.rstrip().splitlines()[-2]
+    assert why.startswith(f"why: {found['what']} ({found['class']}): {found['process']}")
+    assert found["advice"] in why
+    assert not found["log"] or found["log"] in why
+    report = (box.run / "report.html").read_text()
+    assert f"<section class=cause><h2>run: {html.escape(found['what'])}</h2>" in report
+    assert html.escape(box.status()["reason"].splitlines()[0]) in report
+    return found["class"], found["process"], found["phase"]
+
+
 @pytest.mark.fault("a whole run's output goes to `head`", "it goes on to its end")
 def test_a_pipe_that_is_closed(box: Box) -> None:
     head = subprocess.Popen(["head", "-n", "2"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -53,6 +67,7 @@ def test_a_killed_rank(box: Box, rank: int) -> None:
     reason = f"rank {rank}: ended by SIGKILL (out of memory?)"
     assert (box.status()["state"], box.status()["reason"]) == ("failed", reason)
     assert last_line(box) == f"failed: {reason}"
+    assert cause(box)[:2] == ("dead_process", f"rank {rank}")
 
 
 @pytest.mark.fault("the engine, or a worker of it, is killed", "another takes its place; after three, the run says why")
@@ -72,6 +87,42 @@ def test_a_killed_engine(box: Box, workers: int) -> None:
     assert "SIGKILL" in last_line(box)
     assert ("VllmWorker-1" if workers == 2 else "sampler's process") in last_line(box)
     assert not box.processes("engine")
+    assert cause(box)[:2] == ("dead_process", "the sampler's engine")
+
+
+WRONG = {
+    "reward": (("reward.name=broken:always",), ("reward", "the reward workers", "rollout")),
+    "non_finite": (
+        ("optim.lr=1e30", "optim.warmup_steps=0", "learner.n_minibatches=4"),
+        ("non_finite", "rank 0", "update"),
+    ),
+    "probe": (("sync.probe_budget=1e-9",), ("probe", "the sampler's engine", "sync")),
+}
+
+
+@pytest.mark.fault(
+    "rewards crash, a loss is no number, a probe is beyond its budget", "the cause is named with its phase"
+)
+@pytest.mark.parametrize("what", WRONG)
+def test_why(box: Box, what: str) -> None:
+    overrides, expected = WRONG[what]
+    (box.folder / "broken.py").write_text("def always(row, answer_key, response):\n    return 1 / 0\n")
+    assert box.train("run.steps=10", *overrides).wait(PATIENCE_S) == 1, box.screen
+    if box.steps():
+        assert cause(box) == expected
+    else:  # nothing to report on
+        assert tuple(box.status()["cause"][name] for name in ("class", "process", "phase")) == expected
+    assert last_line(box).startswith("failed: ")
+
+
+@pytest.mark.fault("an alarm is to end a whole run", "it ends after that step, whole, and says which alarm it was")
+def test_an_alarm_that_stops(box: Box) -> None:
+    process = box.train("run.steps=100000", "log.alarms={ess: {stop: 1.0}}")
+    assert process.wait(PATIENCE_S) == 0, box.screen
+    status = box.status()
+    assert (status["state"], status["step"], status["cause"]["class"]) == ("stopped", 5, "alarm")
+    assert "stopped after step 5 of 100000: alarm ess: 0.9" in status["reason"]
+    assert (box.run / "checkpoints" / "step_5" / "checkpoint.json").exists()
 
 
 @pytest.mark.fault("a reward worker of a whole run is killed", "another takes its place, and the run goes on")

@@ -85,7 +85,7 @@ def test_usr1_to_every_process_of_the_step(rehearsal: Rehearsal) -> None:
 @pytest.mark.fault("scancel sends USR1 as soon as there is a step", "it is kept; the run ends before its first step")
 def test_usr1_in_the_first_moment_of_the_ranks(rehearsal: Rehearsal) -> None:
     wait_for(lambda: "job 1" in rehearsal.box.screen, END_S, "the job")
-    wait_for(lambda: "ranks\n" in rehearsal.box.screen.partition("on n1")[2], END_S, "the prologue's last word")
+    wait_for(lambda: "job 1, start 1" in rehearsal.box.screen, END_S, "the prologue's last word")
     wait_for(lambda: rehearsal.scancel("1.0"), 60, "a step that can be signalled")
     rehearsal.ended_in_the_start()
 

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.ranks
 LAYOUTS: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"tensor_parallel": 2}}
-SMALL_MB = 8
+SMALL_MB = 16
 
 
 @pytest.fixture(scope="module")

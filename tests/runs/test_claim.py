@@ -110,6 +110,7 @@ def test_a_dead_run_is_known_as_one(tmp_path: Path, holder: subprocess.Popen[str
     status = known_status(tmp_path / "run")
     assert status["state"] == "failed"
     assert str(holder.pid) in status["reason"]
+    assert status["cause"]["class"] == "gone"
     assert str(status["heartbeat"]) in status["reason"]
     with pytest.raises(RunDirectoryUsed, match=r"is used .*ended without a word"):
         claim(tmp_path / "run")

@@ -18,6 +18,7 @@ from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.files import last_lines
 from megatron_rl.runs import record, wandb_log
 from megatron_rl.runs.console import PlainDisplay
+from megatron_rl.runs.last_words import write_own_report
 from megatron_rl.runs.metrics_file import read_lines, read_metrics
 from megatron_rl.runs.record import Recorder, RecordLost, describe_contents
 from megatron_rl.runs.resume import gap
@@ -213,3 +214,61 @@ def test_the_summary_names_the_model(tmp_path: Path) -> None:
     assert "model/" not in describe_contents(run)
     run.model.mkdir()
     assert "model/" in describe_contents(run)
+
+
+@pytest.mark.fault(
+    "the loop of a run fails", "status, driver.log and report name class, phase and the setting to change"
+)
+def test_why_a_run_failed(tmp_path: Path) -> None:
+    recorder = start(tmp_path / "run")
+    recorder.log(0, {})
+    log = recorder.run.logs / "rank_0.log"
+    log.write_text("last words <of> rank 0\n")
+    with pytest.raises(RuntimeError), recorder, recorder.phase("update"), recorder.phase("reduce"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    cause = read_status(tmp_path / "run")["cause"]
+    assert (cause["class"], cause["process"], cause["phase"], cause["log"]) == ("device", "rank 0", "reduce", str(log))
+    assert f"why: {cause['what']} (device): rank 0, in reduce. Look for Xid" in (log.parent / "driver.log").read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "<h2>run: a GPU or its link failed</h2>" in page
+    assert "last words &lt;of&gt; rank 0" in page
+    assert page.index("a GPU or its link failed") < page.index("<section class=cards>")
+
+
+@pytest.mark.fault("somebody else's status.json names a file of this machine as the log", "the report does not show it")
+def test_a_log_elsewhere_is_not_shown(tmp_path: Path) -> None:
+    secret = tmp_path / "attempt_1" / "rank_0.log"
+    secret.parent.mkdir()
+    secret.write_text("not to be seen")
+    recorder = start(tmp_path / "run")
+    recorder.log(0, {})
+    recorder.close("failed", "ValueError: x")
+    for log in (str(secret), "attempt_1/rank_0.log", "/rank_0.log", "../attempt_1/rank_0.log"):
+        cause = {"class": "unknown", "what": "<b>", "log": log}
+        mark_status(tmp_path / "run", "failed", "ValueError: x", cause=cause)
+        assert write_own_report(recorder.run) == ""
+        page = (tmp_path / "run" / "report.html").read_text()
+        assert "not to be seen" not in page
+        assert "<h2>run: &lt;b&gt;</h2>" in page
+
+
+@pytest.mark.fault("a run fails after an exception that was dealt with", "its phase is that of the last one")
+def test_the_phase_of_an_exception_that_ended_nothing(tmp_path: Path) -> None:
+    recorder = start(tmp_path / "run")
+    recorder.log(0, {})
+    with suppress(ValueError), recorder.phase("rollout"):
+        raise ValueError
+    with pytest.raises(KeyError), recorder, recorder.phase("sync"):
+        raise KeyError
+    assert read_status(tmp_path / "run")["cause"]["phase"] == "sync"
+
+
+@pytest.mark.fault("a run that failed goes on", "the cause of the attempt before is no longer its own")
+def test_a_cause_is_of_one_attempt(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    mark_status(tmp_path / "run", "failed", "ValueError: x")
+    assert read_status(tmp_path / "run")["cause"]["class"] == "unknown"
+    mark_status(tmp_path / "run", "running")
+    assert "cause" not in read_status(tmp_path / "run")
+    mark_status(tmp_path / "run", "finished")
+    assert "cause" not in read_status(tmp_path / "run")

@@ -99,7 +99,9 @@ def _nbytes(name: str, size: tuple[int, ...], format: Format, ignore: tuple[str,
     if not is_quantized(name, format, ignore):
         return BF16 * prod(size)
     kind = QUANTIZED[format]
-    return DTYPES[kind.dtype][1] * prod(size) + DTYPES[SCALE_DTYPE][1] * prod(scale_shape(*size, kind.blocks))
+    rows, columns = size
+    scales = prod(scale_shape(rows, columns, kind.blocks))
+    return DTYPES[kind.dtype][1] * prod(size) + DTYPES[SCALE_DTYPE][1] * scales
 
 
 def _way(param: Param, name: str) -> str:

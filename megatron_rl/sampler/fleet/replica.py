@@ -17,6 +17,7 @@ import msgspec
 
 from megatron_rl.config.schema import Format
 from megatron_rl.processes.process import turns_of
+from megatron_rl.processes.pulse import mark
 from megatron_rl.sampler.fleet.server_process import ServerProcess
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import SamplingParams
@@ -217,7 +218,9 @@ class Replica:
         return msgspec.json.decode(await self.request("GET", path, timeout_s=self.timeout_s))
 
     async def post(self, path: str, body: Any = None, *, again: bool = True) -> bytes:
-        return await self.request("POST", path, body, timeout_s=self.timeout_s, again=again)
+        answer = await self.request("POST", path, body, timeout_s=self.timeout_s, again=again)
+        mark()
+        return answer
 
     async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float, again: bool = True) -> bytes:
         """The response's body. Whatever says that the server itself is in trouble raises ReplicaGone.

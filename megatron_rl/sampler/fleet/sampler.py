@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from megatron_rl.config.schema import Format
+from megatron_rl.processes.pulse import waiting
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
 from megatron_rl.sampler.fleet.dispatch import Done, Job
@@ -29,6 +30,7 @@ from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 T = TypeVar("T")
+REQUEST_KEY, START_KEY = "sampler.request_timeout_s", "sampler.start_timeout_s"
 
 
 class FleetSampler:
@@ -167,8 +169,11 @@ class FleetSampler:
     def _call(self, ask: Callable[[Servers], Coroutine[Any, Any, T]]) -> T:
         if self._loop is None or self._servers is None:
             raise SamplerError("the sampler is not running: it was never started, was closed, or failed before")
+        section = self._settings.sampler
+        limit_s, key = max((section.request_timeout_s, REQUEST_KEY), (section.start_timeout_s, START_KEY))
         try:
-            return self._loop.call(ask(self._servers), self._pass_on_notes)
+            with waiting("server", limit_s, key, elsewhere=bool(section.fleet.addresses)):
+                return self._loop.call(ask(self._servers), self._pass_on_notes)
         finally:
             self._pass_on_notes()
 

@@ -16,8 +16,9 @@ from typing import Any, BinaryIO
 from megatron_rl.config.fleet import LOOPBACK, devices
 from megatron_rl.engine import server_key
 from megatron_rl.engine.server import ALL_CORES
+from megatron_rl.processes.owned_folder import current
 from megatron_rl.processes.process import for_the_driver_alone
-from megatron_rl.processes.scratch import current, remove_with_it
+from megatron_rl.processes.scratch import remove_with_it
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, share_of_cores
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
@@ -109,6 +110,10 @@ class ServerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
 
     def ended(self) -> str | None:
         """How it ended; None while it runs."""

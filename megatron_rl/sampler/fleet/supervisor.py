@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.schema import Format
+from megatron_rl.processes.pulse import own
 from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone
 from megatron_rl.sampler.fleet.server_process import ServerProcess, ServerSettings
 from megatron_rl.sampler.protocol import MAX_RESTARTS, SamplerError
@@ -59,6 +60,7 @@ class Supervisor:
         if self._own is not None:
             self.replica.process = ServerProcess(self._own, self.replica.key)
             self.replica.address = self.replica.process.address
+            own(self.replica.name, self.replica.process)
 
     async def run(self) -> None:
         """Until cancelled, or until the server is given up."""

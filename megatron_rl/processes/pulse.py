@@ -1,0 +1,219 @@
+"""This process's signs of life: in which phase it is, since when nothing has been seen of it, and for whom it waits.
+
+The loop says what it does (`phase`, `waiting`, `mark`), which costs an addition. A thread of a rank writes it to the
+rank's file every few seconds, with what the kernel knows of the rank and of the processes that it has started: whoever
+reads the files can tell a rank that is slow from one that is stuck (runs/watch.py). In a process without that thread,
+nothing comes of what is said.
+
+Times are counted in the thread's own beats: while the process is stopped, none pass.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from megatron_rl.processes.process import birth_of, turns_of, work_below
+
+FOLDER = "pulse"  # of the run's logs
+BEAT_S = 3.0
+AWAKE = 3.0  # beats: what is longer between two of them, this process has slept through
+BUSY_SHARE, BUSY_TURNS = 0.05, 5.0  # of a core, and of a main thread per second: who does less does not work
+FRAMES = 12
+START, BETWEEN = "start", "between phases"
+
+
+class Process(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Waits:
+    whom: str  # processes whose names begin so
+    limit_s: float  # that may pass between two marks
+    key: str  # of the configuration, that says so
+    elsewhere: bool = False  # on machines whose work cannot be seen from here
+    steady: bool = False  # answers come all the time: a long silence says something even of those who work
+
+
+class Pulse:
+    """Of this process. Any thread may call `mark` and `own`; the others are for the main thread."""
+
+    def __init__(self) -> None:
+        self.marks, self.entered = 0, 0
+        self.waits: Waits | None = None
+        self._phases: list[str] = []
+        self._outside = START
+        self._over: set[str] = set()  # phases that have come to their end once
+        self._owned: list[tuple[str, Process]] = []
+        self._owning = threading.Lock()
+
+    def mark(self) -> None:
+        """Something has been done."""
+        self.marks += 1
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._phases.append(name)
+        self._outside = BETWEEN
+        self.entered += 1
+        self.marks += 1
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            self._over.add(name)
+            self.marks += 1
+
+    @contextmanager
+    def waiting(self, whom: str, limit_s: float, key: str, **more: bool) -> Iterator[None]:
+        """For whom, and so on: see `Waits`."""
+        before, self.waits = self.waits, Waits(whom, limit_s, key, **more)
+        self.marks += 1
+        try:
+            yield
+        finally:
+            self.waits = before
+            self.marks += 1
+
+    def own(self, name: str, process: Process) -> None:
+        """A process that was started here, until it has ended."""
+        with self._owning:
+            self._owned = [(kept, one) for kept, one in self._owned if one.returncode is None] + [(name, process)]
+
+    @property
+    def place(self) -> str:
+        return self._phases[-1] if self._phases else self._outside
+
+    @property
+    def seen(self) -> bool:
+        """Whether it has been in this phase before."""
+        return self.place in self._over
+
+    @property
+    def owned(self) -> list[tuple[str, int]]:
+        return [(name, one.pid) for name, one in self._owned if one.returncode is None]
+
+
+PULSE = Pulse()
+mark, phase, waiting, own = PULSE.mark, PULSE.phase, PULSE.waiting, PULSE.own
+
+
+class Beats:
+    """The thread that writes the pulse of a rank to `logs/pulse/rank_N.json`, once there is such a folder."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self.each: list[Callable[[], object]] = []  # also called at every beat
+        self._path, self._rank = file_of(run_dir, rank), rank
+        self._now, self._count, self._marks = time.monotonic(), 0, -1
+        self._age_s = self._idle_s = self._work_s = 0.0
+        self._turns = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """The last word of this rank."""
+        self._end.set()
+        self._thread.join(BEAT_S)
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            self.beat()
+            for call in list(self.each):
+                with suppress(Exception):  # of every kind: the next beat tries again
+                    call()
+            self._end.wait(BEAT_S)
+        self._write({**self._about(), "ended": True})
+
+    def beat(self) -> None:
+        now = time.monotonic()
+        passed, self._now = min(now - self._now, AWAKE * BEAT_S), now
+        self._count += 1
+        if self._marks != PULSE.marks:
+            self._marks = PULSE.marks
+            self._age_s = self._idle_s = 0.0
+            self._work_s, self._turns = -1.0, 0
+        else:
+            self._age_s += passed
+            self._idle_s = 0.0 if self._works(passed) else self._idle_s + passed
+        self._write(self._about())
+
+    def _works(self, passed: float) -> bool:
+        """Whether this process, or one below it, has used the machine since the last beat, by the kernel's books."""
+        if PULSE.waits and PULSE.waits.elsewhere:
+            return True
+        below = work_below(os.getpid())
+        work_s, turns = time.process_time() + below.cpu_s, turns_of(os.getpid()) + below.turns
+        more_s, more_turns = abs(work_s - self._work_s), abs(turns - self._turns)  # less, where a process has ended
+        self._work_s, self._turns = work_s, turns
+        return more_s >= BUSY_SHARE * passed or more_turns >= BUSY_TURNS * passed
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "rank": self._rank,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "birth": birth_of(os.getpid()),
+            "beat": self._count,
+            "phase": PULSE.place,
+            "seen": PULSE.seen,
+            "entered": PULSE.entered,
+            "age_s": round(self._age_s, 1),
+            "idle_s": round(self._idle_s, 1),
+            "waits": asdict(PULSE.waits) if PULSE.waits else None,
+            "children": [{"name": name, "pid": pid} for name, pid in PULSE.owned],
+            **(_stacks() if self._age_s else {}),
+        }
+
+    def _write(self, about: Mapping[str, Any]) -> None:
+        new = self._path.with_suffix(".new")
+        with suppress(OSError):  # who starts the run makes the folder; no sign of life is worth the run
+            new.write_text(json.dumps(about), encoding="utf-8")
+            new.replace(self._path)
+
+
+def file_of(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / FOLDER / f"rank_{rank}.json"
+
+
+def _stacks() -> dict[str, Any]:
+    """Where the main thread stands, and whether any waits for other ranks."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    main = frames.get(threading.main_thread().ident or 0)
+    return {"stack": _lines(main), "meets": any(map(_meets, frames.values()))}
+
+
+def _lines(frame: FrameType | None) -> list[str]:
+    """The innermost calls, the last one first."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < FRAMES:
+        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return lines
+
+
+def _meets(frame: FrameType) -> bool:
+    """Whether a thread is in a collective, or waits for one that it has begun."""
+    name = frame.f_code.co_filename
+    if "/torch/distributed/" in name:
+        return True
+    return "/megatron/core/" in name and ".wait(" in linecache.getline(name, frame.f_lineno)

@@ -1,0 +1,63 @@
+"""Where a process stands in Python, asked from outside: it needs neither its interpreter nor a debugger."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_rl.processes.owned_folder import current
+
+SHOW_STACKS = signal.SIGUSR2
+WAIT_S, SETTLED_S = 2.0, 0.1
+
+
+def show_on_request() -> None:
+    """Called early by a process that may be asked. What it shows goes to the run's own temporary folder, else to
+    standard error."""
+    folder = current()
+    file = sys.stderr if folder is None else path_of(folder, os.getpid()).open("w")
+    faulthandler.register(SHOW_STACKS, file=file, all_threads=True)
+
+
+def ask(pid: int, folder: Path) -> str:
+    """The stacks of its threads, the main one's first; "" where it does not show them in the run's temporary folder."""
+    path = path_of(folder, pid)
+    before = _size(path)
+    if not _listens(pid):
+        return ""
+    with suppress(OSError):
+        os.kill(pid, SHOW_STACKS)
+    deadline = time.monotonic() + WAIT_S
+    seen = before
+    while time.monotonic() < deadline:
+        time.sleep(SETTLED_S)
+        if (size := _size(path)) > before and size == seen:
+            break
+        seen = size
+    with suppress(OSError):
+        return "\n\n".join(reversed(path.read_bytes()[before:].decode(errors="replace").strip().split("\n\n")))
+    return ""
+
+
+def path_of(folder: Path, pid: int) -> Path:
+    return folder / f"stacks-{pid}"
+
+
+def _listens(pid: int) -> bool:
+    """Without a handler of its own, the signal would end it."""
+    with suppress(OSError):
+        found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+        return found is not None and bool(int(found[1], 16) >> (SHOW_STACKS - 1) & 1)
+    return False
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0

@@ -1,0 +1,120 @@
+"""A process of a run that is in trouble: how, where, for how long. And the pulse of a rank, from which that is seen."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_rl.processes.process import birth_of, work_below
+
+SHORT = 8  # lines of a stack in status.json, which fits into one block of a disk
+
+
+@dataclass(frozen=True)
+class Trouble:
+    how: str
+    process: str
+    pid: int | None
+    host: str
+    phase: str
+    seconds: float
+    rank: int | None = None  # it, or the one that has started it
+    blocks: bool = False  # whether the run cannot go on without it
+    note: str = ""
+    stack: tuple[str, ...] = ()
+    here: bool = False  # a process that can be reached from this one
+
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        return self.how, self.process, self.pid
+
+    def __str__(self) -> str:
+        who = f"{self.process} (process {self.pid} on {self.host})" if self.pid else self.process
+        what = {
+            "stopped": "is stopped (SIGSTOP, or a debugger)",
+            "silent": "gives no sign of life",
+            "stuck": "neither goes on nor works",
+            "slow": "has shown nothing, longer than ever before,",
+        }[self.how]
+        return f"{who} {what} for {self.seconds:.0f} s{f' in `{self.phase}`' if self.phase else ''}{self.note}"
+
+    def about(self) -> dict[str, Any]:
+        """For status.json."""
+        left_out = ("rank", "blocks", "note", "here")
+        about = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return about | {"seconds": round(self.seconds), "stack": self.stack[:SHORT]}
+
+
+@dataclass
+class Seen:
+    """The latest pulse of a rank, and for how long it has not changed."""
+
+    pulse: dict[str, Any]
+    quiet_s: float = 0.0
+
+    @property
+    def age_s(self) -> float:
+        return self.pulse["age_s"] + self.quiet_s
+
+    @property
+    def idle_s(self) -> float:
+        return self.pulse["idle_s"] + self.quiet_s
+
+    @property
+    def place(self) -> tuple[str, str]:
+        waits = self.pulse["waits"]
+        return self.pulse["phase"], waits["whom"] if waits else ""
+
+
+def behind(ranks: list[Seen]) -> list[Seen]:
+    """Those that the others wait for."""
+    first = min(one.pulse["entered"] for one in ranks)
+    late = [one for one in ranks if one.pulse["entered"] == first]
+    if len(late) == len(ranks):
+        late = [one for one in ranks if not one.pulse.get("meets")]
+    return late or ranks
+
+
+def of_rank(one: Seen, how: str, seconds: float, note: str = "") -> Trouble:
+    pulse = one.pulse
+    return Trouble(
+        how,
+        f"rank {pulse['rank']}",
+        pulse["pid"],
+        pulse["host"],
+        pulse["phase"],
+        seconds,
+        pulse["rank"],
+        blocks=True,
+        note=note,
+        stack=() if how in ("stopped", "silent") else tuple(pulse.get("stack", ())),
+        here=here(pulse),
+    )
+
+
+def of_child(one: Seen, child: Mapping[str, Any], how: str, seconds: float) -> Trouble:
+    """Of a process that a rank has started."""
+    pulse, waits = one.pulse, one.pulse["waits"]
+    blocks = bool(waits) and child["name"].startswith(waits["whom"])
+    note = f"; rank {pulse['rank']} waits for it" if blocks else ""
+    if how == "stuck" and child["pid"] and here(pulse):
+        note += "".join(f"; its process {pid} is stopped" for pid in work_below(child["pid"]).stopped)
+    return Trouble(
+        how,
+        child["name"],
+        child["pid"],
+        pulse["host"],
+        pulse["phase"],
+        seconds,
+        pulse["rank"],
+        blocks=blocks,
+        note=note,
+        here=here(pulse),
+    )
+
+
+def here(pulse: Mapping[str, Any]) -> bool:
+    """Whether the rank is a process that is seen from here: not in another container, nor on another machine."""
+    return bool(pulse["host"] == platform.node() and birth_of(pulse["pid"]) == pulse["birth"])

@@ -1,0 +1,165 @@
+"""Each kind of process of a whole run is stopped (SIGSTOP) and continued: it is named, and the run ends well."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from box import Box, wait_for
+from test_fleet import engines, running_fleet
+
+pytestmark = pytest.mark.timeout(1800)
+START_S, STEP_S = 600, 300
+NAMED_S = 60  # the promise
+RECIPE = ("model.init=random", "model.path=data/toy/model", "reward.name=chance:score", "checkpoint.minutes=0")
+RECIPE += ("sync.probe_budget=1000", "run.steps=100000")
+REWARD = """
+import time, zlib
+from pathlib import Path
+
+
+def score(row, key, response):
+    while Path("wait here").exists():
+        time.sleep(0.1)
+    return zlib.crc32(response.encode()) % 7 / 6
+"""
+# In the place of a defect of a rank: from a moment on, its updates do not return.
+SLEEPS = """
+import os, sys, threading, time
+
+
+def forget_to_come(*_):
+    time.sleep(1000)
+
+
+def wait():
+    while not os.path.exists(os.environ["SLEEPS_FROM"]):
+        time.sleep(0.2)
+    sys.modules["megatron_rl.learner.learner"].Learner.update = forget_to_come
+
+
+if os.environ.get("RANK") == "1" and "SLEEPS_FROM" in os.environ:
+    threading.Thread(target=wait, daemon=True).start()
+"""
+
+
+def begun(box: Box, *overrides: str) -> subprocess.Popen[str]:
+    (box.folder / "chance.py").write_text(REWARD)
+    process = box.train(*RECIPE, *overrides)
+    wait_for(lambda: box.steps() > 2 or process.poll() is not None, START_S, "the first steps")
+    assert process.poll() is None, box.screen
+    return process
+
+
+def victim(box: Box, kind: str, launcher: int) -> psutil.Process:
+    if kind == "the launcher":
+        return psutil.Process(launcher)
+    if kind.startswith("rank"):
+        return next(one for one in box.processes("megatron_rl.rank") if one.environ().get("RANK") == kind[-1])
+    return box.processes({"engine": "engine.child", "reward worker 0": "rewards.worker"}[kind])[0]
+
+
+def log(box: Box) -> str:
+    return (box.run / "logs" / "attempt_1" / "driver.log").read_text()
+
+
+def ends_well(box: Box, process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(STEP_S) == 0, box.screen
+    assert box.status()["state"] == "stopped"
+    assert box.status()["stuck"] is None
+    wait_for(lambda: not box.processes(), STEP_S, "nothing is left")
+
+
+KINDS = ["rank 1", "rank 0", "engine", "reward worker 0", "the launcher"]
+
+
+@pytest.mark.fault("any process of a whole run is stopped and continued", "named within 60 s; the run ends well")
+def test_every_kind_of_process(box: Box) -> None:
+    process = begun(box)
+    for kind in KINDS:
+        one, before = victim(box, kind, process.pid), box.steps()
+        one.suspend()
+        name = f"stuck    {kind} (process {one.pid} on "
+        wait_for(lambda name=name: f"{name}" in log(box), NAMED_S, f"{kind} is named")
+        assert box.status()["stuck"]["process"] == kind
+        one.resume()
+        wait_for(lambda at=before: box.steps() >= at + 2, STEP_S, f"steps after {kind}")
+        wait_for(lambda: box.status().get("stuck") is None, NAMED_S, "nobody is stuck any more")
+        assert log(box).count(name) == 1
+    ends_well(box, process)
+
+
+@pytest.mark.fault("a server of a whole run's fleet is stopped", "it is named; it is started again; the run ends well")
+def test_a_stopped_server(box: Box) -> None:
+    process = running_fleet(box, 1000)
+    server = sorted(box.processes("megatron_rl.engine.server"), key=lambda one: one.create_time())[0]
+    server.suspend()
+    wait_for(lambda: f"stuck    server 0 (int8) (process {server.pid} on " in log(box), NAMED_S, "it is named")
+    wait_for(lambda: "is back with policy version" in box.screen, START_S, "it starts again")
+    assert engines(box)
+    ends_well(box, process)
+
+
+@pytest.mark.fault("a reward of a whole run hangs", "its worker is named with its stack; it goes on; the run ends well")
+def test_a_stuck_reward(box: Box) -> None:
+    process = begun(box, "reward.timeout_s=1000")
+    (box.folder / "wait here").touch()
+    wait_for(lambda: "stuck    reward worker 0" in log(box), NAMED_S, "it is named")
+    said = log(box).partition("stuck    reward worker 0")[2]
+    assert "rank 0 waits for it" in said
+    assert "chance.py" in said
+    before = box.steps()
+    (box.folder / "wait here").unlink()
+    wait_for(lambda: box.steps() >= before + 2, STEP_S, "steps after that")
+    ends_well(box, process)
+
+
+@pytest.mark.fault("a rank of a whole run hangs in an update", "it alone is named, with its stack; the run ends")
+def test_a_stuck_rank(box: Box) -> None:
+    (box.folder / "sitecustomize.py").write_text(SLEEPS)
+    marker = box.folder / "sleep now"
+    paths = [str(box.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    box.env |= {"PYTHONPATH": os.pathsep.join(paths), "SLEEPS_FROM": str(marker)}
+    process = begun(box, "run.patience_s=45")
+    marker.touch()
+    wait_for(lambda: "stuck    rank 1" in log(box), NAMED_S, "it is named")
+    assert "in `update`" in log(box)
+    assert "forget_to_come" in log(box)
+    assert "stuck    rank 0" not in log(box)
+    assert process.wait(STEP_S) == 1
+    ended(box, "rank 1", "run.patience_s")
+
+
+@pytest.mark.fault("a rank of a whole run stays stopped", "the run ends in time: it is named last; nothing is left")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stays_stopped(box: Box, rank: int) -> None:
+    process = begun(box, "run.patience_s=20", "sampler.request_timeout_s=20")
+    victim(box, f"rank {rank}", process.pid).suspend()
+    start = time.monotonic()
+    assert process.wait(STEP_S) == 1, box.screen
+    assert time.monotonic() - start < STEP_S / 2
+    ended(box, f"rank {rank}", "run.patience_s" if rank else "")
+
+
+@pytest.mark.fault("the engine of a whole run stays stopped", "the run ends after sampler.request_timeout_s")
+def test_an_engine_that_stays_stopped(box: Box) -> None:
+    process = begun(box, "sampler.request_timeout_s=15")
+    victim(box, "engine", process.pid).suspend()
+    assert process.wait(STEP_S) == 1, box.screen
+    assert "sampler.request_timeout_s=15" in box.status()["reason"]
+    wait_for(lambda: not box.processes(), STEP_S, "nothing is left")
+
+
+def ended(box: Box, who: str, key: str) -> None:
+    status = box.status()
+    assert status["state"] == "failed"
+    assert status["reason"].startswith(f"{who} (process ")
+    assert key in status["reason"]
+    assert status["stuck"]["process"] == who
+    assert box.screen.rstrip().splitlines()[-1] == f"failed: {status['reason']}"
+    wait_for(lambda: not box.processes(), STEP_S, "nothing is left")
+    assert not list(Path(box.tmp).glob("megatron-rl-run-*"))

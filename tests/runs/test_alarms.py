@@ -1,0 +1,280 @@
+"""Alarms: quiet on healthy runs, loud on broken ones, and no flicker in between."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_factory import make_config, make_yaml, quiet
+
+from megatron_rl.config import ConfigError, from_mapping
+from megatron_rl.config.alarms import Alarm
+from megatron_rl.config.schema import Format, LogSection, Wandb
+from megatron_rl.runs.alarm_rules import FULL, K3, RULES, markdown
+from megatron_rl.runs.alarms import Alarms, bound_of, clear_at
+from megatron_rl.runs.metrics import METRICS
+from megatron_rl.runs.metrics_file import read_metrics
+from megatron_rl.runs.record import Recorder
+from megatron_rl.runs.report import page
+from megatron_rl.runs.report_alarms import episodes
+from megatron_rl.runs.run_data import load_run
+from megatron_rl.runs.status import read_status
+
+ROOT = Path(__file__).parents[2]
+RECORDED = Path(__file__).parent / "recorded"
+ESS = "rollout_corr/rollout_is_eff_sample_size"
+HEALTHY = {
+    K3: 0.002, ESS: 0.99, "rollout_corr/rollout_rs_masked_fraction": 0.0, "rollout_corr/non_finite_sampler": 0.0,
+    "rollout_corr/non_finite_learner": 0.0, "rollout/tokens": 4000.0, "rollout/n": 512.0, "reward/errors": 0.0,
+    "rollout/groups_kept_fraction": 0.5, "rollout/truncated_fraction": 0.1, "rollout/aborted_fraction": 0.0,
+    "optim/grad_norm": 0.5, "optim/skipped": 0.0, "optim/updates": 4.0, "loss/entropy": 0.4,
+    "rollout_corr/none/k3_kl": 1e-4, "rollout_corr/int8/k3_kl": 0.002,
+}  # fmt: skip
+BROKEN = {
+    Alarm.mismatch: {K3: 0.03},
+    Alarm.mismatch_jump: {K3: 0.021},  # below the gate of what is set below
+    Alarm.mismatch_over_bf16: {"rollout_corr/int8/k3_kl": 0.04},
+    Alarm.ess: {ESS: 0.4},
+    Alarm.rejected: {"rollout_corr/rollout_rs_masked_fraction": 0.35},
+    Alarm.non_finite: {"optim/skipped": 2.0, "optim/updates": 2.0},
+    Alarm.entropy: {"loss/entropy": 0.005},
+    Alarm.reward_errors: {"reward/errors": 60.0},
+    Alarm.no_spread: {"rollout/groups_kept_fraction": 0.02},
+    Alarm.truncated: {"rollout/truncated_fraction": 0.6},
+    Alarm.aborted: {"rollout/aborted_fraction": 0.1},
+    Alarm.gradient: {"optim/grad_norm": 60.0},
+}
+
+
+def steps(changes: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    return [{**HEALTHY, **change, "progress/step": number} for number, change in enumerate(changes, 1)]
+
+
+def said(alarms: Alarms, changes: Sequence[dict[str, float]]) -> list[tuple[str, bool, int]]:
+    return [(str(one.alarm), one.raised, one.step) for line in steps(changes) for one in alarms.after(line)]
+
+
+def test_the_page_has_the_rules_as_they_are() -> None:
+    assert markdown() in (ROOT / "docs/alarms.md").read_text(), "python -m megatron_rl.runs.alarm_rules"
+    done = subprocess.run([sys.executable, "-m", "megatron_rl.runs.alarm_rules"], capture_output=True, text=True)
+    assert done.stdout == markdown()
+
+
+def test_every_alarm_has_a_rule_and_a_case() -> None:
+    assert set(RULES) == set(BROKEN) == set(Alarm)
+    for change in (HEALTHY, *BROKEN.values()):
+        assert change.keys() <= METRICS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "format"), [("toy_sft", Format.int8), ("quickstart", Format.int8), ("quickstart_bf16", Format.none)]
+)
+def test_the_defaults_are_quiet_on_recorded_runs(name: str, format: Format) -> None:
+    """Metrics of the shipped recipes, as they were run."""
+    lines = read_metrics(RECORDED / f"{name}.jsonl")
+    assert len(lines) > 20
+    alarms = Alarms({}, [format], sampled=name != "toy_sft")
+    assert [one for line in lines for one in alarms.after(line)] == []
+
+
+def test_the_defaults_are_loud_on_a_broken_run() -> None:
+    """quickstart_bf16 with weights that reach the sampler every 30 steps, and a learning rate that moves them far."""
+    alarms = Alarms()
+    found = [one for line in read_metrics(RECORDED / "stale.jsonl") for one in alarms.after(line)]
+    assert [(one.alarm, one.raised, one.step) for one in found] == [("mismatch", True, 6), ("ess", True, 6)]
+
+
+@pytest.mark.parametrize("alarm", Alarm)
+def test_each_alarm_is_raised_by_its_case_alone(alarm: Alarm) -> None:
+    rule, bad = RULES[alarm], BROKEN[alarm]
+    given = {"mismatch": 0.03} if alarm == Alarm.mismatch_jump else {"mismatch_jump": "off"}
+    before, after = [{}] * FULL, [{}] * (2 * rule.steps)
+    found = said(Alarms(given, [Format.int8]), [*before, *[bad] * rule.steps, *after])
+    raised_at = FULL + rule.steps
+    assert found == [(alarm, True, raised_at), (alarm, False, raised_at + rule.steps)]
+    assert said(Alarms(given, [Format.int8]), [*before, *[bad] * (rule.steps - 1), *after]) == []
+    assert said(Alarms({alarm: "off", **given}, [Format.int8]), [*before, *[bad] * 30]) == []
+
+
+def test_what_is_no_number_is_beyond_every_bound() -> None:
+    assert said(Alarms(), [{ESS: math.nan}] * 5) == [("ess", True, 5)]
+    assert said(Alarms({"mismatch_jump": "off"}), [{K3: math.nan}] * 5) == [("mismatch", True, 5)]
+
+
+def test_a_step_that_does_not_measure_counts_neither_way() -> None:
+    alarms, bad = Alarms(), {**HEALTHY, ESS: 0.1}
+    without = {name: value for name, value in HEALTHY.items() if name != ESS}
+    lines = [bad, bad, without, bad, without, bad, bad]
+    news = [one for number, line in enumerate(lines, 1) for one in alarms.after({**line, "progress/step": number})]
+    assert [(one.alarm, one.step) for one in news] == [("ess", 7)]
+
+
+def test_medians_wait_until_they_are_full() -> None:
+    """So that the first steps of an attempt, also of one that goes on with a run, raise nothing."""
+    jump = {"optim/grad_norm": 60.0}
+    assert said(Alarms(), [*[{}] * (FULL - 4), *[jump] * 3]) == []
+    assert said(Alarms(), [*[{}] * FULL, *[jump] * 3]) == [("gradient", True, FULL + 3)]
+
+
+def test_the_gate_is_that_of_the_format() -> None:
+    for formats, bound in (([Format.none], 0.005), ([Format.none, Format.fp8], 0.02), (["int8"], 0.02)):
+        (watch,) = (one for one in Alarms({}, formats)._watches if one.rule.alarm == Alarm.mismatch)
+        assert watch.bound == bound
+
+
+def test_the_data_set_s_own_answers_have_two_alarms() -> None:
+    alarms = Alarms(sampled=False)
+    assert {watch.rule.alarm for watch in alarms._watches} == {Alarm.non_finite, Alarm.gradient}
+
+
+# hysteresis, as properties of one rule with any bound
+
+RULE = RULES[Alarm.ess]
+SERIES = st.lists(st.floats(0, 1) | st.just(math.nan), max_size=80)
+
+
+def only(bound: float) -> dict[str, object]:
+    return dict.fromkeys(Alarm, "off") | {"ess": bound}
+
+
+@given(SERIES, st.floats(0.01, 1))
+def test_raised_and_cleared_take_turns_and_need_their_steps(series: list[float], bound: float) -> None:
+    found = said(Alarms(only(bound)), [{ESS: value} for value in series])
+    assert [raised for _, raised, _ in found] == [number % 2 == 0 for number in range(len(found))]
+    places = [0, *(step for _, _, step in found)]
+    assert all(later - earlier >= RULE.steps for earlier, later in pairwise(places))
+    for _, raised, step in found:
+        run = series[step - RULE.steps : step]
+        clear = clear_at(bound, below=True)
+        assert all(not value >= bound for value in run) if raised else all(value >= clear for value in run)
+
+
+@given(st.lists(st.floats(0.5, 0.62), max_size=60), st.integers(0, 1))
+def test_wavering_about_the_bound_raises_once(tail: list[float], offset: int) -> None:
+    """Between the bound and where it clears, nothing changes: raised or not."""
+    start = [{ESS: 0.4}] * (RULE.steps - offset)
+    found = said(Alarms(only(0.5)), [*start, *({ESS: value} for value in tail)])
+    assert [raised for _, raised, _ in found] == [True] * (1 - offset)
+
+
+@given(st.floats(0, 1))
+def test_to_clear_is_possible_and_stricter_than_the_bound(bound: float) -> None:
+    assert bound <= clear_at(bound, below=True) <= 1
+    assert 0 <= clear_at(bound, below=False) <= bound
+
+
+# what a recipe says
+
+
+@pytest.mark.parametrize(
+    ("value", "raised", "stops"),
+    [("warn", True, False), ("stop", True, True), ("off", False, False), (False, False, False), (0.3, False, False),
+     ({"stop": 0.45}, True, True), ({"warn": 0.3}, False, False)],
+)  # fmt: skip
+def test_settings(value: object, raised: bool, stops: bool) -> None:
+    from_mapping({"log": {"alarms": {"ess": value}}})
+    alarms = Alarms({"ess": value})
+    assert bool(said(alarms, [{ESS: 0.4}] * 5)) == raised
+    assert (alarms.stop is not None) == stops
+    assert not stops or alarms.stop.startswith("alarm ess: 0.4, below ")
+
+
+@pytest.mark.parametrize(
+    ("given_", "words"),
+    [
+        ({"es": "warn"}, ["log.alarms.es", "did you mean ess?", "mismatch, mismatch_jump"]),
+        ({"zzz": "warn"}, ["log.alarms.zzz", "there are mismatch"]),
+        ({"ess": "loud"}, ["log.alarms.ess is loud", "off, warn, stop"]),
+        ({"ess": -1}, ["log.alarms.ess is -1", "0 or more"]),
+        ({"ess": True}, ["log.alarms.ess is true"]),
+        ({"ess": {"stop": "now"}}, ["log.alarms.ess"]),
+        ({"ess": {"stop": 0.1, "warn": 0.2}}, ["log.alarms.ess"]),
+        ({"ess": None}, ["log.alarms.ess is null"]),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, given_: dict[str, object], words: list[str]) -> None:
+    from megatron_rl.config import load
+
+    (tmp_path / "mine.yaml").write_text(json.dumps({"log": {"alarms": given_}}))
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "mine.yaml")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+# where they are heard
+
+
+def recorded(folder: Path, changes: Sequence[dict[str, float]], alarms: Alarms, log: LogSection | None = None) -> Path:
+    config = make_config()
+    recorder = Recorder(log or config.log, make_yaml(config, "run"), folder / "run", 99, quiet(99), alarms=alarms)
+    with recorder:
+        for line in steps(changes):
+            recorder.log(int(line["progress/step"]), line)
+            if alarms.stop:
+                recorder.end_early(alarms.stop, asked=True)
+                break
+    return folder / "run"
+
+
+def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
+    changes = [*[{ESS: 0.4}] * 6, *[{}] * 6, *[{"reward/errors": 60.0}] * 4]
+    run = recorded(tmp_path, changes, Alarms(), LogSection(wandb=Wandb.offline))
+    text = (run / "logs/attempt_1/driver.log").read_text()
+    assert text.count("alarm    ess: 0.4, below 0.5 for 5 steps. A few tokens carry the gradient.") == 1
+    assert text.count("alarm    ess: 0.99, cleared") == 1
+    assert text.index("step  5/99") < text.index("alarm    ess: 0.4") < text.index("step  6/99")
+    assert read_status(run)["alarms"] == {"reward_errors": {"step": 15, "value": "0.117", "bound": 0.05}}
+    data = load_run(run)
+    found = [(one.raised.alarm, one.steps) for one in episodes(data)]
+    assert found == [("ess", "5 to 11"), ("reward_errors", "from 15")]
+    html = page([data])
+    assert "<h2>Alarms</h2>" in html
+    assert "A few tokens carry the gradient" in html
+    assert "<h2>Alarms</h2>" in page([data, data])
+    (file,) = (run / "wandb").glob("offline-run-*/*.wandb")
+    assert b"run: ess" in file.read_bytes()
+
+
+def test_status_says_so_while_the_run_goes_on(tmp_path: Path) -> None:
+    config = make_config()
+    recorder = Recorder(config.log, make_yaml(config, "run"), tmp_path / "run", 99, quiet(99))
+    for line in steps([{ESS: 0.4}] * 5):
+        recorder.log(int(line["progress/step"]), line)
+    assert list(read_status(tmp_path / "run")["alarms"]) == ["ess"]
+    recorder.close()
+
+
+def test_an_alarm_may_end_the_run(tmp_path: Path) -> None:
+    run = recorded(tmp_path, [{ESS: 0.4}] * 20, Alarms({"ess": "stop"}))
+    status = read_status(run)
+    assert (status["state"], status["step"]) == ("stopped", 5)
+    assert status["reason"].startswith("stopped after step 5 of 99: alarm ess: 0.4, below 0.5")
+    assert status["cause"]["class"] == "alarm"
+
+
+def test_a_healthy_run_s_report_lists_none(tmp_path: Path) -> None:
+    assert "<h2>Alarms</h2>" not in page([load_run(recorded(tmp_path, [{}] * 8, Alarms()))])
+
+
+def test_a_torn_configuration_costs_the_report_no_more_than_the_list(tmp_path: Path) -> None:
+    run = recorded(tmp_path, [{ESS: 0.4}] * 8, Alarms())
+    for text in (
+        "log: {alarms: {ess: [1]}}",
+        "sampler: {fleet: {formats: [[1]]}}",
+        "quantization: {format: {}}",
+        "log: 3",
+    ):
+        (run / "config.yaml").write_text(text)
+        assert page([load_run(run)])
+
+
+def test_bounds_of_a_recipe_win() -> None:
+    from megatron_rl.config.alarms import Setting
+
+    assert bound_of(RULES[Alarm.mismatch], Setting(bound=0.5), [Format.none]) == 0.5
