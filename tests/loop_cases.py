@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.config import load, to_yaml
+from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.record import SilentRecorder
 
 
@@ -18,6 +19,7 @@ class Kept(SilentRecorder):
 
     def __init__(self) -> None:
         self.lines: list[dict[str, float]] = []
+        self.alarms = Alarms({})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         self.lines.append(dict(metrics))

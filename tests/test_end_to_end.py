@@ -119,7 +119,7 @@ def test_stopping_leaves_no_process_and_a_consistent_directory(
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 4  # two ranks, the engine, a reward worker
     os.kill(process.pid, number)
-    process.wait(timeout=30)
+    process.wait(timeout=BOUND_S)  # a step is finished and kept before the end
     wait_for(lambda: not any(child.is_running() and child.status() != "zombie" for child in children), 30, "end of all")
     lines = [decode_line(line) for line in log.read_text().splitlines()]
     assert [line["progress/step"] for line in lines] == list(range(len(lines)))

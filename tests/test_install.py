@@ -27,7 +27,8 @@ def test_transformer_engine_s_binding_compiles_against_the_wheels_headers() -> N
 
 def test_srun_is_told_how_many_cores_a_task_has() -> None:
     """Since 22.05 it does not take that over from sbatch."""
-    starts = re.findall(r"^srun .*", (ROOT / "slurm" / "prologue.sh").read_text(), re.M)
+    text = (ROOT / "slurm" / "prologue.sh").read_text().replace("\\\n", " ")
+    starts = re.findall(r"^ *srun .*", text, re.M)
     assert starts
     assert all("--cpus-per-task=" in line for line in starts)
 

@@ -36,6 +36,7 @@ PASSED_THROUGH = (
     ("sampler", "vllm"),
 )  # a cluster's null takes a field out
 CLUSTER = "cluster"
+OTHERWISE = {CLUSTER: "", "model": "; or name a folder: model.path", "data": "; or name a file: data.train"}
 MACHINE = "machine"  # of a cluster, as --on has it
 
 
@@ -233,8 +234,8 @@ def _preset(section: str, name: object) -> dict[str, Any]:
     if not isinstance(name, str) or name not in presets:
         near = difflib.get_close_matches(Path(str(name)).stem.lower(), presets, n=1) if isinstance(name, str) else []
         hint = f"did you mean {near[0]}? " if near else ""
-        kind, else_ = ("cluster", "") if section == CLUSTER else ("preset", "; or write a section of keys")
-        ways_out = f"{hint}{kind}s are {', '.join(presets)}{else_}"
+        kind = "cluster" if section == CLUSTER else "preset"
+        ways_out = f"{hint}{kind}s are {', '.join(presets)}{OTHERWISE.get(section, '; or write a section of keys')}"
         raise ConfigError(f"{section} is {as_written(name)}: no {kind}; {ways_out}")
     return read_yaml(presets[name].read_text(encoding="utf-8")) or {}
 

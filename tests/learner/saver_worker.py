@@ -86,8 +86,11 @@ def read_by_megatron(learner: Learner, policy: Path) -> dict[str, Any]:
     state = optimizer.sharded_state_dict(weights, is_loading=True, metadata=kind)["param_state"]
     loaded = dist_checkpointing.load({"model": weights, "optimizer": state}, str(policy))
     module.load_state_dict(loaded["model"], strict=False)
-    for each in optimizer.optimizer.state.values():
-        each.pop("step", None)  # torch's Adam counts there, which this loader does not expect
+    # torch's Adam counts in each state, which this loader does not expect
+    states = optimizer.optimizer.state
+    steps = {parameter: state.pop("step") for parameter, state in states.items() if "step" in state}
     optimizer.load_parameter_state_from_fully_reshardable(loaded["optimizer"])
+    for parameter, count in steps.items():
+        states[parameter]["step"] = count
     wrong = [name for name, values in held().items() if not torch.equal(values, before[name])]
     return {"wrong": wrong, "compared": len(before)}

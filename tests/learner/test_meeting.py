@@ -1,6 +1,7 @@
 """Where ranks of several nodes find each other: one interface, not all of them."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_the_store_listens_on_the_interface_it_is_given(monkeypatch: pytest.Monk
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    store = parallel._store(0, 1)
+    store = parallel._store(0, 1, timedelta(seconds=60))
     assert listening(port) == {"0100007F"}
     store.set("a", "b")
     # a name that stands for loopback on this node alone: others could not reach it there
@@ -36,6 +37,6 @@ def test_the_store_listens_on_the_interface_it_is_given(monkeypatch: pytest.Monk
     monkeypatch.setenv("MASTER_ADDR", os.uname().nodename)
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setattr(parallel.socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", port))])
-    other = parallel._store(0, 1)
+    other = parallel._store(0, 1, timedelta(seconds=60))
     assert listening(port) & {"00000000", "0" * 32}
     other.set("a", "b")

@@ -104,7 +104,7 @@ def test_a_trillion_parameters_on_1536_ranks(
 
 def test_the_readme_s_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    (line,) = [line.partition("#")[0] for line in lines if line.startswith("megatron-rl plan")]
+    (line,) = [line.partition("#")[0] for line in lines if line.startswith("megatron-rl plan recipes")]
     recipe, *options = line.split()[2:]
     assert "4 engines" in said(capsys, str(ROOT / recipe), "model.path=data/toy/model", *options)
 

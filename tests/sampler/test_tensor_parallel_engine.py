@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_engine import Live, make_live, startable
 
 from megatron_rl.config.schema import Format
@@ -44,7 +45,8 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
     try:
         live.restart()
         made = segments_of_session(live.sampler._engine.process.pid)
-        assert {name.partition("_")[0] for name in made} >= {"psm", "vllm"}, "what an engine leaves has other names now"
+        kinds = {"psm", "vllm"} if torch.cpu._is_avx512_supported() else {"psm"}  # all-reduces of its own kernels
+        assert {name.partition("_")[0] for name in made} >= kinds, "what an engine leaves has other names now"
         live.update(1)
         first = answers(live)
         live.update(2)

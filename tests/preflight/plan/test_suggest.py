@@ -11,7 +11,7 @@ import pytest
 from megatron_rl import cli
 
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "dapo_int8.yaml")
-# of ten models on 1, 8 and 32 GPUs each the ones that say the most: docs/benchmarks.md has all of them
+# of ten models on 1, 8 and 32 GPUs each, those that say the most
 CASES = (
     ("Qwen3-0.6B", "1x1xH100"),
     ("Qwen3-8B", "1x1xH100"),
