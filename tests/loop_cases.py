@@ -53,7 +53,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
             learner, driver.sampler, distinct_formats(base.sampler, base.quantization),
             quantization=base.quantization, sync=base.sync, engines=base.sampler, fleet=False,
         )  # fmt: skip
-        saver = Saver(folder / "run" / "checkpoints", CheckpointSection(minutes=0), learner, sync, driver.recorder.note)
+        saver = Saver(folder / "run" / "checkpoints", CheckpointSection(), learner, sync, driver.recorder.note)
         try:
             for number, (name, overrides) in enumerate(cases.items()):
                 done = number * (base.run.steps + 1)  # policy versions only ever grow

@@ -19,7 +19,7 @@ from megatron_rl.sampler.protocol import SamplerError
 LOG_LINES_SHOWN = 15
 # vLLM warns with a whole traceback that there is no tokenizer, where none is wanted
 ROUTINE = re.compile(r"(\([^)]*\) )?(DEBUG|INFO|WARNING) \d\d-\d\d |\[W\d{4} |.*resource_tracker")
-WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-?\d+)\)")
+WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-?\d+|None)\)")
 REAP_S = 5.0
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -102,4 +102,7 @@ def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:
 def lost_worker(path: Path) -> str:
     """What the log says of a worker that has died ("": of none): its engine's own errors only follow from that."""
     died = [found for line in last_lines(path, 1000) if (found := WORKER_DIED.search(line))]
-    return f"the engine's worker {died[0][1]} was {describe_end(int(died[0][2]))}" if died else ""
+    if not died:
+        return ""
+    name, code = died[0].groups()  # None: it was seen before the system had said how it ended
+    return f"the engine's worker {name} was {describe_end(int(code)) if code != 'None' else 'gone'}"

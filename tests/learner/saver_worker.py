@@ -23,7 +23,7 @@ class Scales:
     def state(self) -> dict[str, torch.Tensor]:
         return {"scale": torch.ones(3)}
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: Any, repeats: bool = False) -> None:
         assert torch.equal(state["scale"], torch.ones(3))
 
 

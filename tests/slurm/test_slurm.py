@@ -16,6 +16,7 @@ from megatron_rl.preflight.plan.roles import roles
 
 ROOT = Path(__file__).parent.parent.parent
 GPUS = 8  # of a node that the scripts ask for
+SHELL = sorted(path for path in (ROOT / "slurm").iterdir() if path.suffix != ".md")
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 
 
