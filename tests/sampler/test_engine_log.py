@@ -32,3 +32,9 @@ def test_a_lost_worker_is_named(tmp_path: Path) -> None:
     assert lost_worker(log) == "the engine's worker VllmWorker-1 was ended by SIGKILL (out of memory?)"
     log.write_text(ROUTINE)
     assert lost_worker(log) == ""
+
+
+def test_a_worker_that_is_gone_before_the_system_says_how_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "sampler.log"
+    log.write_text("ERROR Worker proc VllmWorker-1 died unexpectedly (exit code: None), shutting down executor.\n")
+    assert lost_worker(log) == "the engine's worker VllmWorker-1 was gone"
