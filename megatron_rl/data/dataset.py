@@ -163,10 +163,7 @@ class Source(Sequence[Prompt]):
     def _prompt(self, row: dict[str, Any], index: int) -> str | Messages:
         row, layout = split(row, self._layout)
         where = f"row {index} of {self._path}"
-        try:
-            prompt = field(row, layout.prompt)
-        except LookupError as error:
-            raise ConfigError(f"data.prompt_key: {layout.prompt!r} is not in {where}: {error}") from None
+        prompt = _there("data.prompt_key", row, layout.prompt, where)
         if isinstance(prompt, str):
             return prompt
         if not isinstance(prompt, list):
@@ -184,10 +181,7 @@ class Source(Sequence[Prompt]):
     def _answer(self, row: dict[str, Any], index: int) -> str:
         row, layout = split(row, self._layout)
         where = f"row {index} of {self._path}"
-        try:
-            answer = field(row, layout.answer)
-        except LookupError as error:
-            raise ConfigError(f"data.answer_key: {layout.answer!r} is not in {where}: {error}") from None
+        answer = _there("data.answer_key", row, layout.answer, where)
         if answer is None or isinstance(answer, (list, dict)):
             kind = "null" if answer is None else type(answer).__name__
             raise ConfigError(
@@ -225,3 +219,11 @@ class Source(Sequence[Prompt]):
         if (self._config.prompt_key and self._config.answer_key) or self._layout.publisher == "as here":
             return ""
         return f"prompt in {self._layout.prompt}, answer in {self._layout.answer}: {self._layout.publisher}"
+
+
+def _there(key: str, row: dict[str, Any], column: str, where: str) -> Any:
+    """The value of a column that `key` names, or that its layout does."""
+    try:
+        return field(row, column)
+    except LookupError as error:
+        raise ConfigError(f"{key}: {column!r} is not in {where}: {error}") from None

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.shape import ModelShape
@@ -131,6 +132,11 @@ def params(shape: ModelShape) -> Iterator[Param]:
     for layer in range(shape.layers):
         yield from _layer_params(shape, layer, range(shape.experts))
     yield from outer[1:]
+
+
+def parameters(shape: ModelShape) -> int:
+    """How many numbers the whole model has."""
+    return sum(prod(size) for param in params(shape) if not param.row.copy for size in param.shapes)
 
 
 def stage_params(shape: ModelShape, layout: Layout, place: Place) -> Iterator[Param]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from megatron_rl.config.schema import (
     RolloutSection,
     RunSection,
 )
-from megatron_rl.models.mapping import params
+from megatron_rl.models.mapping import parameters
 from megatron_rl.models.shape import ModelShape
 
 GIB = 1 << 30
@@ -63,7 +62,7 @@ def writes(
     checkpoint: CheckpointSection,
     log: LogSection,
 ) -> Writes:
-    parameters = sum(math.prod(size) for param in params(shape) if not param.row.copy for size in param.shapes)
+    count = parameters(shape)
     saves = bool(checkpoint.every or checkpoint.minutes)
     kept = checkpoint.keep_last + bool(checkpoint.best)
     if checkpoint.keep_every:
@@ -71,10 +70,10 @@ def writes(
     row = rollout.max_prompt_tokens * PROMPT_TOKEN + rollout.max_response_tokens * RESPONSE_TOKEN
     recorded = run.steps // log.record_every if log.record_every else 0
     return Writes(
-        checkpoint=parameters * PARAMETER[learner.precision] if saves else 0,
+        checkpoint=count * PARAMETER[learner.precision] if saves else 0,
         checkpoints=min(kept + 1, max(1, run.steps)) if saves else 0,
         rollouts=recorded * rollout.prompts_per_step * rollout.samples_per_prompt * row,
-        model=2 * parameters if log.export else 0,
+        model=2 * count if log.export else 0,
         lines=run.steps * LINE,
     )
 

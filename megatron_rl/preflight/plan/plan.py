@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.config.fleet import distinct_formats, max_sequences
 from megatron_rl.config.schema import Config, Device, Format
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import parameters
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.plan import learner_memory, phases
@@ -17,7 +18,7 @@ from megatron_rl.preflight.plan.learner_memory import LearnerMemory
 from megatron_rl.preflight.plan.phases import Memory, engine_phases, joined, learner_phases
 from megatron_rl.preflight.plan.roles import Roles, roles
 from megatron_rl.preflight.plan.time import StepTime, step_time
-from megatron_rl.preflight.plan.weights import engine_weights, parameters
+from megatron_rl.preflight.plan.weights import engine_weights
 from megatron_rl.preflight.plan.workload import Assumptions, Workload
 
 STATE = 14  # bytes for each parameter that a checkpoint holds
@@ -71,8 +72,9 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
     if machine.gpu is not None:
         weights = engine_weights(model.shape, format, config.quantization.ignore)
         time = step_time(config, model, machine.gpu, found, engine, weights, assumed)
+    count = parameters(model.shape)
     return Plan(
-        parameters=parameters(model.shape),
+        parameters=count,
         machine=machine,
         layout=model.layout,
         roles=found,
@@ -82,7 +84,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
         packs=work.packs(config.learner, model),
         time=time,
         gpu_hours=time.step * config.run.steps * found.gpus / 3600 if time else None,
-        kept_gib=STATE * parameters(model.shape) / GIB,
+        kept_gib=STATE * count / GIB,
         assumed=assumed,
         problems=tuple(problems),
         notes=tuple(_notes(found, model, machine, engine, work, config, memory)),

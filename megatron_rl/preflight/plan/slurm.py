@@ -16,7 +16,7 @@ from megatron_rl.config import ConfigError, cluster, read
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
-from megatron_rl.preflight.machine import Machine, named
+from megatron_rl.preflight.machine import named
 from megatron_rl.preflight.plan.plan import Plan, plan
 
 LONGEST_JOB_S = 24 * 3600
@@ -26,16 +26,17 @@ CORES = 8  # of a task
 
 def sbatch(recipe: Path, overrides: Sequence[str], config: Config, made: Plan) -> str:
     """What to type, and what to know about it. One task is one rank of the learner."""
-    roles, servers = made.roles, config.sampler.fleet.servers
-    script = "slurm/dapo_int8.sbatch" if config.quantization.format == Format.int8 else "slurm/dapo_fp8.sbatch"
+    roles, servers, seconds = made.roles, config.sampler.fleet.servers, _seconds(config, made)
+    alone = "slurm/dapo_int8.sbatch" if config.quantization.format == Format.int8 else "slurm/dapo_fp8.sbatch"
     given = f"RECIPE={shlex.quote(str(recipe))} "
     if overrides:
         given += f"OVERRIDES={shlex.quote(' '.join(overrides))} "
-    script = "slurm/dapo_split.sbatch" if servers else script
+    script = "slurm/dapo_split.sbatch" if servers else alone
     lines = [f"{given}sbatch {' '.join(options(config, made))} {script}"]
-    if _seconds(config, made) > LONGEST_JOB_S:
-        jobs = _seconds(config, made) / LONGEST_JOB_S
-        lines.append(f"# about {jobs:.1f} jobs of 24 hours, one after another: the script queues itself again")
+    if seconds > LONGEST_JOB_S:
+        lines.append(
+            f"# about {seconds / LONGEST_JOB_S:.1f} jobs of 24 hours, one after another: the script queues itself again"
+        )
     if roles.distant and not servers:
         lines.append(
             f"# before it: {roles.distant} server(s) of {roles.engine_tp} GPUs on other nodes, each `megatron-rl serve "
@@ -62,24 +63,20 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
     config, found = read(recipe, overrides)
     name, where = cluster(recipe, overrides)
     machine = named(where) if where else None
-    problems = [*found, *checks.problems(config, on=machine, complete=True)]
+    problems, made = [*found, *checks.problems(config, on=machine, complete=True)], None
     if machine is None:
         problems.append(f"cluster: {name} names no machine to ask Slurm for; use another, such as cluster=1n8g")
     elif not problems:
-        problems += _planned(config, machine).problems
+        made = plan(config, read_card(str(config.model.folder)), machine)
+        problems += made.problems
     if ("split" in Path(script).name) != bool(config.sampler.fleet.servers):
         other = (
             "slurm/dapo_split.sbatch" if config.sampler.fleet.servers else "slurm/dapo_int8.sbatch or dapo_fp8.sbatch"
         )
         problems.append(f"{script}: sampler.fleet.servers is {config.sampler.fleet.servers}; submit {other}")
-    if problems:
+    if made is None or problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    assert machine is not None
-    return options(config, _planned(config, machine))
-
-
-def _planned(config: Config, machine: Machine) -> Plan:
-    return plan(config, read_card(str(config.model.folder)), machine)
+    return options(config, made)
 
 
 def _seconds(config: Config, made: Plan) -> float:

@@ -60,11 +60,6 @@ def _parts(
 
 
 @cache
-def parameters(shape: ModelShape) -> int:
-    """Of the whole model."""
-    return sum(prod(size) for param in params(shape) if not param.row.copy for size in param.shapes)
-
-
 @dataclass(frozen=True)
 class EngineWeights:
     """Bytes, by how the ranks of a tensor-parallel engine hold them."""
