@@ -1,7 +1,7 @@
 """BF16 matrix products on processors without BF16 instructions: multiplied in FP32, rounded once.
 
-That is what a BF16 product is: exact products, sums in FP32, one rounding. torch and oneDNN multiply BF16 ten times slower
-than FP32 where the processor cannot do it by itself (docs/decisions/host_kernels.md has the figures).
+That is what a BF16 product is: exact products, sums in FP32, one rounding. Where the processor cannot do it by itself,
+torch multiplies BF16 ten times slower than FP32 (docs/decisions/host_kernels.md has the figures).
 """
 
 from __future__ import annotations
