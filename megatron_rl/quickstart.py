@@ -1,38 +1,68 @@
-"""The whole chain on one machine: toy data, a supervised warm start, RL with a quantized sampler, a report."""
+"""The whole chain on one machine: data, a supervised warm start, RL with a quantized sampler, a report."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.schema import Config
+from megatron_rl.data.reasoning import write_reasoning
 from megatron_rl.data.toy import write_toy
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import read_status
 
-TOY = Path("data/toy")
-WARM_START = Path("recipes/toy_sft.yaml")
-RECIPE = Path("recipes/quickstart.yaml")
+
+@dataclass(frozen=True)
+class Task:
+    about: str
+    data: Path
+    write: Callable[[Path], dict[str, int]]
+    warm_start: Path
+    recipe: Path
+
+
+TASKS = {
+    "toy": Task(
+        "the toy: addition problems, a character tokenizer, a Qwen3 of under a million parameters",
+        Path("data/toy"),
+        write_toy,
+        Path("recipes/toy_sft.yaml"),
+        Path("recipes/quickstart.yaml"),
+    ),
+    "reasoning": Task(
+        "chain sums of reasoning-gym, a BPE tokenizer with a chat template, a Qwen3 of 2.4 million parameters",
+        Path("data/reasoning"),
+        write_reasoning,
+        Path("recipes/reasoning_sft.yaml"),
+        Path("recipes/reasoning.yaml"),
+    ),
+}
 
 
 def quickstart(
-    overrides: Sequence[str], run: Callable[[Config], int], check: Callable[[Config], None] | None = None
+    overrides: Sequence[str],
+    run: Callable[[Config], int],
+    check: Callable[[Config], None] | None = None,
+    task: Task = TASKS["toy"],
 ) -> int:
     """`run` ends a configuration's run with its exit status; `check` raises what `run` would, and starts nothing."""
-    if not RECIPE.is_file():
-        raise ConfigError(f"{RECIPE}: not here; run this from the repository's folder")
+    if not task.recipe.is_file():
+        raise ConfigError(f"{task.recipe}: not here; run this from the repository's folder")
     begun = time.monotonic()
     fitted = ["run.if_exists=archive", *fitting(detect())]
-    warm, config = load(WARM_START, fitted), load(RECIPE, [*fitted, *overrides])
-    print("1/3  the toy: addition problems, a character tokenizer, a Qwen3 of under a million parameters")
-    counts = write_toy(TOY)
-    print(f"     {TOY}: {counts['train']} problems to train on, {counts['test']} held out\n")
+    warm, config = load(task.warm_start, fitted), load(task.recipe, [*fitted, *overrides])
+    print(f"1/3  {task.about}")
+    counts = task.write(task.data)
+    print(f"     {task.data}: {counts['train']} problems to train on, {counts['test']} held out\n")
     if check is not None:  # with the model that the warm start begins with, as its own is still to come
-        check(load(RECIPE, [*fitted, f"model.path={warm.model.path}", f"model.init={warm.model.init}", *overrides]))
+        check(
+            load(task.recipe, [*fitted, f"model.path={warm.model.path}", f"model.init={warm.model.init}", *overrides])
+        )
 
     print("2/3  a supervised warm start: the same learner and loop, cross-entropy on the answers")
     status = run(warm)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from preloaded import run
 
+from megatron_rl.data.reasoning import write_reasoning
 from megatron_rl.data.toy import write_toy
 from megatron_rl.runs.metrics_file import decode_line
 from megatron_rl.runs.rollout_file import read_rollouts
@@ -57,6 +58,20 @@ def test_the_warm_start_learns_and_leaves_a_model(warm_start: Path) -> None:
     assert lines[-1]["loss/total"] < 0.9 * lines[1]["loss/total"]
     model = warm_start / "runs" / "toy_sft" / "model"
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {path.name for path in model.iterdir()}
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+def test_a_real_task_with_a_chat_template(tmp_path: Path) -> None:
+    write_reasoning(tmp_path / "data" / "reasoning")
+    small = ["run.steps=1", "rollout.prompts_per_step=8", "rollout.max_gen_batches=1", "eval.max_prompts=8"]
+    random = ["model.path=data/reasoning/model", "model.init=random", "log.record_every=1"]
+    done = train(tmp_path, "reasoning.yaml", *small, *random, fresh=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = read_rollouts(tmp_path / "runs" / "reasoning" / "rollouts" / "step_1.parquet").to_pylist()
+    assert len(rows) == 64
+    assert all(row["verdict"] and "arithmetic problem" in row["prompt"] for row in rows)
+    assert "chat_template" in (tmp_path / "runs/reasoning/model/tokenizer_config.json").read_text()
 
 
 @pytest.mark.engine

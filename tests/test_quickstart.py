@@ -9,14 +9,14 @@ from megatron_rl.config import load
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.machine import Machine, named
-from megatron_rl.quickstart import RECIPE, WARM_START, fitting, quickstart
+from megatron_rl.quickstart import TASKS, fitting, quickstart
 from megatron_rl.runs.run_dir import mark_status
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (2, 2), (8, 2)])
-@pytest.mark.parametrize("recipe", [WARM_START, RECIPE], ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", [TASKS["toy"].warm_start, TASKS["toy"].recipe], ids=lambda path: path.stem)
 def test_it_fits_one_gpu_and_more(recipe: Path, gpus: int, ranks: int, place: Path) -> None:
     machine = named(f"1x{gpus}xH100-80")
     config = load(ROOT / recipe, [*fitting(machine), "model.path=data/toy/model", "model.init=random"])

@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 from megatron_rl.config import ConfigError
 from megatron_rl.data.distinct import distinct
 from megatron_rl.data.layouts import field, has
+from megatron_rl.data.reasoning import entries
 from megatron_rl.data.rows import read_rows
 from megatron_rl.files import replacing
 
@@ -133,11 +134,7 @@ class Generated:
     settings: Mapping[str, Any]
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        import reasoning_gym
-
-        for task in self.tasks:
-            for entry in reasoning_gym.create_dataset(task, size=self.count, seed=self.seed, **self.settings):
-                yield task, entry
+        return entries(self.tasks, self.count, self.seed, self.settings)
 
     def question_and_answer(self, where: str, row: dict[str, Any]) -> tuple[str, str]:
         return row["question"], "" if row["answer"] is None else str(row["answer"])

@@ -1,0 +1,69 @@
+"""The small real task: made alike each time, answered by the library's solutions, read through its chat template."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.schema import LearnerSection
+from megatron_rl.data.reasoning import write_reasoning
+from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.models.mapping import parameters
+from megatron_rl.models.model import Model
+from megatron_rl.rewards.reasoning_gym import reward
+from megatron_rl.rewards.task import Task
+from megatron_rl.types import Verdict
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reasoning")
+    write_reasoning(folder)
+    return folder
+
+
+def rows(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_the_same_files_each_time(folder: Path, tmp_path: Path) -> None:
+    counts = write_reasoning(tmp_path)
+    assert counts["test"] == 256
+    assert counts["train"] > 5000
+    for name in ("train.jsonl", "test.jsonl", "model/tokenizer.json", "model/config.json"):
+        assert (folder / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_nothing_is_trained_on_that_is_held_out(folder: Path) -> None:
+    train, test = ({row["prompt"] for row in rows(folder, name)} for name in ("train", "test"))
+    assert not train & test
+
+
+def test_the_solutions_are_right_and_others_are_not(folder: Path) -> None:
+    for row in rows(folder, "test")[:20]:
+        assert reward(Task(row, row["answer"])).verdict == Verdict.right
+        assert reward(Task(row, str(int(row["answer"]) + 1))).verdict == Verdict.wrong
+
+
+def test_every_question_fits_the_recipe_and_comes_back(folder: Path) -> None:
+    tokenizer = FolderTokenizer(folder / "model")
+    for row in rows(folder, "test"):
+        text = tokenizer.text([{"role": "user", "content": row["prompt"]}])
+        assert text == f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        ids = tokenizer.encode(text)
+        assert len(ids) <= 48
+        assert tokenizer.decode([ids]) == [f"user\n{row['prompt']}\nassistant\n"]
+        answer = tokenizer.encode(row["answer"])
+        assert len(answer) < 8
+        assert tokenizer.decode([answer]) == [row["answer"]]
+
+
+def test_words_are_tokens_and_digits_stand_alone(folder: Path) -> None:
+    tokenizer = FolderTokenizer(folder / "model")
+    assert len(tokenizer.encode(" arithmetic problem")) == 2
+    assert len(tokenizer.encode("2024")) == 4
+
+
+def test_it_has_a_few_million_parameters(folder: Path) -> None:
+    model = Model.read(str(folder / "model"), LearnerSection(tensor_parallel=2))
+    assert 2e6 < parameters(model.shape) < 3e6
