@@ -38,9 +38,16 @@ class Rehearsal:
         self.below: list[psutil.Process] = []
 
     def scancel(self, *words: str) -> bool:
+        return self._slurm("scancel", "--signal=USR1", *words).returncode == 0
+
+    def step(self) -> str:
+        """The learner's, once there is one."""
+        steps = self._slurm("squeue", "-h", "-s", "-o", "%j %i").stdout.split("\n")
+        return next((line.split()[1] for line in steps if line.startswith("learner ")), "")
+
+    def _slurm(self, *command: str) -> subprocess.CompletedProcess[str]:
         (conf,) = {one.environ()["SLURM_CONF"] for one in self.daemons() if "slurmctld" in one.name()}
-        command = ["scancel", "--signal=USR1", *words]
-        return subprocess.run(command, env=os.environ | {"SLURM_CONF": conf}, capture_output=True).returncode == 0
+        return subprocess.run(command, env=os.environ | {"SLURM_CONF": conf}, capture_output=True, text=True)
 
     def daemons(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -86,7 +93,7 @@ def test_usr1_to_every_process_of_the_step(rehearsal: Rehearsal) -> None:
 def test_usr1_in_the_first_moment_of_the_ranks(rehearsal: Rehearsal) -> None:
     wait_for(lambda: "job 1" in rehearsal.box.screen, END_S, "the job")
     wait_for(lambda: "job 1, start 1" in rehearsal.box.screen, END_S, "the prologue's last word")
-    wait_for(lambda: rehearsal.scancel("1.0"), 60, "a step that can be signalled")
+    wait_for(lambda: (step := rehearsal.step()) and rehearsal.scancel(step), 60, "a step that can be signalled")
     rehearsal.ended_in_the_start()
 
 
