@@ -39,7 +39,8 @@ setsid munged --force --foreground --key-file="$work/munge.key" --socket="$work/
   --pid-file="$work/munged.pid" --seed-file="$work/munge.seed" --log-file="$work/munged.log" >"$work/munged.out" 2>&1 &
 pids+=($!)
 
-# The tasks of a learner are more than this machine's cores: a node pretends to have enough of them.
+# The tasks of a learner are more than this machine's cores: a node pretends to have enough of them. Ports follow from the
+# number of the job, and two clusters may be here at the same time.
 cat >"$work/slurm.conf" <<CONF
 ClusterName=rehearsal
 SlurmctldHost=localhost(127.0.0.1)
@@ -60,6 +61,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SlurmdTimeout=20
+FirstJobId=$((RANDOM % 19000 + 1))
 ReturnToService=2
 MpiDefault=none
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP

@@ -1,6 +1,7 @@
 """What a scheduler sends, on a cluster made for the occasion; and Ctrl-C of the rehearsal."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,12 @@ class Rehearsal:
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self.below: list[psutil.Process] = []
+
+    @property
+    def job(self) -> str:
+        """Empty before there is one."""
+        found = re.search(r"^rehearse: job (\d+)", self.box.screen, re.M)
+        return found[1] if found else ""
 
     def scancel(self, *words: str) -> bool:
         return self._slurm("scancel", "--signal=USR1", *words).returncode == 0
@@ -85,22 +92,22 @@ def rehearsal(box: Box) -> Iterator[Rehearsal]:
 )
 def test_usr1_to_every_process_of_the_step(rehearsal: Rehearsal) -> None:
     wait_for(lambda: rehearsal.box.steps() >= 2, END_S, "the first steps")
-    assert rehearsal.scancel("1")
+    assert rehearsal.scancel(rehearsal.job)
     rehearsal.ended_well()
 
 
 @pytest.mark.fault("scancel sends USR1 as soon as there is a step", "it is kept; the run ends before its first step")
 def test_usr1_in_the_first_moment_of_the_ranks(rehearsal: Rehearsal) -> None:
-    wait_for(lambda: "job 1" in rehearsal.box.screen, END_S, "the job")
-    wait_for(lambda: "job 1, start 1" in rehearsal.box.screen, END_S, "the prologue's last word")
+    wait_for(lambda: rehearsal.job, END_S, "the job")
+    wait_for(lambda: f"job {rehearsal.job}, start 1" in rehearsal.box.screen, END_S, "the prologue's last word")
     wait_for(lambda: (step := rehearsal.step()) and rehearsal.scancel(step), 60, "a step that can be signalled")
     rehearsal.ended_in_the_start()
 
 
 @pytest.mark.fault("USR1 reaches a batch script that still checks the recipe", "the job ends, and is not queued again")
 def test_usr1_in_the_prologue(rehearsal: Rehearsal) -> None:
-    wait_for(lambda: "rehearse: job 1" in rehearsal.box.screen, END_S, "the job")
-    wait_for(lambda: rehearsal.scancel("--batch", "1"), 60, "a batch script that can be signalled")
+    wait_for(lambda: rehearsal.job, END_S, "the job")
+    wait_for(lambda: rehearsal.scancel("--batch", rehearsal.job), 60, "a batch script that can be signalled")
     rehearsal.ended_in_the_start()
 
 

@@ -50,7 +50,7 @@ async def lead(desk: Desk, node: str, nodes: Mapping[str, str], port: int) -> li
     try:
         server = await asyncio.start_server(desk.hear, nodes[node], port, limit=LONGEST)
     except OSError as error:
-        return [Problem(node, f"cannot listen at {nodes[node]}:{port}: {error.strerror}", False)]
+        return [Problem(node, f"cannot listen at {nodes[node]}:{port}: {os.strerror(error.errno or 0)}", False)]
     attending = asyncio.create_task(attend(node, nodes, port))
     problems = await desk.judge()
     await desk.release()
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     for problem in problems:
         print(f"nodes: {problem}", file=sys.stderr)
     bad = list(dict.fromkeys(problem.node for problem in problems))
-    if len(bad) < len(nodes):
+    if 0 < len(bad) < len(nodes):
         print(",".join(bad))
     if not problems:
         return 0

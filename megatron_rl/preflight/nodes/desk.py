@@ -48,12 +48,12 @@ class Desk:
             for node in self._nodes
             if node not in self._lines
         ]
-        about = await self._of_each(ANSWER_S)
+        about = await self._of_each("port", ANSWER_S)
         mine = {f"{key}={path}": facts.leave(path, self._mark) for key, path in self._folders}
         shared = [(key, str(path)) for key, path in self._folders if mine[f"{key}={path}"] is None]
         try:
             peers = {node: (self._nodes[node], said["port"]) for node, said in about.items()}
-            looked = await self._of_each(ANSWER_S, peers=peers, folders=shared)
+            looked = await self._of_each("folders", ANSWER_S, peers=peers, folders=shared)
             looked = {node: said for node, said in looked.items() if node in about}
             heard = [self._facts(node, {**about[node], **looked[node]}, mine) for node in self._nodes if node in looked]
         finally:
@@ -76,7 +76,7 @@ class Desk:
         return Facts.read({**said, "node": node, "folders": folders})
 
     async def _sum(self) -> list[Problem]:
-        """The learner's nodes, and all their GPUs, sum a tensor again and again for three seconds."""
+        """The learner's nodes, and all their GPUs, sum a tensor, again and again."""
         each = {node: max(1, self._needs.gpus.get(node, 0)) for node in list(self._nodes)[: self._learning]}
         world, address = sum(each.values()), self._nodes[self._first]
         if world == 1:
@@ -96,9 +96,9 @@ class Desk:
         over = ", ".join(each)
         return [Problem(node, f"the sum over {over} failed there: {failed[node][1]}", False) for node in names]
 
-    async def _of_each(self, seconds: float, **said: Any) -> dict[str, dict[str, Any]]:
+    async def _of_each(self, wanted: str, seconds: float, **said: Any) -> dict[str, dict[str, Any]]:
         answers = await asyncio.gather(*(line.ask(seconds, **said) for line in self._lines.values()))
-        return {node: one for node, one in zip(self._lines, answers, strict=True) if isinstance(one, dict)}
+        return {node: one for node, one in zip(self._lines, answers, strict=True) if one and wanted in one}
 
     async def release(self) -> None:
         await asyncio.gather(*(line.say(end=True) for line in self._lines.values()))

@@ -9,7 +9,7 @@ from typing import Any
 
 ARRIVE_S = 120.0  # a node reads Python from a busy file system
 ANSWER_S = 60.0
-RING_S = 180.0  # torch is read, connections are made, and three seconds of sums
+RING_S = 180.0  # torch is read, connections are made, and the sums take three seconds
 NO_RESULT = f"no result within {RING_S:.0f} s"
 LONGEST = 1 << 20  # bytes of an answer
 
