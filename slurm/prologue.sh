@@ -18,9 +18,9 @@ source slurm/network.env
 if [[ -n $SITE_SECRETS ]]; then set -a; source "$SITE_SECRETS"; set +a; fi
 if [[ -n $SITE_MODULES ]]; then read -r -a modules <<<"$SITE_MODULES"; module load "${modules[@]}"; fi
 
-# How a command is run on the nodes: with flags of srun, or inside of another command.
+# How a command is run on the nodes: with flags of srun, or inside of another command; `here`: how on this one.
 # --overlap: on a pretended cluster, and where the learner leaves cores of its nodes, steps share what is not used
-srun_flags=(--overlap) inside=()
+srun_flags=(--overlap) inside=() here=()
 case ${SITE_CONTAINER:+$SITE_CONTAINER_TOOL} in
   '')
     if [[ ! -x $SITE_VENV/bin/megatron-rl ]]; then
@@ -29,8 +29,11 @@ case ${SITE_CONTAINER:+$SITE_CONTAINER_TOOL} in
     fi ;;
   pyxis)
     srun_flags+=(--container-image="$SITE_CONTAINER" --container-workdir="$PWD"
-      --container-mounts="$PWD:$PWD${SITE_MOUNTS:+,$SITE_MOUNTS}") ;;
-  apptainer) inside=(apptainer exec --nv --bind "$PWD${SITE_MOUNTS:+,$SITE_MOUNTS}" "$SITE_CONTAINER") ;;
+      --container-mounts="$PWD:$PWD${SITE_MOUNTS:+,$SITE_MOUNTS}")
+    here=(srun "${srun_flags[@]}" --nodelist="$SLURMD_NODENAME" --nodes=1 --ntasks=1) ;;
+  apptainer)
+    inside=(apptainer exec --nv --bind "$PWD${SITE_MOUNTS:+,$SITE_MOUNTS}" "$SITE_CONTAINER")
+    here=("${inside[@]}") ;;
   *) echo "slurm: SITE_CONTAINER_TOOL=$SITE_CONTAINER_TOOL in slurm/site.env: use pyxis or apptainer" >&2; exit 2 ;;
 esac
 if [[ ! -f $RECIPE ]]; then
@@ -47,7 +50,7 @@ else
 fi
 
 # Who works where: the first nodes learn, the others serve.
-roles=$("${inside[@]}" "$SITE_VENV/bin/python" -m megatron_rl.preflight.plan.roles "$RECIPE" "${overrides[@]}") || exit 2
+roles=$("${here[@]}" "$SITE_VENV/bin/python" -m megatron_rl.preflight.plan.roles "$RECIPE" "${overrides[@]}") || exit 2
 read -r ranks servers server_gpus shared_dir _ <<<"$roles"
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 tasks_per_node=${SLURM_NTASKS_PER_NODE:-$(((ranks + ${#nodes[@]} - 1) / ${#nodes[@]}))}
@@ -90,21 +93,21 @@ if ((servers)); then
 fi
 
 # Anything a login node can know is checked here, before the other nodes are made to wait; the number of tasks too.
-SLURM_NTASKS=$ranks env --ignore-signal=USR1 "${inside[@]}" "$SITE_VENV/bin/megatron-rl" \
+"${here[@]}" env --ignore-signal=USR1 SLURM_NTASKS="$ranks" "$SITE_VENV/bin/megatron-rl" \
   train "$RECIPE" "${overrides[@]}" --dry-run --ranks slurm
 
 if ((learning == 1)); then
   # One temporary folder for all ranks of the node, as megatron_rl/processes/scratch.py makes them: locked by this shell,
   # removed with what it lists at the end, or by the next start. The ranks meet in a file there and talk over the loopback
   # interface: no port is open to others.
-  TMPDIR=$(mktemp -d "${TMPDIR:-/tmp}/megatron-rl-run-XXXXXXXX")
-  exec {lock}>"$TMPDIR/owner.lock.new"
+  scratch=$(mktemp -d "${TMPDIR:-/tmp}/megatron-rl-run-XXXXXXXX")
+  exec {lock}>"$scratch/owner.lock.new"
   flock "$lock"
   echo "$(</proc/sys/kernel/random/boot_id) $(uname -n) $$" >&"$lock"
-  mv "$TMPDIR/owner.lock.new" "$TMPDIR/owner.lock"
-  touch "$TMPDIR/elsewhere"
-  trap 'xargs -r -d "\n" rm -rf <"$TMPDIR/elsewhere"; rm -rf "$TMPDIR"' EXIT
-  meeting=(TMPDIR="$TMPDIR" MEGATRON_RL_RENDEZVOUS="file://$TMPDIR/store" GLOO_SOCKET_IFNAME=lo)
+  mv "$scratch/owner.lock.new" "$scratch/owner.lock"
+  touch "$scratch/elsewhere"
+  trap 'xargs -r -d "\n" rm -rf <"$scratch/elsewhere"; rm -rf "$scratch"' EXIT
+  meeting=(TMPDIR="$scratch" MEGATRON_RL_RENDEZVOUS="file://$scratch/store" GLOO_SOCKET_IFNAME=lo)
 else
   meeting=(MASTER_ADDR="${address[${nodes[0]}]}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)))
 fi
@@ -185,7 +188,7 @@ if ((status)) && [[ -z $by_hand && $(job_says JobState) == RUNNING ]]; then ende
 if [[ -n $limit ]]; then ended_as=stopped,failed; fi
 if [[ -n $ended_as ]] && ((starts <= ${REQUEUES:-20})); then
   again=("$SITE_VENV/bin/python" -m megatron_rl.runs.attempts "$ended_as" "$RECIPE" "${overrides[@]}")
-  if why=$("${inside[@]}" "${again[@]}"); then
+  if why=$("${here[@]}" "${again[@]}"); then
     queue_again "$why"
   else
     echo "job $SLURM_JOB_ID is not queued again: $why"

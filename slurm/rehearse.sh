@@ -52,7 +52,7 @@ strike() {
     server) kill -KILL "$(pgrep -P "$(task servers)")" ;;
     daemon)
       kill -KILL "${daemons[n$count]}"
-      until sinfo -h -N -n "n$count" -o %T | grep -q '^down'; do sleep 1; done
+      until [[ $(timeout 10 sinfo -h -N -n "n$count" -o %T) == down* ]]; do sleep 1; done
       start_node "n$count" ;;
   esac
 }

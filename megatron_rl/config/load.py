@@ -68,9 +68,9 @@ def _checked(layers: Sequence[Mapping[str, Any]], path: Path, overrides: Sequenc
         raise ConfigError(f"{path}: more than {MOST_NODES} values with all overrides")
     merged = _named(merged, path.stem)
     unreadable = list(misfits(merged))
-    if unreadable:
-        merged = without(merged, unreadable)
-    # keys that cannot be read stand at their defaults: of their sections nothing else is said
+    if unreadable:  # those keys stand at their defaults, and of their sections nothing else is said
+        rest = without(merged, unreadable)
+        merged = {section: value for section, value in rest.items() if not any(misfits({section: value}))}
     config, found = check(_typed(merged))
     sections = {key_of(line).partition(".")[0] for line in unreadable}
     found = [line for line in found if not any(f"{section}." in line for section in sections)]

@@ -108,7 +108,7 @@ def test_usr1(place: Box, undisturbed: Callable[[str], Path], script: str, quant
     "a job on two nodes loses a rank, SIGKILL", "it is queued again from its checkpoint; as if left alone"
 )
 def test_a_killed_rank(place: Box, undisturbed: Callable[[str], Path]) -> None:
-    status, said = rehearse(place, "dapo_int8", event="rank", REHEARSE_AFTER="3")
+    status, said = rehearse(place, "dapo_int8", event="rank", REHEARSE_AFTER="5")
     assert status == 0, said
     assert "is queued again: the run" in said
     _ended_as(place, undisturbed("int8"), before="failed")

@@ -98,7 +98,9 @@ class Desk:
 
     async def _of_each(self, wanted: str, seconds: float, **said: Any) -> dict[str, dict[str, Any]]:
         answers = await asyncio.gather(*(line.ask(seconds, **said) for line in self._lines.values()))
-        return {node: one for node, one in zip(self._lines, answers, strict=True) if one and wanted in one}
+        return {
+            node: one for node, one in zip(self._lines, answers, strict=True) if isinstance(one, dict) and wanted in one
+        }
 
     async def release(self) -> None:
         await asyncio.gather(*(line.say(end=True) for line in self._lines.values()))
