@@ -184,6 +184,35 @@ def test_a_bad_node(place: Box) -> None:
     left_nothing(place)
 
 
+COMPARE = """
+source slurm/cluster.sh 1
+python tools/compare_corrections.py "$@" || exit
+for _ in $(seq 600); do [[ -z $(squeue -h) ]] && exit; sleep 2; done
+exit 1
+"""
+
+
+@pytest.mark.fault("corrections are compared under Slurm", "a job for each, and a last one that writes the report")
+def test_a_comparison(place: Box) -> None:
+    toy, runs = place.folder / "data" / "toy", place.folder / "runs"
+    words = ["recipes/quickstart.yaml", "--corrections", "none", "tis", "--steps", "1", "--root", str(runs)]
+    words += ["--slurm", "slurm/dapo_int8.sbatch", "--sbatch=--gres=none --cpus-per-task=1 --time=01:00:00", *RUN]
+    words += [f"model.path={toy}/model", f"data.train={toy}/train.jsonl", f"data.eval={toy}/test.jsonl"]
+    words += ["cluster=1n8g", "run.device=cpu", "sampler.vllm.gpu_memory_utilization=0.3"]
+    own = {"TMPDIR": str(place.tmp), "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", **place.env}
+    with (place.folder / "screen").open("w") as screen:
+        done = subprocess.run(
+            ["bash", "-c", COMPARE, "compare", *words], cwd=ROOT, env=os.environ | own, stdout=screen, stderr=screen,
+            timeout=END_S,
+        )  # fmt: skip
+    assert done.returncode == 0, place.screen
+    assert place.screen.count("job ") == 3
+    page = (runs / "quickstart_corrections.html").read_text()
+    assert "quickstart_corrections_none" in page
+    assert "quickstart_corrections_tis" in page
+    left_nothing(place)
+
+
 def _servers(box: Box) -> list[str]:
     return ["sampler.fleet.servers=2", f"sync.dir={box.folder}/sync"]
 
