@@ -3,6 +3,7 @@
 runs/<name>/
   config.yaml       the resolved configuration
   env.json          versions and platform
+  plan.json         memory and time as they were planned
   status.json       how it stands: starting | running | finished | stopped | failed, and why
   owner.lock        held by the run's processes
   metrics.jsonl     one line per step
@@ -64,6 +65,10 @@ class RunDir:
     @property
     def env(self) -> Path:
         return self.path / "env.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
 
     @property
     def status(self) -> Path:
