@@ -171,7 +171,7 @@ step=$!
 while kill -0 "$step" 2>/dev/null; do
   if [[ -n $asked ]]; then
     learner=$(step_named learner)
-    if [[ -n $learner ]] && scancel --signal="$asked" "$learner"; then asked=; else sleep 1; continue; fi
+    if [[ -n $learner ]] && scancel --ctld --signal="$asked" "$learner"; then asked=; else sleep 1; continue; fi
   fi
   wait "$step" || true
 done
