@@ -57,11 +57,12 @@ strike() {
   esac
 }
 
-state=PENDING struck=${REHEARSE_EVENT:+no}
+waited=0 state=PENDING struck=${REHEARSE_EVENT:+no}
 for _ in $(seq "${REHEARSE_WAIT_S:-1800}"); do
   state=$(about JobState)
   case $state in
-    PENDING)  # queued again: no reason to wait here
+    PENDING)  # queued again: no reason to wait for minutes, but Slurm may still be ending the steps of the same number
+      ((++waited % 20 == 0)) || { sleep 1; continue; }
       scontrol update JobId="$job" StartTime=now TimeLimit="${REHEARSE_TIME:-30}" 2>/dev/null || true
       scontrol release "$job" 2>/dev/null || true ;;
     RUNNING)

@@ -9,6 +9,7 @@ than those before it. A configuration that is refused would be refused again.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -74,6 +75,9 @@ def worth_it(path: Path, states: Sequence[str]) -> tuple[bool, str]:
     state, reason = status.get("state"), str(status.get("reason")).partition("\n")[0]
     if state not in states:
         return False, f"the run in {path} is {state or 'not there'}, not {' or '.join(states)}: {reason}"
+    start = os.environ.get("SLURM_RESTART_COUNT")
+    if status.get("restarts") != start:
+        return False, f"the run in {path} has not begun in this start of the job; before, it was {state}: {reason}"
     step, before = how_far(path)[1], status.get("resumes_after") or 0
     if step <= before:
         return False, f"the run in {path} has no checkpoint after step {before}: {reason}"

@@ -110,3 +110,13 @@ def test_when_a_job_is_queued_again(
     mark_status(tmp_path, state, "why it ended", resumes_after=resumed)
     assert worth_it(tmp_path, states)[0] is again
     assert "why it ended" in worth_it(tmp_path, states)[1]
+
+
+@pytest.mark.fault("a job fails before its run has begun", "it is not queued again for what the start before has left")
+def test_a_start_that_did_not_come_to_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path_of(RunDir(tmp_path).checkpoints, 4).mkdir(parents=True)
+    mark_status(tmp_path, "failed", "why it ended", restarts="1")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert worth_it(tmp_path, ["failed"])[0]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert not worth_it(tmp_path, ["failed"])[0]
