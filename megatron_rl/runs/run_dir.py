@@ -197,8 +197,7 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
     about: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "started": now(), "attempt": run.attempt}
     if before:
         about["before"] = {"state": before.get("state"), "reason": str(before.get("reason"))[:LONGEST_BEFORE]}
-    if "SLURM_RESTART_COUNT" in os.environ:
-        about["restarts"] = os.environ["SLURM_RESTART_COUNT"]
+    about["restarts"] = os.environ.get("SLURM_RESTART_COUNT")
     mark_status(run.path, "starting", **about, resumes_after=step, stopping=None, stuck=None)
     return run
 
