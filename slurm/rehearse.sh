@@ -52,7 +52,7 @@ strike() {
     server) kill -KILL "$(pgrep -P "$(task servers)")" ;;
     daemon)
       kill -KILL "${daemons[n$count]}"
-      until [[ $(timeout 10 sinfo -h -N -n "n$count" -o %T) == down* ]]; do sleep 1; done
+      while [[ $(about JobState) == RUNNING ]]; do sleep 1; done  # until Slurm has missed the node
       start_node "n$count" ;;
   esac
 }
