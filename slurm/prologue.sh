@@ -130,10 +130,11 @@ bad=$("${on_each_node[@]}" --job-name=nodes env --ignore-signal=USR1 MEGATRON_RL
   "$SITE_VENV/bin/python" -m megatron_rl.preflight.nodes.check "$learning" "$RECIPE" "${overrides[@]}") || status=$?
 [[ -z $by_hand ]] || exit 130
 if ((status)); then
-  [[ $EXCLUDE_BAD_NODE == 1 ]] || bad=
+  [[ ${EXCLUDE_BAD_NODE:-} == 1 ]] || bad=
   if ((starts <= ${REQUEUES:-20})) && [[ -n $bad || $status == 75 ]]; then
     left_out=$(job_says ExcNodeList)
-    queue_again "its nodes were not ready${bad:+; it leaves out $bad}" "${bad:+${left_out/#'(null)'/}${left_out:+,}$bad}"
+    [[ $left_out != '(null)' ]] || left_out=
+    queue_again "its nodes were not ready${bad:+; it leaves out $bad}" "${bad:+${left_out:+$left_out,}$bad}"
   fi
   exit 2
 fi
