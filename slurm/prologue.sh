@@ -179,7 +179,12 @@ done
 status=0
 wait "$step" || status=$?
 if [[ -n $serving_step ]]; then
-  for servers_step in $(step_named servers); do scancel "$servers_step" || true; done
+  # asked first: scancel alone kills at once
+  servers_step=$(step_named servers)
+  if [[ -n $servers_step ]] && scancel --ctld --signal=TERM "$servers_step"; then
+    for _ in $(seq 30); do kill -0 "$serving_step" 2>/dev/null || break; sleep 1; done
+  fi
+  if [[ -n $(step_named servers) ]]; then scancel "$servers_step" || true; fi
   wait "$serving_step" || true
 fi
 

@@ -11,9 +11,9 @@ if command -v nvidia-smi >/dev/null; then
   CUDA_VISIBLE_DEVICES=$(seq -s, $((SLURM_LOCALID * gpus)) $((SLURM_LOCALID * gpus + gpus - 1)))
   export CUDA_VISIBLE_DEVICES
 fi
-# Slurm ends what is left of a task as soon as its first process has ended: that one waits for the server.
+# Slurm signals all of a task, and ends what is left of it as soon as its first process has ended: that one waits.
 server=""
-trap 'kill "$server" 2>/dev/null; wait "$server"; exit 143' TERM INT
+trap 'wait "$server"; exit 143' TERM INT
 for start in $(seq 20); do
   "$SITE_VENV/bin/megatron-rl" serve "$@" --host "${place%:*}" --port "${place##*:}" &
   server=$!
