@@ -29,8 +29,8 @@ def main(descriptor: int, parent: int) -> None:
     die_with_parent(parent)  # a reward that hangs does not see the end of its channel
     adopt_orphans()
     show_on_request()
-    # what it starts may be ended by an interrupt, as usual; the worker itself is not: Slurm signals all of a step, and the
-    # step of the loop that is still finished then needs its scores
+    # what it starts may be ended by an interrupt, as usual; the worker itself is not: Slurm signals all of a job step,
+    # and the loop's step that is still to be finished needs its scores
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     release(signal.SIGINT)
