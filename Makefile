@@ -7,7 +7,7 @@ EXTRA ?= $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: quickstart test faults kill-test test-recipes check install install-dev lint resolve-gpu constraints clean help
+.PHONY: quickstart test faults rehearse kill-test test-recipes check install install-dev lint resolve-gpu constraints clean help
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -29,6 +29,10 @@ test: install-dev
 # What breaks on purpose: every fault's test, and whole runs under faults (tests/faults/), with a table at the end.
 faults: install-dev
 	@$(BIN)/python -m pytest --faults
+
+# Every batch script on a Slurm cluster made for the occasion, and all that happens to jobs; about half an hour, as root.
+rehearse: install-dev
+	@$(BIN)/python -m pytest --faults tests/faults/test_rehearsals.py
 
 # A run is killed at 30 random moments, and goes on each time (KILLS and SEED choose others); about 40 minutes.
 kill-test: install-dev

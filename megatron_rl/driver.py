@@ -23,6 +23,7 @@ from megatron_rl.distributed import waited_for
 from megatron_rl.models.kept_state import look_into
 from megatron_rl.preflight.machine import detect
 from megatron_rl.preflight.plan.achieved import Achieved, memory_peaks
+from megatron_rl.preflight.plan.kept import keep
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs import checkpoints
@@ -112,9 +113,11 @@ class Driver:
             sampled=config.rollout.source == RolloutSource.sampler,
         )
         given: dict[str, Any] = {"if_exists": config.run.if_exists, "look": look_into, "alarms": alarms}
-        given["rates"] = Achieved.of(config, detect(config.run.device))
+        machine = detect(config.run.device)
+        given["rates"] = Achieved.of(config, machine)
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
+        keep(config, machine, recorder.run)
         self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))
         self.resumes: Checkpoint | None = None
         if recorder.run.resumes_after is not None:

@@ -2,93 +2,28 @@
 # Runs a batch script on a Slurm cluster made for the occasion: this machine, pretending to be one node or several.
 #   slurm/rehearse.sh slurm/dapo_int8.sbatch [RECIPE [key=value ...]]
 #   REHEARSE_NODES=3 slurm/rehearse.sh slurm/dapo_split.sbatch recipes/quickstart.yaml sampler.fleet.servers=2 sync.dir=/tmp/s
+#   REHEARSE_EVENT=rank slurm/rehearse.sh slurm/dapo_int8.sbatch recipes/quickstart.yaml checkpoint.every=2
+# REHEARSE_EVENT, after REHEARSE_AFTER steps (2): usr1, scancel, requeue, limit (the time limit comes near), rank, server,
+# daemon (the last node's, which comes back). REHEARSE_SPARE: nodes that the job does not ask for.
 # Needs Debian's slurm-wlm and munge, and root. Everything it starts and writes is gone when it ends.
 set -euo pipefail
 
 script=${1:?usage: slurm/rehearse.sh SCRIPT [RECIPE [key=value ...]]}
 recipe=${2:-recipes/quickstart.yaml}
 shift $(($# < 2 ? $# : 2))
+case ${REHEARSE_EVENT:-} in
+  '' | usr1 | scancel | requeue | limit | rank | server | daemon) ;;
+  *) echo "rehearse: REHEARSE_EVENT=$REHEARSE_EVENT: use usr1, scancel, requeue, limit, rank, server or daemon" >&2; exit 2 ;;
+esac
 
-for tool in munged slurmctld slurmd sbatch; do
-  command -v "$tool" >/dev/null || { echo "rehearse: no $tool; install Debian's slurm-wlm and munge" >&2; exit 2; }
-done
-
-work=$(mktemp -d /tmp/megatron-rl-slurm-XXXXXX)
-chmod 755 "$work"
-pids=()
-# The daemons live in sessions of their own: Ctrl-C ends them only after the job, which nobody could end without them.
-cleanup() {
-  trap '' INT TERM HUP
-  if [[ ${SLURM_CONF:-} == "$work/slurm.conf" ]]; then  # this cluster's jobs, and not another's
-    for _ in $(seq 60); do
-      jobs=$(squeue -h -o %A 2>/dev/null) && [[ -n $jobs ]] || break
-      scancel $jobs 2>/dev/null || true
-      sleep 1
-    done
-  fi
-  for ((i = ${#pids[@]} - 1; i >= 0; i--)); do kill "${pids[i]}" 2>/dev/null || true; done
-  for pid in "${pids[@]}"; do wait "$pid" 2>/dev/null || true; done
-  rm -rf "$work"
-}
-trap cleanup EXIT
-trap "exit 130" INT TERM HUP
-
-read -r ranks servers _ <<<"$(.venv/bin/python -m megatron_rl.preflight.plan.roles "$recipe" "$@")"
-[[ -n $ranks ]] || exit 2
+placed=$(.venv/bin/python -m megatron_rl.preflight.plan.roles "$recipe" "$@") || exit 2
+read -r ranks servers _ _ run <<<"$placed"
 count=${REHEARSE_NODES:-$((1 + (servers > 0)))}
 learning=$((servers > 0 ? count - 1 : count))  # servers share one node, unless REHEARSE_LEARNING says otherwise
 learning=${REHEARSE_LEARNING:-$learning}
 tasks=$(((ranks + learning - 1) / learning))
-
-port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
-cores=$(nproc)
-
-dd if=/dev/urandom of="$work/munge.key" bs=1 count=1024 status=none
-chmod 400 "$work/munge.key"
-setsid munged --force --foreground --key-file="$work/munge.key" --socket="$work/munge.socket" \
-  --pid-file="$work/munged.pid" --seed-file="$work/munge.seed" --log-file="$work/munged.log" >"$work/munged.out" 2>&1 &
-pids+=($!)
-
-# The tasks of a learner are more than this machine's cores: the node pretends to have enough of them.
-cat >"$work/slurm.conf" <<CONF
-ClusterName=rehearsal
-SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort=$(port)
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket=$work/munge.socket
-CredType=cred/munge
-StateSaveLocation=$work/state
-SlurmdSpoolDir=$work/spool_%n
-SlurmctldPidFile=$work/slurmctld.pid
-SlurmdPidFile=$work/slurmd_%n.pid
-SlurmctldLogFile=$work/slurmctld.log
-SlurmdLogFile=$work/slurmd_%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SlurmdParameters=config_overrides
-ReturnToService=2
-MpiDefault=none
-KillWait=15
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-CONF
-for ((i = 1; i <= count; i++)); do
-  echo "NodeName=n$i NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=$(port) CPUs=$((cores * 8)) State=UNKNOWN"
-done >>"$work/slurm.conf"
-mkdir -p "$work/state"
-export SLURM_CONF=$work/slurm.conf
-setsid slurmctld -D >"$work/slurmctld.out" 2>&1 &
-pids+=($!)
-for ((i = 1; i <= count; i++)); do
-  setsid slurmd -D -N "n$i" >"$work/slurmd_n$i.out" 2>&1 &
-  pids+=($!)
-done
-
-idle() { [[ $(sinfo -h -N -o %T 2>/dev/null | grep -c '^idle$') == "$count" ]]; }
-for _ in $(seq 60); do idle && break; sleep 0.5; done
-idle || { echo "rehearse: the nodes did not come up:" >&2; tail -n 20 "$work"/*.log >&2; exit 1; }
+# shellcheck source=slurm/cluster.sh
+source slurm/cluster.sh $((count + ${REHEARSE_SPARE:-0}))
 
 # No GPUs here, and fewer cores: only the request for resources differs from what a cluster is asked for.
 job=$(RECIPE=$recipe OVERRIDES=$* sbatch --parsable --gres=none --nodes="$count" --ntasks-per-node="$tasks" --cpus-per-task=1 \
@@ -97,13 +32,49 @@ echo "rehearse: job $job, $ranks ranks, $servers servers, $count node(s), $recip
 touch "$work/job.log"
 tail -f "$work/job.log" &
 pids+=($!)
-state=PENDING
+
+about() { scontrol -o show job "$job" | sed "s/.*$1=\([A-Za-z0-9_:-]*\).*/\1/"; }
+# The last task of a step, on the job's last node that has one.
+task() {
+  local step
+  step=$(squeue -h -s -j "$job" -o '%i %j' | awk -v name="$1" '$2 == name { print $1 }')
+  for node in "${!daemons[@]}"; do scontrol listpids "$step" "$node" 2>/dev/null; done |
+    awk '$5 ~ /^[0-9]+$/ && $5 >= last { last = $5; pid = $1 } END { print pid }'
+}
+strike() {
+  echo "rehearse: $REHEARSE_EVENT after $(wc -l <"$run/metrics.jsonl") steps"
+  case $REHEARSE_EVENT in
+    usr1) scancel --batch --signal=USR1 "$job" ;;
+    scancel) scancel "$job" ;;
+    requeue) scontrol requeue "$job" ;;
+    limit) scontrol update JobId="$job" TimeLimit=$((($(date +%s) - $(date -d "$(about StartTime)" +%s)) / 60 + 2)) ;;
+    rank) kill -KILL "$(task learner)" ;;
+    server) kill -KILL "$(pgrep -P "$(task servers)")" ;;
+    daemon)
+      kill -KILL "${daemons[n$count]}"
+      while [[ $(about JobState) == RUNNING ]]; do sleep 1; done  # until Slurm has missed the node
+      start_node "n$count" ;;
+  esac
+}
+
+waited=0 state=PENDING struck=${REHEARSE_EVENT:+no}
 for _ in $(seq "${REHEARSE_WAIT_S:-1800}"); do
-  state=$(scontrol -o show job "$job" | sed 's/.*JobState=\([A-Z_]*\).*/\1/')
-  if [[ $state == PENDING ]]; then scontrol update JobId="$job" StartTime=now 2>/dev/null || true; fi  # queued again
-  case $state in PENDING | CONFIGURING | RUNNING | COMPLETING | REQUEUED) sleep 1 ;; *) break ;; esac
+  state=$(about JobState)
+  case $state in
+    PENDING)  # queued again: no reason to wait for minutes, but Slurm may still be ending the steps of the same number
+      ((++waited % 20 == 0)) || { sleep 1; continue; }
+      scontrol update JobId="$job" StartTime=now TimeLimit="${REHEARSE_TIME:-30}" 2>/dev/null || true
+      scontrol release "$job" 2>/dev/null || true ;;
+    RUNNING)
+      if [[ $struck == no && -f $run/metrics.jsonl && $(wc -l <"$run/metrics.jsonl") -ge ${REHEARSE_AFTER:-2} ]]; then
+        struck=
+        strike
+      fi ;;
+    CONFIGURING | COMPLETING | REQUEUED) ;;
+    *) break ;;
+  esac
+  sleep 1
 done
-code=$(scontrol -o show job "$job" | sed 's/.*ExitCode=\([0-9]*\):.*/\1/')
 sleep 1
-echo "rehearse: job $job ended as $state with status $code"
-[[ $state == COMPLETED ]]
+echo "rehearse: job $job ended as $state with status $(about ExitCode)${struck:+, before the event}"
+[[ $state == COMPLETED && -z $struck ]]

@@ -6,12 +6,19 @@
 Each run is `megatron-rl train RECIPE correction=NAME run.name=...` under one WANDB_RUN_GROUP. A run that fails does not
 stop the next ones: it is named at the end, and the exit status is 1. Ctrl-C stops the run in progress and still
 writes the report of what there is; after USR1 the run in progress finishes its step, and none follows.
+
+    python tools/compare_corrections.py recipes/dapo_int8.yaml --corrections none tis --slurm slurm/dapo_int8.sbatch
+
+Each run is a job then, queued by slurm/submit, which checks all of them first; a last job writes the report, once all
+others have ended. `--summary` does what that job does: the table and the report of the runs that are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,9 +38,14 @@ from megatron_rl.runs.console import duration
 from megatron_rl.runs.report import headline_numbers, write_report
 from megatron_rl.runs.run_data import load_run
 from megatron_rl.runs.run_dir import RunDir, check_run_dir
+from megatron_rl.runs.status import known_status
 
 STOP_TIMEOUT_S = 30.0  # a run stops its own children within ten seconds
 INTERRUPTED = 130
+NOT_STARTED = "not started"
+# site lines that are empty mean: as the cluster does by itself
+SBATCH = """source slurm/site.env; mkdir -p runs/slurm
+for name in "${!SBATCH_@}"; do [[ -n ${!name} ]] || unset "$name"; done; exec sbatch "$@" """
 TRAIN = (sys.executable, "-m", "megatron_rl.cli", "train")
 
 
@@ -117,20 +129,27 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     group = options.group or f"{options.recipe.stem}_corrections"
     experiments = plan(group, options.corrections, options.seeds)
     archive = any(override.startswith("run.if_exists=archive") for override in options.overrides)
+    if options.summary:
+        states = {each: str(known_status(options.root / each.name).get("state", NOT_STARTED)) for each in experiments}
+        summarize(experiments, states, options.root, options.output or options.root / f"{group}.html")
+        return int(any(state != "finished" for state in states.values()))
     try:
         for experiment in experiments:
             check_run_dir(options.root / experiment.name, IfExists.archive if archive else IfExists.refuse)
     except ConfigError as error:
         print(f"{error}. Or choose another --group NAME", file=sys.stderr)
         return 2
-    if train is TRAIN and (found := mistakes([arguments_of(each, options, group) for each in experiments])):
+    runs = [arguments_of(each, options, group) for each in experiments]
+    if train is TRAIN and (found := mistakes(runs, here=options.slurm is None)):
         print("\n".join(f"error: {line}" for line in found), file=sys.stderr)
         return 2
     os.environ["WANDB_RUN_GROUP"] = group  # which W&B reads in every run
+    if options.slurm:
+        return queue(runs, group, options, argv)
     runner, outcomes = Runner(train), {}
     for number, experiment in enumerate(experiments, start=1):
         if runner.interrupted or runner.last:
-            outcomes[experiment] = "not started"
+            outcomes[experiment] = NOT_STARTED
             continue
         print(f"[{number}/{len(experiments)}] {experiment.name}", flush=True)
         begun = time.monotonic()
@@ -147,8 +166,35 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     return int(any(outcome != "finished" for outcome in outcomes.values()))
 
 
-def mistakes(runs: Sequence[Sequence[str]]) -> list[str]:
-    """What would end one of the runs at its start. Machine, model and data are the same for all: looked at once."""
+def queue(runs: Sequence[Sequence[str]], group: str, options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """A job for each run, and one for the report after all of them. Nothing is queued where one is refused."""
+    script, given = str(options.slurm), shlex.split(options.sbatch)
+    check = [sys.executable, "-m", "megatron_rl.preflight.plan.slurm", script]
+    if [run for run in runs if subprocess.run([*check, *run], stdout=subprocess.DEVNULL).returncode]:
+        return 2
+    jobs: list[str] = []
+    for recipe, *overrides in runs:
+        words = ["slurm/submit", script, f"recipe={recipe}", *overrides, *given]
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+        queued = re.search(r"^job (\d+) is queued", done.stdout, re.M)
+        if done.returncode or queued is None:
+            print(
+                f"error: {overrides[1]} was not queued; queued are the jobs {' '.join(jobs) or 'none'}", file=sys.stderr
+            )
+            return 1
+        jobs.append(queued[1])
+        print(f"job {queued[1]}  {overrides[1].removeprefix('run.name=')}", flush=True)
+    last = shlex.join([sys.executable, *sys.argv[:1], *argv, "--summary"])
+    words = [f"--dependency=afterany:{':'.join(jobs)}", f"--job-name={group}_report", "--ntasks=1", "--time=00:30:00"]
+    words += ["--parsable", "--output=runs/slurm/%x_%j.log", f"--wrap={last}"]
+    done = subprocess.run(["bash", "-c", SBATCH, "sbatch", *words], stdout=subprocess.PIPE, text=True)
+    print(f"job {done.stdout.strip().partition(';')[0]}  {options.output or options.root / f'{group}.html'}")
+    return int(done.returncode != 0)
+
+
+def mistakes(runs: Sequence[Sequence[str]], here: bool = True) -> list[str]:
+    """What would end one of the runs at its start. Machine, model and data are the same for all: looked at once, where
+    the runs are to be `here`."""
     found: dict[str, None] = {}
     os.environ[RECIPE_FOLDER] = str(Path(runs[0][0]).resolve().parent)
     for recipe, *overrides in runs:
@@ -156,7 +202,7 @@ def mistakes(runs: Sequence[Sequence[str]]) -> list[str]:
             load(recipe, overrides)
         except ConfigError as error:
             found |= dict.fromkeys(str(error).splitlines())
-    if not found:
+    if here and not found:
         recipe, *overrides = runs[0]
         try:
             check_run(load(recipe, overrides))
@@ -166,7 +212,7 @@ def mistakes(runs: Sequence[Sequence[str]]) -> list[str]:
 
 
 def summarize(experiments: Sequence[Experiment], outcomes: dict[Experiment, str], root: Path, report: Path) -> None:
-    started = [e for e in experiments if outcomes[e] != "not started"]
+    started = [e for e in experiments if outcomes[e] != NOT_STARTED]
     readable = [e for e in started if _has_metrics(root / e.name)]
     width = max(len(e.name) for e in experiments)
     for experiment in experiments:
@@ -201,6 +247,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--group", help="W&B group and start of the runs' names; RECIPE_corrections")
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where run directories go (run.root)")
     parser.add_argument("-o", "--output", type=Path, help="the report; ROOT/GROUP.html")
+    parser.add_argument("--slurm", type=Path, metavar="SCRIPT", help="queue each run with this batch script")
+    parser.add_argument(
+        "--sbatch", default="", metavar="OPTIONS", help="more options for it: --sbatch='--time=1:00:00'"
+    )
+    parser.add_argument("--summary", action="store_true", help="only the table and the report of runs that are there")
     overrides = [word for word in argv if "=" in word and not word.startswith("-")]
     options = parser.parse_args([word for word in argv if word not in overrides])
     options.overrides = overrides

@@ -23,7 +23,7 @@ from megatron_rl.config.bounds import as_written
 from megatron_rl.config.plain_yaml import DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml, write_yaml
 from megatron_rl.config.rules import check
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import all_keys, defaults, known, misfits
+from megatron_rl.config.shape import all_keys, defaults, key_of, known, misfits, without
 
 __all__ = ["ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_config", "to_yaml"]
 
@@ -67,14 +67,14 @@ def _checked(layers: Sequence[Mapping[str, Any]], path: Path, overrides: Sequenc
     if _values(merged) > MOST_NODES:
         raise ConfigError(f"{path}: more than {MOST_NODES} values with all overrides")
     merged = _named(merged, path.stem)
-    misfit = {section: list(misfits({section: value})) for section, value in merged.items()}
-    unreadable = [section for section, lines in misfit.items() if lines]
-    # sections that cannot be read stand at their defaults, of which nothing is said
-    config, found = check(_typed({section: value for section, value in merged.items() if section not in unreadable}))
-    if unreadable:
-        found = [line for line in found if not any(f"{section}." in line for section in unreadable)]
-        raise ConfigError("\n".join([*(line for lines in misfit.values() for line in lines), *found]))
-    return config, found
+    unreadable = list(misfits(merged))
+    if unreadable:  # those keys stand at their defaults, and of their sections nothing else is said
+        rest = without(merged, unreadable)
+        merged = {section: value for section, value in rest.items() if not any(misfits({section: value}))}
+    config, found = check(_typed(merged))
+    sections = {key_of(line).partition(".")[0] for line in unreadable}
+    found = [line for line in found if not any(f"{section}." in line for section in sections)]
+    return config, [*unreadable, *found]
 
 
 def _named(merged: dict[str, Any], stem: str) -> dict[str, Any]:

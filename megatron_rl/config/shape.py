@@ -49,6 +49,23 @@ def misfits(mapping: Mapping[Any, Any], schema: type = Config, prefix: str = "")
             yield from _leaf(value, types[key], schema, full)
 
 
+def key_of(misfit: str) -> str:
+    """The key that a sentence of `misfits` is about, up to an element of a list."""
+    return re.split(r"[\[: ]", misfit, maxsplit=1)[0]
+
+
+def without(mapping: Mapping[str, Any], misfits: Sequence[str]) -> dict[str, Any]:
+    """The mapping less the keys that the sentences name."""
+    left = dict(mapping)
+    for key in dict.fromkeys(map(key_of, misfits)):
+        first, _, rest = key.partition(".")
+        if rest and isinstance(left.get(first), Mapping):
+            left[first] = without(left[first], [rest])
+        else:
+            left.pop(first, None)
+    return left
+
+
 def _texts(value: object) -> Iterator[str]:
     if isinstance(value, Mapping):
         value = list(value.values())

@@ -29,8 +29,10 @@ def main(descriptor: int, parent: int) -> None:
     die_with_parent(parent)  # a reward that hangs does not see the end of its channel
     adopt_orphans()
     show_on_request()
-    # what it starts may be ended by an interrupt, as usual; the worker itself is not
-    signal.signal(signal.SIGINT, lambda *_: None)
+    # what it starts may be ended by an interrupt, as usual; the worker itself is not: Slurm signals all of a job step,
+    # and the loop's step that is still to be finished needs its scores
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     release(signal.SIGINT)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)

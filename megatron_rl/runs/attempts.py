@@ -1,6 +1,7 @@
 """A run that fails goes on by itself: `train --attempts N`, and the batch scripts' question whether to queue again.
 
-    python -m megatron_rl.runs.attempts RECIPE [key=value ...]      exit status 0: another start would go on
+    python -m megatron_rl.runs.attempts failed RECIPE [key=value ...]           exit status 0: another start would go on
+    python -m megatron_rl.runs.attempts stopped,failed RECIPE [key=value ...]   of a job that was asked to stop
 
 Another attempt is worth its while where the one before has failed, or was stopped before its end, and has come further
 than those before it. A configuration that is refused would be refused again.
@@ -8,6 +9,7 @@ than those before it. A configuration that is refused would be refused again.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -67,21 +69,25 @@ def next_start(path: Path, section: CheckpointSection) -> str:
     return f"the next one begins again, in {PAUSE_S:.0f} s, because there is no checkpoint{why}"
 
 
-def worth_it(path: Path) -> tuple[bool, str]:
-    """Whether a job that has just ended is to be queued again, and why."""
+def worth_it(path: Path, states: Sequence[str]) -> tuple[bool, str]:
+    """Whether a job that has just ended is to be queued again, where its run ended in one of `states`; and why."""
     status = known_status(path)
     state, reason = status.get("state"), str(status.get("reason")).partition("\n")[0]
-    if state != "stopped":
-        return False, f"the run in {path} is {state or 'not there'}, not stopped: {reason}"
+    if state not in states:
+        return False, f"the run in {path} is {state or 'not there'}, not {' or '.join(states)}: {reason}"
+    start = os.environ.get("SLURM_RESTART_COUNT")
+    if status.get("restarts") != start:
+        return False, f"the run in {path} has not begun in this start of the job; before, it was {state}: {reason}"
     step, before = how_far(path)[1], status.get("resumes_after") or 0
     if step <= before:
-        return False, f"the run in {path} came no further than step {before}: {reason}"
+        return False, f"the run in {path} has no checkpoint after step {before}: {reason}"
     return True, f"the run in {path} goes on after step {step}: {reason}"
 
 
 def main(arguments: Sequence[str]) -> int:
-    config = load(Path(arguments[0]), arguments[1:])
-    again, why = worth_it(Path(config.run.root) / str(config.run.name))
+    states, recipe, *overrides = arguments
+    config = load(Path(recipe), overrides)
+    again, why = worth_it(Path(config.run.root) / str(config.run.name), states.split(","))
     print(why)
     return 0 if again else 1
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from megatron_rl.runs import report_figures as figures
+from megatron_rl.runs import report_plan
 from megatron_rl.runs.report_figures import curves
 from megatron_rl.runs.run_data import RunData
 
@@ -39,6 +40,7 @@ def sections(runs: Sequence[RunData]) -> dict[str, list[Panel]]:
         "Learning": [_reward(runs), *([_loss(runs)] if warm_start else []), _accuracy(runs)],
         "Sampler and learner": _agreement(runs),
         "Time": _time(runs),
+        "Plan": _plan(runs[0]) if len(runs) == 1 else [],
         "Learner": [*_learner(runs), *([] if warm_start else [_loss(runs)]), _groups(runs)],
     }
     return {
@@ -137,6 +139,14 @@ def _time(runs: Sequence[RunData]) -> list[Panel]:
             "Relative, the worst layer.",
             curves(runs, {"sync/quant_error_max": "worst layer"}, from_zero=True),
         ),
+    ]
+
+
+def _plan(run: RunData) -> list[Panel]:
+    memory, time = report_plan.figures(run)
+    return [
+        Panel("Planned memory", "Of one process, by phase; dotted: its limit.", memory, wide=True),
+        Panel("Planned and measured time", "Of a step, by phase; measured: the median.", time),
     ]
 
 

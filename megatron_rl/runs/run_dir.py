@@ -3,6 +3,7 @@
 runs/<name>/
   config.yaml       the resolved configuration
   env.json          versions and platform
+  plan.json         memory and time as they were planned
   status.json       how it stands: starting | running | finished | stopped | failed, and why
   owner.lock        held by the run's processes
   metrics.jsonl     one line per step
@@ -64,6 +65,10 @@ class RunDir:
     @property
     def env(self) -> Path:
         return self.path / "env.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
 
     @property
     def status(self) -> Path:
@@ -192,8 +197,7 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
     about: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "started": now(), "attempt": run.attempt}
     if before:
         about["before"] = {"state": before.get("state"), "reason": str(before.get("reason"))[:LONGEST_BEFORE]}
-    if "SLURM_RESTART_COUNT" in os.environ:
-        about["restarts"] = os.environ["SLURM_RESTART_COUNT"]
+    about["restarts"] = os.environ.get("SLURM_RESTART_COUNT")
     mark_status(run.path, "starting", **about, resumes_after=step, stopping=None, stuck=None)
     return run
 

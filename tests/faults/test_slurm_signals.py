@@ -1,6 +1,7 @@
 """What a scheduler sends, on a cluster made for the occasion; and Ctrl-C of the rehearsal."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,10 +38,23 @@ class Rehearsal:
             )  # fmt: skip
         self.below: list[psutil.Process] = []
 
+    @property
+    def job(self) -> str:
+        """Empty before there is one."""
+        found = re.search(r"^rehearse: job (\d+)", self.box.screen, re.M)
+        return found[1] if found else ""
+
     def scancel(self, *words: str) -> bool:
+        return self._slurm("scancel", "--signal=USR1", *words).returncode == 0
+
+    def step(self) -> str:
+        """The learner's, once there is one."""
+        steps = self._slurm("squeue", "-h", "-s", "-o", "%j %i").stdout.split("\n")
+        return next((line.split()[1] for line in steps if line.startswith("learner ")), "")
+
+    def _slurm(self, *command: str) -> subprocess.CompletedProcess[str]:
         (conf,) = {one.environ()["SLURM_CONF"] for one in self.daemons() if "slurmctld" in one.name()}
-        command = ["scancel", "--signal=USR1", *words]
-        return subprocess.run(command, env=os.environ | {"SLURM_CONF": conf}, capture_output=True).returncode == 0
+        return subprocess.run(command, env=os.environ | {"SLURM_CONF": conf}, capture_output=True, text=True)
 
     def daemons(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -78,22 +92,22 @@ def rehearsal(box: Box) -> Iterator[Rehearsal]:
 )
 def test_usr1_to_every_process_of_the_step(rehearsal: Rehearsal) -> None:
     wait_for(lambda: rehearsal.box.steps() >= 2, END_S, "the first steps")
-    assert rehearsal.scancel("1")
+    assert rehearsal.scancel(rehearsal.job)
     rehearsal.ended_well()
 
 
 @pytest.mark.fault("scancel sends USR1 as soon as there is a step", "it is kept; the run ends before its first step")
 def test_usr1_in_the_first_moment_of_the_ranks(rehearsal: Rehearsal) -> None:
-    wait_for(lambda: "job 1" in rehearsal.box.screen, END_S, "the job")
-    wait_for(lambda: "job 1, start 1" in rehearsal.box.screen, END_S, "the prologue's last word")
-    wait_for(lambda: rehearsal.scancel("1.0"), 60, "a step that can be signalled")
+    wait_for(lambda: rehearsal.job, END_S, "the job")
+    wait_for(lambda: f"job {rehearsal.job}, start 1" in rehearsal.box.screen, END_S, "the prologue's last word")
+    wait_for(lambda: (step := rehearsal.step()) and rehearsal.scancel(step), 60, "a step that can be signalled")
     rehearsal.ended_in_the_start()
 
 
 @pytest.mark.fault("USR1 reaches a batch script that still checks the recipe", "the job ends, and is not queued again")
 def test_usr1_in_the_prologue(rehearsal: Rehearsal) -> None:
-    wait_for(lambda: "rehearse: job 1" in rehearsal.box.screen, END_S, "the job")
-    wait_for(lambda: rehearsal.scancel("--batch", "1"), 60, "a batch script that can be signalled")
+    wait_for(lambda: rehearsal.job, END_S, "the job")
+    wait_for(lambda: rehearsal.scancel("--batch", rehearsal.job), 60, "a batch script that can be signalled")
     rehearsal.ended_in_the_start()
 
 

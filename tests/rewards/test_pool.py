@@ -89,7 +89,7 @@ def run(row, answer_key, response):
     if response == "signalled":
         child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
         child.stdout.readline()
-        for number in (signal.SIGUSR1, signal.SIGINT):
+        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
         child.send_signal(signal.SIGUSR1)
         time.sleep(0.1)

@@ -87,23 +87,36 @@ def test_a_start_counts_slurm_s_restarts(tmp_path: Path, monkeypatch: pytest.Mon
     assert read_status(tmp_path / "run")["restarts"] == "2"
 
 
-@pytest.mark.fault("a job has ended", "it is queued again where it was stopped, and has come further")
+@pytest.mark.fault("a job has ended", "it is queued again where its run may go on, and has come further")
 @pytest.mark.parametrize(
-    ("state", "resumed", "kept", "again"),
+    ("state", "states", "resumed", "kept", "again"),
     [
-        ("stopped", None, 4, True),
-        ("stopped", 4, 6, True),
-        ("stopped", 4, 4, False),
-        ("stopped", None, None, False),
-        ("finished", None, 4, False),
-        ("failed", None, 4, False),
+        ("stopped", ["stopped", "failed"], None, 4, True),
+        ("stopped", ["stopped", "failed"], 4, 6, True),
+        ("stopped", ["stopped", "failed"], 4, 4, False),
+        ("stopped", ["stopped", "failed"], None, None, False),
+        ("finished", ["stopped", "failed"], None, 4, False),
+        ("failed", ["stopped", "failed"], None, 4, True),
+        ("failed", ["failed"], 4, 6, True),
+        ("failed", ["failed"], 4, 4, False),
+        ("stopped", ["failed"], 4, 6, False),
     ],
 )
 def test_when_a_job_is_queued_again(
-    tmp_path: Path, state: str, resumed: int | None, kept: int | None, again: bool
+    tmp_path: Path, state: str, states: list[str], resumed: int | None, kept: int | None, again: bool
 ) -> None:
     if kept:
         path_of(RunDir(tmp_path).checkpoints, kept).mkdir(parents=True)
     mark_status(tmp_path, state, "why it ended", resumes_after=resumed)
-    assert worth_it(tmp_path)[0] is again
-    assert "why it ended" in worth_it(tmp_path)[1]
+    assert worth_it(tmp_path, states)[0] is again
+    assert "why it ended" in worth_it(tmp_path, states)[1]
+
+
+@pytest.mark.fault("a job fails before its run has begun", "it is not queued again for what the start before has left")
+def test_a_start_that_did_not_come_to_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path_of(RunDir(tmp_path).checkpoints, 4).mkdir(parents=True)
+    mark_status(tmp_path, "failed", "why it ended", restarts="1")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert worth_it(tmp_path, ["failed"])[0]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert not worth_it(tmp_path, ["failed"])[0]

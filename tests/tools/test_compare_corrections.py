@@ -182,3 +182,15 @@ def test_a_mistake_is_found_before_the_first_run(tool, tmp_path, monkeypatch, ca
     assert tool.main(["mine.yaml", *words]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_table_of_runs_that_are_there(place, capsys, tool):
+    """What the last job of `--slurm` does."""
+    given = [str(place / "recipe.yaml"), "--corrections", "none", "tis", "--group", "g", "--root", str(place)]
+    train = [sys.executable, str(place / "trainer.py")]
+    assert tool.main([*given[:3], *given[4:]], train) == 0
+    assert tool.main([*given, "--summary"]) == 1
+    said = capsys.readouterr().out
+    assert "g_none  finished      Held-out accuracy 0.250 → 0.750" in said
+    assert "g_tis   not started" in said
+    assert (place / "g.html").exists()

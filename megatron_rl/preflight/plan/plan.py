@@ -11,6 +11,7 @@ from megatron_rl.config.schema import Config, Device, Format
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.model import Model
+from megatron_rl.preflight import disk
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.plan import learner_memory, phases
 from megatron_rl.preflight.plan.engine_memory import GIB, EngineMemory, of_engine
@@ -20,8 +21,6 @@ from megatron_rl.preflight.plan.roles import Roles, roles
 from megatron_rl.preflight.plan.time import StepTime, step_time
 from megatron_rl.preflight.plan.weights import engine_weights
 from megatron_rl.preflight.plan.workload import Assumptions, Workload
-
-STATE = 14  # bytes for each parameter that a checkpoint holds
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
         packs=work.packs(config.learner, model),
         time=time,
         gpu_hours=time.step * config.run.steps * found.gpus / 3600 if time else None,
-        kept_gib=STATE * count / GIB,
+        kept_gib=disk.PARAMETER[config.learner.precision] * count / GIB,
         assumed=assumed,
         problems=tuple(problems),
         notes=tuple(_notes(found, model, machine, engine, work, config, memory)),

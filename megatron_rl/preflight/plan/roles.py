@@ -1,7 +1,8 @@
 """Which GPUs of a machine work for the learner, for engines, or for both.
 
 python -m megatron_rl.preflight.plan.roles RECIPE [key=value ...]     for the batch scripts: ranks of the learner,
-                                                                      servers on other nodes, GPUs of each, sync.dir
+                                                                      servers on other nodes, GPUs of each, sync.dir,
+                                                                      and where the run will be
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def for_a_job(recipe: str, overrides: Sequence[str]) -> str:
     config, _ = read(recipe, overrides)
     fleet = config.sampler.fleet
     servers = 0 if fleet.addresses else fleet.servers  # given ones are there already
-    return f"{Layout.from_config(config.learner).world} {servers} {config.sampler.tensor_parallel} {config.sync.dir}"
+    ranks, run = Layout.from_config(config.learner).world, f"{config.run.root}/{config.run.name}"
+    return f"{ranks} {servers} {config.sampler.tensor_parallel} {config.sync.dir} {run}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,231 @@
+"""The batch scripts on pretended nodes, and what happens to jobs: each run ends as one that was left alone.
+
+`make rehearse`; a case takes two to four minutes on two cores.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import kills
+import pytest
+from box import ROOT, SMALL, Box
+
+from megatron_rl.data.toy import write_toy
+from megatron_rl.runs import checkpoints
+
+SLURM = ("munged", "slurmctld", "slurmd", "sbatch")
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0 or not all(map(shutil.which, SLURM)), reason="needs root and slurm-wlm"),
+    pytest.mark.timeout(1500),
+]
+END_S = 1200
+STEPS = 6
+RUN = (
+    *SMALL,
+    *(f"run.steps={STEPS}", "checkpoint.every=2", "log.export=true", "model.init=random", "reward.name=slow:score"),
+    "reward.workers=1",
+)
+REWARD = """
+import pathlib, time, zlib
+def score(row, key, response):
+    time.sleep(float(pathlib.Path(__file__).with_name("delay").read_text()))
+    return zlib.crc32(response.encode()) % 7 / 6
+"""
+QUICK, SLOW = "0.02", "0.15"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Box]:
+    write_toy(tmp_path / "data" / "toy")
+    (tmp_path / "slow.py").write_text(REWARD)
+    (tmp_path / "delay").write_text(QUICK)
+    box = Box(tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    try:
+        yield box
+    finally:
+        box.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run of a format that nothing happens to, made once."""
+    made: dict[str, Path] = {}
+
+    def run(quantization: str) -> Path:
+        if quantization not in made:
+            folder = tmp_path_factory.mktemp(quantization)
+            write_toy(folder / "data" / "toy")
+            (folder / "slow.py").write_text(REWARD)
+            (folder / "delay").write_text("0")
+            box = Box(folder, env={"PYTHONPATH": str(folder)})
+            status = box.train("model.path=data/toy/model", f"quantization={quantization}", *RUN).wait(END_S)
+            box.close()
+            assert status == 0, box.screen
+            made[quantization] = box.run
+        return made[quantization]
+
+    return run
+
+
+def rehearse(box: Box, script: str, *settings: str, event: str = "", **environment: str) -> tuple[int, str]:
+    """Exit status, and what the rehearsal and its job said."""
+    toy = box.folder / "data" / "toy"
+    places = [f"data.train={toy}/train.jsonl", f"data.eval={toy}/test.jsonl", f"model.path={toy}/model"]
+    words = ["recipes/quickstart.yaml", "run.name=run", f"run.root={box.folder}/runs", *places, *RUN, *settings]
+    own = {"TMPDIR": str(box.tmp), "REHEARSE_NODES": "2", "REHEARSE_EVENT": event, **box.env, **environment}
+    with (box.folder / "screen").open("w") as screen:
+        job = subprocess.Popen(
+            ["slurm/rehearse.sh", f"slurm/{script}.sbatch", *words], cwd=ROOT, stdin=subprocess.DEVNULL,
+            stdout=screen, stderr=screen, env=os.environ | own, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = job.wait(END_S)
+        finally:
+            job.terminate()
+            job.wait(120)
+    print(box.screen)
+    return status, box.screen
+
+
+def left_nothing(box: Box) -> None:
+    assert not box.processes()
+    assert not list(box.tmp.iterdir())
+
+
+@pytest.mark.fault("a job on two nodes is asked to stop", "its step ends, it is queued again; as if left alone")
+@pytest.mark.parametrize(("script", "quantization"), [("dapo_int8", "int8"), ("dapo_fp8", "fp8")])
+def test_usr1(place: Box, undisturbed: Callable[[str], Path], script: str, quantization: str) -> None:
+    status, said = rehearse(place, script, f"quantization={quantization}", event="usr1")
+    assert status == 0, said
+    assert "is queued again: the run" in said
+    _ended_as(place, undisturbed(quantization), before="stopped")
+
+
+@pytest.mark.fault(
+    "a job on two nodes loses a rank, SIGKILL", "it is queued again from its checkpoint; as if left alone"
+)
+def test_a_killed_rank(place: Box, undisturbed: Callable[[str], Path]) -> None:
+    status, said = rehearse(place, "dapo_int8", event="rank", REHEARSE_AFTER="5")
+    assert status == 0, said
+    assert "is queued again: the run" in said
+    _ended_as(place, undisturbed("int8"), before="failed")
+
+
+@pytest.mark.fault("scontrol requeue of a running job", "it goes on; as if left alone")
+def test_requeue(place: Box, undisturbed: Callable[[str], Path]) -> None:
+    status, said = rehearse(place, "dapo_int8", event="requeue")
+    assert status == 0, said
+    _ended_as(place, undisturbed("int8"), before="stopped")
+
+
+@pytest.mark.fault("the daemon of a job's node dies", "Slurm queues the job again, and it goes on; as if left alone")
+def test_a_lost_node(place: Box, undisturbed: Callable[[str], Path]) -> None:
+    (place.folder / "delay").write_text(SLOW)
+    status, said = rehearse(place, "dapo_int8", event="daemon")
+    assert status == 0, said
+    _ended_as(place, undisturbed("int8"))
+
+
+@pytest.mark.fault("scancel of a running job", "what stands is saved; submitted again it goes on, as if left alone")
+def test_scancel(place: Box, undisturbed: Callable[[str], Path]) -> None:
+    status, said = rehearse(place, "dapo_int8", event="scancel")
+    assert status != 0
+    assert "ended as CANCELLED" in said
+    assert "queued again" not in said
+    assert place.status()["state"] == "stopped"
+    assert max(checkpoints.steps(place.run / "checkpoints")) == place.status()["step"]
+    left_nothing(place)
+    status, said = rehearse(place, "dapo_int8")
+    assert status == 0, said
+    _ended_as(place, undisturbed("int8"), restarts=None, before="stopped")
+
+
+@pytest.mark.fault("a job reaches its time limit", "it is queued again and goes on; as if left alone")
+def test_time_limit(place: Box, undisturbed: Callable[[str], Path]) -> None:
+    (place.folder / "delay").write_text(SLOW)
+    status, said = rehearse(place, "dapo_int8", event="limit", REHEARSE_AFTER="1", REHEARSE_SIGNAL_S="100")
+    assert status == 0, said
+    assert "is queued again: the run" in said
+    _ended_as(place, undisturbed("int8"), before="stopped")
+
+
+@pytest.mark.fault("a job of learner and servers is asked to stop", "it is queued again; every prompt is drawn once")
+def test_usr1_beside_servers(place: Box) -> None:
+    status, said = rehearse(place, "dapo_split", *_servers(place), event="usr1")
+    assert status == 0, said
+    assert "is queued again: the run" in said
+    _counted(place)
+    assert place.status()["restarts"] == "1"
+
+
+@pytest.mark.fault("a server of a job dies, SIGKILL", "its node starts it again, and the run goes on")
+def test_a_killed_server(place: Box) -> None:
+    status, said = rehearse(place, "dapo_split", *_servers(place), event="server")
+    assert status == 0, said
+    assert "queued again" not in said
+    _counted(place)
+
+
+@pytest.mark.fault("a node cannot write the run's folder", "it is named before models load, and left out on request")
+def test_a_bad_node(place: Box) -> None:
+    (place.folder / "runs").mkdir()
+    bad = {"CLUSTER_READONLY": f"n2:{place.folder}/runs", "REHEARSE_SPARE": "1"}
+    status, said = rehearse(place, "dapo_int8", "run.steps=1", **bad)
+    named = f"node n2: run.root={place.folder}/runs cannot be written: Read-only file system"
+    assert (status, said.count(named), "start 1" in said) == (1, 1, False), said
+    assert "queued again" not in said
+    status, said = rehearse(place, "dapo_int8", "run.steps=1", EXCLUDE_BAD_NODE="1", **bad)
+    assert (status, said.count(named)) == (0, 1), said
+    assert "it leaves out n2" in said
+    assert "ranks on n1,n3" in said
+    left_nothing(place)
+
+
+COMPARE = """
+source slurm/cluster.sh 1
+python tools/compare_corrections.py "$@" || exit
+for _ in $(seq 600); do [[ -z $(squeue -h) ]] && exit; sleep 2; done
+exit 1
+"""
+
+
+@pytest.mark.fault("corrections are compared under Slurm", "a job for each, and a last one that writes the report")
+def test_a_comparison(place: Box) -> None:
+    toy, runs = place.folder / "data" / "toy", place.folder / "runs"
+    words = ["recipes/quickstart.yaml", "--corrections", "none", "tis", "--steps", "1", "--root", str(runs)]
+    words += ["--slurm", "slurm/dapo_int8.sbatch", "--sbatch=--gres=none --cpus-per-task=1 --time=01:00:00", *RUN]
+    words += [f"model.path={toy}/model", f"data.train={toy}/train.jsonl", f"data.eval={toy}/test.jsonl"]
+    words += ["cluster=1n8g", "run.device=cpu", "sampler.vllm.gpu_memory_utilization=0.3"]
+    own = {"TMPDIR": str(place.tmp), "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}", **place.env}
+    with (place.folder / "screen").open("w") as screen:
+        done = subprocess.run(
+            ["bash", "-c", COMPARE, "compare", *words], cwd=ROOT, env=os.environ | own, stdout=screen, stderr=screen,
+            timeout=END_S,
+        )  # fmt: skip
+    assert done.returncode == 0, place.screen
+    assert place.screen.count("job ") == 3
+    page = (runs / "quickstart_corrections.html").read_text()
+    assert "quickstart_corrections_none" in page
+    assert "quickstart_corrections_tis" in page
+    left_nothing(place)
+
+
+def _servers(box: Box) -> list[str]:
+    return ["sampler.fleet.servers=2", f"sync.dir={box.folder}/sync"]
+
+
+def _ended_as(box: Box, undisturbed: Path, restarts: str | None = "1", before: str | None = None) -> None:
+    status = box.status()
+    assert (status["state"], status.get("restarts") or None) == ("finished", restarts)
+    assert before in (None, status["before"]["state"])
+    assert not kills.differences(box.run, undisturbed)
+    left_nothing(box)
+
+
+def _counted(box: Box) -> None:
+    assert box.status()["state"] == "finished"
+    assert not kills.miscounted(box.run, STEPS)
+    left_nothing(box)
