@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,7 @@ def section(runs: Sequence[RunData]) -> str:
     run, steps = runs[0], recorded_steps(RunDir(runs[0].path).rollouts)
     nothing: list[str] = []
     ends = dict.fromkeys([*steps[:1], *steps[-1:]])
-    shown = [
-        card
-        for step, path in ends
-        for card in readable(path, lambda at, n=step: _cards(n, at), nothing, run.unreadable)
-    ]
+    shown = [card for step, path in ends for card in readable(path, partial(_cards, step), nothing, run.unreadable)]
     about = "The first and the last recorded step. Orange: less likely to the learner than to the sampler; blue: more."
     return f"<h2>Answers</h2><p class=about>{about}</p>{''.join(shown)}" if shown else ""
 

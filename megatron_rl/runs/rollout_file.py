@@ -135,7 +135,7 @@ def load_recorded(path: Path) -> Recorded:
     return Recorded(scored, collate(scored), None if missing else padded([(row,) for row in prox], torch.float32))
 
 
-def arrays(table: pa.Table, name: str) -> list[np.ndarray | None]:
+def arrays(table: pa.Table, name: str) -> list[Any]:
     """A column of lists, each an array; none where a row has none."""
     if name not in table.column_names:
         return [None] * len(table)

@@ -116,7 +116,7 @@ class WandbLog:
     def samples(self, step: int, shown: Sequence[Scored]) -> None:
         if step <= self._held:
             return
-        head = ["prompt", "answer", "reward", "verdict"]
+        head: list[str | int] = ["prompt", "answer", "reward", "verdict"]
         rows = [[one.rollout.prompt.text, one.text, one.reward, str(one.verdict or one.error or "")] for one in shown]
         self._run.log({"samples": self._wandb.Table(columns=head, data=rows)}, step=step)
 
