@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import cli
+from megatron_rl.commands import train
 from megatron_rl.config import ConfigError, from_mapping
 from megatron_rl.config.schema import DataSection, LongPrompts, ModelSection, RewardSection, RolloutSection
 from megatron_rl.data import prompts
@@ -113,5 +113,5 @@ def test_one_rank_looks_at_the_data(monkeypatch: pytest.MonkeyPatch, place: Path
     given = {"run": {"name": "x", "root": str(place / "runs")}, "model": {"path": "data/toy/model", "init": "random"}}
     given |= {"rollout": {"max_prompt_tokens": 16, "max_response_tokens": 16}, "eval": {"every": 0}}
     config = from_mapping(given | {"data": {"train": "data/toy/train.jsonl"}})
-    assert cli.run(config, "env") == 0
+    assert train.run(config, "env") == 0
     assert len(seen) == looks
