@@ -11,6 +11,8 @@ from megatron_rl.processes.process import STOP_AFTER_STEP, hold, lasting_output
 hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
 from megatron_rl.commands import (  # noqa: E402
+    chat,
+    eval,
     plan,
     quickstart,
     replay,
@@ -24,7 +26,7 @@ from megatron_rl.commands import (  # noqa: E402
 )
 from megatron_rl.config import ConfigError  # noqa: E402
 
-COMMANDS = (train, plan, serve, toy, quickstart, report, status, replay, rerun_step, translate)
+COMMANDS = (train, plan, serve, toy, quickstart, report, status, eval, chat, replay, rerun_step, translate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -124,7 +124,7 @@ def _check_place(config: Config, writes: bool = True) -> None:
 
     if not writes:
         return
-    check_datasets(config.model, config.data, config.rollout, config.reward)
+    check_datasets(config)
     check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.schema import DataSection, EvalSection, ModelSection, RunSection
 from megatron_rl.data.layouts import field
-from megatron_rl.files import read_json
+from megatron_rl.data.tokenizer import has_template
 from megatron_rl.preflight.disk import short_disk
 
 LONGEST_ROW = 1 << 20
@@ -19,24 +20,15 @@ def unreachable_stop(run: RunSection, eval: EvalSection) -> Iterator[str]:
         yield f"run.stop={run.stop} never happens, as eval.every=0 turns evaluations off; the run ends after run.steps"
 
 
-def plain_prompts(model: ModelSection, data: DataSection) -> Iterator[str]:
-    if data.template is not None or data.system_prompt is not None or not _has_template(model.folder):
+def plain_prompts(model: ModelSection, data: DataSection, sets: Sequence[HeldOut]) -> Iterator[str]:
+    if data.template is not None or data.system_prompt is not None or not has_template(model.folder):
         return
-    for path in data.sources("train"):
+    for path in [*data.sources("train"), *(one.path for one in sets)]:
         if _is_text(Path(path), data.prompt_key or "prompt"):
             yield (
                 f"the prompts of {path} are plain text and are not put into the chat template that {model.path} has; "
                 "for a chat model set data.template={}, or give lists of messages"
             )
-
-
-def _has_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    try:
-        return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
-    except ValueError:
-        return False
 
 
 def _is_text(file: Path, key: str) -> bool:

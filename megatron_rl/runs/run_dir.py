@@ -94,6 +94,10 @@ class RunDir:
         return self.path / "model"
 
     @property
+    def best_model(self) -> Path:
+        return self.path / "model-best"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 
