@@ -18,6 +18,7 @@ from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,
     AdvantageConfig,
     Anchor,
+    CheckpointSection,
     Config,
     CorrectionConfig,
     Estimator,
@@ -150,6 +151,14 @@ def _sampled_again(eval: EvalSection) -> Iterator[str]:
             yield f"{key}.samples: {samples} greedy answers to a prompt are all the same; set {key}.temperature above 0"
 
 
+def best(checkpoint: CheckpointSection) -> Iterator[str]:
+    if checkpoint.best is not None and not (checkpoint.every or checkpoint.minutes):
+        yield (
+            f"checkpoint.best: {checkpoint.best}, but checkpoint.every and checkpoint.minutes are 0: nothing is kept; "
+            "set one of them, or checkpoint.best=null"
+        )
+
+
 def rate(optim: OptimSection) -> Iterator[str]:
     if optim.min_lr > optim.lr:
         yield f"optim.min_lr: {optim.min_lr:g} is above optim.lr: {optim.lr:g}, which decays to it; lower it"
@@ -216,6 +225,6 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    objective, answers, group_size, supervised, schedule, rate, pipeline, updates, formats, patches, engine,
+    objective, answers, group_size, supervised, schedule, best, rate, pipeline, updates, formats, patches, engine,
     alarm_settings, fleet.addresses, fleet.servers,
 )  # fmt: skip

@@ -553,14 +553,15 @@ class CheckpointSection:
     minutes: float = field(default=30.0, metadata=NOT_NEGATIVE)  # 0: by steps only
     keep_last: int = field(default=2, metadata=POSITIVE)
     keep_every: int = field(default=0, metadata=NOT_NEGATIVE)  # steps whose checkpoints stay; 0: none
-    best: str | None = None  # a metric, such as eval/accuracy: the checkpoint with the highest stays
+    # a metric, such as eval/accuracy: the checkpoint with the highest stays, and log.export leaves its model-best/
+    best: str | None = None
 
 
 @dataclass(frozen=True)
 class LogSection:
     wandb: Wandb = Wandb.none
     record_every: int = field(default=10, metadata=NOT_NEGATIVE)  # rollouts with both logprobs, as parquet; 0: never
-    export: bool = False  # the final policy as a Hugging Face folder
+    export: bool = False  # the final policy as a Hugging Face folder, model/
     # of the run's directory: the oldest recorded rollouts, then dumps, make room; null: no limit
     disk_gib: float | None = field(default=None, metadata=ABOVE_0)
     # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}

@@ -61,10 +61,13 @@ def find(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
 
 
 def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
-    model = RunDir(path).model
+    model, root = RunDir(path).model, RunDir(path).checkpoints
     if (model / "config.json").is_file():
-        return StoredModel(model, model, path.name)
-    newest = checkpoints.newest_whole(RunDir(path).checkpoints, look_into, lambda line: None)
+        written = {step: checkpoints.path_of(root, step).stat().st_mtime for step in checkpoints.steps(root)}
+        newer = [step for step, moment in written.items() if moment > model.stat().st_mtime]
+        note = f"{model} is older than the checkpoint of step {newer[0]}, which can be named too" if newer else ""
+        return StoredModel(model, model, path.name, note)
+    newest = checkpoints.newest_whole(root, look_into, lambda line: None)
     if newest is None:
         raise ConfigError(
             f"{path}: no model/ and no whole checkpoint yet; a run leaves model/ at its end with log.export=true, and "

@@ -49,7 +49,7 @@ class Writes:
         parts = [
             (self.checkpoint, f"{self.checkpoints} checkpoints of {_gib(self.checkpoint)}"),
             (self.rollouts, f"rollouts {_gib(self.rollouts)}"),
-            (self.model, f"the last model {_gib(self.model)}"),
+            (self.model, f"models {_gib(self.model)}"),
         ]
         return f"at most {_gib(self.total)}: " + ", ".join([text for nbytes, text in parts if nbytes] or ["metrics"])
 
@@ -73,7 +73,7 @@ def writes(
         checkpoint=count * PARAMETER[learner.precision] if saves else 0,
         checkpoints=min(kept + 1, max(1, run.steps)) if saves else 0,
         rollouts=recorded * rollout.prompts_per_step * rollout.samples_per_prompt * row,
-        model=2 * count if log.export else 0,
+        model=2 * count * (1 + bool(checkpoint.best)) if log.export else 0,
         lines=run.steps * LINE,
     )
 
