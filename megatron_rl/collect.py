@@ -14,14 +14,18 @@ from itertools import groupby
 from statistics import fmean, pstdev
 from typing import Protocol
 
+import numpy as np
+
 from megatron_rl.advantage import SPREAD, has_spread, overlong_penalty
 from megatron_rl.config.schema import RewardSection, RolloutSection
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.data.tokenizer import Tokenizer
+from megatron_rl.rewards.functions import reads_last
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.task import Task
-from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict
+from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict, written
 
+LONGEST_CHARACTER = 5  # tokens: its bytes, and one that the beginning is cut in
 MOST_DETAILS = 64  # names of a reward's own numbers that a step logs
 Group = list[Scored]
 
@@ -129,7 +133,7 @@ class Collector:
             "rollout/response_tokens_max": max(lengths),
             "rollout/truncated_fraction": fmean(one.rollout.finish_reason == "length" for one in everything),
             "rollout/aborted_fraction": fmean(one.rollout.finish_reason == "abort" for one in everything),
-            "rollout/logprobs_missing": sum(math.isnan(lp) for one in everything for lp in one.rollout.logprobs),
+            "rollout/logprobs_missing": sum(int(np.isnan(one.rollout.logprobs).sum()) for one in everything),
             "rollout/gen_batches": rounds,
             "rollout/groups": len(drawn),
             "rollout/groups_kept": len(kept),
@@ -184,7 +188,7 @@ class Scorer:
     tokenizer: Tokenizer
 
     def score(self, rollouts: Sequence[Rollout], max_tokens: int) -> list[Scored]:
-        texts = self.tokenizer.decode([rollout.token_ids for rollout in rollouts])
+        texts = self._ends(rollouts)
         scores = self.pool.score([_task(rollout, text) for rollout, text in zip(rollouts, texts, strict=True)])
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         reward = self.config
@@ -193,10 +197,33 @@ class Scorer:
         for rollout, text, result, penalty in zip(rollouts, texts, scores, penalties, strict=True):
             filtered = reward.overlong_filter and rollout.finish_reason == "length"
             if filtered or result.error is not None:
-                rollout = replace(rollout, loss_mask=(False,) * len(rollout.token_ids))
+                rollout = replace(rollout, loss_mask=written(len(rollout.token_ids), by_policy=False))
             total = result.reward + penalty if result.error is None else 0.0
             scored.append(Scored(rollout, total, result.error, text, result.verdict, result.details, result.answer))
         return scored
+
+    def _ends(self, rollouts: Sequence[Rollout]) -> list[str]:
+        """The answers' text; of long ones only the end, where the reward looks at no more."""
+        characters = reads_last(self.config.weights)
+        if characters is None:
+            return self.tokenizer.decode([rollout.token_ids for rollout in rollouts])
+        tokens = LONGEST_CHARACTER * characters
+        texts = self.tokenizer.decode([rollout.token_ids[-tokens:] for rollout in rollouts])
+        short = [
+            at
+            for at, (rollout, text) in enumerate(zip(rollouts, texts, strict=True))
+            if len(rollout.token_ids) > tokens and len(text) <= characters  # of tokens that have no text
+        ]
+        for at, text in zip(short, self.tokenizer.decode([rollouts[at].token_ids for at in short]), strict=True):
+            texts[at] = text
+        return texts
+
+    def whole(self, scored: Sequence[Scored]) -> list[Scored]:
+        """With all of their text, as it is recorded."""
+        if reads_last(self.config.weights) is None:
+            return list(scored)
+        texts = self.tokenizer.decode([one.rollout.token_ids for one in scored])
+        return [replace(one, text=text) for one, text in zip(scored, texts, strict=True)]
 
 
 def _task(rollout: Rollout, text: str) -> Task:
@@ -224,7 +251,7 @@ class DatasetAnswers:
                     sample=0,
                     token_ids=token_ids,
                     logprobs=(0.0,) * len(token_ids),
-                    loss_mask=(True,) * len(token_ids),
+                    loss_mask=written(len(token_ids)),
                     finish_reason="stop",
                     policy_version=step,
                 )

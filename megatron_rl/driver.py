@@ -134,7 +134,7 @@ class Driver:
         rewards = RewardPool(config.reward)
         self._stack.callback(rewards.close)
         rewards.start()
-        scorer = Scorer(config.reward, rewards, tokenizer)
+        self._scorer = scorer = Scorer(config.reward, rewards, tokenizer)
         log_dir = run_dir / "logs" / f"attempt_{self.recorder.run.attempt}"
         self.sampler = make_sampler(EngineSettings.from_config(config), folder, log_dir, self.recorder.note)
         self._stack.callback(self.sampler.close)
@@ -247,7 +247,7 @@ class Driver:
             return
         self.recorder.rollouts(
             step,
-            self._scored,
+            self._scorer.whole(self._scored),
             prox_logprobs_BT=correction.source.prox_logprobs_BT,  # none where the sampler is the anchor
             weights_BT=correction.weights_BT,
             mask_BT=correction.mask_BT,

@@ -8,10 +8,13 @@ response token, whatever the prompt's length.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from megatron_rl.config.schema import format_number
 
@@ -47,17 +50,28 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One answer. `logprobs` are the sampler's, NaN where it reported none."""
+    """One answer. Whatever it is made of, it holds arrays: a step of DAPO's has a hundred million tokens."""
 
     prompt: Prompt
     group: int  # unique within a run: rollouts of one prompt in one draw share it
     sample: int  # which of the group's samples
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    loss_mask: tuple[bool, ...]  # false: text the policy did not write (tools, other turns)
+    token_ids: Sequence[int]  # int32
+    logprobs: Sequence[float]  # float32: the sampler's, NaN where it reported none
+    loss_mask: Sequence[int]  # int8. 0: text the policy did not write (tools, other turns)
     finish_reason: str  # stop | length | abort
     policy_version: int
     format: str = ""  # weight format of the engine that answered; empty where there was none
+
+    def __post_init__(self) -> None:
+        for name, kind in (("token_ids", "i"), ("logprobs", "f"), ("loss_mask", "b")):
+            values = getattr(self, name)
+            if not isinstance(values, array) or values.typecode != kind:
+                object.__setattr__(self, name, array(kind, np.asarray(values, kind).tobytes()))
+
+
+def written(length: int, by_policy: bool = True) -> array[int]:
+    """The loss mask of an answer that one hand wrote."""
+    return array("b", [by_policy]) * length
 
 
 RIGHT = 1.0  # the reward of a right answer
@@ -114,11 +128,11 @@ def collate(scored: Sequence[Scored]) -> Batch:
 
     rollouts = [one.rollout for one in scored]
     return Batch(
-        tokens_BS=padded([(*one.prompt.token_ids, *one.token_ids) for one in rollouts], torch.int64),
+        tokens_BS=padded([(one.prompt.token_ids, one.token_ids) for one in rollouts], torch.int64),
         prompt_lengths_B=torch.tensor([len(one.prompt.token_ids) for one in rollouts]),
         response_lengths_B=torch.tensor([len(one.token_ids) for one in rollouts]),
-        mask_BT=padded([one.loss_mask for one in rollouts], torch.bool),
-        sampler_logprobs_BT=padded([one.logprobs for one in rollouts], torch.float32),
+        mask_BT=padded([(one.loss_mask,) for one in rollouts], torch.bool),
+        sampler_logprobs_BT=padded([(one.logprobs,) for one in rollouts], torch.float32),
         rewards_B=torch.tensor([one.reward if one.error is None else math.nan for one in scored], dtype=torch.float32),
         groups_B=torch.tensor([one.group for one in rollouts]),
         versions_B=torch.tensor([one.policy_version for one in rollouts]),
@@ -126,12 +140,18 @@ def collate(scored: Sequence[Scored]) -> Batch:
     )
 
 
-def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-    """One row each, with zeros on the right; at least one column."""
+def padded(rows: Sequence[tuple[Sequence[float], ...]], dtype: torch.dtype) -> torch.Tensor:
+    """One row each, its parts one after the other, with zeros on the right; at least one column."""
     import torch
 
-    width = max((1, *map(len, rows)))
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=dtype)
+    width = max((1, *(sum(map(len, parts)) for parts in rows)))
+    table = torch.zeros(len(rows), width, dtype=dtype)
+    for row, parts in zip(table.numpy(), rows, strict=True):
+        start = 0
+        for part in parts:
+            row[start : start + len(part)] = part
+            start += len(part)
+    return table
 
 
 @dataclass(frozen=True)

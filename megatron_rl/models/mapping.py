@@ -134,6 +134,7 @@ def params(shape: ModelShape) -> Iterator[Param]:
     yield from outer[1:]
 
 
+@cache
 def parameters(shape: ModelShape) -> int:
     """How many numbers the whole model has."""
     return sum(prod(size) for param in params(shape) if not param.row.copy for size in param.shapes)

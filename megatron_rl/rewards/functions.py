@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from megatron_rl.config.schema import VERIFIERS
-from megatron_rl.rewards import own
+from megatron_rl.rewards import math_dapo, own
 from megatron_rl.rewards.task import Judgement, Reward, Task
 from megatron_rl.types import RIGHT, Verdict
+
+READS_LAST = {"math_dapo": math_dapo.TAIL}  # characters of a response, where a verifier looks at no others
+
+
+def reads_last(names: Iterable[str]) -> int | None:
+    """How many characters before the end these rewards look at; None: all of them."""
+    found = [READS_LAST.get(name) for name in names]
+    return None if None in found else max(filter(None, found), default=None)
 
 
 def resolve(name: str) -> Reward:

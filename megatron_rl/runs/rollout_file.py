@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.files import replacing
-from megatron_rl.types import Batch, Prompt, Rollout, Scored, collate, padded
+from megatron_rl.types import Batch, Prompt, Rollout, Scored, Verdict, collate, padded
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ SCHEMA = pa.schema(
         ("format", pa.string()),  # weight format of the engine that answered
         ("reward", pa.float32()),
         ("error", pa.string()),
+        ("verdict", pa.string()),
         ("text", pa.string()),  # the answer
         ("prompt", pa.string()),
         ("truth", pa.string()),  # the data set's own solution, as JSON where it is no text
@@ -47,6 +49,11 @@ SCHEMA = pa.schema(
     ]
 )
 
+_ANSWER = ("token_ids", "sampler_logprobs", "loss_mask")
+LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")  # as long as the response
+WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
+PIECE = 512  # rows that are written at once
+
 
 class Columns(TypedDict, total=False):
     """What the step computed about its rollouts; whatever is left out is null in the file."""
@@ -59,8 +66,21 @@ class Columns(TypedDict, total=False):
 
 
 def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
-    lengths = [len(one.rollout.token_ids) for one in scored]
+    for name in ("prox_logprobs_BT", "weights_BT", "mask_BT"):
+        _check(columns.get(name), scored, name)  # type: ignore[arg-type]
+    truths = columns.get("truths", [None] * len(scored))
+    with (
+        replacing(path) as partial,
+        pq.ParquetWriter(partial, SCHEMA, compression="zstd", use_dictionary=WORDS) as file,
+    ):
+        for start in range(0, len(scored), PIECE):
+            rows = slice(start, start + PIECE)
+            file.write_table(_table(scored[rows], truths[rows], columns, rows))
+
+
+def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, rows: slice) -> pa.Table:
     rollouts = [one.rollout for one in scored]
+    lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     advantages_B = columns.get("advantages_B")
     table = {
         "prompt_id": [rollout.prompt.id for rollout in rollouts],
@@ -71,20 +91,20 @@ def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Colum
         "format": [rollout.format for rollout in rollouts],
         "reward": [one.reward for one in scored],
         "error": [one.error for one in scored],
+        "verdict": [one.verdict for one in scored],
         "text": [one.text for one in scored],
         "prompt": [rollout.prompt.text for rollout in rollouts],
-        "truth": [None if truth is None else _as_text(truth) for truth in columns.get("truths", [None] * len(scored))],
+        "truth": [None if truth is None else _as_text(truth) for truth in truths],
         "prompt_token_ids": [rollout.prompt.token_ids for rollout in rollouts],
-        "token_ids": [rollout.token_ids for rollout in rollouts],
-        "sampler_logprobs": [rollout.logprobs for rollout in rollouts],
-        "loss_mask": [rollout.loss_mask for rollout in rollouts],
-        "prox_logprobs": _rows(columns.get("prox_logprobs_BT"), lengths, "prox_logprobs_BT"),
-        "weights": _rows(columns.get("weights_BT"), lengths, "weights_BT"),
-        "kept": _rows(columns.get("mask_BT"), lengths, "mask_BT"),
-        "advantage": [None] * len(scored) if advantages_B is None else advantages_B.tolist(),
+        "token_ids": _lists([rollout.token_ids for rollout in rollouts], lengths, np.int32),
+        "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
+        "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
+        "prox_logprobs": _responses(columns.get("prox_logprobs_BT"), rows, lengths),
+        "weights": _responses(columns.get("weights_BT"), rows, lengths),
+        "kept": _responses(columns.get("mask_BT"), rows, lengths),
+        "advantage": [None] * len(scored) if advantages_B is None else advantages_B[rows].tolist(),
     }
-    with replacing(path) as partial:
-        pq.write_table(pa.table(table, schema=SCHEMA), partial, compression="zstd")
+    return pa.table(table, schema=SCHEMA)
 
 
 def read_rollouts(path: Path) -> pa.Table:
@@ -103,22 +123,38 @@ class Recorded:
 def load_recorded(path: Path) -> Recorded:
     import torch
 
-    rows = read_rollouts(path).to_pylist()
-    scored, prox = [_scored(row) for row in rows], [row["prox_logprobs"] for row in rows]
-    return Recorded(scored, collate(scored), None if None in prox else padded(prox, torch.float32))
+    table = read_rollouts(path)
+    lists = {name: arrays(table, name) for name in LISTS}
+    rows = table.select([name for name in table.column_names if name not in LISTS]).to_pylist()
+    scored = [_scored(row, {name: lists[name][at] for name in _ANSWER}) for at, row in enumerate(rows)]
+    prox = [row for row in lists["prox_logprobs"] if row is not None]
+    missing = len(prox) < len(rows)
+    return Recorded(scored, collate(scored), None if missing else padded([(row,) for row in prox], torch.float32))
 
 
-def _scored(row: Mapping[str, Any]) -> Scored:
+def arrays(table: pa.Table, name: str) -> list[np.ndarray | None]:
+    """A column of lists, each an array; none where a row has none."""
+    if name not in table.column_names:
+        return [None] * len(table)
+    return [
+        chunk[at].values.to_numpy(zero_copy_only=False) if chunk[at].is_valid else None
+        for chunk in table.column(name).chunks
+        for at in range(len(chunk))
+    ]
+
+
+def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
     """What `write_rollouts` was given; of the data set's row, the file holds the truth alone."""
     rollout = Rollout(
         prompt=Prompt(row["prompt_id"], tuple(row["prompt_token_ids"]), text=row.get("prompt") or "", row={}),
-        token_ids=tuple(row["token_ids"]),
-        logprobs=tuple(row["sampler_logprobs"]),
-        loss_mask=tuple(row["loss_mask"]),
+        token_ids=answer["token_ids"],
+        logprobs=answer["sampler_logprobs"],
+        loss_mask=answer["loss_mask"],
         format=row.get("format") or "",  # not in the files of old runs
         **{name: row[name] for name in ("group", "sample", "finish_reason", "policy_version")},
     )
-    return Scored(rollout, row["reward"], row["error"], row["text"])
+    verdict = row.get("verdict")
+    return Scored(rollout, row["reward"], row["error"], row["text"], Verdict(verdict) if verdict else None)
 
 
 def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
@@ -131,11 +167,23 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _rows(values_BT: torch.Tensor | None, lengths: Sequence[int], name: str) -> list[list[float] | None]:
-    if values_BT is None:
-        return [None] * len(lengths)
-    if len(values_BT) != len(lengths) or (lengths and max(lengths) > values_BT.shape[1]):
+def _check(values_BT: torch.Tensor | None, scored: Sequence[Scored], name: str) -> None:
+    longest = max((len(one.rollout.token_ids) for one in scored), default=0)
+    if values_BT is not None and (len(values_BT) != len(scored) or longest > values_BT.shape[1]):
         raise ValueError(
-            f"{name} has shape {tuple(values_BT.shape)} for {len(lengths)} rollouts of up to {max(lengths)} tokens"
+            f"{name} has shape {tuple(values_BT.shape)} for {len(scored)} rollouts of up to {longest} tokens"
         )
-    return [row_T[:length].tolist() for row_T, length in zip(values_BT, lengths, strict=True)]
+
+
+def _responses(values_BT: torch.Tensor | None, rows: slice, lengths: np.ndarray) -> pa.Array:
+    """What stands left of the padding."""
+    if values_BT is None:
+        return pa.nulls(len(lengths))
+    part = values_BT[rows].numpy()
+    return _lists([row[:length] for row, length in zip(part, lengths, strict=True)], lengths, part.dtype)
+
+
+def _lists(rows: Sequence[Any], lengths: np.ndarray, kind: Any) -> pa.Array:
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    flat = np.concatenate([np.zeros(0, kind), *(np.asarray(row) for row in rows)]).astype(kind, copy=False)
+    return pa.ListArray.from_arrays(ends, pa.array(flat))

@@ -17,7 +17,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, pooled
 from megatron_rl.runs.metrics_file import read_lines
-from megatron_rl.runs.rollout_file import STEP, load_recorded, read_rollouts, recorded_steps
+from megatron_rl.runs.rollout_file import STEP, arrays, load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status
 
@@ -209,14 +209,13 @@ def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[S
 def _tokens_of(path: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     parts = []
     table = read_rollouts(path)
-    columns = [table.column(name).to_pylist() for name in ("sampler_logprobs", "prox_logprobs", "weights", "kept")]
-    for sampler, prox, weights, kept, mask in zip(*columns, table.column("loss_mask").to_pylist(), strict=True):
-        if prox is None or not sampler:
+    columns = [arrays(table, name) for name in ("sampler_logprobs", "prox_logprobs", "weights", "kept", "loss_mask")]
+    for mu, p, weights, kept, mask in zip(*columns, strict=True):
+        if p is None or mu is None or not len(mu):
             continue
-        mu, p = np.asarray(sampler, np.float64), np.asarray(prox, np.float64)
-        w = np.full(len(mu), np.nan) if weights is None else np.asarray(weights, np.float64)
+        w = np.full(len(mu), np.nan) if weights is None else weights
         if kept is not None:
-            w = np.where(np.asarray(kept, bool), w, np.nan)
-        use = np.asarray(mask, bool) & np.isfinite(mu) & np.isfinite(p)
-        parts.append((mu[use], p[use], w[use]))
+            w = np.where(kept, w, np.nan)
+        use = mask & np.isfinite(mu) & np.isfinite(p)
+        parts.append((mu[use].astype(np.float64), p[use].astype(np.float64), w[use].astype(np.float64)))
     return parts

@@ -8,18 +8,17 @@ On a GPU the same code runs with other engine arguments (engine_settings.py, `sa
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
 from megatron_rl.sampler.lasting_engine import LastingEngine
 from megatron_rl.sampler.protocol import SamplerStats, request_seed
-from megatron_rl.types import Prompt, Rollout, SamplingParams
+from megatron_rl.types import Prompt, Rollout, SamplingParams, written
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 
@@ -72,7 +71,14 @@ class EmbeddedSampler:
             stop_token_ids=params.stop_token_ids,
             policy_version=self.policy_version,
         )
-        rollouts = self._unpack(answer, prompts, params.samples, first_group)
+        rollouts = unpack(
+            answer,
+            prompts,
+            params.samples,
+            first_group=first_group,
+            version=self.policy_version,
+            format=self._format,
+        )
         self.stats = replace(
             self.stats,
             tokens=self.stats.tokens + sum(answer["lengths"]),
@@ -118,28 +124,29 @@ class EmbeddedSampler:
     ) -> None:
         self.close()
 
-    def _unpack(
-        self, answer: dict[str, Any], prompts: Sequence[Prompt], samples: int, first_group: int
-    ) -> list[Rollout]:
-        tokens = np.frombuffer(answer["tokens"], dtype=np.int32).tolist()
-        logprobs = np.frombuffer(answer["logprobs"], dtype=np.float32).tolist()
-        rollouts = []
-        start = 0
-        for row, (length, finish) in enumerate(zip(answer["lengths"], answer["finish"], strict=True)):
-            index, sample = divmod(row, samples)
-            stop = start + length
-            rollouts.append(
-                Rollout(
-                    prompt=prompts[index],
-                    group=first_group + index,
-                    sample=sample,
-                    token_ids=tuple(tokens[start:stop]),
-                    logprobs=tuple(logprobs[start:stop]),
-                    loss_mask=(True,) * length,
-                    finish_reason=finish,
-                    policy_version=self.policy_version,
-                    format=self._format,
-                )
+
+def unpack(
+    answer: dict[str, Any], prompts: Sequence[Prompt], samples: int, *, first_group: int, version: int, format: str
+) -> list[Rollout]:
+    """What the child has packed: tokens and logprobs lie back to back."""
+    tokens, logprobs = memoryview(answer["tokens"]), memoryview(answer["logprobs"])  # four bytes each
+    rollouts = []
+    start = 0
+    for row, (length, finish) in enumerate(zip(answer["lengths"], answer["finish"], strict=True)):
+        index, sample = divmod(row, samples)
+        stop = start + 4 * length
+        rollouts.append(
+            Rollout(
+                prompt=prompts[index],
+                group=first_group + index,
+                sample=sample,
+                token_ids=array("i", tokens[start:stop].tobytes()),
+                logprobs=array("f", logprobs[start:stop].tobytes()),
+                loss_mask=written(length),
+                finish_reason=finish,
+                policy_version=version,
+                format=format,
             )
-            start = stop
-        return rollouts
+        )
+        start = stop
+    return rollouts

@@ -26,7 +26,7 @@ from megatron_rl.sampler.fleet.replica import Replica
 from megatron_rl.sampler.fleet.server_process import server_settings
 from megatron_rl.sampler.fleet.servers import Servers
 from megatron_rl.sampler.protocol import SamplerError, SamplerStats, request_seed
-from megatron_rl.types import Prompt, Rollout, SamplingParams
+from megatron_rl.types import Prompt, Rollout, SamplingParams, written
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ def _rollouts(prompt: Prompt, group: int, done: Done, version: int) -> list[Roll
             sample=sample,
             token_ids=answer.token_ids,
             logprobs=answer.logprobs,
-            loss_mask=(True,) * len(answer.token_ids),
+            loss_mask=written(len(answer.token_ids)),
             finish_reason=answer.finish_reason,
             policy_version=answer.version if answer.token_ids else version,
             format=done.format.value,
