@@ -125,7 +125,7 @@ def check_alone(config: Config, weights: Path) -> list[str]:
     problems += [each.error for each in files.absent_sets(facts["sets"])]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
-    return list(notes.plain_prompts(config.model, config.data, facts["sets"]))
+    return list(notes.plain_text(config.model, config.data, [one.path for one in facts["sets"]]))
 
 
 def learner_limits(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:

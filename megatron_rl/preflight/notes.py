@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.schema import DataSection, EvalSection, ModelSection, RunSection
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
@@ -20,10 +19,15 @@ def unreachable_stop(run: RunSection, eval: EvalSection) -> Iterator[str]:
         yield f"run.stop={run.stop} never happens, as eval.every=0 turns evaluations off; the run ends after run.steps"
 
 
-def plain_prompts(model: ModelSection, data: DataSection, sets: Sequence[HeldOut]) -> Iterator[str]:
+def plain_prompts(model: ModelSection, data: DataSection) -> Iterator[str]:
+    yield from plain_text(model, data, data.sources("train"))
+
+
+def plain_text(model: ModelSection, data: DataSection, paths: Iterable[str]) -> Iterator[str]:
+    """Files whose prompts a chat model would read as they stand."""
     if data.template is not None or data.system_prompt is not None or not has_template(model.folder):
         return
-    for path in [*data.sources("train"), *(one.path for one in sets)]:
+    for path in paths:
         if _is_text(Path(path), data.prompt_key or "prompt"):
             yield (
                 f"the prompts of {path} are plain text and are not put into the chat template that {model.path} has; "
