@@ -96,7 +96,7 @@ def test_a_stop_that_never_comes(place: Path, capsys: pytest.CaptureFixture[str]
 def test_a_disk_that_is_short(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["train", "mine.yaml", "--dry-run"]) == 0
     (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("disk ")]
-    assert re.fullmatch(r"disk +at most \S+ MiB: 3 checkpoints of \S+ MiB, the last model \S+ MiB", said)
+    assert re.fullmatch(r"disk +at most \S+ MiB: 3 checkpoints of \S+ MiB, models \S+ MiB", said)
     (found,) = notes(capsys, "log.disk_gib=0.001")
     assert found.startswith("note:    log.disk_gib=0.001: checkpoints and what else has to stay are up to ")
     monkeypatch.setattr(disk, "free", lambda root: 1 << 20)
