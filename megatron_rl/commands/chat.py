@@ -10,6 +10,8 @@ from typing import Any
 from megatron_rl.commands.stored import model_arguments, opened
 from megatron_rl.config import ConfigError
 
+UNUSED = ("data.eval=null", "eval.sets=null", "reward.name=exact_match")  # files and functions that need not be here
+
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("chat", help="a run's model, or any other, answers what is typed")
@@ -19,7 +21,7 @@ def add(commands: Any) -> None:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    with opened(options) as (config, stored):
+    with opened(options, *UNUSED) as (config, stored):
         from megatron_rl.evaluation.alone import served
         from megatron_rl.evaluation.chat import Chat, TooLong
         from megatron_rl.preflight.checks import check_alone

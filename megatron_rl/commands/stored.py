@@ -29,8 +29,8 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def opened(options: argparse.Namespace) -> Iterator[tuple[Config, StoredModel]]:
-    """The model that MODEL names, and how it is to be sampled; what fails then is one line."""
+def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config, StoredModel]]:
+    """The model that MODEL names, and how it is to be sampled, `without` what the run had; what fails is one line."""
     from megatron_rl.evaluation.alone import settings
     from megatron_rl.evaluation.stored_model import find, run_of
     from megatron_rl.models.torch_dist_index import CheckpointError
@@ -43,6 +43,6 @@ def opened(options: argparse.Namespace) -> Iterator[tuple[Config, StoredModel]]:
     if stored.note:
         print(f"note: {stored.note}", file=sys.stderr)
     try:
-        yield settings(run, stored, options.format, options.overrides), stored
+        yield settings(run, stored, options.format, [*without, *options.overrides]), stored
     except (CheckpointError, RewardsHang, SamplerError, WeightSyncError) as error:
         raise ConfigError(str(error)) from None

@@ -17,7 +17,7 @@ from megatron_rl.collect import Group, Scorer
 from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import HeldOut, held_out
 from megatron_rl.config.fleet import max_sequences
-from megatron_rl.config.schema import Config, EvalSet
+from megatron_rl.config.schema import SET_NAME, Config, EvalSet
 from megatron_rl.data.prompts import FolderTokenizer, load_held_out
 from megatron_rl.evaluation.alone import served
 from megatron_rl.evaluation.evaluator import Evaluator
@@ -40,14 +40,17 @@ def with_sets(config: Config, words: Sequence[str]) -> Config:
             )
         return config
     known, chosen, plain = config.eval.sets or {}, dict[str, EvalSet](), None
-    for word in words:
+    for word in dict.fromkeys(words):
         name, _, file = word.rpartition("=")
+        name = name or re.sub(r"[^A-Za-z0-9-]", "_", Path(file).stem).lstrip("_-")
         if word in known:
-            chosen[word] = known[word]
+            chosen[word] = replace(known[word], path=known[word].path or config.data.eval)
         elif word == "eval" and config.data.eval:
             plain = config.data.eval
+        elif name in chosen or not SET_NAME.fullmatch(name):
+            raise ConfigError(f"--set {word}: {name!r} is no name for it, or that of another; write NAME=FILE")
         else:
-            chosen[name or re.sub(r"[^\w-]", "_", Path(file).stem)] = EvalSet(path=file)
+            chosen[name] = EvalSet(path=file)
     return replace(config, data=replace(config.data, eval=plain), eval=replace(config.eval, sets=chosen))
 
 
@@ -71,7 +74,7 @@ def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[s
             evaluator = Evaluator(one, found.prompts, sampler, scorer)
             groups = evaluator.in_parts(AT_ONCE * max_sequences(config.sampler), _progress(one, evaluator))
             metrics |= (own := evaluator.metrics(groups))
-            lines = [json.dumps(pass_rate(group), ensure_ascii=False) for group in groups]
+            lines = [json.dumps(pass_rate(group)) for group in groups]
             write_whole(folder / f"{_name(one)}.jsonl", "\n".join([*lines, ""]))
             rows.append(_row(one, own))
     about = {"model": str(stored.weights), "format": config.quantization.format, "metrics": metrics}

@@ -107,6 +107,10 @@ def test_sets_are_named_by_file_name_or_preset() -> None:
         *(("z", "f.jsonl"), ("math", "data/math500.parquet")),
     ]
     assert [one.name for one in held_out(with_sets(config, []))] == ["", "a", "b"]
+    assert [(one.name, one.path) for one in held_out(with_sets(config, ["a"]))] == [("a", "e.jsonl")]
+    for twice in (["some/x.jsonl", "x.jsonl"], ["a b=x.jsonl"]):
+        with pytest.raises(ConfigError, match="write NAME=FILE"):
+            with_sets(config, twice)
     with pytest.raises(ConfigError, match="--set: nothing to evaluate on"):
         with_sets(from_mapping({}), [])
 
