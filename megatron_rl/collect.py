@@ -114,7 +114,8 @@ class Collector:
             raise RewardError(f"none of {len(everything)} answers got a score; the first: {everything[0].error}")
         rewards = [one.reward for one in _flat(chosen) if one.error is None] or scored
         lengths = [len(one.rollout.token_ids) for one in everything]
-        flat = [[one.reward for one in group if self._counts(one)] for group in drawn if not self._learnable(group)]
+        counted = [[one.reward for one in group if self._counts(one)] for group in drawn]
+        flat = [rewards for rewards in counted if not has_spread(rewards)]
         solved = sum(bool(rewards) and min(rewards) >= RIGHT - SPREAD for rewards in flat)
         return {
             "reward/mean": fmean(rewards),
@@ -224,6 +225,10 @@ class Scorer:
             return list(scored)
         texts = self.tokenizer.decode([one.rollout.token_ids for one in scored])
         return [replace(one, text=text) for one, text in zip(scored, texts, strict=True)]
+
+    def pieces(self, one: Scored) -> list[str]:
+        """The text of each token."""
+        return self.tokenizer.decode([[token] for token in one.rollout.token_ids])
 
 
 def _task(rollout: Rollout, text: str) -> Task:

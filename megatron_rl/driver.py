@@ -23,6 +23,8 @@ from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset,
 from megatron_rl.distributed import waited_for
 from megatron_rl.evaluation.evaluator import Evaluator
 from megatron_rl.models.kept_state import look_into
+from megatron_rl.preflight.machine import detect
+from megatron_rl.preflight.plan.achieved import Achieved, memory_peaks
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs import checkpoints
@@ -30,6 +32,7 @@ from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.progress import Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
+from megatron_rl.runs.samples import choose
 from megatron_rl.runs.save_schedule import SaveSchedule
 from megatron_rl.runs.stop_request import StopRequest
 from megatron_rl.sampler.choose import make_sampler
@@ -111,6 +114,7 @@ class Driver:
             sampled=config.rollout.source == RolloutSource.sampler,
         )
         given: dict[str, Any] = {"if_exists": config.run.if_exists, "look": look_into, "alarms": alarms}
+        given["rates"] = Achieved.of(config, detect(config.run.device))
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
         self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))
@@ -188,7 +192,9 @@ class Driver:
             collected = self._collector.collect(step)
             self._sleep_schedule.sleep()
         self._scored, self._drawn, self._ordinals = collected.scored, collected.drawn, collected.ordinals
-        return collate(collected.scored), collected.metrics | self._engine_news()
+        batch = collate(collected.scored)
+        trained = {"rollout/trained_tokens": int((batch.prompt_lengths_B + batch.response_lengths_B).sum())}
+        return batch, collected.metrics | trained | memory_peaks() | self._engine_news()
 
     def _engine_news(self) -> dict[str, float]:
         """What became of the engine, or of a fleet's servers, since the last step."""
@@ -245,14 +251,16 @@ class Driver:
         every = self._config.log.record_every
         if every == 0 or step % every:
             return
+        scored, prox_BT = self._scorer.whole(self._scored), correction.source.prox_logprobs_BT
         self.recorder.rollouts(
             step,
-            self._scorer.whole(self._scored),
-            prox_logprobs_BT=correction.source.prox_logprobs_BT,  # none where the sampler is the anchor
+            scored,
+            pieces={place: self._scorer.pieces(scored[place]) for place in choose(scored, prox_BT)},
+            prox_logprobs_BT=prox_BT,  # none where the sampler is the anchor
             weights_BT=correction.weights_BT,
             mask_BT=correction.mask_BT,
             advantages_B=advantages_B,
-            truths=[one.rollout.prompt.answer for one in self._scored],
+            truths=[one.rollout.prompt.answer for one in scored],
         )
 
     def __enter__(self) -> Self:

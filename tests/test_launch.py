@@ -330,7 +330,7 @@ def test_whose_word_counts(
 def test_the_error_is_found_in_what_a_log_ends_with() -> None:
     noise = "(MainProcess pid=8) INFO 11-22 03:15:43 [block_pool.py:861] Successfully reset prefix cache"
     assert launch.last_error(["Traceback", "[rank1]: ValueError: a bad shard", noise]) == "ValueError: a bad shard"
-    assert launch.last_error(["megatron_rl.runs.record.RecordLost: no room", "  at exit"]).endswith("no room")
+    assert launch.last_error(["megatron_rl.runs.disk.RecordLost: no room", "  at exit"]).endswith("no room")
     assert launch.last_error(["what is this"]) == "what is this"
     assert launch.last_error([]) == ""
 

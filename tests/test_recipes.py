@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import recipes_table
+from preloaded import run
 
 from megatron_rl.config import cluster, load, read
 from megatron_rl.data.toy import write_toy
@@ -86,14 +87,15 @@ def test_a_recipe_can_be_made_small(recipe, tmp_path):
 
 
 @pytest.mark.engine
-def test_a_recipe_takes_two_small_steps_and_leaves_a_model(whole, tmp_path):
+def test_a_recipe_takes_two_small_steps_and_leaves_a_model(whole, tmp_path, request):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     overrides = [*tiny(whole, tmp_path / "tiny"), f"run.root={tmp_path}", "run.name=run"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.cli", "train", str(whole), *overrides],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(whole), *overrides]
+    if request.config.getoption("--recipes"):  # as a user starts it
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    else:
+        done = run("torch", command, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["progress/step"] for line in lines] == [0, 1, 2]

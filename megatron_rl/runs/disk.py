@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 NEAR = 0.95  # of the budget: from there on room is made for what comes next
 GIB = 1 << 30
+
+
+class RecordLost(RuntimeError):
+    """What the run has to say can no longer be written."""
 
 
 class Disk:
@@ -130,3 +134,13 @@ def _oldest_first(run: RunDir) -> Iterator[Path]:
 def _by_number(folder: Path) -> list[Path]:
     names = [path for path in folder.glob("*_*") if path.name.rpartition("_")[2].isdigit()]
     return sorted(names, key=lambda path: int(path.name.rpartition("_")[2]))
+
+
+@contextmanager
+def lasting(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordLost(
+            f"{path} cannot be written: {error.strerror or error}. A run needs its directory to stay where it is"
+        ) from error

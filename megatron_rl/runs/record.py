@@ -11,7 +11,7 @@ import os
 import shlex
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,12 +25,13 @@ from megatron_rl.runs.alarms import Alarms, News
 from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.checkpoints import Look
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
-from megatron_rl.runs.disk import Disk
+from megatron_rl.runs.disk import Disk, lasting
 from megatron_rl.runs.last_words import describe_contents, write_own_report
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
 from megatron_rl.runs.metrics_file import append_to, encode_line
 from megatron_rl.runs.phase_clock import PhaseClock, throughput
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, claimed_for_this_process, open_run
+from megatron_rl.runs.samples import line as sample_line
 from megatron_rl.runs.status import ENDED, beat, mark_status
 from megatron_rl.runs.wandb_log import WandbLog, resolve_mode
 from megatron_rl.types import Scored
@@ -39,11 +40,8 @@ if TYPE_CHECKING:
     from megatron_rl.runs.rollout_file import Columns
 
 ETA_STEPS = 20  # the steps that the estimate of the time left looks back at
+SAMPLE_S = 60.0  # between the answers that the console shows
 BEAT_S = 15.0  # between signs of life in status.json, where a phase of the loop is not longer
-
-
-class RecordLost(RuntimeError):
-    """What the run has to say can no longer be written."""
 
 
 class SilentRecorder:
@@ -82,6 +80,7 @@ class Recorder:
         if_exists: IfExists = IfExists.refuse,
         look: Look = lambda found: None,
         alarms: Alarms | None = None,
+        rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda line: {},
     ) -> None:
         mode = resolve_mode(config.wandb)
         moved = ""
@@ -89,9 +88,9 @@ class Recorder:
             self.run = RunDir(run_dir)
         else:
             self.run, moved = open_run(run_dir, if_exists, resolved_yaml, look)
-        self.alarms = alarms or Alarms()
+        self.alarms, self._rates = alarms or Alarms(), rates
         mark_status(run_dir, "running", alarms={})
-        self._beat_at = time.monotonic()
+        self._beat_at, self._sample_at = time.monotonic(), -math.inf
         self._kills = MemoryKills()
         self._broken_off: str | None = None  # the phase that an exception has ended
         self._end = "finished", ""
@@ -134,9 +133,9 @@ class Recorder:
         line = {name: _number(value) for name, value in metrics.items()}
         line |= self._clock.finish_step()
         line |= {"progress/step": step, "progress/elapsed_s": time.perf_counter() - self._begun}
-        line |= {name: value for name, value in throughput(line).items() if name not in line}
+        line |= {name: value for name, value in (throughput(line) | self._rates(line)).items() if name not in line}
         self._warn_unknown(line)
-        with _written(self.run.metrics):
+        with lasting(self.run.metrics):
             self._disk.write_line(self._metrics, encode_line(line))
         if self._wandb:
             self._wandb.log(step, line)
@@ -166,7 +165,7 @@ class Recorder:
 
     def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
         """Which prompts, by their number in the order of the whole run: those drawn, from and to; those trained on."""
-        with _written(self.run.ledger):
+        with lasting(self.run.ledger):
             line = {"step": step, "drawn": drawn, "trained": list(trained)}
             self._disk.write_line(self._ledger, json.dumps(line))
 
@@ -177,8 +176,14 @@ class Recorder:
     def rollouts(self, step: int, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
         """rollouts/step_N.parquet: the input of replay, and of the report's histograms."""
         path = self.run.rollouts / f"step_{step}.parquet"
-        with _written(path):
+        with lasting(path):
             self._disk.write_rollouts(path, scored, **columns)
+        shown = [scored[place] for place in columns.get("pieces", {})]
+        if shown and time.monotonic() - self._sample_at > SAMPLE_S:
+            self._sample_at = time.monotonic()
+            self.note(sample_line(shown[0]))
+        if shown and self._wandb:
+            self._wandb.samples(step, shown)
 
     def end_early(self, reason: str, *, asked: bool) -> None:
         """The loop leaves after this step. `asked`: somebody wanted it to; else the run has reached what it was for."""
@@ -282,16 +287,6 @@ class Recorder:
         """What status.json says of a run, whatever its state."""
         known = {"step": self._last_step, "steps": self._n_steps, "alarms": self.alarms.standing}
         return known | self._disk.news
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RecordLost(
-            f"{path} cannot be written: {error.strerror or error}. A run needs its directory to stay where it is"
-        ) from error
 
 
 def _number(value: Any) -> float:

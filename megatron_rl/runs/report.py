@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.files import last_lines, write_whole
-from megatron_rl.runs import report_alarms
+from megatron_rl.runs import report_alarms, report_samples
 from megatron_rl.runs.causes import Cause
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.report_figures import PALETTE
@@ -40,7 +40,7 @@ def page(runs: Sequence[RunData]) -> str:
     for heading, panels in drawn.items():
         if panels:
             parts.append(f"<h2>{heading}</h2>\n<div class=grid>{''.join(map(_draw, panels))}</div>")
-    parts.append(_appendix(runs))
+    parts += [report_samples.section(runs), _appendix(runs)]
     body = "\n".join(filter(None, parts))
     return (
         f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{escape(title)}: report</title>\n"

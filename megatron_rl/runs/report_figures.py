@@ -16,6 +16,7 @@ from megatron_rl.runs.run_data import RunData, Series
 
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#eceef1"
 PALETTE = ("#2563eb", "#e8710a", "#12805c", "#7c3aed", "#c8324a", "#0b8aa5", "#9a6b00", "#5b6472")
+DIFFICULTY = ("#12805c", "#2563eb", "#c3c8d0")  # all right, some, all wrong
 DASHES = ("solid", "dash", "dot", "dashdot")
 FONT = "Inter, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 HEIGHT = 270
@@ -118,6 +119,29 @@ def curves(
     elif from_zero:
         figure.update_yaxes(rangemode="tozero")
     return figure
+
+
+def difficulty(runs: Sequence[RunData]) -> go.Figure | None:
+    """Shares of groups, one above the other; of several runs only those with both kinds of answers."""
+    figure = go.Figure()
+    for number, run in enumerate(runs):
+        counts = [run.series(f"rollout/{name}") for name in ("groups", "groups_all_right", "groups_all_wrong")]
+        if not all(len(one.values) for one in counts):
+            continue
+        groups, right, wrong = (np.asarray(one.values) for one in counts)
+        steps = counts[0].steps
+        shares = {"all right": right / groups, "some": 1 - (right + wrong) / groups, "all wrong": wrong / groups}
+        if len(runs) > 1:
+            line = {"color": PALETTE[number % len(PALETTE)], "width": 2}
+            figure.add_scatter(x=steps, y=shares["some"], name=run.name, mode="lines", line=line)
+            continue
+        for (name, share), colour in zip(shares.items(), DIFFICULTY, strict=True):
+            line = {"width": 0.5, "color": colour}
+            figure.add_scatter(x=steps, y=share, name=name, mode="lines", line=line, stackgroup="one")
+    if not figure.data:
+        return None
+    layout(figure, legend=len(runs) == 1)
+    return figure.update_yaxes(range=[0, 1])
 
 
 def effective_sample_size(runs: Sequence[RunData]) -> go.Figure | None:

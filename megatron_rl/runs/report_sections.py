@@ -74,8 +74,8 @@ def _loss(runs: Sequence[RunData]) -> Panel:
 
 
 def _groups(runs: Sequence[RunData]) -> Panel:
-    figure = curves(runs, {"rollout/groups_kept_fraction": "kept"}, y_range=UNIT)
-    return Panel("Groups kept", "Groups with spread in their rewards, of all generated.", figure, sampled=True)
+    about = "Of all generated: all answers right, all wrong, or some of both, which can be learned from."
+    return Panel("Groups by difficulty", about, figures.difficulty(runs), sampled=True)
 
 
 def _agreement(runs: Sequence[RunData]) -> list[Panel]:

@@ -36,6 +36,7 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
         ("verdict", pa.string()),
         ("text", pa.string()),  # the answer
+        ("pieces", pa.list_(pa.string())),  # its tokens, of the few answers that people are shown
         ("prompt", pa.string()),
         ("truth", pa.string()),  # the data set's own solution, as JSON where it is no text
         ("prompt_token_ids", pa.list_(pa.int32())),
@@ -63,6 +64,7 @@ class Columns(TypedDict, total=False):
     mask_BT: torch.Tensor | None
     advantages_B: torch.Tensor | None
     truths: Sequence[Any]  # the data set's own solutions
+    pieces: Mapping[int, Sequence[str]]  # text of each token, by the place of the answer
 
 
 def write_rollouts(path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
@@ -93,6 +95,7 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
         "error": [one.error for one in scored],
         "verdict": [one.verdict for one in scored],
         "text": [one.text for one in scored],
+        "pieces": [columns.get("pieces", {}).get(place) for place in range(rows.start, rows.start + len(scored))],
         "prompt": [rollout.prompt.text for rollout in rollouts],
         "truth": [None if truth is None else _as_text(truth) for truth in truths],
         "prompt_token_ids": [rollout.prompt.token_ids for rollout in rollouts],

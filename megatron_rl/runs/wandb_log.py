@@ -19,6 +19,7 @@ from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import redact
 from megatron_rl.runs.status import ENDED
 from megatron_rl.runs.wandb_file import steps
+from megatron_rl.types import Scored
 
 HOST = "api.wandb.ai"
 PROJECT = "megatron-rl"
@@ -111,6 +112,13 @@ class WandbLog:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > self._held:
             self._run.log(dict(metrics), step=step)
+
+    def samples(self, step: int, shown: Sequence[Scored]) -> None:
+        if step <= self._held:
+            return
+        head = ["prompt", "answer", "reward", "verdict"]
+        rows = [[one.rollout.prompt.text, one.text, one.reward, str(one.verdict or one.error or "")] for one in shown]
+        self._run.log({"samples": self._wandb.Table(columns=head, data=rows)}, step=step)
 
     def alarms(self, news: Sequence[News], standing: Mapping[str, Any]) -> None:
         """An alert for each that was raised; the run's summary lists those that stand."""

@@ -18,7 +18,8 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.runs.console import Display, PlainDisplay
 from megatron_rl.runs.record import Recorder
-from megatron_rl.types import Prompt, Rollout, Scored
+from megatron_rl.runs.samples import choose
+from megatron_rl.types import Prompt, Rollout, Scored, Verdict
 
 
 def make_config(level: Level = Level.token, fmt: Format = Format.int8) -> Config:
@@ -51,7 +52,8 @@ def make_scored(n: int, length: int = 12, noise: float = 0.05, seed: int = 0) ->
         prompt = Prompt(index // 4, (1, 2, 3), "1+1=", {"answer": "2"})
         tokens = tuple(draw.randint(3, 20) for _ in range(size))
         rollout = Rollout(prompt, index // 4, index % 4, tokens, logprobs, (True,) * size, "stop", 3)
-        scored.append(Scored(rollout, float(draw.random() < 0.5), text="2"))
+        right = draw.random() < 0.5
+        scored.append(Scored(rollout, float(right), text="2", verdict=Verdict.right if right else Verdict.wrong))
     return scored, prox_BT
 
 
@@ -73,6 +75,9 @@ def make_run(
             "rollout_corr/rollout_rs_masked_fraction": 0.0,
             "rollout/response_tokens_mean": 7 + 2 * skill + draw.gauss(0, 0.2),
             "rollout/groups_kept_fraction": 0.8 - 0.5 * skill,
+            "rollout/groups": 100,
+            "rollout/groups_all_right": round(60 * skill),
+            "rollout/groups_all_wrong": round(30 * (1 - skill)),
             "rollout/tokens": 4000.0,
             "loss/total": draw.gauss(0, 0.01),
             "loss/entropy": 0.8 - 0.5 * skill,
@@ -95,7 +100,8 @@ def make_run(
             for row, one in enumerate(scored):
                 sampler_BT[row, : len(one.rollout.logprobs)] = torch.tensor(one.rollout.logprobs)
             weights_BT = (prox_BT - sampler_BT).exp().clamp(max=2.0)
-            recorder.rollouts(step, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT)
+            pieces = {row: [f"<{token}>" for token in scored[row].rollout.token_ids] for row in choose(scored, prox_BT)}
+            recorder.rollouts(step, scored, prox_logprobs_BT=prox_BT, weights_BT=weights_BT, pieces=pieces)
         recorder.log(step, metrics)
     recorder.close()
     return folder / name

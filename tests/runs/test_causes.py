@@ -24,7 +24,7 @@ from megatron_rl.rewards.pool import TOO_LATE, WATCHED, RewardsHang, _Breaker
 from megatron_rl.runs.alarm_rules import RULES
 from megatron_rl.runs.causes import ENGINE, OUT_OF_MEMORY, ROWS, STUCK, UNKNOWN, Cause, explain
 from megatron_rl.runs.checkpoints import TornCheckpoint, read
-from megatron_rl.runs.record import RecordLost, _written
+from megatron_rl.runs.disk import RecordLost, lasting
 from megatron_rl.sampler.fleet.replica import NoServerLeft
 from megatron_rl.weight_sync import probe
 
@@ -73,7 +73,7 @@ def raised(folder: Path) -> list[tuple[str, BaseException]]:
             breaker.note(True)
 
     def write(number: int) -> None:
-        with _written(folder / "metrics.jsonl"):
+        with lasting(folder / "metrics.jsonl"):
             raise OSError(number, os.strerror(number))
 
     zeros_BT, ones_BT = torch.zeros(4, 8), torch.ones(4, 8)

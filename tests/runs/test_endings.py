@@ -18,9 +18,10 @@ from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.files import last_lines
 from megatron_rl.runs import record, wandb_log
 from megatron_rl.runs.console import PlainDisplay
+from megatron_rl.runs.disk import RecordLost
 from megatron_rl.runs.last_words import write_own_report
 from megatron_rl.runs.metrics_file import read_lines, read_metrics
-from megatron_rl.runs.record import Recorder, RecordLost, describe_contents
+from megatron_rl.runs.record import Recorder, describe_contents
 from megatron_rl.runs.resume import gap
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir, open_run
