@@ -18,6 +18,7 @@ from megatron_rl.config.rules import Rule, findings
 from megatron_rl.config.schema import (
     CheckpointSection,
     Config,
+    DataSection,
     Device,
     EvalSection,
     LearnerSection,
@@ -122,7 +123,7 @@ def check_alone(config: Config, weights: Path) -> list[str]:
         misfits = torch_dist_places.misfits if is_checkpoint(weights) else weight_files.misfits
         problems += misfits(weights, facts["shape"])
     problems += findings(ALONE, facts)
-    problems += [each.error for each in files.absent_sets(facts["sets"])]
+    problems += [each.error for each in files.absent_data(DataSection(), facts["sets"])]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return list(notes.plain_text(config.model, config.data, [one.path for one in facts["sets"]]))
@@ -217,5 +218,5 @@ ALONE: tuple[Rule, ...] = (
     unquantized, context, formats, reward_function, set_rewards, *engine.RULES,
     model_folder.vocabulary, model_folder.end_of_text,
 )  # fmt: skip
-TO_FIND: tuple[Rule, ...] = (files.absent_model, files.absent_data, files.absent_sets, files.absent_key)
+TO_FIND: tuple[Rule, ...] = (files.absent_model, files.absent_data, files.absent_key)
 ABSENT: tuple[Rule, ...] = (*TO_FIND, files.absent_dir, files.absent_servers)

@@ -57,15 +57,9 @@ def absent_model(model: ModelSection) -> Iterator[Absent]:
         )
 
 
-def absent_data(data: DataSection) -> Iterator[Absent]:
-    yield from _absent([("data.train", path) for path in data.sources("train")])
-
-
-def absent_sets(sets: Sequence[HeldOut]) -> Iterator[Absent]:
-    yield from _absent([(one.key, one.path) for one in sets if one.path])
-
-
-def _absent(given: Sequence[tuple[str, str]]) -> Iterator[Absent]:
+def absent_data(data: DataSection, sets: Sequence[HeldOut]) -> Iterator[Absent]:
+    given = [("data.train", path) for path in data.sources("train")]
+    given += [(one.key, one.path) for one in sets if one.path]
     toy = any(Path(value).is_relative_to("data/toy") for _, value in given)
     way_out = "`megatron-rl toy` makes the toy's data" if toy else "bring it there, or name another file"
     for key, value in given:
