@@ -7,7 +7,8 @@ host, where vLLM has a second kernel for AMX tiles: one arithmetic, whatever the
 FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8 value is
 exact in BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds activations to FP8 as vLLM
 does, and multiplies in BF16 with FP32 accumulation. The numbers agree up to one more BF16 rounding of the output.
-oneDNN has no BF16 products for processors without AVX-512: there torch multiplies, as it does for BF16 models.
+oneDNN has no BF16 products for processors without AVX-512: there torch multiplies, as it does for BF16 models, through
+FP32 (quantization/host_products.py).
 
 Attention: vLLM 0.32's kernel for AMX tiles trusts a tile configuration that oneDNN's products have replaced in the
 meantime, and ends the process with an illegal instruction on a prompt of one token. Its AVX-512 kernel takes its
@@ -32,6 +33,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 from vllm.v1.attention.backends import cpu_attn
+
+from megatron_rl.quantization import host_products
 
 PRIMITIVE_CACHE = 32  # oneDNN primitives kept per layer, one per batch size seen lately
 TILES, VECTORS = "amx", "vec"  # vLLM's names of its attention kernels
@@ -126,6 +129,7 @@ def install() -> None:
     """Prefer these kernels in this process, once; a no-op on GPUs."""
     if not current_platform.is_cpu():
         return
+    host_products.install()
     tables: list[tuple[Any, type]] = [
         (_POSSIBLE_INT8_KERNELS, SymmetricInt8Kernel),
         (_POSSIBLE_FP8_KERNELS, RoundedFp8Kernel),

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.quantization import host_products
+
 # megatron-core warns at import about every optional package (Apex, Transformer Engine) it cannot find
 _NOISE = "Apex is not installed|Transformer Engine and Apex|Failed to import Transformer Engine"
 
@@ -160,6 +162,7 @@ def install() -> bool:
     warnings.filterwarnings("ignore", message=_NOISE)
     if torch.cuda.is_available():
         return False
+    host_products.install()
     _patch_torch()
     _gloo_all_to_all()
     # functions that megatron-core marks for compilation would spend seconds in a compiler for nothing
