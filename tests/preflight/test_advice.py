@@ -111,6 +111,6 @@ def test_what_a_large_run_writes() -> None:
     found = disk.writes(shape, *sections, LogSection(export=True))
     assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)
     assert found.checkpoints == 2 + 4 + 1
-    assert found.model == pytest.approx(2 * 8.19e9, rel=0.01)
+    assert found.models == pytest.approx(2 * 8.19e9, rel=0.01)
     assert found.rollouts == 100 * 64 * 8 * (512 * 8 + 512 * 22)
     assert disk.writes(shape, *sections[:3], CheckpointSection(minutes=0), LogSection(record_every=0)).total < 5e6
