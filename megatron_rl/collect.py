@@ -1,4 +1,4 @@
-"""prompt -> rollout -> reward -> group filter, and the held-out evaluation. Runs on the driver rank.
+"""prompt -> rollout -> reward -> group filter. Runs on the driver rank.
 
 Shape suffixes: B sequences, T response positions, S prompt + response positions (both right-padded),
 N rollouts, G groups.
@@ -200,7 +200,7 @@ class Scorer:
             if filtered or result.error is not None:
                 rollout = replace(rollout, loss_mask=written(len(rollout.token_ids), by_policy=False))
             total = result.reward + penalty if result.error is None else 0.0
-            scored.append(Scored(rollout, total, result.error, text, result.verdict, result.details))
+            scored.append(Scored(rollout, total, result.error, text, result.verdict, result.details, result.answer))
         return scored
 
     def _ends(self, rollouts: Sequence[Rollout]) -> list[str]:
@@ -262,25 +262,3 @@ class DatasetAnswers:
                 )
             )
         return rollouts
-
-
-class Evaluator:
-    """Greedy answers to the held-out prompts, without a penalty for their length."""
-
-    def __init__(self, prompts: Sequence[Prompt], sampler: Generates, scorer: Scorer, max_tokens: int) -> None:
-        self._prompts = prompts
-        self._sampler = sampler
-        self._scorer = replace(scorer, config=replace(scorer.config, overlong_buffer=0))
-        stop_token_ids = scorer.tokenizer.stop_token_ids
-        self._params = SamplingParams(samples=1, max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop_token_ids)
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        rollouts = self._sampler.generate(self._prompts, self._params, seed=0, first_group=0, step=step)
-        scored = self._scorer.score(rollouts, self._params.max_tokens)
-        return {
-            "eval/accuracy": fmean(one.verdict == Verdict.right for one in scored),
-            "eval/reward_mean": fmean(one.reward for one in scored),
-            "eval/n": len(scored),
-            "eval/response_tokens_mean": fmean(len(rollout.token_ids) for rollout in rollouts),
-            "eval/truncated_fraction": fmean(rollout.finish_reason == "length" for rollout in rollouts),
-        }

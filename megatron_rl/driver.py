@@ -14,12 +14,14 @@ from typing import Any, Self
 
 import torch
 
-from megatron_rl.collect import Collector, DatasetAnswers, Evaluator, Scorer, sampling_params
+from megatron_rl.collect import Collector, DatasetAnswers, Scorer, sampling_params
+from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
 from megatron_rl.config.patience import describe
 from megatron_rl.config.schema import Config, Format, RolloutSource
-from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, needs_answers
+from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out, needs_answers
 from megatron_rl.distributed import waited_for
+from megatron_rl.evaluation.evaluator import Evaluator
 from megatron_rl.models.kept_state import look_into
 from megatron_rl.preflight.machine import detect
 from megatron_rl.preflight.plan.achieved import Achieved, memory_peaks
@@ -151,12 +153,7 @@ class Driver:
         order = PromptOrder(train, config.run.seed, config.data.shuffle, position)
         rebaseline = config.correction.rebaseline
         self._collector = Collector(config.rollout, order, answers, scorer, rebaseline=rebaseline, seed=config.run.seed)
-        self._evaluator: Evaluator | None = None
-        if config.data.eval:
-            held_out = load_dataset("eval", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
-            self.recorder.note(f"eval     {config.data.eval}: {held_out.describe()}")
-            max_tokens = config.eval.max_response_tokens or config.rollout.max_response_tokens
-            self._evaluator = Evaluator(held_out.prompts[: config.eval.max_prompts], self.sampler, scorer, max_tokens)
+        self._evaluators = self._open_sets(tokenizer, rewards)
         # idle servers are given a prompt each, so that the probe meets every one
         engines = len(replica_formats(config.sampler, config.quantization))
         self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, engines)]
@@ -167,6 +164,20 @@ class Driver:
             max_response_tokens=min(config.rollout.max_response_tokens, PROBE_TOKENS),
         )
         self._probe_params = sampling_params(short, tokenizer.stop_token_ids)
+
+    def _open_sets(self, tokenizer: FolderTokenizer, rewards: RewardPool) -> list[Evaluator]:
+        """The held-out sets; those whose reward is the run's share its workers."""
+        config, evaluators, pools = self._config, [], {str(self._config.reward.name): rewards}
+        for one in held_out(config):
+            found = load_held_out(one, config.data, tokenizer, config.rollout.max_prompt_tokens)
+            self.recorder.note(f"{one.name or 'eval':<8} {one.path}: {found.describe()}")
+            if str(one.reward.name) not in pools:
+                pools[str(one.reward.name)] = own = RewardPool(one.reward)
+                self._stack.callback(own.close)
+                own.start()
+            scorer = Scorer(one.reward, pools[str(one.reward.name)], tokenizer)
+            evaluators.append(Evaluator(one, found.prompts, self.sampler, scorer))
+        return evaluators
 
     @property
     def position(self) -> int | None:
@@ -219,7 +230,7 @@ class Driver:
     def evaluate(self, step: int) -> dict[str, float]:
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
-            return self._evaluator.evaluate(step) if self._evaluator else {}
+            return {name: value for each in self._evaluators for name, value in each.evaluate(step).items()}
 
     def check_time(self) -> None:
         """Gives the step up where the time that is left does not suffice for what follows."""

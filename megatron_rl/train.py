@@ -44,7 +44,7 @@ from megatron_rl.runs.progress import Standing, reached
 from megatron_rl.runs.stop_request import StepGivenUp, heard
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import probe
-from megatron_rl.weight_sync.export import export_hf
+from megatron_rl.weight_sync.export import leave_models
 from megatron_rl.weight_sync.push import WeightSync
 
 
@@ -83,8 +83,9 @@ def train(
         with closing(sync):
             saver = Saver(run_dir / "checkpoints", config.checkpoint, learner, sync, driver.recorder.note)
             loop(config, driver, learner, sync, saver, begin(config, driver, learner, saver))
-            if config.log.export and learner.broadcast(driver.has_time()):
-                export_hf(learner, config.model.folder, run_dir / "model")
+            if config.log.export:
+                best, has_time = config.checkpoint.best, lambda: learner.broadcast(driver.has_time())
+                leave_models(learner, config.model.folder, run_dir, best, has_time, driver.recorder.note)
 
 
 def begin(config: Config, driver: Driver | Follower, learner: Learner, saver: Saver) -> Standing:

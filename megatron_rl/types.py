@@ -93,6 +93,7 @@ class Scored:
     text: str = ""
     verdict: Verdict | None = None  # None: nobody has judged it
     details: Mapping[str, float] = field(default_factory=dict)  # what else the reward measured
+    answer: str | None = None  # what the reward found in the response: answers vote by it
 
 
 @dataclass(frozen=True)

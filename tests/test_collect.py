@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.collect import Collector, Evaluator, RewardError, Scorer
+from megatron_rl.collect import Collector, RewardError, Scorer
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Config,
@@ -124,11 +124,3 @@ def test_truncated_answers_that_are_filtered(rebaseline: bool, kept: str) -> Non
 def test_a_reward_that_never_works_stops_the_run() -> None:
     with pytest.raises(RewardError, match="none of 20 answers got a score; the first: no score"):
         collector(config(), Script(*["????"] * 5)).collect(1)
-
-
-def test_evaluation_counts_a_missing_score_as_wrong() -> None:
-    script = Script("y", "n", "?", "y")
-    prompts = tuple(Prompt(index, (1,), "1", {}) for index in range(4))
-    scorer = Scorer(config().reward, script, Words())  # type: ignore[arg-type]
-    found = Evaluator(prompts, script, scorer, max_tokens=4).evaluate(0)
-    assert found["eval/accuracy"] == found["eval/reward_mean"] == 0.5

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import cli
+from megatron_rl.commands import train
 from megatron_rl.config import load
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.preflight import checks
@@ -50,7 +51,7 @@ def test_an_override_is_checked_before_the_warm_start(
         (place / name).symlink_to(ROOT / name)
     (place / "runs" / "toy_sft").mkdir(parents=True)
     (place / "runs" / "toy_sft" / "metrics.jsonl").write_text("{}\n")
-    monkeypatch.setattr(cli, "run", lambda config: pytest.fail("the warm start was begun"))
+    monkeypatch.setattr(train, "run", lambda config: pytest.fail("the warm start was begun"))
     assert cli.main(["quickstart", override]) == 2
     assert said in capsys.readouterr().err
     assert [path.name for path in (place / "runs").iterdir()] == ["toy_sft"]
@@ -60,7 +61,7 @@ def test_a_quickstart_that_can_run_is_begun(place: Path, monkeypatch: pytest.Mon
     for name in ("recipes", "conf"):
         (place / name).symlink_to(ROOT / name)
     begun = []
-    monkeypatch.setattr(cli, "run", lambda config: begun.append(config.run.name) or 7)
+    monkeypatch.setattr(train, "run", lambda config: begun.append(config.run.name) or 7)
     assert cli.main(["quickstart", "correction=icepop", "optim.lr=2e-4"]) == 7
     assert begun == ["toy_sft"]
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.cli import check_run
+from megatron_rl.commands.train import check_run
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.bounds import is_folder_name
 from megatron_rl.config.schema import IfExists

@@ -108,6 +108,13 @@ def sound(section: Section, path: str = "") -> tuple[Section, dict[str, str]]:
                 better, own = sound(element, f"{key}[{index}]")
                 changes[field.name].append(better)
                 inner |= own
+        elif isinstance(value, dict) and value and is_dataclass(next(iter(value.values()))):
+            bound, inner, changes[field.name] = field.metadata["bound"], {}, {}
+            if not bound.holds(value):
+                inner[key] = bound.complaint.format(key=key, value=", ".join(value))
+            for name, element in value.items():
+                changes[field.name][name], own = sound(element, f"{key}.{name}")
+                inner |= own
         else:
             kind = _types(type(section))[field.name]  # type: ignore[arg-type]
             complaint = _complaint(key, value, kind, field.metadata.get("bound"))

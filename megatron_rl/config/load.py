@@ -132,7 +132,17 @@ def _without_preset_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def recorded_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration that a run has left behind, whose keys and presets may be gone since."""
-    return _sound(*_checked([known(_without_preset_names(_loaded(path)))], path, overrides))
+    return _sound(*_checked([recorded(path)], path, overrides))
+
+
+def from_base(base: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Overrides, presets included, over a mapping that is no recipe's file."""
+    return _sound(*_checked([base], Path("overrides"), overrides))
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    """The same, to be read with overrides."""
+    return known(_without_preset_names(_loaded(path)))
 
 
 def _sound(config: Config, found: Sequence[str]) -> Config:

@@ -18,6 +18,7 @@ from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,
     AdvantageConfig,
     Anchor,
+    CheckpointSection,
     Config,
     CorrectionConfig,
     Estimator,
@@ -133,12 +134,28 @@ def schedule(run: RunSection, eval: EvalSection, sync: SyncSection) -> Iterator[
             f"eval.every: {eval.every} is not a multiple of sync.every={sync.every}: "
             "the sampler would be evaluated with an older policy"
         )
+    yield from _sampled_again(eval)
     if run.stop is not None and not (
         len(run.stop) == 1 and all(key.startswith("eval/") and math.isfinite(least) for key, least in run.stop.items())
     ):
         yield (
             f"run.stop: {run.stop}, expected one metric of eval/ and a finite number, such as {{eval/accuracy: 0.28}}; "
             "an override run.stop=null takes out what a base names"
+        )
+
+
+def _sampled_again(eval: EvalSection) -> Iterator[str]:
+    for key, one in (("eval", eval), *((f"eval.sets.{name}", one) for name, one in (eval.sets or {}).items())):
+        samples, temperature = one.samples or eval.samples, one.temperature
+        if samples > 1 and (eval.temperature if temperature is None else temperature) == 0:
+            yield f"{key}.samples: {samples} greedy answers to a prompt are all the same; set {key}.temperature above 0"
+
+
+def best(checkpoint: CheckpointSection) -> Iterator[str]:
+    if checkpoint.best is not None and not (checkpoint.every or checkpoint.minutes):
+        yield (
+            f"checkpoint.best: {checkpoint.best}, but checkpoint.every and checkpoint.minutes are 0: nothing is kept; "
+            "set one of them, or checkpoint.best=null"
         )
 
 
@@ -208,6 +225,6 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    objective, answers, group_size, supervised, schedule, rate, pipeline, updates, formats, patches, engine,
+    objective, answers, group_size, supervised, schedule, best, rate, pipeline, updates, formats, patches, engine,
     alarm_settings, fleet.addresses, fleet.servers,
 )  # fmt: skip

@@ -6,6 +6,7 @@ beside its field; rules about two keys at once are in `rules.py`.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_rl.config.bounds import FOLDER_NAME, above, at_least, between, expect, inside, is_pattern, need
 from megatron_rl.loss.table import LOSSES
 
+SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
 
 POSITIVE = at_least(1)
@@ -501,12 +503,46 @@ class LearnerSection:
     )
 
 
+SAMPLES = between(1, 65536)
+SAMPLING = between(0, 2, "0 (greedy) to 2")
+NUCLEUS = expect(lambda share: 0 < share <= 1, "above 0, at most 1 (off)")
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A set with a name; null: as the section has it."""
+
+    # a file as in data.eval, or a preset of conf/data, whose `eval` it is; null: data.eval, measured in another way
+    path: str | None = None
+    max_prompts: int | None = field(default=None, metadata=POSITIVE)
+    samples: int | None = field(default=None, metadata=SAMPLES)
+    temperature: float | None = field(default=None, metadata=SAMPLING)
+    top_p: float | None = field(default=None, metadata=NUCLEUS)
+    max_response_tokens: int | None = field(default=None, metadata=POSITIVE)
+    reward: Any | None = field(  # as reward.name; null: that
+        default=None, metadata=need(lambda name: _is_reward(name), "use what reward.name can be, or null")
+    )
+
+
 @dataclass(frozen=True)
 class EvalSection:
+    """data.eval, and the sets that have a name: config/evaluation.py says what each comes to."""
+
     every: int = field(default=10, metadata=at_least(0, "0 (never) or more"))  # 0: never
     max_prompts: int = field(default=256, metadata=POSITIVE)
+    samples: int = field(default=1, metadata=SAMPLES)  # of each prompt
+    # null: 0 (greedy) for one sample, rollout.temperature for several
+    temperature: float | None = field(default=None, metadata=SAMPLING)
+    top_p: float = field(default=1.0, metadata=NUCLEUS)
     # null: as in rollout
     max_response_tokens: int | None = field(default=None, metadata=at_least(1, "1 or more, or null"))
+    sets: dict[str, EvalSet] | None = field(  # such as {aime: {path: data/aime_2024.parquet, samples: 32}}
+        default=None,
+        metadata=need(
+            lambda sets: all(SET_NAME.fullmatch(name) for name in sets),
+            "a set's name is one of letters, digits, _ and -",
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -517,14 +553,15 @@ class CheckpointSection:
     minutes: float = field(default=30.0, metadata=NOT_NEGATIVE)  # 0: by steps only
     keep_last: int = field(default=2, metadata=POSITIVE)
     keep_every: int = field(default=0, metadata=NOT_NEGATIVE)  # steps whose checkpoints stay; 0: none
-    best: str | None = None  # a metric, such as eval/accuracy: the checkpoint with the highest stays
+    # a metric, such as eval/accuracy: the checkpoint with the highest stays, and log.export leaves its model-best/
+    best: str | None = None
 
 
 @dataclass(frozen=True)
 class LogSection:
     wandb: Wandb = Wandb.none
     record_every: int = field(default=10, metadata=NOT_NEGATIVE)  # rollouts with both logprobs, as parquet; 0: never
-    export: bool = False  # the final policy as a Hugging Face folder
+    export: bool = False  # the final policy as a Hugging Face folder, model/
     # of the run's directory: the oldest recorded rollouts, then dumps, make room; null: no limit
     disk_gib: float | None = field(default=None, metadata=ABOVE_0)
     # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}

@@ -45,6 +45,9 @@ def misfits(mapping: Mapping[Any, Any], schema: type = Config, prefix: str = "")
             yield from _section(value, types[key], full)
         elif get_origin(types[key]) is list and is_dataclass(get_args(types[key])[0]):
             yield from _sections(value, get_args(types[key])[0], full)
+        elif isinstance(value, Mapping) and (named := named_sections(types[key])):
+            for name, one in value.items():
+                yield from _section(one, named, f"{full}.{name}")
         else:
             yield from _leaf(value, types[key], schema, full)
 
@@ -84,13 +87,21 @@ def known(mapping: Mapping[Any, Any], schema: type = Config) -> dict[Any, Any]:
         if key not in types:
             continue
         inner = next((one for one in (types[key], *get_args(types[key])) if is_dataclass(one)), None)
-        if isinstance(inner, type) and isinstance(value, Mapping):
+        if (named := named_sections(types[key])) and isinstance(value, Mapping):
+            kept[key] = {name: known(one, named) if isinstance(one, Mapping) else one for name, one in value.items()}
+        elif isinstance(inner, type) and isinstance(value, Mapping):
             kept[key] = known(value, inner)
         elif isinstance(inner, type) and isinstance(value, list):
             kept[key] = [known(one, inner) if isinstance(one, Mapping) else one for one in value]
         else:
             kept[key] = value
     return kept
+
+
+def named_sections(kind: Any) -> Any:
+    """Of what dataclass the values are, where a key holds sections by names of the user's."""
+    found = (get_args(one)[1] for one in (kind, *get_args(kind)) if get_origin(one) is dict)
+    return next(filter(is_dataclass, found), None)
 
 
 def _section(value: object, schema: Any, full: str) -> Iterator[str]:

@@ -5,13 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import DataSection, ModelSection, RewardSection, RolloutSection, RolloutSource
+from megatron_rl.config.evaluation import HeldOut, held_out
+from megatron_rl.config.schema import Config, DataSection, RewardSection, RolloutSection, RolloutSource
 from megatron_rl.data.dataset import AT_ONCE, Dataset, Source
 from megatron_rl.data.order import PromptOrder
 from megatron_rl.data.rows import Joined
 from megatron_rl.data.tokenizer import FolderTokenizer
 
-__all__ = ["Dataset", "FolderTokenizer", "PromptOrder", "check_datasets", "load_dataset", "needs_answers"]
+__all__ = [
+    "Dataset",
+    "FolderTokenizer",
+    "PromptOrder",
+    "check_datasets",
+    "load_dataset",
+    "load_held_out",
+    "needs_answers",
+]
 
 EARLY_SAMPLE = 1000  # prompts of a data set that are encoded before a run is started
 
@@ -35,6 +44,17 @@ def load_dataset(
     return parts[0] if len(parts) == 1 else _joined(parts, list(sources.values()))
 
 
+def load_held_out(
+    one: HeldOut,
+    config: DataSection,
+    tokenizer: FolderTokenizer,
+    max_prompt_tokens: int,
+    sample: int | None = None,
+) -> Dataset:
+    source = Source(one.key, Path(one.path), config, tokenizer, one.reward.needs_answer)
+    return source.load(max_prompt_tokens, sample)
+
+
 def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
     """Prompts that stand in two of the files stay in both: each file gives the share that its weight asks for."""
     prompts = Joined([part.prompts for part in parts])
@@ -53,17 +73,16 @@ def needs_answers(rollout: RolloutSection, reward: RewardSection) -> bool:
     return reward.needs_answer or rollout.source == RolloutSource.dataset
 
 
-def check_datasets(model: ModelSection, data: DataSection, rollout: RolloutSection, reward: RewardSection) -> None:
+def check_datasets(config: Config) -> None:
     """Raises what loading the data would raise, before anything is started."""
-    tokenizer = FolderTokenizer(model.folder)
-    needs_answer = needs_answers(rollout, reward)
-    for key in ("train", "eval") if data.eval else ("train",):
-        found = load_dataset(
-            key, data, tokenizer, rollout.max_prompt_tokens, needs_answer=needs_answer, sample=EARLY_SAMPLE
+    data, rollout = config.data, config.rollout
+    tokenizer, longest = FolderTokenizer(config.model.folder), rollout.max_prompt_tokens
+    wanted = needs_answers(rollout, config.reward)
+    left = len(load_dataset("train", data, tokenizer, longest, needs_answer=wanted, sample=EARLY_SAMPLE))
+    if left < rollout.prompts_per_step:
+        raise ConfigError(
+            f"rollout.prompts_per_step: {rollout.prompts_per_step}, but {data.train} has {left} prompts: "
+            "a step would draw some twice; lower it"
         )
-        left = len(found)
-        if key == "train" and left < rollout.prompts_per_step:
-            raise ConfigError(
-                f"rollout.prompts_per_step: {rollout.prompts_per_step}, but {data.train} has {left} prompts: "
-                "a step would draw some twice; lower it"
-            )
+    for one in held_out(config):
+        load_held_out(one, data, tokenizer, longest, EARLY_SAMPLE)

@@ -84,6 +84,15 @@ class FolderTokenizer:
         return self._backend.decode_batch([list(row) for row in token_ids], skip_special_tokens=True)
 
 
+def has_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(_read_json(folder / "tokenizer_config.json").get("chat_template"))
+    except ConfigError:
+        return False
+
+
 def _stop_tokens(folder: Path, backend: Any) -> tuple[int, ...]:
     """End-of-sequence ids: generation_config.json knows best, then config.json, then the tokenizer."""
     for name in ("generation_config.json", "config.json"):

@@ -6,15 +6,19 @@ the model or the files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
+from megatron_rl.config.evaluation import HeldOut, evaluated_tokens, held_out
 from megatron_rl.config.fleet import local_formats
 from megatron_rl.config.rules import Rule, findings
 from megatron_rl.config.schema import (
+    CheckpointSection,
     Config,
+    DataSection,
     Device,
     EvalSection,
     LearnerSection,
@@ -27,16 +31,17 @@ from megatron_rl.config.schema import (
     SamplerSection,
 )
 from megatron_rl.learner import limits
+from megatron_rl.models import torch_dist_places, weight_files
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.preflight import engine, files, model_folder, notes, placement
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.preflight.sync_plan import size_problems
 from megatron_rl.quantization.formats import FP8_CAPABILITY, format_problem
 from megatron_rl.rewards.pool import check_importable
-from megatron_rl.runs.metrics import METRICS
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,10 @@ def problems(config: Config, on: Machine | None = None, complete: bool = False) 
 
 def _facts(config: Config, on: Machine | None, cards: bool = False) -> tuple[dict[str, Any], list[str]]:
     """The sections, and what is outside of them: the machine and the model; what cannot be had is a problem."""
-    facts, problems = {**vars(config), "elsewhere": on is not None}, []
+    sets = held_out(config)
+    known = [name for one in sets for name in one.metrics()]
+    facts: dict[str, Any] = {**vars(config), "elsewhere": on is not None, "sets": sets, "known_metrics": known}
+    problems: list[str] = []
     try:
         facts["machine"] = on or detect(config.run.device)
     except ConfigError as error:
@@ -108,6 +116,19 @@ def check_served(model: ModelSection) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def check_alone(config: Config, weights: Path) -> list[str]:
+    """A model stored in `weights` that answers without a run. Returns what is to be said, raises what is wrong."""
+    facts, problems = _facts(config, None)
+    if "shape" in facts:
+        misfits = torch_dist_places.misfits if is_checkpoint(weights) else weight_files.misfits
+        problems += misfits(weights, facts["shape"])
+    problems += findings(ALONE, facts)
+    problems += [each.error for each in files.absent_data(DataSection(), facts["sets"])]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return list(notes.plain_text(config.model, config.data, [one.path for one in facts["sets"]]))
+
+
 def learner_limits(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
     return limits.problems(shape, hf_config, learner)
 
@@ -134,9 +155,9 @@ def context(hf_config: Mapping[str, Any], rollout: RolloutSection, eval: EvalSec
             f"rollout.max_prompt_tokens + rollout.max_response_tokens: {wanted}, but the model's context is "
             f"{longest} tokens; lower one of the two"
         )
-    wanted = rollout.max_prompt_tokens + (eval.max_response_tokens or 0)
+    wanted = rollout.max_prompt_tokens + max(evaluated_tokens(eval))
     if wanted > longest:
-        yield f"eval.max_response_tokens: with the prompt {wanted} tokens, above the context of {longest}; lower it"
+        yield f"max_response_tokens of eval: with the prompt {wanted} tokens, above the context of {longest}; lower it"
 
 
 def formats(machine: Machine, sampler: SamplerSection, quantization: QuantizationSection) -> Iterator[str]:
@@ -160,13 +181,17 @@ def learner_fp8(machine: Machine, learner: LearnerSection) -> Iterator[str]:
         )
 
 
-def stop_metric(run: RunSection) -> Iterator[str]:
-    known = [name for name in METRICS if name.startswith("eval/")]
+def stop_metric(run: RunSection, known_metrics: Sequence[str]) -> Iterator[str]:
     for metric, least in (run.stop or {}).items():
-        if metric not in known:
-            yield f"run.stop: no run logs {metric}; use one of {', '.join(known)}"
-        elif METRICS[metric].meaning.startswith("fraction") and least > 1:
+        if known_metrics and metric not in known_metrics:
+            yield f"run.stop: no run logs {metric}; use one of {', '.join(known_metrics)}"
+        elif not metric.endswith("reward_mean") and least > 1:
             yield f"run.stop: {metric} is a fraction and never reaches {least:g}; use 0 to 1"
+
+
+def best_metric(checkpoint: CheckpointSection, known_metrics: Sequence[str]) -> Iterator[str]:
+    if checkpoint.best is not None and known_metrics and checkpoint.best not in known_metrics:
+        yield f"checkpoint.best: no run logs {checkpoint.best}; use one of {', '.join(known_metrics)}, or null"
 
 
 def reward_function(reward: RewardSection) -> Iterator[str]:
@@ -176,11 +201,22 @@ def reward_function(reward: RewardSection) -> Iterator[str]:
         yield str(error)
 
 
+def set_rewards(sets: Sequence[HeldOut], reward: RewardSection) -> Iterator[str]:
+    for one in sets:
+        if one.reward != reward:
+            yield from (f"eval.sets.{one.name}: {problem}" for problem in reward_function(one.reward))
+
+
 RULES: tuple[Rule, ...] = (
-    size_problems, learner_limits, optimizer, unquantized, context, formats, learner_fp8, stop_metric, reward_function,
+    size_problems, learner_limits, optimizer, unquantized, context, formats, learner_fp8, stop_metric, best_metric,
+    reward_function, set_rewards,
     *engine.RULES, *model_folder.RULES,
     placement.ranks, placement.engine_gpus, placement.fleet_gpus, placement.host_memory, placement.reach,
     files.unnamed_data,
+)  # fmt: skip
+ALONE: tuple[Rule, ...] = (
+    unquantized, context, formats, reward_function, set_rewards, *engine.RULES,
+    model_folder.vocabulary, model_folder.end_of_text,
 )  # fmt: skip
 TO_FIND: tuple[Rule, ...] = (files.absent_model, files.absent_data, files.absent_key)
 ABSENT: tuple[Rule, ...] = (*TO_FIND, files.absent_dir, files.absent_servers)

@@ -33,13 +33,13 @@ class Writes:
     checkpoint: int
     checkpoints: int  # how many stay, and the one that is being written
     rollouts: int
-    model: int
+    models: int  # the last one, and the best where one is asked for
     lines: int
 
     @property
     def stays(self) -> int:
         """What is never thinned out."""
-        return self.checkpoint * self.checkpoints + self.model + self.lines
+        return self.checkpoint * self.checkpoints + self.models + self.lines
 
     @property
     def total(self) -> int:
@@ -49,7 +49,7 @@ class Writes:
         parts = [
             (self.checkpoint, f"{self.checkpoints} checkpoints of {_gib(self.checkpoint)}"),
             (self.rollouts, f"rollouts {_gib(self.rollouts)}"),
-            (self.model, f"the last model {_gib(self.model)}"),
+            (self.models, f"models {_gib(self.models)}"),
         ]
         return f"at most {_gib(self.total)}: " + ", ".join([text for nbytes, text in parts if nbytes] or ["metrics"])
 
@@ -73,7 +73,7 @@ def writes(
         checkpoint=count * PARAMETER[learner.precision] if saves else 0,
         checkpoints=min(kept + 1, max(1, run.steps)) if saves else 0,
         rollouts=recorded * rollout.prompts_per_step * rollout.samples_per_prompt * row,
-        model=2 * count if log.export else 0,
+        models=2 * count * (1 + bool(checkpoint.best)) if log.export else 0,
         lines=run.steps * LINE,
     )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
+from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.load import CONF
 from megatron_rl.config.schema import (
     DataSection,
@@ -56,13 +57,14 @@ def absent_model(model: ModelSection) -> Iterator[Absent]:
         )
 
 
-def absent_data(data: DataSection) -> Iterator[Absent]:
-    given = [(key, value) for key in ("train", "eval") for value in data.sources(key)]
+def absent_data(data: DataSection, sets: Sequence[HeldOut]) -> Iterator[Absent]:
+    given = [("data.train", path) for path in data.sources("train")]
+    given += [(one.key, one.path) for one in sets if one.path]
     toy = any(Path(value).is_relative_to("data/toy") for _, value in given)
     way_out = "`megatron-rl toy` makes the toy's data" if toy else "bring it there, or name another file"
     for key, value in given:
-        if not all(file.is_file() for file in data_files(f"data.{key}", Path(value))):
-            yield Absent(f"{value} (data.{key})", f"data.{key}: no file {value!r}; {way_out}")
+        if not all(file.is_file() for file in data_files(key, Path(value))):
+            yield Absent(f"{value} ({key})", f"{key}: no file {value!r}; {way_out}")
 
 
 def absent_dir(sync: SyncSection) -> Iterator[Absent]:
@@ -89,9 +91,12 @@ def absent_servers(sampler: SamplerSection) -> Iterator[Absent]:
         )
 
 
-def unnamed_data(data: DataSection, eval: EvalSection) -> Iterator[str]:
-    for key, needed in (("train", True), ("eval", eval.every > 0)):
+def unnamed_data(data: DataSection, eval: EvalSection, sets: Sequence[HeldOut]) -> Iterator[str]:
+    for key, needed in (("train", True), ("eval", eval.every > 0 and not eval.sets)):
         if needed and not getattr(data, key):
             yield f"data.{key}: not set; name a .jsonl or .parquet file" + (
                 ", or set eval.every=0" if key == "eval" else ""
             )
+    for one in sets:
+        if not one.path:
+            yield f"{one.key}: null, and there is no data.eval; name a .jsonl or .parquet file"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_rl.config.schema import DataSection, EvalSection, ModelSection, RunSection
 from megatron_rl.data.layouts import field
-from megatron_rl.files import read_json
+from megatron_rl.data.tokenizer import has_template
 from megatron_rl.preflight.disk import short_disk
 
 LONGEST_ROW = 1 << 20
@@ -20,23 +20,19 @@ def unreachable_stop(run: RunSection, eval: EvalSection) -> Iterator[str]:
 
 
 def plain_prompts(model: ModelSection, data: DataSection) -> Iterator[str]:
-    if data.template is not None or data.system_prompt is not None or not _has_template(model.folder):
+    yield from plain_text(model, data, data.sources("train"))
+
+
+def plain_text(model: ModelSection, data: DataSection, paths: Iterable[str]) -> Iterator[str]:
+    """Files whose prompts a chat model would read as they stand."""
+    if data.template is not None or data.system_prompt is not None or not has_template(model.folder):
         return
-    for path in data.sources("train"):
+    for path in paths:
         if _is_text(Path(path), data.prompt_key or "prompt"):
             yield (
                 f"the prompts of {path} are plain text and are not put into the chat template that {model.path} has; "
                 "for a chat model set data.template={}, or give lists of messages"
             )
-
-
-def _has_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    try:
-        return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
-    except ValueError:
-        return False
 
 
 def _is_text(file: Path, key: str) -> bool:

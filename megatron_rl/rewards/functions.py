@@ -59,7 +59,7 @@ class Rewards:
         if len(self._parts) > 1:
             details |= {_metric("part", name): score for name, _, score, _ in applied}
         verdict = Verdict.timeout if late else applied[0][1].verdict
-        return Judgement(verdict, sum(score * weight for _, _, score, weight in applied), details)
+        return Judgement(verdict, sum(score * weight for _, _, score, weight in applied), details, applied[0][1].answer)
 
     def _worth(self, one: Judgement) -> float:
         if one.score is not None:

@@ -63,7 +63,9 @@ def found(response: str) -> str | None:
 
 def _judge(task: Task) -> Judgement:
     answer = found(task.response)
-    return Judgement(Verdict.no_answer) if answer is None else right_or_wrong(normal(answer) == normal(task.answer))
+    if answer is None:
+        return Judgement(Verdict.no_answer)
+    return right_or_wrong(normal(answer) == normal(task.answer), normal(answer))
 
 
 reward = verifier(_judge)

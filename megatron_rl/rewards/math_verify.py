@@ -41,6 +41,14 @@ def _parsed(text: str, targets: tuple[Any, ...]) -> list[Any]:
         return []
 
 
+def _text(found: list[Any]) -> str | None:
+    """As one answer among others: what it means, where that can be written."""
+    try:
+        return str(found[0])
+    except ValueError:  # a number of more digits than Python writes
+        return None
+
+
 def _judge(task: Task) -> Judgement:
     try:
         truth = _truth(task.answer)
@@ -53,12 +61,12 @@ def _judge(task: Task) -> Judgement:
     for pair in product(truth, response):
         try:
             if verify(*pair, PRECISION, raise_on_error=True):
-                return Judgement(Verdict.right)
+                return Judgement(Verdict.right, answer=_text(truth))  # whatever equals the truth is one answer
         except TimeoutException:
             late = True
         except Exception:
             pass  # this pair cannot be compared
-    return Judgement(Verdict.timeout) if late else right_or_wrong(False)
+    return Judgement(Verdict.timeout) if late else right_or_wrong(False, _text(response))
 
 
 reward = verifier(_judge)

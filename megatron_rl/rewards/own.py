@@ -130,7 +130,10 @@ def read(result: Any) -> Judgement:
     right = bool(others["acc"]) if "acc" in others else score >= RIGHT  # verl's functions say so themselves
     numbers = ((name[:LONGEST_NAME], _number(value)) for name, value in others.items())
     details = {name: number for name, number in numbers if number is not None and math.isfinite(number)}
-    return Judgement(Verdict.right if right else Verdict.wrong, score, dict(islice(details.items(), MOST_DETAILS)))
+    answer = others.get("pred")  # verl's functions call it so
+    verdict = Verdict.right if right else Verdict.wrong
+    numbers_of_its_own = dict(islice(details.items(), MOST_DETAILS))
+    return Judgement(verdict, score, numbers_of_its_own, None if answer is None else str(answer))
 
 
 def _number(value: Any) -> float | None:

@@ -51,6 +51,7 @@ class Score:
     verdict: Verdict
     error: str | None = None  # why there is no score
     details: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 class RewardPool:
@@ -230,7 +231,8 @@ class _Worker:
 
 
 def _score(reply: Mapping[str, Any]) -> Score:
-    return Score(reply.get("score", 0.0), Verdict(reply["verdict"]), reply.get("error"), reply.get("details", {}))
+    verdict, details = Verdict(reply["verdict"]), reply.get("details", {})
+    return Score(reply.get("score", 0.0), verdict, reply.get("error"), details, reply.get("answer"))
 
 
 def _encoded(task: Task) -> bytes:

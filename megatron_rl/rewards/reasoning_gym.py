@@ -35,8 +35,8 @@ def _judge(task: Task) -> Judgement:
     entry = {"question": task.row.get("question"), "answer": task.row.get(task.answer_key), "metadata": metadata}
     score = float(_scorer(metadata["source_dataset"])(answer, entry))
     if score >= RIGHT:
-        return Judgement(Verdict.right)
-    return Judgement(Verdict.wrong, score or None)
+        return Judgement(Verdict.right, answer=answer)
+    return Judgement(Verdict.wrong, score or None, answer=answer)
 
 
 reward = verifier(_judge)

@@ -29,6 +29,7 @@ class Judgement:
     verdict: Verdict
     score: float | None = None  # None: what the verdict is worth, 1 or reward.wrong
     details: Mapping[str, float] = field(default_factory=dict)  # more numbers of the reward's own, for the metrics
+    answer: str | None = None  # what was found in the response; two that mean the same are the same text
 
 
 # None: this reward does not apply to this row
@@ -40,5 +41,5 @@ def verifier(judge: Callable[[Task], Judgement]) -> Reward:
     return lambda task: judge(task) if task.finish_reason == "stop" else Judgement(Verdict.wrong)
 
 
-def right_or_wrong(right: bool) -> Judgement:
-    return Judgement(Verdict.right if right else Verdict.wrong)
+def right_or_wrong(right: bool, answer: str | None = None) -> Judgement:
+    return Judgement(Verdict.right if right else Verdict.wrong, answer=answer)

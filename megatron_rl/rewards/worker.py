@@ -7,6 +7,7 @@ print goes to the log. Nothing but this loop can answer.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -22,6 +23,7 @@ from megatron_rl.rewards.functions import Rewards
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
 
+LONGEST_ANSWER = 64  # bytes
 MAX_ERROR = 500  # characters: a window of replies must fit the channel
 
 
@@ -63,7 +65,14 @@ def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
         return {"verdict": Verdict.error, "error": text.encode("utf-8", "replace").decode()}
     if judged.verdict == Verdict.timeout:
         return {"verdict": judged.verdict, "error": "the verifier stopped at its own time limit"}
-    return {"verdict": judged.verdict, "score": judged.score, "details": judged.details}
+    said = {"verdict": judged.verdict, "score": judged.score, "details": judged.details}
+    return said | ({} if judged.answer is None else {"answer": _short(judged.answer)})
+
+
+def _short(answer: str) -> str:
+    """Of a long one what tells it from others, in characters that any channel takes."""
+    text = answer.encode("utf-8", "replace")
+    return text.decode() if len(text) <= LONGEST_ANSWER else hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 if __name__ == "__main__":

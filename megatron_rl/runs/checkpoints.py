@@ -199,7 +199,7 @@ def prune(root: Path, keep_last: int, keep_every: int) -> list[int]:
     """Removes what is not among the last, not at a step to keep, and not the best. Returns the steps removed."""
     present = steps(root)
     kept = set(present[:keep_last]) | {step for step in present if keep_every and step % keep_every == 0}
-    best = _best(root, present)
+    best = best_step(root)
     removed = [step for step in present if step not in kept and step != best]
     for step in removed:
         doomed = partial_of(root, step)  # a half-removed folder does not look like a checkpoint
@@ -220,9 +220,10 @@ def forget_after(root: Path, step: int) -> None:
         remove(path_of(root, newer))
 
 
-def _best(root: Path, present: list[int]) -> int | None:
+def best_step(root: Path) -> int | None:
+    """The first of those with the highest value of checkpoint.best."""
     scores = {}
-    for step in present:
+    for step in steps(root):
         try:
             found = read(path_of(root, step))
         except TornCheckpoint:

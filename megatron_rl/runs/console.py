@@ -15,9 +15,10 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.runs.eval_metrics import accuracies
+
 # name, short label, how to print it
 SHOWN: tuple[tuple[str, str, str], ...] = (
-    ("eval/accuracy", "eval", ".3f"),
     ("reward/sampler_mean", "reward", ".3f"),
     ("reward/mean", "trained reward", ".3f"),
     ("loss/total", "loss", ".4f"),
@@ -43,6 +44,11 @@ def choose_display(title: str, n_steps: int, stream: TextIO | None = None) -> Di
     return PlainDisplay(n_steps, stream)
 
 
+def shown(names: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Rows that there may be: each evaluated set, and the rest."""
+    return [*((name, label, ".3f") for name, label in accuracies(names).items()), *SHOWN]
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Columns two spaces apart, as lines. From the second on, those whose first row is a number stand to the right."""
     lines = [list(head), *map(list, rows)]
@@ -64,7 +70,7 @@ def duration(seconds: float) -> str:
 
 def step_line(step: int, n_steps: int, metrics: Mapping[str, float], eta_s: float | None) -> str:
     parts = [f"step {step:>{len(str(n_steps))}}/{n_steps}"]
-    for name, label, form in SHOWN:
+    for name, label, form in shown(metrics):
         if name in metrics and name not in LIVE_ONLY:
             value = format(metrics[name], form)
             parts.append(f"{value} s" if label == "s" else f"{label} {value}")
@@ -122,7 +128,7 @@ class LiveDisplay:
         self._spinner.update(text=name or "between phases")
 
     def step(self, step: int, metrics: Mapping[str, float], eta_s: float | None) -> None:
-        for name, _, _ in SHOWN:
+        for name, _, _ in shown(metrics):
             if name in metrics:
                 self._history.setdefault(name, []).append(metrics[name])
         self._step, self._eta_s, self._eta_at = step, eta_s, time.monotonic()
@@ -145,7 +151,7 @@ class LiveDisplay:
         table.add_column(style="dim")
         table.add_column(justify="right")
         table.add_column(style="cyan", no_wrap=True)
-        for name, label, form in SHOWN:
+        for name, label, form in shown(self._history):
             if name in self._history:
                 values = self._history[name]
                 label = "seconds" if label == "s" else label

@@ -31,6 +31,7 @@ def describe_contents(run: RunDir) -> str:
         ("rollouts/", f"{n_rollouts} recorded steps") if n_rollouts else None,
         ("checkpoints/", f"{n_checkpoints} checkpoints") if n_checkpoints else None,
         ("model/", "the last policy, as a Hugging Face folder") if run.model.is_dir() else None,
+        ("model-best/", "the best one by checkpoint.best") if run.best_model.is_dir() else None,
         (f"logs/attempt_{run.attempt}/", ""),
         ("report.html", "opens offline") if run.report.exists() else None,
     ]

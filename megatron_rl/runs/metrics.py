@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import Format
+from megatron_rl.runs import eval_metrics
 
 GROUPS: dict[str, str] = {
     "progress": "How far the run is.",
     "reward": "What the answers scored. The policy that is scored is the *sampler's*: see `reward/learner_estimate`.",
-    "eval": "The held-out split, decoded greedily by the sampler.",
+    "eval": "What the sampler answers on data.eval; a named set has `eval/NAME/accuracy` and so on.",
     "rollout": "What was generated.",
     "rollout_corr": (
         "How far the sampler and the learner disagree, and what the correction did about it. Names that verl also "
@@ -92,14 +93,7 @@ _TABLE: list[Metric] = [
         ("own/*", "mean", "", "mean of a number that a reward of one's own gave beside its score, by its name"),
         ("part/*", "mean", "", "mean score of each reward, before its weight, where reward.name has several"),
     ),
-    *_rows(
-        "eval",
-        ("accuracy", "last", "", "fraction of held-out prompts answered correctly"),
-        ("reward_mean", "last", "", "mean reward on the held-out prompts"),
-        ("n", "last", "prompts", "held-out prompts that were answered"),
-        ("response_tokens_mean", "last", "tokens", "mean length of those answers"),
-        ("truncated_fraction", "last", "", "fraction of them cut at the length limit"),
-    ),
+    *_rows("eval", *eval_metrics.ROWS),
     *_rows(
         "rollout",
         ("n", "sum", "rollouts", "rollouts generated, those of dropped groups included"),
@@ -254,8 +248,14 @@ _TABLE: list[Metric] = [
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 
 
+def row(name: str) -> Metric | None:
+    """Its own, or that of all names of its kind."""
+    kinds = (name, f"{name.rpartition('/')[0]}/*", eval_metrics.row_name(name))
+    return next((METRICS[kind] for kind in kinds if kind in METRICS), None)
+
+
 def unknown(names: Iterable[str]) -> list[str]:
-    return sorted(name for name in names if not {name, f"{name.rpartition('/')[0]}/*"} & METRICS.keys())
+    return sorted(name for name in names if row(name) is None)
 
 
 def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -264,7 +264,8 @@ def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for part in parts:
         for name, value in part.items():
             values.setdefault(name, []).append(value)
-    return {name: REDUCERS[METRICS[name].reducer if name in METRICS else "mean"](v) for name, v in values.items()}
+    reducers = {name: found.reducer if (found := row(name)) else "mean" for name in values}
+    return {name: REDUCERS[reducers[name]](v) for name, v in values.items()}
 
 
 def markdown() -> str:

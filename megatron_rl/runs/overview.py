@@ -16,6 +16,7 @@ from rich.text import Text
 
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.console import TREND, duration, sparkline
+from megatron_rl.runs.eval_metrics import accuracies
 from megatron_rl.runs.run_data import RunData, load_run
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import ENDED
@@ -91,7 +92,8 @@ def _rows(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def _curves(run: RunData) -> Iterator[tuple[str, str]]:
-    for name, label, form in (("eval/accuracy", "eval", ".3f"), *SHOWN):
+    evaluated = accuracies({name: None for line in run.lines for name in line})
+    for name, label, form in (*((name, label, ".3f") for name, label in evaluated.items()), *SHOWN):
         values = run.series(name)
         if values:
             yield label, f"{values.finite[-1]:{form}}  {sparkline(values.values[-TREND:])}"

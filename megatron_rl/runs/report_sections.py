@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
+from megatron_rl.runs import eval_figure
 from megatron_rl.runs import report_figures as figures
 from megatron_rl.runs import report_plan
 from megatron_rl.runs.report_figures import curves
@@ -65,8 +66,9 @@ def _reward(runs: Sequence[RunData]) -> Panel:
 
 
 def _accuracy(runs: Sequence[RunData]) -> Panel:
-    figure = curves(runs, {"eval/accuracy": "accuracy"}, markers=True, y_range=UNIT)
-    return Panel("Held-out accuracy", "Greedy answers on the evaluation split.", figure)
+    return Panel(
+        "Held-out accuracy", "On each evaluated set; the band is its standard error.", eval_figure.accuracy(runs)
+    )
 
 
 def _loss(runs: Sequence[RunData]) -> Panel:

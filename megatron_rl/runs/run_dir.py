@@ -99,6 +99,10 @@ class RunDir:
         return self.path / "model"
 
     @property
+    def best_model(self) -> Path:
+        return self.path / "model-best"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

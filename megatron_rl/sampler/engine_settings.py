@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, MAX_SEQUENCES, is_fleet, replica_formats
 from megatron_rl.config.schema import Config, Device, Format, KvCache, QuantizationSection, SamplerSection, Transport
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
@@ -31,14 +32,13 @@ class EngineSettings:
 
     @classmethod
     def from_config(cls, config: Config) -> EngineSettings:
-        response = max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
         return cls(
             sampler=config.sampler,
             quantization=config.quantization,
             formats=replica_formats(config.sampler, config.quantization),
             is_fleet=is_fleet(config.sampler),
             transport=config.sync.transport,
-            max_tokens=config.rollout.max_prompt_tokens + response,
+            max_tokens=config.rollout.max_prompt_tokens + longest_answer(config.rollout, config.eval),
             seed=config.run.seed,
             device=config.run.device,
         )

@@ -1,11 +1,13 @@
-"""The learner's present weights as a Hugging Face folder, written by every pipeline stage at once."""
+"""The learner's weights as a Hugging Face folder, written by every pipeline stage at once: what a run leaves."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,10 +16,48 @@ from safetensors.torch import save_file
 from megatron_rl.distributed import exchange
 from megatron_rl.files import replacing
 from megatron_rl.models.hf_folder import INDEX, copy_companions
+from megatron_rl.runs import checkpoints
+from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import LearnerWeights
 
 FILE_BYTES = 4 << 30
+
+
+class LoadsWeights(LearnerWeights, Protocol):
+    def load_hf(self, path: Path) -> None:
+        """Of a Hugging Face folder, or of a torch_dist checkpoint."""
+
+
+def leave_models(
+    learner: LoadsWeights,
+    origin: Path,
+    run_dir: Path,
+    best: str | None,
+    has_time: Callable[[], bool],
+    note: Callable[[str], None],
+) -> None:
+    """At the end of a run, on every rank: the last policy, and the best one where `best` names a metric.
+
+    The learner has the best one's weights after that. What there is no time for is left to whoever wants it.
+    """
+    run = RunDir(run_dir)
+    policy = run.checkpoints / "step_N" / checkpoints.POLICY
+    way_out = f"`python tools/convert.py export {policy} FOLDER` makes one of a checkpoint"
+    if not has_time():
+        note(f"no time is left to write {run.model}; {way_out}")
+        return
+    export_hf(learner, origin, run.model)
+    if best is None:
+        return
+    step = exchange(checkpoints.best_step(run.checkpoints))[0]
+    if step is None:
+        note(f"no checkpoint was kept for {best}: there is no {run.best_model}")
+    elif has_time():
+        learner.load_hf(checkpoints.path_of(run.checkpoints, step) / checkpoints.POLICY)
+        export_hf(learner, origin, run.best_model)
+    else:
+        note(f"no time is left to write {run.best_model} of step {step}; {way_out}")
 
 
 def export_hf(learner: LearnerWeights, origin: Path, folder: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import cli
+from megatron_rl.commands import train
 from megatron_rl.config import ConfigError, from_mapping
-from megatron_rl.config.schema import DataSection, LongPrompts, ModelSection, RewardSection, RolloutSection
+from megatron_rl.config.schema import Config, DataSection, LongPrompts, ModelSection, RolloutSection
 from megatron_rl.data import prompts
 from megatron_rl.data.prompts import FolderTokenizer, check_datasets, load_dataset
 from megatron_rl.data.toy import write_toy
@@ -52,7 +52,7 @@ def test_messages_are_read_through_the_template(folder: Path) -> None:
 def test_a_row_that_the_template_refuses(folder: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [*(chat(f"{n}+1") for n in range(1500)), chat("1", "banned")])
     with pytest.raises(ConfigError, match=r"model\.path: the chat template .*no banned.*\(row 1500 of .*jsonl\)"):
-        check_datasets(ModelSection(str(folder)), data, RolloutSection(), RewardSection())
+        check_datasets(Config(model=ModelSection(str(folder)), data=data))
 
 
 @pytest.mark.fault("a prompt of 5 MB", "refused or left out, without encoding it")
@@ -81,9 +81,9 @@ def test_a_sample_is_encoded_before_the_start_and_holds_the_longest_and_the_shor
 
     monkeypatch.setattr(FolderTokenizer, "encode_texts", watched)
     data = write_rows(tmp_path / "rows.jsonl", [chat(str(n)) for n in range(900, 3000)] + [chat("1" * 70)])
-    sections = (ModelSection(str(folder)), data, RolloutSection(max_prompt_tokens=71), RewardSection())
+    config = Config(model=ModelSection(str(folder)), data=data, rollout=RolloutSection(max_prompt_tokens=71))
     with pytest.raises(ConfigError, match=r"1 prompts .* are longer .* 72 tokens"):
-        check_datasets(*sections)
+        check_datasets(config)
     assert prompts.EARLY_SAMPLE <= len(encoded) <= prompts.EARLY_SAMPLE + 2
     assert min(map(len, encoded)) == len("900<end>=")
 
@@ -96,7 +96,8 @@ import sys
 from megatron_rl.config.schema import *
 from megatron_rl.data.prompts import check_datasets
 data = DataSection({str(tmp_path / "rows.jsonl")!r})
-check_datasets(ModelSection({str(folder)!r}), data, RolloutSection(prompts_per_step=1), RewardSection())
+rollout = RolloutSection(prompts_per_step=1)
+check_datasets(Config(model=ModelSection({str(folder)!r}), data=data, rollout=rollout))
 assert "transformers" in sys.modules and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
@@ -113,5 +114,5 @@ def test_one_rank_looks_at_the_data(monkeypatch: pytest.MonkeyPatch, place: Path
     given = {"run": {"name": "x", "root": str(place / "runs")}, "model": {"path": "data/toy/model", "init": "random"}}
     given |= {"rollout": {"max_prompt_tokens": 16, "max_response_tokens": 16}, "eval": {"every": 0}}
     config = from_mapping(given | {"data": {"train": "data/toy/train.jsonl"}})
-    assert cli.run(config, "env") == 0
+    assert train.run(config, "env") == 0
     assert len(seen) == looks

@@ -96,7 +96,7 @@ def test_a_stop_that_never_comes(place: Path, capsys: pytest.CaptureFixture[str]
 def test_a_disk_that_is_short(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["train", "mine.yaml", "--dry-run"]) == 0
     (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("disk ")]
-    assert re.fullmatch(r"disk +at most \S+ MiB: 3 checkpoints of \S+ MiB, the last model \S+ MiB", said)
+    assert re.fullmatch(r"disk +at most \S+ MiB: 3 checkpoints of \S+ MiB, models \S+ MiB", said)
     (found,) = notes(capsys, "log.disk_gib=0.001")
     assert found.startswith("note:    log.disk_gib=0.001: checkpoints and what else has to stay are up to ")
     monkeypatch.setattr(disk, "free", lambda root: 1 << 20)
@@ -111,6 +111,6 @@ def test_what_a_large_run_writes() -> None:
     found = disk.writes(shape, *sections, LogSection(export=True))
     assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)
     assert found.checkpoints == 2 + 4 + 1
-    assert found.model == pytest.approx(2 * 8.19e9, rel=0.01)
+    assert found.models == pytest.approx(2 * 8.19e9, rel=0.01)
     assert found.rollouts == 100 * 64 * 8 * (512 * 8 + 512 * 22)
     assert disk.writes(shape, *sections[:3], CheckpointSection(minutes=0), LogSection(record_every=0)).total < 5e6

@@ -211,6 +211,8 @@ def test_what_is_given_up_comes_again(tmp_path: Path) -> None:
     assert "SIGUSR1 in rollout of step 2" in status["reason"], status
     assert "the state after step 1 is kept" in status["reason"]
     assert "what stands is saved" in screen
+    assert "no time is left to write" in screen and "tools/convert.py export" in screen
+    assert not (folder / "model").exists()
     assert (checkpoints.steps(folder / "checkpoints"), len(records_of(folder))) == ([1], 2)
 
     train(tmp_path, "eval 4")  # this attempt's first evaluation is of step 2

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.fleet import distinct_formats, max_sequences
 from megatron_rl.config.schema import Config, Device, Format
 from megatron_rl.models.layout import Layout
@@ -92,8 +93,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
 
 def longest(config: Config) -> int:
     """Tokens that an engine makes room for."""
-    rollout, eval = config.rollout, config.eval
-    return rollout.max_prompt_tokens + max(rollout.max_response_tokens, eval.max_response_tokens or 0)
+    return config.rollout.max_prompt_tokens + longest_answer(config.rollout, config.eval)
 
 
 def _memory(

@@ -1,0 +1,33 @@
+"""`megatron-rl serve`: one server of a fleet, in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron_rl.commands.recipe import recipe_arguments
+from megatron_rl.config import load
+from megatron_rl.config.schema import Format
+
+
+def add(commands: Any) -> None:
+    serve = commands.add_parser("serve", help="one server for the fleet of a run on another machine")
+    recipe_arguments(serve)
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="the interface to listen on; 0.0.0.0: all (default: %(default)s)"
+    )
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--format", choices=list(map(str, Format)), help="default: quantization.format of the recipe")
+    serve.set_defaults(run=_serve)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = load(options.recipe, options.overrides)
+    from megatron_rl.preflight.checks import check_served
+    from megatron_rl.sampler.engine_settings import EngineSettings
+    from megatron_rl.sampler.fleet.serve import serve
+
+    check_served(config.model)
+
+    settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))
+    return serve(settings, config.model.folder, options.host, options.port)

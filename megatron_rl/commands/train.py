@@ -1,0 +1,136 @@
+"""`megatron-rl train`: checks a recipe, then runs it or says what it would do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.commands.recipe import recipe_arguments, rewards_beside
+from megatron_rl.config import ConfigError, cluster, load, read, to_yaml
+from megatron_rl.config.schema import Config
+from megatron_rl.processes import slurm
+
+
+def add(commands: Any) -> None:
+    train = commands.add_parser("train", help="run a recipe")
+    recipe_arguments(train)
+    train.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, write nothing")
+    train.add_argument(
+        "--on",
+        metavar="NODESxGPUSxNAME-GIB",
+        help="with --dry-run: check for this machine, such as 1x8xH100-80; own: for the recipe's cluster",
+    )
+    train.add_argument(
+        "--ranks",
+        choices=("local", "env", "slurm"),
+        default="local",
+        help="local: start every rank here; env: be one rank of torchrun; slurm: be one rank of srun",
+    )
+    train.add_argument(
+        "--attempts", type=int, default=1, metavar="N", help="start at most N times: a run that fails goes on by itself"
+    )
+    train.set_defaults(run=_train)
+
+
+def _train(options: argparse.Namespace) -> int:
+    if options.print_config:
+        print(to_yaml(load(options.recipe, options.overrides)), end="")
+        return 0
+    if options.on is not None and not options.dry_run:
+        raise ConfigError(f"--on {options.on}: a machine to check for, not one to run on; add --dry-run")
+    rewards_beside(options.recipe)
+    config, found = read(options.recipe, options.overrides)
+    if not options.dry_run:
+        return run(config, options.ranks, found, options.attempts)
+    status = plan_run(config, found, _own_machine(options) if options.on == "own" else options.on)
+    if options.ranks != "local":  # inside a job, which knows how many there will be
+        _ranks_of_starter(config, options.ranks)
+    return status
+
+
+def _own_machine(options: argparse.Namespace) -> str:
+    name, machine = cluster(options.recipe, options.overrides)
+    if machine is None:
+        raise ConfigError(f"--on own: cluster is {name}, which is no machine of a name; say which, such as 1x8xH100-80")
+    return machine
+
+
+def check_run(config: Config, found: Sequence[str] = ()) -> None:
+    """Everything that `run` checks before it starts or writes anything."""
+    from megatron_rl.preflight.checks import check
+
+    check(config, found)
+    _check_place(config)
+
+
+def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
+    """What a run would do, here or on a machine that is only named."""
+    from megatron_rl.preflight.checks import check
+    from megatron_rl.preflight.machine import named
+    from megatron_rl.preflight.summary import describe
+
+    checked = check(config, found, named(on) if on else None)
+    if on is None:
+        _check_place(config)
+    print(describe(config, checked))
+    return 0
+
+
+def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempts: int = 1) -> int:
+    """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
+    if attempts < 1 or (attempts > 1 and ranks != "local"):
+        raise ConfigError(f"--attempts {attempts}: at least 1, and for --ranks local; a batch script queues again")
+    from megatron_rl.preflight.checks import check
+
+    checked, first = check(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
+    for note in checked.notes if first else ():
+        print(f"note: {note}", file=sys.stderr)
+    _check_place(config, writes=first)
+    from megatron_rl.launch import launch
+    from megatron_rl.processes.scratch import entered
+    from megatron_rl.rank import run_rank
+    from megatron_rl.runs.attempts import keep_going
+
+    if ranks == "local":
+        return keep_going(launch, config, attempts, print)
+    _ranks_of_starter(config, ranks)
+    os.environ.update(slurm.rank_environment() if ranks == "slurm" else {})
+    with entered():
+        run_rank(config, Path(config.run.root) / str(config.run.name))
+    return 0
+
+
+def _ranks_of_starter(config: Config, ranks: str) -> None:
+    """As many processes as the learner's layout has places."""
+    from megatron_rl.models.layout import Layout
+
+    name, world = "SLURM_NTASKS" if ranks == "slurm" else "WORLD_SIZE", Layout.from_config(config.learner).world
+    if os.environ.get(name) != str(world):
+        raise ConfigError(
+            f"--ranks {ranks}: {os.environ.get(name, f'no {name}')} processes, but the product of the learner's "
+            f"tensor, pipeline and data parallel sizes is {world}: ask for as many tasks, or change the sizes"
+        )
+
+
+def _check_place(config: Config, writes: bool = True) -> None:
+    """The data can be read, and the run's directory is free: of several ranks the one that writes looks."""
+    from megatron_rl.data.prompts import check_datasets
+    from megatron_rl.runs.run_dir import check_run_dir
+
+    if not writes:
+        return
+    check_datasets(config)
+    check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
+
+
+def _rank(ranks: str) -> int:
+    name = "SLURM_PROCID" if ranks == "slurm" else "RANK"
+    if name not in os.environ:
+        starter = "srun" if ranks == "slurm" else "torchrun"
+        raise ConfigError(f"--ranks {ranks}: {name} is not set; start this under {starter}, or use --ranks local")
+    return int(os.environ[name])

@@ -1,0 +1,90 @@
+"""What the section `eval` comes to: each set with its file, its sampling and its reward. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_rl.config.load import CONF
+from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.config.schema import Config, EvalSection, EvalSet, RewardSection, RolloutSection
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One set. That of data.eval has no name."""
+
+    name: str
+    path: str
+    max_prompts: int
+    samples: int
+    temperature: float
+    top_p: float
+    max_tokens: int  # of an answer
+    reward: RewardSection
+
+    @property
+    def key(self) -> str:
+        """Where a recipe names its file."""
+        return f"eval.sets.{self.name}.path" if self.name else "data.eval"
+
+    @property
+    def prefix(self) -> str:
+        """Of its metrics."""
+        return f"eval/{self.name}/" if self.name else "eval/"
+
+    @property
+    def ks(self) -> list[int]:
+        """Of pass@k: powers of 2, and all samples. pass@1 is the accuracy."""
+        return sorted({1 << power for power in range(1, self.samples.bit_length())} | {self.samples} - {1})
+
+    def metrics(self) -> Iterator[str]:
+        """That it always logs."""
+        yield from (f"{self.prefix}{name}" for name in ("accuracy", "reward_mean"))
+        yield from (f"{self.prefix}pass@{k}" for k in self.ks)
+        yield from (f"{self.prefix}maj@{k}" for k in self.ks[-1:])
+
+
+def held_out(config: Config) -> list[HeldOut]:
+    """data.eval first."""
+    sets = [("", EvalSet())] if config.data.eval else []
+    sets += (config.eval.sets or {}).items()
+    return [_resolved(name, one, config) for name, one in sets]
+
+
+def _resolved(name: str, one: EvalSet, config: Config) -> HeldOut:
+    section, rollout = config.eval, config.rollout
+    samples = one.samples or section.samples
+    temperature = section.temperature if one.temperature is None else one.temperature
+    if temperature is None:
+        temperature = rollout.temperature if samples > 1 else 0.0
+    return HeldOut(
+        name=name,
+        path=_file(one.path) if one.path else config.data.eval or "",
+        max_prompts=one.max_prompts or section.max_prompts,
+        samples=samples,
+        temperature=temperature,
+        top_p=section.top_p if one.top_p is None else one.top_p,
+        max_tokens=one.max_response_tokens or section.max_response_tokens or rollout.max_response_tokens,
+        reward=config.reward if one.reward is None else replace(config.reward, name=one.reward),
+    )
+
+
+def _file(path: str) -> str:
+    """The file itself, or that of a preset of conf/data."""
+    preset = CONF / "data" / f"{path}.yaml"
+    if Path(path).name != path or not preset.is_file():
+        return path
+    return str((read_yaml(preset.read_text(encoding="utf-8")) or {}).get("eval") or path)
+
+
+def longest_answer(rollout: RolloutSection, section: EvalSection) -> int:
+    """That an engine makes room for."""
+    return max(rollout.max_response_tokens, *evaluated_tokens(section))
+
+
+def evaluated_tokens(section: EvalSection) -> Sequence[int]:
+    """Lengths that evaluations ask for, beside that of the rollouts."""
+    sets = (section.sets or {}).values()
+    return [section.max_response_tokens or 0, *(one.max_response_tokens or 0 for one in sets)]

@@ -1,0 +1,81 @@
+"""A held-out set answered and judged, without a penalty for length. Runs on the driver rank, and without a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from statistics import fmean
+
+from megatron_rl.collect import Generates, Group, Scorer
+from megatron_rl.config.evaluation import HeldOut
+from megatron_rl.config.schema import VERIFIERS
+from megatron_rl.evaluation.estimators import majority, mean_and_error, pass_at
+from megatron_rl.types import Prompt, SamplingParams, Verdict
+
+
+class Evaluator:
+    """Of one set. Greedy answers repeat exactly; sampled ones have seeds of their own, the same each time."""
+
+    def __init__(self, about: HeldOut, prompts: Sequence[Prompt], sampler: Generates, scorer: Scorer) -> None:
+        self.about = about
+        self.prompts = prompts[: about.max_prompts]
+        self._sampler = sampler
+        self._scorer = replace(scorer, config=replace(about.reward, overlong_buffer=0))
+        self._params = SamplingParams(
+            samples=about.samples,
+            max_tokens=about.max_tokens,
+            temperature=about.temperature,
+            top_p=about.top_p,
+            stop_token_ids=scorer.tokenizer.stop_token_ids,
+        )
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        return self.metrics(self._answered(self.prompts, 0, step))
+
+    def in_parts(self, answers: int, done: Callable[[int], None]) -> list[Group]:
+        """The same, about so many answers at a time, with a word of how many prompts are `done` after each."""
+        size, groups = max(1, answers // self.about.samples), list[Group]()
+        for start in range(0, len(self.prompts), size):
+            groups += self._answered(self.prompts[start : start + size], start, 0)
+            done(len(groups))
+        return groups
+
+    def _answered(self, prompts: Sequence[Prompt], first: int, step: int) -> list[Group]:
+        rollouts = self._sampler.generate(prompts, self._params, seed=0, first_group=first, step=step)
+        scored = self._scorer.score(rollouts, self._params.max_tokens)
+        return [list(group) for _, group in groupby(scored, key=lambda one: one.rollout.group)]
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        everything = [one for group in groups for one in group]
+        verdicts = Counter(one.verdict for one in everything)
+        found = dict(self._estimates(groups)) | {
+            "reward_mean": fmean(one.reward for one in everything),
+            "n": len(groups),
+            "response_tokens_mean": fmean(len(one.rollout.token_ids) for one in everything),
+            "truncated_fraction": fmean(one.rollout.finish_reason == "length" for one in everything),
+            "no_answer_fraction": verdicts[Verdict.no_answer] / len(everything),
+            "errors": sum(one.error is not None for one in everything),
+        }
+        return {f"{self.about.prefix}{name}": value for name, value in found.items()}
+
+    def _estimates(self, groups: Sequence[Group]) -> Iterator[tuple[str, float]]:
+        """An answer without a score counts as wrong."""
+        right = [[one.verdict == Verdict.right for one in group] for group in groups]
+        each: dict[str, list[float]] = {"accuracy": [fmean(verdicts) for verdicts in right]}
+        for k in self.about.ks:
+            each[f"pass@{k}"] = [pass_at(k, len(verdicts), sum(verdicts)) for verdicts in right]
+        if self.about.samples > 1 and self._votes(groups):
+            answers = [[one.answer for one in group] for group in groups]
+            each[f"maj@{self.about.samples}"] = list(map(majority, answers, right))
+        for name, values in each.items():
+            mean, error = mean_and_error(values)
+            yield name, mean
+            if error is not None:
+                yield f"{name}_stderr", error
+
+    def _votes(self, groups: Sequence[Group]) -> bool:
+        """Whether the reward says what it has found in a response: verifiers do, functions of one's own may."""
+        first = next(iter(self.about.reward.weights))
+        return first in VERIFIERS or any(one.answer is not None for group in groups for one in group)
