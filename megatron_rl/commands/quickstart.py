@@ -1,4 +1,4 @@
-"""`megatron-rl quickstart`: the whole chain on the toy."""
+"""`megatron-rl quickstart`: the whole chain on a small task."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from megatron_rl.commands import train
 
 
 def add(commands: Any) -> None:
-    quickstart = commands.add_parser("quickstart", help="the toy, a warm start, and RL on it")
+    quickstart = commands.add_parser("quickstart", help="a small task, a warm start, and RL on it")
+    quickstart.add_argument("--task", choices=("toy", "reasoning"), default="toy", help="reasoning: a real one, longer")
     quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="for the RL run")
     quickstart.set_defaults(run=_quickstart)
 
 
 def _quickstart(options: argparse.Namespace) -> int:
-    from megatron_rl.quickstart import quickstart
+    from megatron_rl.quickstart import TASKS, quickstart
 
-    return quickstart(options.overrides, train.run, train.check_run)
+    return quickstart(options.overrides, train.run, train.check_run, TASKS[options.task])

@@ -23,6 +23,7 @@ from megatron_rl.config.schema import (
     CorrectionConfig,
     Estimator,
     EvalSection,
+    EvalSet,
     Format,
     LearnerSection,
     LogSection,
@@ -145,7 +146,9 @@ def schedule(run: RunSection, eval: EvalSection, sync: SyncSection) -> Iterator[
 
 
 def _sampled_again(eval: EvalSection) -> Iterator[str]:
-    for key, one in (("eval", eval), *((f"eval.sets.{name}", one) for name, one in (eval.sets or {}).items())):
+    sets: dict[str, EvalSection | EvalSet] = {"eval": eval}
+    sets |= {f"eval.sets.{name}": one for name, one in (eval.sets or {}).items()}
+    for key, one in sets.items():
         samples, temperature = one.samples or eval.samples, one.temperature
         if samples > 1 and (eval.temperature if temperature is None else temperature) == 0:
             yield f"{key}.samples: {samples} greedy answers to a prompt are all the same; set {key}.temperature above 0"

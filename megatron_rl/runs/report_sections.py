@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
-from megatron_rl.runs import eval_figure
+from megatron_rl.runs import eval_figure, report_plan
 from megatron_rl.runs import report_figures as figures
-from megatron_rl.runs import report_plan
 from megatron_rl.runs.report_figures import curves
 from megatron_rl.runs.run_data import RunData
 
