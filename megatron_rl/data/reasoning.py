@@ -12,8 +12,8 @@ from typing import Any
 from megatron_rl.data.toy import ToyShape, hf_config
 
 TASK = "chain_sum"
-SETTINGS = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1, "allow_negation": False}
-DRAWN, TEST = 20_256, 256  # half of what is drawn is there already
+SETTINGS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1, "allow_negation": False}
+DRAWN, TEST = 12_000, 256  # two of three are there already
 VOCABULARY = 512
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TEMPLATE = (

@@ -54,6 +54,9 @@ class Score:
     answer: str | None = None
 
 
+DIED = Score(0.0, Verdict.error, "the reward worker died")
+
+
 class RewardPool:
     """`score` answers in the order of its tasks: one Score for each."""
 
@@ -157,9 +160,14 @@ class _Worker:
             raise ConfigError(f"reward.name: {reply['error']}")
 
     def score(self, tasks: Sequence[Task]) -> list[Score]:
+        """An answer that a worker died of, or with, is judged once more: whoever kills a worker changes no score."""
         scores: list[Score] = []
+        again = False  # the next task was a worker's last
         while len(scores) < len(tasks):
-            scores += self._score_some(self._window(tasks[len(scores) : len(scores) + IN_FLIGHT]))
+            found = self._score_some(self._window(tasks[len(scores) : len(scores) + IN_FLIGHT]))
+            first_time = found[-1] is DIED and not (again and len(found) == 1) and not self._closed
+            scores += found[:-1] if first_time else found
+            again = first_time
         return scores
 
     def _window(self, tasks: Sequence[Task]) -> list[bytes]:
@@ -200,7 +208,8 @@ class _Worker:
             if not self._closed:
                 self._breaker.note(True)
         except (ChannelClosed, msgspec.DecodeError):
-            scores.append(self._replaced(Verdict.error, "the reward worker died"))
+            self.stop()
+            scores.append(DIED)
         return scores
 
     def _replaced(self, verdict: Verdict, reason: str) -> Score:

@@ -33,6 +33,9 @@ def by_word(row, answer_key, response):
     print("what a reward prints is not an answer")
     if response == "sleep":
         time.sleep(30)
+    if response == "slow":
+        time.sleep(0.6)
+        return 8.0
     if response == "raise":
         raise ValueError("no digits")
     if response == "die":
@@ -270,6 +273,18 @@ def test_one_bad_answer_does_not_touch_the_others(odd: RewardPool) -> None:
     assert "died" in str(scores[5].error)
     assert time.monotonic() - begun < 20
     assert [score.reward for score in scored(odd, ({}, "6"), ({}, "7"))] == [6, 7]
+
+
+@pytest.mark.fault("a reward worker is killed by somebody", "the answer it was at is judged by the next one")
+def test_who_kills_a_worker_changes_no_score(odd: RewardPool) -> None:
+    process = odd._workers[0]._process
+    assert process is not None
+    killer = threading.Timer(0.2, process.kill)
+    killer.start()
+    scores = scored(odd, ({}, "slow"), ({}, "1"), ({}, "2"))  # the first and the last are this worker's
+    assert process.wait() == -signal.SIGKILL
+    assert [score.reward for score in scores] == [8.0, 1.0, 2.0]
+    assert [score.error for score in scores] == [None] * 3
 
 
 @pytest.mark.fault("a reward gives NaN or text, exits, forks", "each is an error with its reason; a fork answers once")
