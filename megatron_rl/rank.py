@@ -39,7 +39,7 @@ from megatron_rl.runs.run_dir import LAUNCHER
 from megatron_rl.runs.watch import Watch
 
 DRIVER_SECRETS = frozenset({"WANDB_API_KEY", KEY_VARIABLE})
-LEAVE_S = 30  # from a rank's last word to its end
+LEAVE_S = 90  # from a rank's last word to its end, which takes seconds where nothing else runs
 
 
 def main(run_dir: Path, parent: int) -> None:
