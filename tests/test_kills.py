@@ -20,6 +20,7 @@ from box import ROOT, SMALL, Box, wait_for
 from preloaded import Process
 
 from megatron_rl.data.toy import write_toy
+from megatron_rl.runs.checkpoints import steps
 
 STEPS = 6
 QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")
@@ -59,6 +60,10 @@ class Forks(Box):
         found = re.findall(r"^step\s+(\d+)/", logs[-1].read_text(), re.M) if logs else []
         return int(found[-1]) if found else 0
 
+    def kept(self) -> int:
+        """The newest checkpoint's."""
+        return max(steps(self.run / "checkpoints"), default=0)
+
     def close(self) -> None:
         for pid in self.holders():
             psutil.Process(pid).kill()
@@ -96,8 +101,8 @@ def test_a_killed_run_goes_on(boxes: tuple[Forks, Forks]) -> None:
     assert alone.train().wait(PATIENCE_S) == 0, alone.screen[-3000:]
     for step, number, victims in MOMENTS:
         process = box.train()
-        reached = lambda step=step: box.step() >= step or process.poll() is not None  # noqa: B023, E731
-        wait_for(reached, PATIENCE_S, f"step {step}")
+        reached = lambda step=step: box.kept() >= step or process.poll() is not None  # noqa: B023, E731
+        wait_for(reached, PATIENCE_S, f"the checkpoint of step {step}")
         assert process.poll() is None, box.screen[-3000:]
         for pid in victims(box):
             os.kill(pid, number)

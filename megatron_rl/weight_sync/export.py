@@ -42,10 +42,9 @@ def leave_models(
     The learner has the best one's weights after that. What there is no time for is left to whoever wants it.
     """
     run = RunDir(run_dir)
-    policy = run.checkpoints / "step_N" / checkpoints.POLICY
-    way_out = f"`python tools/convert.py export {policy} FOLDER` makes one of a checkpoint"
     if not has_time():
-        note(f"no time is left to write {run.model}; {way_out}")
+        newest = max(checkpoints.steps(run.checkpoints), default=None)
+        note(f"no time is left to write {run.model}; {_way_out(run, newest)}")
         return
     export_hf(learner, origin, run.model)
     if best is None:
@@ -57,7 +56,14 @@ def leave_models(
         learner.load_hf(checkpoints.path_of(run.checkpoints, step) / checkpoints.POLICY)
         export_hf(learner, origin, run.best_model)
     else:
-        note(f"no time is left to write {run.best_model} of step {step}; {way_out}")
+        note(f"no time is left to write {run.best_model}; {_way_out(run, step)}")
+
+
+def _way_out(run: RunDir, step: int | None) -> str:
+    if step is None:
+        return "no checkpoint was kept that it could be made of"
+    policy = checkpoints.path_of(run.checkpoints, step) / checkpoints.POLICY
+    return f"`python tools/convert.py export {policy} FOLDER` makes one of the checkpoint of step {step}"
 
 
 def export_hf(learner: LearnerWeights, origin: Path, folder: Path) -> None:

@@ -22,8 +22,14 @@ RECIPE = (
     *("eval.max_prompts=32", "learner.n_minibatches=2", "rollout.max_gen_batches=2", "log.export=true"),
     "reward.name=chance:score",
 )
-# answers of a model that knows nothing differ in it, so that every step has something to learn
-REWARD = "import zlib\n\n\ndef score(row, key, response):\n    return zlib.crc32(response.encode()) % 7 / 6\n"
+# answers of a model that knows nothing differ in it, so that every step has something to learn; steps of a second or so
+# leave time to be killed in
+REWARD = """
+import time, zlib
+def score(row, key, response):
+    time.sleep(0.02)
+    return zlib.crc32(response.encode()) % 7 / 6
+"""
 VICTIMS = ("rank 0", "rank 1", "everything", "engine", "launcher", "TERM", "USR1")
 UNEQUAL = ("time/", "perf/", "rollout/restarts")  # what differs between two runs that are the same
 
