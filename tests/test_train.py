@@ -90,7 +90,8 @@ def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
         groups_B=torch.zeros(2, dtype=torch.int64),
     )
     correction, advantages_B = correct(torch.full((2, 3), -0.1), batch, config.correction, config.advantage)
-    driver: Any = SimpleNamespace(_config=config, _scored=[], _ordinals=(0, 1), recorder=recorder)
+    scorer = SimpleNamespace(whole=list)
+    driver: Any = SimpleNamespace(_config=config, _scored=[], _scorer=scorer, _ordinals=(0, 1), recorder=recorder)
     Driver.record(driver, 10, correction, advantages_B)
     assert (written["prox_logprobs_BT"] is None) == (preset == "bypass")
 

@@ -67,9 +67,15 @@ def entered() -> Iterator[None]:
         remove_stale(given.parent)
         yield
         return
+    before = os.environ.get("TMPDIR")
     with Scratch() as own:
         own.enter()
-        yield
+        try:
+            yield
+        finally:
+            os.environ.pop("TMPDIR")
+            os.environ.update({} if before is None else {"TMPDIR": before})
+            tempfile.tempdir = None
 
 
 def remove_with_it(paths: Iterable[Path]) -> None:

@@ -144,3 +144,12 @@ def test_a_rank_uses_what_it_was_given(there: Path, monkeypatch: pytest.MonkeyPa
             assert scratch.current() not in (None, given.path)
             assert os.environ["TMPDIR"] == str(scratch.current())
     assert not list(there.iterdir())
+
+
+def test_who_has_left_it_uses_the_folder_from_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with entered():
+        assert Path(tempfile.gettempdir()).name.startswith(PREFIX)
+    assert os.environ["TMPDIR"] == tempfile.gettempdir() == str(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -78,7 +78,7 @@ def test_trl_s() -> None:
 
 def test_several_add_up_and_the_first_has_the_verdict() -> None:
     both = judged({"exact_match": 1.0, "mine.py:trl_plain": 0.5}, "2", {"prompt": "1+1=", "solution": "2"})
-    assert both == Judgement(Verdict.right, 1.05, {"part/exact_match": 1.0, "part/mine.py:trl_plain": 0.1})
+    assert both == Judgement(Verdict.right, 1.05, {"part/exact_match": 1.0, "part/mine.py:trl_plain": 0.1}, "2")
     none = judged({"exact_match": 1.0, "mine.py:trl_plain": 0.5}, "?", {"prompt": "1+1=", "solution": "2"})
     assert (none.verdict, none.score) == (Verdict.wrong, 0.0)
     with pytest.raises(ValueError, match="no reward applies to this row"):
