@@ -42,8 +42,8 @@ from megatron_rl.sampler.protocol import Sampler, SamplerStats
 from megatron_rl.sampler.sleep_schedule import SleepSchedule
 from megatron_rl.types import Batch, Rollout, Scored, collate
 
-PROBE_PROMPTS = 8
-PROBE_SAMPLES = 8
+PROBE_PROMPTS = 64  # one answer each: where a format errs at a prompt, it errs in all of its answers
+PROBE_SAMPLES = 1
 PROBE_TOKENS = 128  # of a response, at most
 CALIBRATION_PROMPTS = 64
 
