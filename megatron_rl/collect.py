@@ -96,7 +96,7 @@ class Collector:
         first, self.next_group = self.next_group, self.next_group + count
         rollouts = self._answers.generate(prompts, self._params, seed=self._seed, first_group=first, step=step)
         scored = self._scorer.score(rollouts, self._params.max_tokens)
-        return [list(group) for _, group in groupby(scored, key=lambda one: one.rollout.group)]
+        return grouped(scored)
 
     def _learnable(self, group: Group) -> bool:
         if not self._config.dynamic_sampling:
@@ -159,6 +159,11 @@ def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
         "reward/errors": sum(one.error is not None for one in scored),
         **{f"reward/{name}": fmean(values) for name, values in sorted(details.items())[:MOST_DETAILS]},
     }
+
+
+def grouped(scored: Sequence[Scored]) -> list[Group]:
+    """Answers to one prompt are neighbours."""
+    return [list(group) for _, group in groupby(scored, key=lambda one: one.rollout.group)]
 
 
 def _flat(groups: Sequence[Group]) -> list[Scored]:

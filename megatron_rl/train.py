@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config.fleet import distinct_formats, is_fleet
 from megatron_rl.config.schema import (
     Anchor,
     Config,
@@ -71,15 +70,7 @@ def train(
         )
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
         last.callback(learner.close)
-        sync = WeightSync(
-            learner,
-            driver.sampler,
-            distinct_formats(config.sampler, config.quantization),
-            quantization=config.quantization,
-            sync=config.sync,
-            engines=config.sampler,
-            fleet=is_fleet(config.sampler),
-        )
+        sync = WeightSync.from_config(learner, driver.sampler, config)
         with closing(sync):
             saver = Saver(run_dir / "checkpoints", config.checkpoint, learner, sync, driver.recorder.note)
             loop(config, driver, learner, sync, saver, begin(config, driver, learner, saver))

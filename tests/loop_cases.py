@@ -30,7 +30,6 @@ class Kept(SilentRecorder):
 
 
 def main(folder: Path, cases: dict[str, list[str]]) -> None:
-    from megatron_rl.config.fleet import distinct_formats
     from megatron_rl.config.schema import CheckpointSection
     from megatron_rl.driver import Driver
     from megatron_rl.learner.learner import Learner
@@ -49,10 +48,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
             rollout=base.rollout, quantization=base.quantization,
         )  # fmt: skip
         load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
-        sync = WeightSync(
-            learner, driver.sampler, distinct_formats(base.sampler, base.quantization),
-            quantization=base.quantization, sync=base.sync, engines=base.sampler, fleet=False,
-        )  # fmt: skip
+        sync = WeightSync.from_config(learner, driver.sampler, base)
         saver = Saver(folder / "run" / "checkpoints", CheckpointSection(), learner, sync, driver.recorder.note)
         try:
             for number, (name, overrides) in enumerate(cases.items()):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.toy import ToyShape, hf_config
+from megatron_rl.data.toy import ToyShape, hf_config, save_tokenizer
 
 TASK = "chain_sum"
 SETTINGS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1, "allow_negation": False}
@@ -58,14 +58,6 @@ def write_tokenizer(folder: Path, texts: Iterator[str]) -> None:
         vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "eos_token": END,
-        "chat_template": TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    save_tokenizer(tokenizer, folder, pad_token=PAD, eos_token=END, chat_template=TEMPLATE)
     tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": special.index(END)}
     (folder / "config.json").write_text(json.dumps(hf_config(SHAPE) | tokens, indent=2) + "\n")

@@ -104,10 +104,14 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(PAD, special=True), AddedToken(END, special=True)])
+    save_tokenizer(tokenizer, folder, pad_token=PAD, eos_token=END)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path, **settings: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": PAD, "eos_token": END}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
 def hf_config(shape: ToyShape) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.fleet import distinct_formats, is_fleet
 from megatron_rl.config.load import from_base, recorded
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.evaluation.stored_model import StoredModel, StoredWeights
@@ -61,15 +60,7 @@ def served(
         sampler = make_sampler(EngineSettings.from_config(config), stored.folder, logs, note)
         with closing(sampler):
             sampler.launch()
-            sync = WeightSync(
-                weights,
-                sampler,
-                distinct_formats(config.sampler, config.quantization),
-                quantization=config.quantization,
-                sync=config.sync,
-                engines=config.sampler,
-                fleet=is_fleet(config.sampler),
-            )
+            sync = WeightSync.from_config(weights, sampler, config)
             with closing(sync):  # until the end: an engine that dies reads its weights again
                 sync.push(0)
                 yield sampler

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 from statistics import fmean
 
-from megatron_rl.collect import Generates, Group, Scorer
+from megatron_rl.collect import Generates, Group, Scorer, grouped
 from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.schema import VERIFIERS
 from megatron_rl.evaluation.estimators import majority, mean_and_error, pass_at
@@ -44,8 +43,7 @@ class Evaluator:
 
     def _answered(self, prompts: Sequence[Prompt], first: int, step: int) -> list[Group]:
         rollouts = self._sampler.generate(prompts, self._params, seed=0, first_group=first, step=step)
-        scored = self._scorer.score(rollouts, self._params.max_tokens)
-        return [list(group) for _, group in groupby(scored, key=lambda one: one.rollout.group)]
+        return grouped(self._scorer.score(rollouts, self._params.max_tokens))
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         everything = [one for group in groups for one in group]

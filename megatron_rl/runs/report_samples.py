@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.runs.run_data import RunData, readable
 from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.samples import finding
 
 PROMPT = 1500  # characters
 HEAD, TAIL = 120, 280  # tokens of a long answer
@@ -39,7 +40,7 @@ def _cards(step: int, path: Path) -> list[str]:
 
 
 def _card(step: int, row: Mapping[str, Any]) -> str:
-    found = row["error"] or (row["verdict"] or "not judged").replace("_", " ")
+    found = finding(row["verdict"], row["error"])
     facts = [
         f"step {step}",
         found,

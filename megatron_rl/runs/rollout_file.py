@@ -182,7 +182,7 @@ def _responses(values_BT: torch.Tensor | None, rows: slice, lengths: np.ndarray)
     """What stands left of the padding."""
     if values_BT is None:
         return pa.nulls(len(lengths))
-    part = values_BT[rows].numpy()
+    part = values_BT[rows].numpy(force=True)
     return _lists([row[:length] for row, length in zip(part, lengths, strict=True)], lengths, part.dtype)
 
 

@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megatron_rl.types import Scored, Verdict
 
 if TYPE_CHECKING:
@@ -30,19 +32,20 @@ def choose(scored: Sequence[Scored], prox_logprobs_BT: torch.Tensor | None) -> l
 
 def difference(one: Scored, prox_logprobs_BT: torch.Tensor | None, place: int) -> float:
     """Mean of abs d over the answer's tokens; NaN where it is not known."""
-    import torch
-
-    mu_T = torch.tensor(one.rollout.logprobs)
+    mu_T = np.asarray(one.rollout.logprobs)
     if prox_logprobs_BT is None or not len(mu_T):
         return math.nan
-    return float((prox_logprobs_BT[place, : len(mu_T)].cpu() - mu_T).abs().mean())
+    return float(np.abs(prox_logprobs_BT[place, : len(mu_T)].numpy(force=True) - mu_T).mean())
+
+
+def finding(verdict: str | None, error: str | None) -> str:
+    return error or (verdict or "not judged").replace("_", " ")
 
 
 def line(one: Scored) -> str:
     """On one line: the end of the prompt, the end of the answer, what it was worth."""
     prompt, answer = _end(one.rollout.prompt.text), _end(one.text)
-    verdict = one.verdict.replace("_", " ") if one.verdict else "not judged"
-    return f"sample   {prompt} -> {answer}   {one.error or verdict}, reward {one.reward:g}"
+    return f"sample   {prompt} -> {answer}   {finding(one.verdict, one.error)}, reward {one.reward:g}"
 
 
 def _end(text: str) -> str:

@@ -15,7 +15,9 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.config.fleet import distinct_formats, is_fleet
 from megatron_rl.config.schema import (
+    Config,
     Format,
     KvCache,
     QuantizationSection,
@@ -79,6 +81,18 @@ class WeightSync:
         self.transport = _transport(sources, sampler, sync, engines, fleet)
         self._again = False  # whether the last version failed in a way that sending it again can mend
         self._plan_seconds = time.perf_counter() - started
+
+    @classmethod
+    def from_config(cls, learner: LearnerWeights, sampler: SamplerClient | None, config: Config) -> WeightSync:
+        return cls(
+            learner,
+            sampler,
+            distinct_formats(config.sampler, config.quantization),
+            quantization=config.quantization,
+            sync=config.sync,
+            engines=config.sampler,
+            fleet=is_fleet(config.sampler),
+        )
 
     def push(self, version: int) -> SyncReport:
         """Send the learner's present weights as policy `version`; returns once the sampler serves them.

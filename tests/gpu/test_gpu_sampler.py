@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import hf_config, local_parameters, open_sync, random_hf
+from simulated import hf_config, local_parameters, random_hf
 from tiny_engine import PROMPTS, SAMPLING
 
 from megatron_rl.config.schema import (
@@ -40,6 +40,7 @@ from megatron_rl.sampler.sleep_schedule import SleepSchedule
 from megatron_rl.types import Rollout
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.push import WeightSync
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,7 +104,7 @@ class Run:
             Weights(hf),
         )
         self.sampler.start()
-        self.sync = open_sync(self.weights, self.sampler, config)
+        self.sync = WeightSync.from_config(self.weights, self.sampler, config)
         self.version = 0
 
     def push(self, seed: int) -> list[tuple]:

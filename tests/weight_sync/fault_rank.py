@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from push_rank import Client, Weights, join_pair
-from simulated import open_sync
 
 from megatron_rl.config.schema import Config, Format, QuantizationSection, SyncSection
 from megatron_rl.weight_sync import source
 from megatron_rl.weight_sync.file_transport import version_directory
 from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.push import WeightSync
 
 WHOLE_TENSORS = source.full_tensors
 
@@ -64,7 +64,7 @@ def full_disk(folder: Path) -> None:
     """On a file system that is a little larger than one version: once full before the start, once in the middle."""
     config = Config(quantization=QuantizationSection(format=Format.int8), sync=SyncSection(dir=str(folder)))
     client, filler, errors = Client(), folder / "filler", []
-    sync = open_sync(Weights(0, 1), client, config)
+    sync = WeightSync.from_config(Weights(0, 1), client, config)
 
     def fill() -> None:
         with filler.open("wb", buffering=0) as file:

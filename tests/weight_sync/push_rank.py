@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from simulated import hf_config, local_parameters, open_sync, random_hf
+from simulated import hf_config, local_parameters, random_hf
 
 from megatron_rl.config.schema import Config, Format, LearnerSection, QuantizationSection, SyncSection
 from megatron_rl.models.groups import ShardGroups
@@ -83,7 +83,7 @@ def join_pair(
         sync=SyncSection(dir=folder),
     )
     client, learner = client or Client(), Weights(rank, 2)
-    return open_sync(learner, client if rank == 0 else None, config), learner, client
+    return WeightSync.from_config(learner, client if rank == 0 else None, config), learner, client
 
 
 class RefusesOnce(Client):

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.fleet import distinct_formats, is_fleet
-from megatron_rl.config.schema import Config, Format
+from megatron_rl.config.schema import Format
 from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import params, stage_params
@@ -23,7 +22,6 @@ from megatron_rl.models.shards import full_tensors, local_shard
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.quantization.smoothing import Smoothing
-from megatron_rl.weight_sync.push import WeightSync
 from megatron_rl.weight_sync.source import ShardSource
 
 TIMEOUT_S = 120.0
@@ -80,19 +78,6 @@ def random_hf(shape: ModelShape, dtype: torch.dtype = torch.bfloat16, seed: int 
         for param in params(shape)
         for name, size in zip(param.hf, param.shapes, strict=True)
     }
-
-
-def open_sync(learner: Any, client: Any, config: Config) -> WeightSync:
-    """The sections of the config handed out as the loop does."""
-    return WeightSync(
-        learner,
-        client,
-        distinct_formats(config.sampler, config.quantization),
-        quantization=config.quantization,
-        sync=config.sync,
-        engines=config.sampler,
-        fleet=is_fleet(config.sampler),
-    )
 
 
 def quantized_whole(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from push_rank import HF_CONFIG, NAME, Weights
-from simulated import assert_same_bits, open_sync, quantized_whole, random_hf
+from simulated import assert_same_bits, quantized_whole, random_hf
 
 from megatron_rl.config.schema import Config, Format, QuantizationSection, SyncSection
 from megatron_rl.engine.file_reader import stage
@@ -16,6 +16,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.file_transport import manifest_path, remove_version, version_directory
 from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.push import WeightSync
 
 SHARD = "decoder.layers.1.mlp.linear_fc2.weight"
 
@@ -59,7 +60,7 @@ class Training:
         config = Config(
             quantization=QuantizationSection(format=format), sync=SyncSection(dir=str(folder), full_every=4)
         )
-        self.sync = open_sync(self.weights, self.receiver, config)
+        self.sync = WeightSync.from_config(self.weights, self.receiver, config)
 
     def push(self, version: int):
         self.weights.parameters[SHARD][:, version] *= -1

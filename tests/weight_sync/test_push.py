@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from push_rank import NAME, Weights, run_rank
-from simulated import open_sync
 from spawned import exit_codes
 
 from megatron_rl.config.schema import Config, FleetSection, Format, SamplerSection, SyncSection
@@ -17,6 +16,7 @@ from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.file_transport import manifest_path
 from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.push import WeightSync
 
 TIMEOUT_S = 180
 
@@ -51,7 +51,7 @@ def test_no_space_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     config = Config(sync=SyncSection(dir=str(tmp_path)))
     with pytest.raises(WeightSyncError, match=r"has 0 MiB free: free space there, or set sync\.dir"):
-        open_sync(Weights(0, 1), None, config)
+        WeightSync.from_config(Weights(0, 1), None, config)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -90,7 +90,7 @@ def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the
     fleet = FleetSection(replicas=3, formats=formats)
     config = Config(sync=SyncSection(dir=str(tmp_path)), sampler=SamplerSection(fleet=fleet))
     client = Fleet()
-    sync = open_sync(Weights(0, 1), client, config)
+    sync = WeightSync.from_config(Weights(0, 1), client, config)
     report = sync.push(1)
     found = client.manifests()
     assert {name: one.format for name, one in found.items()} == {"none": "none", "int8": "int8"}

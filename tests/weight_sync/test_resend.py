@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from push_rank import Weights, run_resending_rank
-from simulated import open_sync
 from spawned import exit_codes
 from test_delta_push import Receiver
 
@@ -67,7 +66,7 @@ def embedded(folder: Path, full_every: int = 1, **sampler: Any) -> tuple[Unlucky
         sampler=SamplerSection(**sampler),
     )
     receiver = Unlucky()
-    return receiver, open_sync(Weights(0, 1), receiver, config)
+    return receiver, WeightSync.from_config(Weights(0, 1), receiver, config)
 
 
 def fleet(folder: Path) -> tuple[Unlucky, WeightSync]:
