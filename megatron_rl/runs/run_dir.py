@@ -134,6 +134,8 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> N
             _check_free(path, if_exists)
             if if_exists is IfExists.resume and resolved_yaml and RunDir(path).config.is_file():
                 refuse_changes(RunDir(path).config, resolved_yaml)
+    except FileNotFoundError:
+        return  # another start has just moved it aside
     except OSError as error:
         raise _unusable(path, error.strerror) from None
 
@@ -167,7 +169,10 @@ def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpo
     moved = ""
     while True:
         path.mkdir(parents=True, exist_ok=True)
-        lock = hold(path)
+        try:
+            lock = hold(path)
+        except FileNotFoundError:
+            continue  # another start has just moved it aside
         if lock is None:
             raise _refused(path, "belongs to a run that goes on or is being started")
         if not _used(path):

@@ -14,6 +14,7 @@ from run_factory import make_config, make_yaml, quiet
 
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.schema import Config, IfExists, RunSection
+from megatron_rl.runs import run_dir
 from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, check_run_dir, open_run
 from megatron_rl.runs.status import known_status, mark_status, read_status
@@ -82,6 +83,22 @@ def test_of_many_starts_one_wins(tmp_path: Path, if_exists: IfExists, old: bool)
         if old:
             archived = [entry.name for entry in tmp_path.glob(f"{path.name}.*")]
             assert archived == ([f"{path.name}.1"] if kept else [])
+
+
+@pytest.mark.fault("another start moves the directory while this one takes its lock", "this one has the new directory")
+def test_a_directory_that_is_moved_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, hold, moved = tmp_path / "run", run_dir.hold, list[Path]()
+    path.mkdir()
+    (path / "metrics.jsonl").write_text(STEP_1)
+
+    def meanwhile(folder: Path) -> object:
+        if not moved:
+            moved.append(folder.rename(tmp_path / "run.1"))
+        return hold(folder)
+
+    monkeypatch.setattr(run_dir, "hold", meanwhile)
+    assert claim(path, IfExists.archive)[0].path == path
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "run.1"]
 
 
 @pytest.mark.fault("a run is started with the name of one that goes on", "it is refused, archive or not")
