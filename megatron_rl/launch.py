@@ -79,7 +79,8 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
         if rank is not None:
             said_last = "\n".join([why, *log]) if "SIGABRT" in why else why  # C++ says why on its way out
             about: dict[str, Any] = {"process": f"rank {rank}", "log": str(ranks.log_of(rank))}
-            about |= {"phase": said.get("phase"), "stuck": said.get("stuck"), "out_of_memory": kills.any()}
+            about |= {"phase": said.get("phase") or ranks.guard.watch.phase_of(rank)}
+            about |= {"stuck": said.get("stuck"), "out_of_memory": kills.any()}
             cause = explain(said_last, **about)
         try:
             mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))
@@ -112,7 +113,7 @@ class RankProcesses:
         self._run = run
         self._count = count
         self._given = given
-        self._guard = Guard(watch)
+        self.guard = Guard(watch)
         self.stopping: str | None = None
         self.stuck: str | None = None  # why it had to be ended
         self._stopped_by: signal.Signals = STOP_AFTER_STEP
@@ -168,7 +169,7 @@ class RankProcesses:
                 self._settle(PEER_GRACE_S)
                 self._failed = [rank for rank, process in enumerate(self._processes) if process.poll()]
                 return exit_status(failed[0])
-            if reason := self._guard.look():
+            if reason := self.guard.look():
                 return self._give_up(reason)
             if self._overstayed():
                 return int(read_status(self._run.path).get("state") != "finished")
@@ -178,7 +179,7 @@ class RankProcesses:
 
     def _give_up(self, reason: str) -> int:
         """End who does not go on; the others notice, and the driver closes its engines."""
-        worst = self._guard.watch.blocking[0]
+        worst = self.guard.watch.blocking[0]
         self.stuck, self._failed = reason, [worst.rank or 0]
         with suppress(OSError):
             mark_stuck(self._run.path, worst.about())
@@ -222,7 +223,7 @@ class RankProcesses:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
-        self._guard.end_stopped()
+        self.guard.end_stopped()
         self._settle(REAP_S)
 
     def culprit(self) -> tuple[int | None, str, list[str]]:

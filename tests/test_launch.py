@@ -1,5 +1,6 @@
 """Starting and ending the ranks: which failure is reported, and which signals reach whom."""
 
+import json
 import os
 import signal
 import subprocess
@@ -282,7 +283,9 @@ def test_a_killed_rank_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in = tmp_path / "python"
-    stand_in.write_text('#!/bin/sh\nif [ "$RANK" = 1 ]; then kill -9 $$; fi\nexec sleep 60\n')
+    pulse = tmp_path / "run" / "logs" / "pulse" / "rank_1.json"
+    last = json.dumps({"rank": 1, "pid": 0, "beat": 7, "phase": "update"})
+    stand_in.write_text(f"#!/bin/sh\nif [ $RANK = 1 ]; then echo '{last}' >{pulse}; kill -9 $$; fi\nexec sleep 60\n")
     stand_in.chmod(0o755)
     monkeypatch.setattr(launch.sys, "executable", str(stand_in))
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
@@ -293,8 +296,9 @@ def test_a_killed_rank_is_named(
     log = tmp_path / "run" / "logs" / "attempt_1" / "rank_1.log"
     cause = status["cause"]
     assert (cause["class"], cause["process"], cause["log"]) == ("dead_process", "rank 1", str(log))
+    assert cause["phase"] == "update"
     *_, why, last = capsys.readouterr().err.rstrip().splitlines()
-    assert why.startswith("why: a process was killed (dead_process): rank 1. SIGKILL comes from outside.")
+    assert why.startswith("why: a process was killed (dead_process): rank 1, in update. SIGKILL comes from outside.")
     assert why.endswith(f"Its log is {log}.")
     assert last == "failed: rank 1: ended by SIGKILL (out of memory?)"
 

@@ -62,7 +62,7 @@ def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
     said = re.search(r"^# Run: (.*)", path.read_text(encoding="utf-8"), re.M)
     return (
         f"[{path.stem}]({path.name})",
-        Path(config.model.path).name if machine else "toy",
+        Path(config.model.path).name if machine else Path(config.data.train).parent.name,
         " x ".join(machine.split("x")[:2]) if machine else "",
         " ".join(f"{name}{count}" for name, count in axes if count > 1) or "one rank",
         f"{servers}TP{sampler.tensor_parallel}{shared}",

@@ -95,6 +95,11 @@ class Watch:
     def blocking(self) -> list[Trouble]:
         return [one for one in self.troubles if one.blocks]
 
+    def phase_of(self, rank: int) -> str | None:
+        """Where its last pulse was."""
+        self._read([file_of(self.run_dir, rank)])
+        return self._seen[rank].pulse["phase"] if rank in self._seen else None
+
     def _limit(self, one: Seen | None) -> tuple[float, str]:
         waits = one.pulse["waits"] if one else None
         if waits:
