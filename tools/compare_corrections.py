@@ -184,9 +184,8 @@ def queue(runs: Sequence[Sequence[str]], group: str, options: argparse.Namespace
             return 1
         jobs.append(queued[1])
         print(f"job {queued[1]}  {overrides[1].removeprefix('run.name=')}", flush=True)
-    last = shlex.join([sys.executable, *sys.argv[:1], *argv, "--summary"])
-    words = [f"--dependency=afterany:{':'.join(jobs)}", f"--job-name={group}_report", "--ntasks=1", "--time=00:30:00"]
-    words += ["--parsable", "--output=runs/slurm/%x_%j.log", f"--wrap={last}"]
+    words = [f"--dependency=afterany:{':'.join(jobs)}", f"--job-name={group}_report", "--parsable", "slurm/report.sh"]
+    words += [*sys.argv[:1], *argv, "--summary"]
     done = subprocess.run(["bash", "-c", SBATCH, "sbatch", *words], stdout=subprocess.PIPE, text=True)
     print(f"job {done.stdout.strip().partition(';')[0]}  {options.output or options.root / f'{group}.html'}")
     return int(done.returncode != 0)

@@ -158,6 +158,19 @@ def test_what_runs_on_the_nodes(site: Site, tool: str) -> None:
     assert not any("canary" in word for words, _ in calls for word in words)
 
 
+@pytest.mark.parametrize("tool", CONTAINERS, ids=lambda tool: tool or "bare")
+def test_a_report_is_written_where_python_lives(site: Site, tool: str) -> None:
+    image, around = CONTAINERS[tool]
+    on_nodes(site)
+    settings = {"SITE_CONTAINER": image, "SITE_CONTAINER_TOOL": tool, "SITE_MOUNTS": "/data:/data"}
+    job = {"SLURM_SUBMIT_DIR": str(site.folder), "SLURMD_NODENAME": "n1"}
+    done = site.run("bash", "slurm/report.sh", "-c", "print('written')", **settings, **job)
+    assert (done.returncode, done.stdout) == (0, "written\n"), done.stderr
+    calls = [" ".join(words) for words, _ in site.calls()]
+    assert len(calls) == bool(tool)
+    assert all(" ".join(around).format(here=site.folder) in words for words in calls)
+
+
 def test_servers_have_nodes_and_a_key_of_their_own(site: Site) -> None:
     on_nodes(site)
     done = run_script(site, "dapo_split", "sampler.fleet.servers=2 sync.dir=sync learner.tensor_parallel=1")
