@@ -2,7 +2,10 @@
 
 INT8: vLLM's oneDNN kernel sums every weight column to correct for activation zero points, also where activations
 are symmetric and have none. `SymmetricInt8Kernel` leaves the sum out: nothing else differs. It takes oneDNN on every
-host, where vLLM has a second kernel for AMX tiles: one arithmetic, whatever the processor.
+host, where vLLM has a second kernel for AMX tiles: one arithmetic, whatever the processor. On processors without INT8
+dot products (AVX2, the first AVX-512) oneDNN adds products in pairs of 16 bits, which saturate: ordinary layers are off
+by more than INT8's own rounding. There the codes are multiplied in FP32 (quantization/host_products.py). Goes when
+oneDNN's products are exact everywhere.
 
 FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8 value is
 exact in BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds activations to FP8 as vLLM
@@ -19,6 +22,7 @@ Shapes: M tokens, K input features, N output features.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -50,8 +54,13 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        self.linear_method = self._apply_weights_onednn
-        self.process_weights_for_onednn(layer)
+        if products_are_exact():
+            self.linear_method = self._apply_weights_onednn
+            self.process_weights_for_onednn(layer)
+        else:
+            self.linear_method = self._apply_weights_in_fp32
+            self.dnnl_handler = host_products.Int8Weight(layer.weight.data, layer.weight_scale.data)
+            layer.weight = None
 
     def process_weights_for_onednn(self, layer: Any) -> None:
         layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data, requires_grad=False)
@@ -59,6 +68,22 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
             layer.weight.t(), layer.weight_scale, layer.params_dtype, True, False, PRIMITIVE_CACHE
         )
         layer.weight = None  # the handler holds the packed copy
+
+    def _apply_weights_in_fp32(self, layer: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        codes_MK, scale_M1, _ = ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]), None, None, True)
+        out_MN = self.dnnl_handler.product(codes_MK, scale_M1, bias, x.dtype)
+        return out_MN.reshape(*x.shape[:-1], self.dnnl_handler.n)
+
+
+@functools.cache
+def products_are_exact() -> bool:
+    """Whether this processor sums INT8 products without saturating, as oneDNN multiplies them here."""
+    codes = torch.full((16, 64), 127, dtype=torch.int8, device="cpu")
+    ones = torch.ones((16, 1), dtype=torch.float32, device="cpu")
+    handler = ops.create_onednn_scaled_mm(codes.t(), ones, torch.float32, True, False, 1)
+    sums = torch.empty((16, 16), dtype=torch.float32, device="cpu")
+    ops.onednn_scaled_mm(handler, codes, sums, ones, None, None, None)
+    return bool((sums == 127 * 127 * 64).all())
 
 
 class RoundedFp8Kernel(FP8ScaledMMLinearKernel):

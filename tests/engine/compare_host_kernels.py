@@ -50,6 +50,15 @@ def outputs_of(kernel, layer: torch.nn.Module, inputs: list[torch.Tensor], bias:
     return [kernel.apply_weights(layer, x, b) for x in inputs for b in (None, bias)]
 
 
+def exactly(int8: dict[str, torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What W8A8 is, in sums that cannot overflow: the order of the scales is oneDNN's."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    codes = (x.float() * (1 / scale)).round()
+    sums = codes.double() @ int8["weight"].t().double()
+    out = sums.float() * int8["weight_scale"].reshape(-1) * scale
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
 def relative(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     return max(float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(a, b, strict=True))
 
@@ -81,6 +90,11 @@ def main() -> None:
     slow = outputs_of(slow_kernel, layer_with(fp8, True, bias), inputs, bias)
     unrounded = [x @ weight_OI.t() + b for x in inputs for b in (torch.zeros(320), bias)]
     mine = outputs_of(chosen_int8(int8_config, NAMES), layer_with(int8, False, bias), inputs, bias)
+    exact = [exactly(int8, x, b) for x in inputs for b in (None, bias)]
+    long = quantize(torch.randn(64, 2500), Format.int8)
+    wide = [torch.randn(33, 2500)]
+    long_mine = outputs_of(chosen_int8(int8_config, NAMES), layer_with(long, False, bias[:64]), wide, bias[:64])
+    exact += [exactly(long, x, b) for x in wide for b in (None, bias[:64])]
     theirs = outputs_of(OneDnnInt8Kernel(int8_config, NAMES), layer_with(int8, False, bias), inputs, bias)
     print(
         json.dumps(
@@ -89,7 +103,9 @@ def main() -> None:
                 "fp8_fast_to_slow": relative(fast, slow),
                 "fp8_slow_to_bf16": relative(slow, unrounded),
                 "int8_kernel": chosen_int8.__name__,
+                "int8_is_exact": all(torch.equal(a, b) for a, b in zip(mine + long_mine, exact, strict=True)),
                 "int8_equal": all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)),
+                "onednn_is_exact": host_kernels.products_are_exact(),
                 "has_tiles": torch.cpu._is_amx_tile_supported(),
                 "attention": [vllms_attention, cpu_attn._get_attn_isa(*attention)],
                 "shapes_equal": [tuple(x.shape) for x in fast] == [tuple(x.shape) for x in slow],

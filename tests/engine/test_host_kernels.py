@@ -29,7 +29,8 @@ def test_the_host_kernels_agree_with_vllm_s_own(result):
         assert result["fp8_fast_to_slow"] < 2.5 * BF16_ROUNDING
     assert result["fp8_slow_to_bf16"] > 5 * BF16_ROUNDING, "the comparison must be able to see FP8 rounding"
     assert result["int8_kernel"] == "SymmetricInt8Kernel"
-    assert result["int8_equal"]
+    assert result["int8_is_exact"]
+    assert result["int8_equal"] or not result["onednn_is_exact"]
     assert result["shapes_equal"]
 
 

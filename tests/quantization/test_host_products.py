@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl.quantization.host_products import PRODUCTS, _through_fp32
+from megatron_rl.quantization.host_products import PRODUCTS, Int8Weight, _through_fp32
 
 SHAPES = {
     "mm": [(5, 48), (48, 7)],
@@ -41,3 +41,15 @@ def test_transposed_and_empty_matrices():
     assert multiply(torch.zeros(0, 4).bfloat16(), torch.zeros(4, 2).bfloat16()).shape == (0, 2)
     nothing = multiply(torch.zeros(3, 0).bfloat16(), torch.zeros(0, 2).bfloat16())
     assert torch.equal(nothing, torch.zeros(3, 2).bfloat16())
+
+
+@pytest.mark.parametrize("features", [1, 192, 1024, 1025, 5000])
+@pytest.mark.parametrize("codes", ["random", "largest", "opposite"])
+def test_int8_sums_are_exact(features, codes):
+    torch.manual_seed(1)
+    left, right = (torch.randint(-127, 128, (rows, features), dtype=torch.int8) for rows in (6, 9))
+    if codes != "random":
+        left.fill_(127)
+        right.fill_(127 if codes == "largest" else -127)
+    exact = (left.long() @ right.long().t()).float()
+    assert torch.equal(Int8Weight(right, torch.ones(9, 1)).sums(left), exact)
