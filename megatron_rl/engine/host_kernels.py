@@ -47,6 +47,9 @@ TILES, VECTORS = "amx", "vec"  # vLLM's names of its attention kernels
 class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
     """W8A8 with a scale per output channel and symmetric dynamic activations."""
 
+    linear_method: Any
+    dnnl_handler: Any
+
     @classmethod
     def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
         if c.is_static_input_scheme or not c.input_symmetric or not c.is_channelwise:

@@ -29,7 +29,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": LAYOUTS["pp2"],
 }
 BUDGETS = {"each_row": 1, "all_rows": 8192}
-PLACES = [("dense", at, budget) for at in LAYOUTS for budget in BUDGETS]
+PLACES = [("dense", at, "each_row") for at in LAYOUTS] + [("dense", at, "all_rows") for at in ("tp2_sp", "dp2")]
 PLACES += [("experts", at, "each_row") for at in EXPERT_LAYOUTS]
 NO_UPDATE = ("answers", "tokens to train on", "rows", "all rows but one without an answer")
 MODELS = {"dense": cases.QWEN3, "experts": cases.QWEN3_MOE}

@@ -1,4 +1,4 @@
-"""An engine of two workers: both load every update, or neither does; with one of them gone, both start again."""
+"""An engine of two workers: both load every update, or neither does. One of them killed: tests/faults."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import Live, make_live, startable
+from tiny_engine import Live, make_live
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.shared_memory import FOLDER, segments_of_session
@@ -63,12 +63,6 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
         assert answers(live) == first
         live.update(2)
         assert answers(live) != first
-        session = live.sampler._engine.process.pid
-        with startable():
-            live.update(1, "second_worker_killed")
-        assert answers(live) == first
-        assert live.sampler._engine.process.pid != session
-        assert session_ends(session)
         session = live.sampler._engine.process.pid
         made |= segments_of_session(session)
     finally:
