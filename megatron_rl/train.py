@@ -71,6 +71,7 @@ def train(
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
         last.callback(learner.close)
         sync = WeightSync.from_config(learner, driver.sampler, config)
+        learner.smooths_as(sync.smoothing)
         with closing(sync):
             saver = Saver(run_dir / "checkpoints", config.checkpoint, learner, sync, driver.recorder.note)
             loop(config, driver, learner, sync, saver, begin(config, driver, learner, saver))

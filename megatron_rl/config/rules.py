@@ -21,10 +21,12 @@ from megatron_rl.config.schema import (
     CheckpointSection,
     Config,
     CorrectionConfig,
+    Device,
     Estimator,
     EvalSection,
     EvalSet,
     Format,
+    Forward,
     LearnerSection,
     LogSection,
     LossConfig,
@@ -200,6 +202,26 @@ def formats(quantization: QuantizationSection, sampler: SamplerSection) -> Itera
         yield "sampler.tensor_parallel: 128x128 blocks over several sampler ranks are not built yet; use 1"
 
 
+def as_sampler(
+    learner: LearnerSection, quantization: QuantizationSection, sampler: SamplerSection, run: RunSection
+) -> Iterator[str]:
+    if learner.forward is not Forward.as_sampler:
+        return
+    formats = sorted({*fleet.replica_formats(sampler, quantization), quantization.format})
+    if len(formats) > 1:
+        yield f"learner.forward: as_sampler follows one format, the fleet has {', '.join(formats)}; use bf16"
+    elif formats[0] not in (Format.none, Format.int8):
+        yield f"learner.forward: as_sampler with quantization.format={formats[0]}: built for int8 so far; use bf16"
+    ours, theirs = learner.tensor_parallel, sampler.tensor_parallel
+    if ours % theirs and theirs % ours:
+        yield (
+            f"learner.forward: as_sampler with learner.tensor_parallel={ours} and sampler.tensor_parallel={theirs}: "
+            "one has to divide the other; use bf16, or change one of them"
+        )
+    if run.device is Device.cuda:
+        yield "learner.forward: as_sampler is built for hosts so far; use bf16 with run.device=cuda"
+
+
 def patches(sync: SyncSection) -> Iterator[str]:
     if sync.full_every > 1 and sync.transport != Transport.file:
         yield (
@@ -228,6 +250,6 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    objective, answers, group_size, supervised, schedule, best, rate, pipeline, updates, formats, patches, engine,
-    alarm_settings, fleet.addresses, fleet.servers,
+    objective, answers, group_size, supervised, schedule, best, rate, pipeline, updates, formats, as_sampler, patches,
+    engine, alarm_settings, fleet.addresses, fleet.servers,
 )  # fmt: skip

@@ -479,6 +479,11 @@ class OptimSection:
     )
 
 
+class Forward(StrEnum):
+    bf16 = "bf16"  # plain layers, in learner.precision
+    as_sampler = "as_sampler"  # linear layers that the sampler holds quantized are computed as it computes them
+
+
 @dataclass(frozen=True)
 class LearnerSection:
     tensor_parallel: int = field(default=1, metadata=RANKS)
@@ -486,6 +491,7 @@ class LearnerSection:
     expert_parallel: int = field(default=1, metadata=RANKS)
     data_parallel: int = field(default=1, metadata=between(1, 65536))
     precision: Precision = Precision.bf16
+    forward: Forward = Forward.bf16
     tokens_per_microbatch: int = field(default=8192, metadata=POSITIVE)
     n_minibatches: int = field(default=1, metadata=POSITIVE)
     on_nonfinite: OnNonFinite = OnNonFinite.raise_

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from megatron_rl.learner.packing import Bucket, Pack
+from megatron_rl.learner.sampled_layers import ColumnLinear, RowLinear
 
 ROWS = 1024  # of a block
 # up to this length the CPU's attention kernel is several times faster in FP32 than in BF16
@@ -196,10 +197,16 @@ class PackedRows(PackedSeqParams):
 
 
 class HostSpecProvider(LocalSpecProvider):
-    """megatron-core's local layers with our norm and attention in place of the plain ones."""
+    """megatron-core's local layers with our norm, attention and linear layers in place of the plain ones."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return RMSNorm
+
+    def column_parallel_linear(self) -> type:
+        return ColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowLinear
 
     def core_attention(self) -> type:
         return PackedAttention

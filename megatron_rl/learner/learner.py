@@ -34,6 +34,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron_rl.config.patience import collective_s
 from megatron_rl.config.schema import (
     CorrectionConfig,
+    Format,
+    Forward,
     KvCache,
     LearnerSection,
     LossConfig,
@@ -47,6 +49,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.learner import weights
 from megatron_rl.learner.activation_stats import ActivationStats
+from megatron_rl.learner.as_sampler import AsSampler
 from megatron_rl.learner.cache_stats import CacheStats
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
 from megatron_rl.learner.minibatch import loss_inputs
@@ -61,6 +64,7 @@ from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.processes.pulse import mark
+from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.types import Batch, Targets
 
 
@@ -103,6 +107,9 @@ class Learner:
         if quantization.kv_cache != KvCache.none:
             for chunk, module in enumerate(self.modules):
                 self._cache.watch(module, self.layout.layers(self.shape.layers, self.place.pp, chunk).start)
+        self._as_sampler: AsSampler | None = None
+        if learner.forward is Forward.as_sampler and quantization.format != Format.none:
+            self._as_sampler = self._computes_as(quantization, sampler)
         self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         settings = optimizer_config(optim, learner.precision, self.megatron_config.params_dtype)
         self.clip_grad = settings.clip_grad
@@ -135,6 +142,12 @@ class Learner:
         for chunk, module in enumerate(self.modules):
             first_layer = self.layout.layers(self.shape.layers, self.place.pp, chunk).start
             self._activations.watch(module, first_layer, shard)
+
+    def _computes_as(self, quantization: QuantizationSection, sampler: SamplerSection) -> AsSampler:
+        layers = AsSampler(self.model, self.groups, quantization.format, quantization.ignore, sampler.tensor_parallel)
+        for chunk, module in enumerate(self.modules):
+            layers.watch(module, self.layout.layers(self.shape.layers, self.place.pp, chunk).start)
+        return layers
 
     def _wrapped(self, module: PolicyModel, chunk: int) -> DistributedDataParallel:
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -172,6 +185,16 @@ class Learner:
     def _load(self, get_hf: Callable[[str], Tensor]) -> None:
         weights.load(self.named_parameters(), self.model, self.place, get_hf)
         self.optimizer.reload_model_params()
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        if self._as_sampler is not None:
+            self._as_sampler.stale()
+
+    def smooths_as(self, smoothing: Smoothing | None) -> None:
+        """What the sampler's weights are smoothed with, wherever the forward pass is the sampler's."""
+        if self._as_sampler is not None:
+            self._as_sampler.follow(smoothing)
 
     # the forward pass
 
@@ -218,11 +241,13 @@ class Learner:
         parameters = [parameter for _, parameter in self.named_parameters()]
         present = [parameter.detach().clone() for parameter in parameters]
         _overwrite(parameters, self._reference)
+        self.weights_changed()
         try:
             with self._cache.blind():
                 return self._logprobs(batch)
         finally:
             _overwrite(parameters, present)
+            self.weights_changed()
 
     def _collect(self, batch: Batch, mine: Pack, logits_NV: Tensor, non_loss_data: bool = True) -> Tensor:
         logprobs_N, _ = self._logprobs_and_entropy(logits_NV, mine)
@@ -249,6 +274,8 @@ class Learner:
 
     def _run(self, packs: Sequence[Pack], loss_function: Callable[..., Any], forward_only: bool = False) -> list[Any]:
         """megatron-core's schedule over the packs; the results of `loss_function`, on the last stage."""
+        if self._as_sampler is not None:
+            self._as_sampler.refresh()
         plain = {"fp32_output": False} if self.learner.precision is Precision.bf16 else {}
 
         def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -324,6 +351,7 @@ class Learner:
         if finite:
             clip(self.optimizer, norm, self.clip_grad)
             self.optimizer.step_with_ready_grads()
+            self.weights_changed()
             self.steps += 1
             self.nonfinite.end()
         else:

@@ -61,6 +61,7 @@ def restore(learner: Learner, reader: Reader, steps: int) -> None:
     for name, parameter in learner.named_parameters():
         _fill(learner, reader, find(name, learner.shape), parameter.data)
     learner.optimizer.reload_model_params()
+    learner.weights_changed()
     for name, parameter in learner.named_parameters() if steps else ():
         for kind, run, start, stop in _optimizer_runs(learner, parameter):
             local = torch.zeros(parameter.shape, dtype=run.dtype)

@@ -54,34 +54,69 @@ def _through_fp32(product: Any) -> Any:
     return multiply
 
 
-EXACT_K = 1 << 10  # 127 * 127 times so many stays below 2^24
+EXACT_K = 1 << 10  # 128 * 127 times so many stays below 2^24
+INT8_MAX = 127.0
+LEAST = -128.0  # what x86 converts to: of nothing else than zero over zero, or a negative number over it
+
+
+def has_int8() -> bool:
+    """Whether torch multiplies INT8 with instructions for it here."""
+    return torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def int8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of activations and a scale per token, as vLLM's kernel for hosts makes them: products of the reciprocal,
+    which differ from quotients in one code of two thousand.
+
+    `amax_M1`: the largest magnitude of each token, where others hold more of its features.
+    """
+    wide_MK = x_MK.float()
+    scale_M1 = (wide_MK.abs().amax(1, keepdim=True) if amax_M1 is None else amax_M1) / INT8_MAX
+    inverse_M1 = 1 / scale_M1
+    codes_MK = (wide_MK * inverse_M1).round_()
+    if not bool(inverse_M1.isfinite().all()):  # zeros and what is next to them: such a scale makes nothing of any code
+        codes_MK.nan_to_num_(LEAST, INT8_MAX, LEAST)
+    return codes_MK.to(torch.int8), scale_M1
 
 
 class Int8Weight:
-    """A weight of INT8 codes with a scale per output feature, held in FP32, for INT8 activations with one per token."""
+    """A weight of INT8 codes with a scale per output feature, for INT8 activations with one per token.
+
+    Where torch has no INT8 products worth the name, the codes are held and multiplied in FP32.
+    """
 
     def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
         self.n = len(codes_NK)
-        self._parts = [part.to(torch.float32, copy=True) for part in codes_NK.split(EXACT_K, dim=1)]
+        self._codes_KN = codes_NK.t().contiguous() if has_int8() else None
+        if self._codes_KN is None:
+            self._parts = [part.to(torch.float32, copy=True) for part in codes_NK.split(EXACT_K, dim=1)]
         self._scale_N = scale_N1.detach().reshape(-1).clone()
 
     def product(
         self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
+        return self.scaled(self.sums(codes_MK), scale_M1, bias_N, dtype)
+
+    def scaled(
+        self, sums_MN: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
         """The scales in the order of oneDNN's kernel, so that the outputs are its own to the last bit."""
-        out_MN = self.sums(codes_MK).mul_(self._scale_N).mul_(scale_M1)
+        out_MN = sums_MN.mul_(self._scale_N).mul_(scale_M1)
         if bias_N is not None:
             out_MN += bias_N
         return out_MN.to(dtype)
 
     def sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
         """Exact, then rounded to FP32."""
-        codes = codes_MK.split(EXACT_K, dim=1)
-        sums = (torch.nn.functional.linear(some.float(), part) for some, part in zip(codes, self._parts, strict=True))
-        first = next(sums)
-        if len(self._parts) == 1:
-            return first
-        total_MN = first.to(torch.int32)
-        for more in sums:
-            total_MN += more.to(torch.int32)
-        return total_MN.float()
+        if self._codes_KN is None and len(self._parts) == 1:
+            return torch.nn.functional.linear(codes_MK.float(), self._parts[0])
+        return self.int_sums(codes_MK).float()
+
+    def int_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
+        """Exact, INT32."""
+        if self._codes_KN is not None:
+            return torch._int_mm(codes_MK, self._codes_KN)
+        total_MN = torch.zeros((len(codes_MK), self.n), dtype=torch.int32)
+        for some, part in zip(codes_MK.split(EXACT_K, dim=1), self._parts, strict=True):
+            total_MN += torch.nn.functional.linear(some.float(), part).to(torch.int32)
+        return total_MN

@@ -60,6 +60,7 @@ class WeightSync:
         if quantization.smoothing:
             take = learner.take_activation_amax
             smoothing = Smoothing(shape, quantization.smoothing, SCALES_STAY, world, take)
+        self.smoothing = smoothing
         cache_scales = None
         if quantization.kv_cache == KvCache.fp8:
             cache_scales = CacheScales(shape.layers, world, learner.take_cache_amax)

@@ -34,6 +34,11 @@ def test_the_host_kernels_agree_with_vllm_s_own(result):
     assert result["shapes_equal"]
 
 
+def test_the_learner_computes_an_engine_s_int8_layer_byte_for_byte(result):
+    """Random, long, and what rounding might treat apart: `odd_inputs`."""
+    assert result["learner_equal"]
+
+
 def test_attention_never_runs_on_tiles(result):
     vllms, ours = result["attention"]
     assert ours == ("vec" if result["has_tiles"] else vllms)

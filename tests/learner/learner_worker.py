@@ -23,6 +23,7 @@ from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import (
     Config,
     Format,
+    Forward,
     KlOn,
     KvCache,
     LearnerSection,
@@ -34,6 +35,7 @@ from megatron_rl.config.schema import (
     Precision,
     QuantizationSection,
     RolloutSection,
+    SamplerSection,
 )
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import state
@@ -55,11 +57,15 @@ def build(job: dict[str, Any]) -> Learner:
     learner = LearnerSection(
         precision=Precision(job.get("precision", "fp32")),
         on_nonfinite=OnNonFinite(job.get("on_nonfinite", "raise")),
+        forward=Forward(job.get("forward", "bf16")),
         **section,
     )
     config = Config(
         quantization=QuantizationSection(
-            Format.int8, smoothing=job.get("smoothing"), kv_cache=KvCache(job.get("kv_cache", "none"))
+            Format.int8,
+            smoothing=job.get("smoothing"),
+            kv_cache=KvCache(job.get("kv_cache", "none")),
+            ignore=job.get("ignore", []),
         ),
         learner=learner,
         loss=LossConfig(
@@ -78,6 +84,7 @@ def build(job: dict[str, Any]) -> Learner:
         (run / "config.json").write_text(json.dumps(job["hf"]))
         (run / "config.yaml").write_text(to_yaml(replace(config, model=ModelSection(path=str(run)))))
     sections = {name: getattr(config, name) for name in SECTIONS}
+    sections["sampler"] = SamplerSection(tensor_parallel=job.get("engine_tp", 1))
     made = Learner(model, **sections, dump_dir=Path(job["dump"]) if "dump" in job else None)
     if "folder" in job:
         made.load_hf(job["folder"])
@@ -247,6 +254,27 @@ def checkpoint(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     return {"steps": [learner.update(targets) for _ in range(2)], "after": learner.logprobs(batch).tolist()}
 
 
+def straight_through(learner: Learner, job: dict[str, Any]) -> dict[str, bool]:
+    """Each quantized layer against itself without its quantized weight: other outputs, the same gradients."""
+    learner.logprobs(make_batch())
+    random, found = torch.Generator().manual_seed(1), {}
+    for module in learner.modules:
+        for name, layer in module.named_modules():
+            if getattr(layer, "sampled", None) is None:
+                continue
+            x = torch.randn(10, 1, layer.weight.shape[1], generator=random).to(layer.weight.dtype)
+            passes = []
+            for sampled in (layer.sampled, None):
+                layer.sampled, mine = sampled, x.clone().requires_grad_()
+                out, _ = layer(mine)
+                grad = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+                passes.append((out.detach(), *torch.autograd.grad(out, (mine, layer.weight), grad)))
+            (out, *mine), (plain, *theirs) = passes
+            found[name] = all(map(torch.equal, mine, theirs)) and not torch.equal(out, plain)
+            found[name] &= float((out - plain).norm() / plain.norm()) < 0.02
+    return found
+
+
 def refused(job: dict[str, Any]) -> str:
     """The error that a configuration is refused with. `reversed`: with the ranks in another order than megatron's."""
     place = Layout.place
@@ -273,6 +301,7 @@ KINDS = {
     "checkpoint": checkpoint,
     "saves": saves,
     "memory": memory,
+    "straight_through": straight_through,
 }
 
 

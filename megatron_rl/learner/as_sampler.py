@@ -1,0 +1,93 @@
+"""Which of the learner's layers compute as the sampler does, and the quantized weights that they compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config.schema import Format
+from megatron_rl.learner.sampled_layers import ColumnLinear, RowLinear, Sampled
+from megatron_rl.models.groups import ShardGroups
+from megatron_rl.models.mapping import Param, find, global_name
+from megatron_rl.models.model import Model
+from megatron_rl.models.table import Split
+from megatron_rl.quantization.formats import is_quantized
+from megatron_rl.quantization.host_products import Int8Weight
+from megatron_rl.quantization.quantize import quantize, row_amax
+from megatron_rl.quantization.smoothing import Smoothing
+
+
+class AsSampler:
+    """All ranks of a tensor-parallel group call `refresh` together, before a forward pass."""
+
+    def __init__(
+        self, model: Model, groups: ShardGroups, format: Format, ignore: Sequence[str], engine_tp: int
+    ) -> None:
+        self._model, self._groups, self._format, self._ignore = model, groups, format, ignore
+        self._engine_tp = engine_tp
+        self._layers: list[tuple[Param, ColumnLinear | RowLinear]] = []
+        self._smoothing: Smoothing | None = None
+        self._folded: Tensor | None = None  # the scales that the present weights were made with
+        self._stale = True
+
+    def watch(self, module: torch.nn.Module, first_layer: int) -> None:
+        """The layers of one chunk of the pipeline; `first_layer` is its first one's number."""
+        for name, layer in module.named_modules():
+            if not isinstance(layer, ColumnLinear | RowLinear) or ".experts." in name:
+                continue
+            param = find(global_name(f"{name}.weight", first_layer, 0), self._model.shape)
+            quantized = [is_quantized(hf, self._format, self._ignore) for hf in param.hf]
+            if all(quantized):
+                self._layers.append((param, layer))
+            elif any(quantized):
+                raise ValueError(
+                    f"quantization.ignore holds some of {', '.join(param.hf)}: the engine joins them to one matrix; "
+                    "name all of them, or none"
+                )
+
+    def follow(self, smoothing: Smoothing | None) -> None:
+        self._smoothing = smoothing
+
+    def stale(self) -> None:
+        """Weights have changed."""
+        self._stale = True
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        scales = self._smoothing.scales_LNH if self._smoothing is not None else None
+        if not self._stale and scales is self._folded:
+            return
+        shared = self._shared_amax()
+        for param, layer in self._layers:
+            weight, calm = self._fold(param, layer.weight.detach())
+            made = quantize(weight, self._format, shared.get(param.megatron))
+            layer.sampled = Sampled(tuple(self._parts(param, made)), calm)
+            if isinstance(layer, RowLinear):
+                layer.slices = self._engine_tp
+        self._stale, self._folded = False, scales
+
+    def _fold(self, param: Param, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self._smoothing is None or param.row.norm is None:
+            return weight, None
+        folded = self._smoothing.fold(param, weight)
+        return folded, None if folded is weight else self._smoothing.scales_LNH[param.layer, param.row.norm]
+
+    def _shared_amax(self) -> dict[str, Tensor]:
+        """Of the rows that several ranks hold parts of."""
+        if self._model.layout.tp == 1:
+            return {}
+        rows = [(param, layer) for param, layer in self._layers if param.row.split is Split.row]
+        if not rows:
+            return {}
+        flat = torch.cat([row_amax(layer.weight) for _, layer in rows])
+        self._groups.tensor.max_(flat)
+        sizes = [len(layer.weight) for _, layer in rows]
+        return {param.megatron: amax for (param, _), amax in zip(rows, flat.split(sizes), strict=True)}
+
+    def _parts(self, param: Param, made: dict[str, Tensor]) -> Iterator[Int8Weight]:
+        codes, scale = made["weight"], made["weight_scale"]
+        here = max(1, self._engine_tp // self._model.layout.tp) if param.row.split is Split.row else 1
+        for part in codes.chunk(here, 1):
+            yield Int8Weight(part, scale)

@@ -1,0 +1,150 @@
+"""Linear layers that compute what the sampler computes: `learner.forward=as_sampler` (docs/one_arithmetic.md).
+
+Weights are quantized as a sync quantizes them, activations per token as the engine does, and INT8 products are exact:
+the outputs are the engine's own to the last bit, whatever the batch and the layout. Gradients are those of the plain
+layer (straight-through): symmetric scales from the largest magnitude clip nothing.
+
+An engine under tensor parallelism quantizes each of its slices of a row-parallel input by itself, rounds what comes
+out, and adds. So does this, whatever the learner's own layout: several slices on a rank, or several ranks to a slice.
+
+M tokens, K input features held here, N output features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from megatron_rl.quantization.host_products import Int8Weight, int8_codes
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One layer's quantized weight on this rank."""
+
+    parts: tuple[Int8Weight, ...]  # for each of the engine's slices of the inputs that this rank holds
+    calm_K: Tensor | None = None  # smoothing: the weight was multiplied by it, so inputs are divided
+
+    def calmed(self, x_MK: Tensor) -> Tensor:
+        return x_MK if self.calm_K is None else x_MK / self.calm_K.to(x_MK)
+
+
+class ColumnLinear(ColumnParallelLinear):
+    """megatron-core's, until it is given a quantized weight."""
+
+    sampled: Sampled | None = None
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.sampled is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        places = (kwargs[name] for name in ("bias", "allreduce_dgrad", "sequence_parallel", "tp_group"))
+        return _Column.apply(input, weight, *places, self.sampled)
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, sequence_parallel: bool,
+        tp_group: Any, sampled: Sampled,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(input, weight)
+        ctx.use_bias, ctx.allreduce_dgrad, ctx.sequence_parallel = bias is not None, allreduce_dgrad, sequence_parallel
+        ctx.tp_group = tp_group
+        whole = gather_from_sequence_parallel_region(input, group=tp_group) if sequence_parallel else input
+        codes_MK, scale_M1 = int8_codes(sampled.calmed(whole.flatten(0, -2)))
+        out_MN = sampled.parts[0].product(codes_MK, scale_M1, bias, input.dtype)
+        return out_MN.view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        whole = gather_from_sequence_parallel_region(input, group=ctx.tp_group) if ctx.sequence_parallel else input
+        grad_MN, grad_input = grad.flatten(0, -2), grad.matmul(weight)
+        if ctx.sequence_parallel:
+            grad_input = reduce_scatter_to_sequence_parallel_region(grad_input, group=ctx.tp_group)
+        elif ctx.allreduce_dgrad:
+            dist.all_reduce(grad_input, group=ctx.tp_group)
+        grad_weight = grad_MN.t().matmul(whole.flatten(0, -2))
+        return grad_input, grad_weight, grad_MN.sum(0) if ctx.use_bias else None, None, None, None, None
+
+
+class RowLinear(RowParallelLinear):
+    """megatron-core's, until it is given a quantized weight and the number of the engine's slices."""
+
+    sampled: Sampled | None = None
+    slices = 1
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.sampled is None:
+            return super().forward(input_)
+        assert self.input_is_parallel
+        assert self.bias is None
+        return _Row.apply(input_, self.weight, self), None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, layer: RowLinear) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.layer = layer
+        assert layer.sampled is not None
+        x_MK = input.flatten(0, -2)
+        size = layer.tp_group.size()
+        if size <= layer.slices:
+            out_MN = _whole_slices(x_MK, layer.sampled)
+        else:
+            out_MN = _shared_slices(x_MK, layer.sampled.parts[0], layer.slices, layer.tp_group)
+        out = out_MN.view(*input.shape[:-1], -1)
+        if size == 1:
+            return out.to(input.dtype)
+        if size > layer.slices:  # every rank has the sum
+            out = out.chunk(size)[layer.tp_group.rank()].contiguous() if layer.sequence_parallel else out
+        elif layer.sequence_parallel:
+            out = reduce_scatter_to_sequence_parallel_region(out, group=layer.tp_group)
+        else:
+            dist.all_reduce(out, group=layer.tp_group)
+        return out.to(input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        input, weight = ctx.saved_tensors
+        if ctx.layer.sequence_parallel:
+            grad = gather_from_sequence_parallel_region(grad, group=ctx.layer.tp_group)
+        grad_MN = grad.flatten(0, -2)
+        return grad.matmul(weight), grad_MN.t().matmul(input.flatten(0, -2)), None
+
+
+def _whole_slices(x_MK: Tensor, sampled: Sampled) -> Tensor:
+    """FP32: the rounded outputs of this rank's slices, added."""
+    total = None
+    for x, weight in zip(x_MK.chunk(len(sampled.parts), 1), sampled.parts, strict=True):
+        rounded = weight.product(*int8_codes(x), None, x_MK.dtype).float()
+        total = rounded if total is None else total.add_(rounded)
+    assert total is not None
+    return total
+
+
+def _shared_slices(x_MK: Tensor, weight: Int8Weight, slices: int, group: Any) -> Tensor:
+    """FP32: as above, of all slices, where several ranks hold the inputs of one. Sums of INT32 have no order."""
+    mine = group.rank() * slices // group.size()
+    amax_SM = x_MK.new_zeros((slices, len(x_MK)), dtype=torch.float32)
+    amax_SM[mine] = x_MK.float().abs().amax(1)
+    dist.all_reduce(amax_SM, dist.ReduceOp.MAX, group)
+    codes_MK, _ = int8_codes(x_MK, amax_SM[mine].unsqueeze(1))
+    sums_SMN = torch.zeros((slices, len(x_MK), weight.n), dtype=torch.int32, device=x_MK.device)
+    sums_SMN[mine] = weight.int_sums(codes_MK)
+    dist.all_reduce(sums_SMN, group=group)
+    total_MN = torch.zeros(sums_SMN.shape[1:], dtype=torch.float32, device=x_MK.device)
+    for amax_M, sums_MN in zip(amax_SM, sums_SMN, strict=True):
+        scale_M1 = amax_M.unsqueeze(1) / 127.0
+        total_MN += weight.scaled(sums_MN.float(), scale_M1, None, x_MK.dtype)
+    return total_MN
