@@ -4,7 +4,8 @@ Weights and optimizer are saved as they are, all else as it was at the last `sta
 update has measured things, and may have drawn random numbers, and leaves no trace of that.
 
 A step waits only for the copy of the rank's state into memory that is kept for it; a thread writes that to disk and
-reads it back. Once every rank's thread is done, rank 0 gives the folder its name.
+reads it back. Once every rank's thread is done, rank 0 gives the folder its name. Where the learner's arithmetic runs
+on the same cores, the thread rests most of the time, until somebody waits for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,7 @@ from megatron_rl.files import remove
 from megatron_rl.learner import state
 from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_writer import Block, write_blocks, write_index
+from megatron_rl.processes.pace import Pace
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.checkpoints import POLICY, RANKS, SYNC, Checkpoint, TornCheckpoint
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
 
 ALIGNMENT = 64
+BESIDE = 0.1  # of a core, for the thread that writes beside a learner without a device of its own
 _Small = tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor] | None]  # this rank's own, its text, the sync's
 
 
@@ -88,14 +91,18 @@ class Saver:
             self.stand()
         assert self._small is not None
         own, text, shared = self._small
-        rank = self._learner.rank
+        rank, pace = self._learner.rank, Pace(BESIDE if self._learner.device.type == "cpu" else 1.0)
         self._pending = _Save(
             step,
             partial,
             self._learner.steps,
             about,
+            pace,
             _in_thread(
-                lambda: _write(partial, rank, blocks, own, text, shared) | {"seconds": time.monotonic() - begun}
+                lambda: (
+                    _write(partial, rank, blocks, own, text, shared, pace)
+                    | {"seconds": time.monotonic() - begun - pace.rested}
+                )
             ),
         )
 
@@ -118,6 +125,7 @@ class Saver:
         if save is None:
             return
         if wait:
+            save.pace.hurry()
             save.future.exception()
         if not all(exchange(save.future.done())):
             return
@@ -205,13 +213,16 @@ class Saver:
         return copied
 
 
+@dataclass(frozen=True)
 class _Save:
     """One that is under way."""
 
-    def __init__(
-        self, step: int, partial: Path, updates: int, about: Mapping[str, Any], future: Future[dict[str, Any]]
-    ) -> None:
-        self.step, self.partial, self.updates, self.about, self.future = step, partial, updates, about, future
+    step: int
+    partial: Path
+    updates: int
+    about: Mapping[str, Any]
+    pace: Pace
+    future: Future[dict[str, Any]]
 
     def outcome(self) -> dict[str, Any]:
         """What the other ranks have to know of this one's part, once it is written."""
@@ -240,10 +251,11 @@ def _write(
     own: dict[str, Tensor],
     text: dict[str, str],
     shared: dict[str, Tensor] | None,
+    pace: Pace,
 ) -> dict[str, Any]:
     """This rank's files; returns what the index and the manifest must know of them."""
     policy = partial / POLICY / f"rank_{rank}.distcp"
-    written = write_blocks(policy, blocks)
+    written = write_blocks(policy, blocks, pace)
     paths = [policy, partial / RANKS / f"rank_{rank}.safetensors"]
     save_file(own, paths[1], metadata=text)
     if shared is not None:
@@ -251,7 +263,7 @@ def _write(
         save_file(shared, paths[2])
     return {
         "written": written,
-        "files": {str(path.relative_to(partial)): list(checkpoints.digest(path)) for path in paths},
+        "files": {str(path.relative_to(partial)): list(checkpoints.digest(path, pace)) for path in paths},
     }
 
 

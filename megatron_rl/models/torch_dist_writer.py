@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,10 @@ class Block:
     tensor: torch.Tensor
 
 
-def write_blocks(path: Path, blocks: Iterable[Block]) -> list[dict[str, Any]]:
-    """One file; returns what the index must know of it."""
+def write_blocks(
+    path: Path, blocks: Iterable[Block], between: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """One file; returns what the index must know of it. `between`: called after each block."""
     written = []
     with path.open("wb") as file:
         for block in blocks:
@@ -65,6 +67,7 @@ def write_blocks(path: Path, blocks: Iterable[Block]) -> list[dict[str, Any]]:
                     "bytes": file.tell() - begin,
                 }
             )
+            between()
         file.flush()
         os.fsync(file.fileno())
     return written
