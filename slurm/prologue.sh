@@ -97,8 +97,14 @@ starts=$((${SLURM_RESTART_COUNT:-0} + 1))
 job_says() { scontrol -o show job "$SLURM_JOB_ID" | sed "s/.* $1=\([^ ]*\).*/\1/"; }
 queue_again() {  # WHY [NODES to leave out]
   echo "job $SLURM_JOB_ID is queued again: $1"
-  scontrol requeue "$SLURM_JOB_ID"
-  [[ -z ${2:-} ]] || scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$2"
+  if [[ -z ${2:-} ]]; then scontrol requeue "$SLURM_JOB_ID"; return; fi
+  # only of a job that waits can this be said, and Slurm ends what still runs of one that is queued again: TERM first
+  (
+    trap '' TERM
+    scontrol requeuehold "$SLURM_JOB_ID"
+    for _ in {1..15}; do scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$2" && break; sleep 1; done
+    scontrol release "$SLURM_JOB_ID"
+  )
 }
 known=() status=0
 for node in "${nodes[@]}"; do known+=("$node=${address[$node]}"); done
