@@ -156,6 +156,13 @@ def _patch_megatron() -> None:
     moe_utils.te_general_gemm = None
 
 
+def rotate_with(rotary: Callable[..., torch.Tensor]) -> None:
+    """megatron-core's attention takes its rotary embedding from no specification."""
+    import megatron.core.transformer.attention as attention
+
+    attention.apply_rotary_pos_emb = rotary
+
+
 @functools.cache
 def install() -> bool:
     """Make megatron-core importable and runnable; true where it runs on the host's CPU."""

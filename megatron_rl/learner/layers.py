@@ -9,10 +9,13 @@ N sequences of one bucket, L its longest length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from megatron_rl.learner.packing import Bucket, Pack
 from megatron_rl.learner.sampled_layers import ColumnLinear, RowLinear
+from megatron_rl.quantization.host_products import narrowed
 
 ROWS = 1024  # of a block
 # up to this length the CPU's attention kernel is several times faster in FP32 than in BF16
@@ -29,21 +33,20 @@ FP32_ATTENTION_LENGTH = 384
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, sum_: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
+        exact = rows if sum_ is None else sum_.reshape(rows.shape)
         out = torch.empty_like(rows)
         scales = rows.new_empty((len(rows), 1), dtype=torch.float32)
-        weight = weight_H.float()
-        for block, result, scale in zip(rows.split(ROWS), out.split(ROWS), scales.split(ROWS), strict=True):
+        for block, result, scale in zip(exact.split(ROWS), out.split(ROWS), scales.split(ROWS), strict=True):
             wide = block.float()
-            square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-            scale.copy_(square.div_(x.shape[-1]).add_(eps).rsqrt_())
-            result.copy_((wide * scale).mul_(weight))
+            scale.copy_(wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
+            result.copy_(wide * scale).mul_(weight_H)
         ctx.save_for_backward(rows, weight_H, scales)
         return out.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weight_H, scales = ctx.saved_tensors
         weight = weight_H.float()
         grad_weight = torch.zeros_like(weight)
@@ -56,11 +59,15 @@ class _RMSNorm(torch.autograd.Function):
             grad_weight += product.sum(0)
             mean = torch.mv(product, weight).div_(rows.shape[-1]).unsqueeze_(-1)
             result.copy_((wide * weight).addcmul_(normed, mean, value=-1).mul_(scale))
-        return grad_rows.view(grad.shape), grad_weight.to(weight_H.dtype), None
+        return grad_rows.view(grad.shape), grad_weight.to(weight_H.dtype), None, None
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in FP32, whose weight says that its gradient is partial under sequence parallelism."""
+    """Root-mean-square norm in FP32, whose weight says that its gradient is partial under sequence parallelism.
+
+    It rounds where vLLM's norm does on a host: what is normed, and its product with the weight. Of a sum (`add`) it
+    norms what the sum was before it was rounded.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
@@ -70,7 +77,61 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        return _RMSNorm.apply(x, self.weight, self.eps, x.__dict__.pop(UNROUNDED, None))
+
+
+UNROUNDED = "unrounded"  # attribute of a BF16 sum, for the norm that reads it next
+
+
+def add(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """In the place of megatron-core's bias, dropout and addition to the residual."""
+    plain = get_bias_dropout_add(training, fused)
+
+    def added(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+        x, bias = x_with_bias
+        if bias is not None or (training and prob) or x.dtype != torch.bfloat16:
+            return plain(x_with_bias, residual, prob)
+        out = residual + x
+        setattr(out, UNROUNDED, residual.detach().float() + x.detach())
+        return out
+
+    return added
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return narrowed(_turned(x, cos, sin), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin).to(grad.dtype), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+def rotary(
+    x: Tensor, angles: Tensor, config: TransformerConfig, *args: Any, mscale: float = 1.0, **kwargs: Any
+) -> Tensor:
+    """Rotary embedding as vLLM's kernel for hosts: cosine and sine in the model's precision, products in FP32. What all
+    layers share is made once.
+    """
+    if config.rotary_interleaved or config.multi_latent_attention or mscale != 1.0 or angles.shape[-1] != x.shape[-1]:
+        return apply_rotary_pos_emb(x, angles, config, *args, mscale=mscale, **kwargs)
+    turns = angles.__dict__.get(TURNS)
+    if turns is None:
+        half = angles[..., : angles.shape[-1] // 2]
+        turns = half.cos().to(x.dtype).float(), half.sin().to(x.dtype).float()
+        setattr(angles, TURNS, turns)
+    return _Turned.apply(x, *turns)
+
+
+TURNS = "turns"  # attribute of a pack's angles
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -131,6 +192,17 @@ class _Unpad(torch.autograd.Function):
         return grad_S.index_select(0, ctx.pack.padded_index_X).index_fill_(0, ctx.pack.blanks, 0), None
 
 
+class _Narrowed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.wide = x.dtype
+        return narrowed(x, dtype) if x.dtype == torch.float32 else x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.wide), None
+
+
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each sequence of a pack, by torch's own kernel.
 
@@ -184,7 +256,7 @@ class PackedAttention(torch.nn.Module):
         if bucket.length <= FP32_ATTENTION_LENGTH:
             query, key, value = query.float(), key.float(), value.float()
         out_NALD = scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=True)
-        return out_NALD.transpose(1, 2).flatten(2).flatten(0, 1).to(dtype)
+        return _Narrowed.apply(out_NALD.transpose(1, 2).flatten(2).flatten(0, 1), dtype)
 
 
 class PackedRows(PackedSeqParams):

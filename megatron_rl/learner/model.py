@@ -20,7 +20,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # isort: skip
     get_gpt_layer_with_transformer_engine_spec,
     get_mlp_module_spec_for_backend,
 )
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -34,10 +33,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_rl.config.rules import virtual_pipeline
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
-from megatron_rl.learner.layers import HostSpecProvider, PackedRows, RMSNorm
+from megatron_rl.learner.layers import HostSpecProvider, PackedRows, RMSNorm, add, rotary
 from megatron_rl.learner.packing import Pack
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
+
+if host.ON_HOST:
+    host.rotate_with(rotary)
 
 
 def transformer_config(model: Model, learner: LearnerSection) -> TransformerConfig:
@@ -235,10 +237,10 @@ def _layers(config: TransformerConfig, chunk: int | None) -> ModuleSpec | Transf
             self_attention=ModuleSpec(
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
         ),
     )
     layers = [layer] * get_num_layers_to_build(config, vp_stage=chunk)

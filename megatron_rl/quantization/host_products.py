@@ -28,6 +28,15 @@ def has_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """FP32 as vLLM's own kernels for hosts store it (rotary embedding, attention): cut off, where the processor does
+    not round to BF16 by itself.
+    """
+    if dtype != torch.bfloat16 or torch.cpu._is_avx512_bf16_supported() or x.device.type != "cpu":
+        return x.to(dtype)
+    return x.contiguous().view(torch.bfloat16)[..., 1::2].contiguous()
+
+
 @functools.cache
 def install() -> None:
     """Puts them in front of torch's own, for the whole process."""
