@@ -6,6 +6,7 @@ import json
 import random
 import re
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,23 +46,24 @@ class Moment:
 
 
 def moments(seed: int, count: int) -> list[Moment]:
-    """Ascending in the run, so that each attempt gets there."""
+    """Ascending in the run, so that each attempt gets there; the last step is left to the end."""
     choice = random.Random(seed)
-    lines = sorted(choice.randrange(STEPS) for _ in range(count))
+    lines = sorted(choice.randrange(STEPS - 1) for _ in range(count))
     start = [Moment(choice.choice(VICTIMS), line, choice.uniform(0, 1.5)) for line in lines]
     return [Moment(m.victim, m.line, m.delay_s if m.line else choice.uniform(0, 30)) for m in start]
 
 
-def strike(box: Box, moment: Moment) -> str:
-    """Start, or go on; kill; wait until nothing is left. What the screen said last.
+def strike(box: Box, moment: Moment, goes_on: subprocess.Popen[str] | None) -> subprocess.Popen[str] | None:
+    """Kills a run at a moment, and waits until nothing is left of it.
 
-    An engine is replaced: that run goes to its end.
+    `goes_on`: the run as the strike before has left it; None: it is started, or goes on from what it has kept. An
+    engine is replaced: that run is the one that goes on, and is returned.
     """
-    attempts = len(list(box.run.glob("logs/attempt_*")))
-    process = box.train(*RECIPE)
+    begun = 0.0 if goes_on else time.time()
+    process = goes_on or box.train(*RECIPE)
 
     def there() -> bool:
-        return _step(box, attempts + 1) >= moment.line or process.poll() is not None
+        return _step(box, begun) >= moment.line or process.poll() is not None
 
     wait_for(there, START_S, f"line {moment.line}")
     time.sleep(moment.delay_s)
@@ -70,9 +72,11 @@ def strike(box: Box, moment: Moment) -> str:
             psutil.Process(pid).send_signal(number)
         except psutil.NoSuchProcess:  # the run was faster
             pass
+    if moment.victim == "engine" and process.poll() is None:
+        return process
     process.wait(START_S)
     wait_for(lambda: not box.processes(), END_S, "processes are left")
-    return box.screen[-400:]
+    return None
 
 
 def unkept(box: Box, moment: Moment) -> list[str]:
@@ -86,10 +90,11 @@ def unkept(box: Box, moment: Moment) -> list[str]:
     return found
 
 
-def _step(box: Box, attempt: int) -> int:
-    """The last step that this attempt has recorded; 0 before the first."""
-    log = box.run / "logs" / f"attempt_{attempt}" / "driver.log"
-    steps = re.findall(r"^step\s+(\d+)/", log.read_text(), re.M) if log.exists() else []
+def _step(box: Box, begun: float) -> int:
+    """The last step that the newest attempt has recorded; 0 before the first, and before one that began after that."""
+    logs = [log for log in box.run.glob("logs/attempt_*/driver.log") if log.stat().st_mtime >= begun]
+    newest = max(logs, key=lambda log: int(log.parent.name[8:]), default=None)
+    steps = re.findall(r"^step\s+(\d+)/", newest.read_text(), re.M) if newest else []
     return int(steps[-1]) if steps else 0
 
 
