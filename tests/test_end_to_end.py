@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from preloaded import run
 
 from megatron_rl.data.reasoning import write_reasoning
@@ -95,6 +96,19 @@ def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
     assert table.column("prox_logprobs").null_count == 0
     assert (folder / "report.html").stat().st_size > 100_000
     assert len(done.stdout.splitlines()) < 40  # a person reads this
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+def test_a_learner_that_computes_as_the_sampler(warm_start: Path) -> None:
+    """Where rounding is known to the last step (docs/one_arithmetic.md); elsewhere no more than a bound."""
+    small = ["run.steps=2", "rollout.prompts_per_step=16", "rollout.max_gen_batches=1", "eval.max_prompts=16"]
+    run = ["run.name=one_arithmetic", "learner.forward=as_sampler", "quantization.smoothing=0.5"]
+    done = train(warm_start, "quickstart.yaml", *small, *run, fresh=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    known = not torch.cpu._is_avx512_supported()
+    lines = metrics(warm_start, "one_arithmetic")[1:]
+    assert [line["rollout_corr/logp_abs_diff_mean"] < (1e-3 if known else 0.05) for line in lines] == [True, True]
 
 
 def running(command: list[str], place: Path) -> subprocess.Popen[str]:
