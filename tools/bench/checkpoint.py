@@ -16,7 +16,16 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config.schema import CheckpointSection, Config, LearnerSection, OptimSection, SyncSection
+from megatron_rl.config.schema import (
+    CheckpointSection,
+    Config,
+    Format,
+    Forward,
+    LearnerSection,
+    OptimSection,
+    QuantizationSection,
+    SyncSection,
+)
 from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.saver import Saver
@@ -78,15 +87,15 @@ def seconds(work: object) -> float:
     return time.perf_counter() - start
 
 
-def make_learner(hidden: int, layers: int) -> Learner:
+def make_learner(hidden: int, layers: int, forward: Forward = Forward.bf16) -> Learner:
     hf = {
         "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
         "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64,
         "vocab_size": VOCAB, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
         "tie_word_embeddings": True, "initializer_range": 0.02,
     }  # fmt: skip
-    section = LearnerSection()
-    config = Config(learner=section, optim=OptimSection(lr=1e-5))
+    section = LearnerSection(forward=forward)
+    config = Config(learner=section, optim=OptimSection(lr=1e-5), quantization=QuantizationSection(Format.int8))
     names = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
     sections = {name: getattr(config, name) for name in names}
     learner = Learner(Model.of(hf, Layout.from_config(section)), **sections)
