@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_rl.config.rules import virtual_pipeline
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
-from megatron_rl.learner.layers import HostSpecProvider, PackedRows, RMSNorm, add, rotary
+from megatron_rl.learner.layers import UNROUNDED, HostSpecProvider, PackedRows, RMSNorm, add, rotary
 from megatron_rl.learner.packing import Pack
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
@@ -159,6 +159,7 @@ class PolicyModel(GPTModel):
             hidden_states=hidden_S1H, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
         )
         if not self.post_process:
+            hidden_S1H.__dict__.pop(UNROUNDED, None)  # kept until backward, and read by no norm here
             return hidden_S1H
         if self.config.sequence_parallel:
             # every rank sends all its logits' gradient through the output layer, which sums them

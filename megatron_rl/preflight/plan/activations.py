@@ -104,7 +104,6 @@ def _attention(shape: ModelShape, layout: Layout, training: Training, pack: Pack
     if not training.host:
         # queries, keys, values after the rotation, and the result, which the projection reads too
         return parts | {"core": (2 * q + 2 * kv) * width + sums, "projection": q * (1 if training.fp8 else 0)}
-    parts["rope"] = 4 * shape.head_dim * width
     padding = (pack.padded or pack.tokens) / max(pack.tokens, 1)
     whole = pack.padded in (None, pack.tokens)
     short = pack.longest <= SHORT and width < FP32
