@@ -144,6 +144,8 @@ class Learner:
             self._activations.watch(module, first_layer, shard)
 
     def _computes_as(self, quantization: QuantizationSection, sampler: SamplerSection) -> AsSampler:
+        if self.device.type != "cpu":
+            raise ValueError("learner.forward=as_sampler is built for hosts so far; use bf16 here")
         layers = AsSampler(self.model, self.groups, quantization.format, quantization.ignore, sampler.tensor_parallel)
         for chunk, module in enumerate(self.modules):
             layers.watch(module, self.layout.layers(self.shape.layers, self.place.pp, chunk).start)
