@@ -70,8 +70,8 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
         "calculate_per_token_loss": True,  # megatron-core then averages nothing by itself
         # weights are always loaded; skipping initialization altogether would also skip the marks that say
         # which parameters are split, and the gradient norm would miss shards
-        "init_method": _leave,
-        "output_layer_init_method": _leave,
+        "init_method": _blank,
+        "output_layer_init_method": _blank,
         **(_host_fields() if host.ON_HOST else _device_fields()),
         **learner.megatron,
         "sequence_parallel": limits.sequence_parallel(learner),
@@ -126,8 +126,10 @@ def _device_fields() -> dict[str, Any]:
     return {"bias_dropout_fusion": True, "apply_rope_fusion": True, "gradient_accumulation_fusion": False}
 
 
-def _leave(weight: Tensor) -> Tensor:
-    return weight
+def _blank(weight: Tensor) -> Tensor:
+    """Rows that only pad a vocabulary are never loaded; whatever they held would reach gradients, as 0 times that."""
+    with torch.no_grad():
+        return weight.zero_()
 
 
 def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:

@@ -51,6 +51,7 @@ def _jobs(folder: Path, world: int, reads: bool) -> list[dict[str, Any]]:
                             "checkpoint": str(folder / f"{model}_{precision}_{writer}"),
                             "reads": reads,
                             "wrote": _world(writer),
+                            "poisoned": True,
                         }
                     )
     return jobs
