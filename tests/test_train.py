@@ -20,8 +20,11 @@ ROOT = Path(__file__).parent.parent
 
 class Part:
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log, self.sampler = name, log, None
+        self.name, self.log, self.sampler, self.smoothing = name, log, None, None
         self.recorder: Any = SimpleNamespace(note=log.append)
+
+    def smooths_as(self, smoothing: None) -> None:
+        pass
 
     def close(self) -> None:
         self.log.append(f"{self.name} closed")

@@ -47,7 +47,6 @@ TILES, VECTORS = "amx", "vec"  # vLLM's names of its attention kernels
 class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
     """W8A8 with a scale per output channel and symmetric dynamic activations."""
 
-    linear_method: Any
     dnnl_handler: Any
 
     @classmethod
@@ -58,10 +57,8 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if products_are_exact():
-            self.linear_method = self._apply_weights_onednn
             self.process_weights_for_onednn(layer)
         else:
-            self.linear_method = self._apply_weights_in_fp32
             self.dnnl_handler = host_products.Int8Weight(layer.weight.data, layer.weight_scale.data)
             layer.weight = None
 
@@ -71,6 +68,12 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
             layer.weight.t(), layer.weight_scale, layer.params_dtype, True, False, PRIMITIVE_CACHE
         )
         layer.weight = None  # the handler holds the packed copy
+
+    def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """vLLM's keeps the choice as a method of its own: a circle, which keeps the weights of old versions."""
+        if isinstance(self.dnnl_handler, host_products.Int8Weight):
+            return self._apply_weights_in_fp32(layer, x, bias)
+        return self._apply_weights_onednn(layer, x, bias)
 
     def _apply_weights_in_fp32(self, layer: Any, x: Any, bias: torch.Tensor | None) -> torch.Tensor:
         codes_MK, scale_M1, _ = ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]), None, None, True)
