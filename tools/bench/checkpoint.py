@@ -55,13 +55,18 @@ def main() -> None:
             learner, None, [], quantization=Config().quantization, sync=SyncSection(dir=folder),
             engines=Config().sampler, fleet=False,
         )  # fmt: skip
+        (Path(folder) / "checkpoints").mkdir()  # as whoever starts a run does
         saver = Saver(Path(folder) / "checkpoints", CheckpointSection(keep_last=1), learner, sync, print)
         copy, blocked, alone, beside = [], [], [], []
         source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
         for step in range(options.saves + 1):
             alone.append(seconds(lambda: learner.update(targets)))
             copy.append(seconds(lambda: target.copy_(source)))
-            blocked.append(seconds(lambda step=step: (saver.stand(), saver.begin(step, {"driver": {}}))))
+            blocked.append(
+                seconds(
+                    lambda step=step: (saver.stand(), saver.begin(step, {"driver": {"position": step, "seen": {}}}))
+                )
+            )
             during = []
             while not saver.settled:
                 during.append(seconds(lambda: learner.update(targets)))
