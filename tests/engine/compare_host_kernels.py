@@ -85,7 +85,7 @@ def odd_inputs(features: int) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """To the last bit, but for what is below every normal number: processors convert what overflows on its way apart."""
+    """To the last bit, but for numbers below the normal ones: processors differ in what overflows on the way there."""
     return bool(((a == b) | ((a.float() - b.float()).abs() < 1e-37)).all())
 
 
