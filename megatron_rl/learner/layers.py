@@ -29,6 +29,9 @@ from megatron_rl.quantization.host_products import narrowed
 ROWS = 1024  # of a block
 # up to this length the CPU's attention kernel is several times faster in FP32 than in BF16
 FP32_ATTENTION_LENGTH = 384
+# attributes of tensors
+UNROUNDED = "unrounded"  # of a BF16 sum, for the norm that reads it next
+TURNS = "turns"  # of a pack's angles: their cosine and sine
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -80,9 +83,6 @@ class RMSNorm(torch.nn.Module):
         return _RMSNorm.apply(x, self.weight, self.eps, x.__dict__.pop(UNROUNDED, None))
 
 
-UNROUNDED = "unrounded"  # attribute of a BF16 sum, for the norm that reads it next
-
-
 def add(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
     """In the place of megatron-core's bias, dropout and addition to the residual."""
     plain = get_bias_dropout_add(training, fused)
@@ -129,9 +129,6 @@ def rotary(
         turns = half.cos().to(x.dtype).float(), half.sin().to(x.dtype).float()
         setattr(angles, TURNS, turns)
     return _Turned.apply(x, *turns)
-
-
-TURNS = "turns"  # attribute of a pack's angles
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -196,7 +193,7 @@ class _Narrowed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.wide = x.dtype
-        return narrowed(x, dtype) if x.dtype == torch.float32 else x.to(dtype)
+        return narrowed(x, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

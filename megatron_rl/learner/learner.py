@@ -106,7 +106,7 @@ class Learner:
         self._cache = CacheStats(self.shape, self.device)
         if quantization.kv_cache != KvCache.none:
             for chunk, module in enumerate(self.modules):
-                self._cache.watch(module, self.layout.layers(self.shape.layers, self.place.pp, chunk).start)
+                self._cache.watch(module, self._first_layer(chunk))
         self._as_sampler: AsSampler | None = None
         if learner.forward is Forward.as_sampler and quantization.format != Format.none:
             self._as_sampler = self._computes_as(quantization, sampler)
@@ -137,10 +137,14 @@ class Learner:
             chunk=chunk if self.layout.vp is not None else None,
         )
 
+    def _first_layer(self, chunk: int) -> int:
+        """Its number in the whole model."""
+        return self.layout.layers(self.shape.layers, self.place.pp, chunk).start
+
     def _watch_activations(self) -> None:
         shard = self.place.tp if self.megatron_config.sequence_parallel else None
         for chunk, module in enumerate(self.modules):
-            first_layer = self.layout.layers(self.shape.layers, self.place.pp, chunk).start
+            first_layer = self._first_layer(chunk)
             self._activations.watch(module, first_layer, shard)
 
     def _computes_as(self, quantization: QuantizationSection, sampler: SamplerSection) -> AsSampler:
@@ -148,7 +152,7 @@ class Learner:
             raise ValueError("learner.forward=as_sampler is built for hosts so far; use bf16 here")
         layers = AsSampler(self.model, self.groups, quantization.format, quantization.ignore, sampler.tensor_parallel)
         for chunk, module in enumerate(self.modules):
-            layers.watch(module, self.layout.layers(self.shape.layers, self.place.pp, chunk).start)
+            layers.watch(module, self._first_layer(chunk))
         return layers
 
     def _wrapped(self, module: PolicyModel, chunk: int) -> DistributedDataParallel:
@@ -165,7 +169,7 @@ class Learner:
         experts = self.shape.experts
         first_expert = self.layout.local_experts(experts, self.place.ep).start if experts else 0
         for chunk, module in enumerate(self.modules):
-            first_layer = self.layout.layers(self.shape.layers, self.place.pp, chunk).start
+            first_layer = self._first_layer(chunk)
             for name, parameter in module.named_parameters():
                 yield global_name(name, first_layer, first_expert), parameter
 

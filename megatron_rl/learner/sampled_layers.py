@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from megatron_rl.quantization.formats import INT8_MAX
 from megatron_rl.quantization.host_products import Int8Weight, int8_codes
 
 
@@ -98,20 +99,17 @@ class _Row(torch.autograd.Function):
         ctx.layer = layer
         assert layer.sampled is not None
         x_MK = input.flatten(0, -2)
-        size = layer.tp_group.size()
-        if size <= layer.slices:
-            out_MN = _whole_slices(x_MK, layer.sampled)
-        else:
-            out_MN = _shared_slices(x_MK, layer.sampled.parts[0], layer.slices, layer.tp_group)
-        out = out_MN.view(*input.shape[:-1], -1)
-        if size == 1:
-            return out.to(input.dtype)
+        group, size = layer.tp_group, layer.tp_group.size()
         if size > layer.slices:  # every rank has the sum
-            out = out.chunk(size)[layer.tp_group.rank()].contiguous() if layer.sequence_parallel else out
-        elif layer.sequence_parallel:
-            out = reduce_scatter_to_sequence_parallel_region(out, group=layer.tp_group)
+            out_MN = _shared_slices(x_MK, layer.sampled.parts[0], layer.slices, group)
+            out = out_MN.view(*input.shape[:-1], -1)
+            out = out.chunk(size)[group.rank()].contiguous() if layer.sequence_parallel else out
         else:
-            dist.all_reduce(out, group=layer.tp_group)
+            out = _whole_slices(x_MK, layer.sampled).view(*input.shape[:-1], -1)
+            if layer.sequence_parallel:
+                out = reduce_scatter_to_sequence_parallel_region(out, group=group)
+            elif size > 1:
+                dist.all_reduce(out, group=group)
         return out.to(input.dtype)
 
     @staticmethod
@@ -144,7 +142,6 @@ def _shared_slices(x_MK: Tensor, weight: Int8Weight, slices: int, group: Any) ->
     sums_SMN[mine] = weight.int_sums(codes_MK)
     dist.all_reduce(sums_SMN, group=group)
     total_MN = torch.zeros(sums_SMN.shape[1:], dtype=torch.float32, device=x_MK.device)
-    for amax_M, sums_MN in zip(amax_SM, sums_SMN, strict=True):
-        scale_M1 = amax_M.unsqueeze(1) / 127.0
-        total_MN += weight.scaled(sums_MN.float(), scale_M1, None, x_MK.dtype)
+    for scale_M, sums_MN in zip(amax_SM / INT8_MAX, sums_SMN, strict=True):
+        total_MN += weight.scaled(sums_MN.float(), scale_M.unsqueeze(1), None, x_MK.dtype)
     return total_MN

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.quantization.formats import INT8_MAX
+
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _REGISTERED: list[torch.library.Library] = []  # a kernel lives as long as its library
 
@@ -32,7 +34,8 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """FP32 as vLLM's own kernels for hosts store it (rotary embedding, attention): cut off, where the processor does
     not round to BF16 by itself.
     """
-    if dtype != torch.bfloat16 or torch.cpu._is_avx512_bf16_supported() or x.device.type != "cpu":
+    rounded = torch.cpu._is_avx512_bf16_supported() or x.device.type != "cpu"
+    if rounded or (x.dtype, dtype) != (torch.float32, torch.bfloat16):
         return x.to(dtype)
     return x.contiguous().view(torch.bfloat16)[..., 1::2].contiguous()
 
@@ -64,7 +67,6 @@ def _through_fp32(product: Any) -> Any:
 
 
 EXACT_K = 1 << 10  # 128 * 127 times so many stays below 2^24
-INT8_MAX = 127.0
 LEAST = -128.0  # what x86 converts to: of nothing else than zero over zero, or a negative number over it
 
 
