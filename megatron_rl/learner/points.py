@@ -37,8 +37,8 @@ class _Ports:
         self.rows_split = bool(learner.megatron_config.sequence_parallel)
         if self.shape.kv_heads % self.layout.tp:
             raise ValueError(
-                f"learner.tensor_parallel: {self.layout.tp} ranks share {self.shape.kv_heads} key/value heads unevenly: "
-                "their values are not compared with the engine's; use fewer"
+                f"learner.tensor_parallel: {self.layout.tp} ranks do not share {self.shape.kv_heads} key/value heads "
+                "evenly, so that their values cannot be compared with the engine's; use fewer"
             )
 
     def all(self) -> Iterator[Port]:

@@ -40,7 +40,7 @@ def check(seen: Mapping[Point, Sequence[Pair]], shape: ModelShape, format: Forma
     raise SyncMismatch(
         f"after the sync of policy version {version} ({format.value}) sampler and learner first disagree at {first}"
         f"{_named(block, first, shape)}: from equal inputs they differ by {error:.3g} of the values' size "
-        f"(allowed {limit(first, format):g}). The engine's weights there are not the learner's, or lie in another order. "
+        f"(allowed {limit(first, format):g}). The weights there are not the learner's, or lie in another order. "
         + (f"So it is at {', '.join(map(str, others))}" if others else "No other point differs")
     )
 
