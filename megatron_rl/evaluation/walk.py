@@ -66,8 +66,7 @@ class Walk:
 
     def add(self, batch: Batch, values: Mapping[str, Tensor]) -> None:
         """`batch`: one row; `values`: the engine's, of all its tokens."""
-        values = responses(values, int(batch.prompt_lengths_B[0]))
-        engine_N = values[str(LOGPROB)][:, 0]
+        engine_N = values[str(LOGPROB)][int(batch.prompt_lengths_B[0]) - 1 :, 0]
         for replace in (False, True):
             with self._activations.beside(values, replace) as seen:
                 logprobs_N = self.learner.logprobs(batch)[0, : len(engine_N)]
@@ -104,12 +103,6 @@ class Walk:
             entered[point] = (before - found.kl) / max(1, self.tokens)
             before = found.kl
         return entered
-
-
-def responses(values: Mapping[str, Tensor], prompt: int) -> dict[str, Tensor]:
-    """Of logits and logprobs, only those of the response, which is what a learner computes."""
-    of_tokens = {str(LOGITS), str(LOGPROB)}
-    return {name: value[prompt - 1 :] if name in of_tokens else value for name, value in values.items()}
 
 
 def kl(logits: Sequence[Pair]) -> float:

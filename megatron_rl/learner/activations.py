@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.packing import Pack
 from megatron_rl.learner.points import Port, ports
-from megatron_rl.models.points import Pair, Point
+from megatron_rl.models.points import Kind, Pair, Point
 
 
 @dataclass
@@ -26,16 +27,19 @@ class _Pass:
     replace: bool
     rank: int  # of the tensor-parallel group
     seen: dict[Point, list[Pair]] = field(default_factory=dict)
-    empty: bool = False  # a micro-batch without rows
+    pack: Pack | None = None  # that is passing
 
     def begin(self, policy: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.empty = not kwargs["pack"].rows
+        self.pack = kwargs["pack"]
 
     def look(self, port: Port, passing: Tensor) -> Tensor | None:
         """What is to go on in its place, where something is."""
-        if self.empty:
+        assert self.pack is not None
+        if not self.pack.rows:  # an empty micro-batch
             return None
         engine, rows = self.values[str(port.point)], passing.flatten(1)
+        if port.point.kind is Kind.lm_head:  # of which a learner computes those that predict the response
+            engine = engine[self.pack.logit_index_N]
         start = self.rank * len(rows) if port.rows_split else 0
         engine = engine[start : start + len(rows)][:, port.columns]
         place = slice(len(engine)), slice(len(port.columns))  # the rest is filler

@@ -65,6 +65,29 @@ def _experts(machine: Machine, shape: ModelShape, format: Format, ignore: list[s
         )
 
 
+def watched(
+    machine: Machine, shape: ModelShape, sync: SyncSection, sampler: SamplerSection, learner: LearnerSection
+) -> Iterator[str]:
+    """Whether the modules of both sides can be looked at."""
+    if not sync.probe_layers:
+        return
+    why = {
+        "is built for hosts so far": machine.kind != Device.cpu,
+        "looks into the embedded engine, this recipe has a fleet": is_fleet(sampler),
+        f"looks into an engine of one rank, sampler.tensor_parallel is {sampler.tensor_parallel}": (
+            sampler.tensor_parallel > 1
+        ),
+        "sees nothing of a compiled engine (sampler.vllm.enforce_eager: false)": (
+            sampler.vllm.get("enforce_eager") is False
+        ),
+        f"needs learner.tensor_parallel={learner.tensor_parallel} to divide {shape.kv_heads} key/value heads": (
+            shape.kv_heads % learner.tensor_parallel != 0
+        ),
+    }
+    for reason in (reason for reason, holds in why.items() if holds):
+        yield f"sync.probe_layers: true {reason}; use false"
+
+
 def ignored(shape: ModelShape, sampler: SamplerSection, quantization: QuantizationSection) -> Iterator[str]:
     """Entries that name nothing: what they were meant for would be quantized without a word."""
     if all(format == Format.none for format in replica_formats(sampler, quantization)):
@@ -153,4 +176,4 @@ def transport(
         )
 
 
-RULES = (experts, ignored, arguments, cache, sleep, transport)
+RULES = (experts, ignored, watched, arguments, cache, sleep, transport)

@@ -11,15 +11,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from megatron_rl.config.schema import Format
 from megatron_rl.distributed import exchange
 from megatron_rl.models.points import Kind, Pair, Point, points
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.table import Norm
+from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync.probe import SyncMismatch
 
-# of a difference as a share of the values' size
-BF16_LIMIT, LIMIT = 0.1, 0.5
+# of a difference as a share of the values' size; roundings to BF16 make a few thousandths, to 8 bits a few hundredths
+PLAIN_LIMIT, QUANTIZED_LIMIT = 0.02, 0.5
+QUANTIZED = frozenset({Kind.qkv, Kind.attention, Kind.o_proj, Kind.gate_up, Kind.down})  # or may be: a cache of FP8
 HEADS = {  # what a block of these points' columns is, in their order
     Kind.qkv: ("query", "key", "value"),
     Kind.head_norm: ("query", "key"),
@@ -45,9 +49,21 @@ def check(seen: Mapping[Point, Sequence[Pair]], shape: ModelShape, format: Forma
     )
 
 
+def unsmoothed(values: Mapping[str, Tensor], smoothing: Smoothing | None) -> Mapping[str, Tensor]:
+    """The engine's values with its norms' outputs as the learner has them, which folds nothing into its own weights."""
+    if smoothing is None:
+        return values
+    plain = dict(values)
+    for layer, scales_NH in enumerate(smoothing.scales_LNH):
+        for kind, norm in ((Kind.input_norm, Norm.attention), (Kind.post_norm, Norm.mlp)):
+            plain[str(Point(kind, layer))] = values[str(Point(kind, layer))] * scales_NH[norm].to(torch.bfloat16)
+    return plain
+
+
 def limit(point: Point, format: Format) -> float:
     """In every format a router may choose other experts for a token whose choice is close."""
-    return BF16_LIMIT if format == Format.none and point.kind is not Kind.experts else LIMIT
+    quantized = format != Format.none and point.kind in QUANTIZED
+    return QUANTIZED_LIMIT if quantized or point.kind is Kind.experts else PLAIN_LIMIT
 
 
 def _worst(seen: Mapping[Point, Sequence[Pair]], shape: ModelShape) -> dict[Point, Worst]:
