@@ -9,6 +9,7 @@ from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import (
     Config,
     Device,
+    FleetSection,
     Format,
     KvCache,
     LearnerSection,
@@ -107,3 +108,23 @@ def test_an_fp8_cache_is_for_gpus_that_know_fp8():
     assert found == "quantization.kv_cache: fp8 is for GPUs; use none"
     (found,) = problems(config, Machine(Device.cuda, "A100", 8.0, 8))
     assert "needs compute capability 8.9, A100 has 8.0" in found
+
+
+@pytest.mark.parametrize(
+    ("machine", "learner", "sampler", "said"),
+    [
+        (HOST, {}, {}, []),
+        (NODE, {}, {}, ["is built for hosts so far"]),
+        (HOST, {}, {"tensor_parallel": 2}, ["looks into an engine of one rank, sampler.tensor_parallel is 2"]),
+        (HOST, {}, {"fleet": FleetSection(replicas=2)}, ["this recipe has a fleet"]),
+        (HOST, {}, {"vllm": {"enforce_eager": False}}, ["sees nothing of a compiled engine"]),
+        (HOST, {"tensor_parallel": 8}, {}, ["needs learner.tensor_parallel=8 to divide 4 key/value heads"]),
+    ],
+)
+def test_layers_are_compared_where_both_sides_show_them(machine, learner, sampler, said):
+    config = Config(learner=LearnerSection(**learner), sampler=SamplerSection(**sampler))
+    for on in (True, False):
+        asked = replace(config, sync=SyncSection(probe_layers=on))
+        found = [line for line in problems(asked, machine) if "probe_layers" in line]
+        assert len(found) == (len(said) if on else 0)
+        assert all(words in line and line.endswith("; use false") for words, line in zip(said, found, strict=False))
