@@ -29,24 +29,24 @@ def add(commands: Any) -> None:
 
 def _mismatch(options: argparse.Namespace) -> int:
     from megatron_rl.evaluation.stored_model import run_of
-    from megatron_rl.rank import alone
 
-    for name in ("sequences", "tokens"):
-        if getattr(options, name) < (least := 1 if name == "sequences" else 4):
+    for name, least in (("sequences", 1), ("tokens", 4)):
+        if getattr(options, name) < least:
             raise ConfigError(f"--{name}: {getattr(options, name)}, expected {least} or more")
     run = run_of(options.model)
-    learner = _as_the_run(options, run)
-    with opened(options, *UNUSED, *learner) as (config, stored), alone():
-        from megatron_rl.evaluation.mismatch import measure, problems
-        from megatron_rl.evaluation.sequences import Wanted
-        from megatron_rl.preflight.checks import check_alone
+    with opened(options, *UNUSED, *_as_the_run(options, run)) as (config, stored):
+        from megatron_rl.preflight.checks import check_alone, check_watched
+        from megatron_rl.rank import alone
 
         check_alone(config, stored.weights)
-        if found := list(problems(config)):
-            raise ConfigError("\n".join(found))
+        check_watched(config)
         folder = options.out or Path("mismatch") / f"{stored.label}-{options.format}-{config.learner.forward}"
-        wanted = Wanted(options.sequences, options.tokens, options.prompts, run)
-        print(measure(config, stored, wanted, folder, lambda line: print(line, file=sys.stderr, flush=True)))
+        with alone():
+            from megatron_rl.evaluation.mismatch import measure
+            from megatron_rl.evaluation.sequences import Wanted
+
+            wanted = Wanted(options.sequences, options.tokens, options.prompts, run)
+            print(measure(config, stored, wanted, folder, lambda line: print(line, file=sys.stderr, flush=True)))
         print(f"figure and numbers: {folder}")
     return 0
 

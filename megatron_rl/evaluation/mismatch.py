@@ -31,17 +31,6 @@ WHOLE = 100  # points, above which the terminal shows them by kind, and those by
 MOST = 20
 
 
-def problems(config: Config) -> Iterator[str]:
-    """Why the modules of these engines cannot be watched."""
-    if torch.cuda.is_available():
-        yield "mismatch: built for hosts so far, as modules are fused on GPUs; use a machine without, or hide them"
-    ranks = config.sampler.tensor_parallel
-    if ranks > 1:
-        yield f"sampler.tensor_parallel: {ranks}, but modules are watched in an engine of one rank; use 1"
-    if config.sampler.vllm.get("enforce_eager") is False:
-        yield "sampler.vllm.enforce_eager: false, but a compiled engine shows nothing of its modules; leave it out"
-
-
 @dataclass
 class _Seen:
     walk: Walk

@@ -68,24 +68,23 @@ def _experts(machine: Machine, shape: ModelShape, format: Format, ignore: list[s
 def watched(
     machine: Machine, shape: ModelShape, sync: SyncSection, sampler: SamplerSection, learner: LearnerSection
 ) -> Iterator[str]:
-    """Whether the modules of both sides can be looked at."""
-    if not sync.probe_layers:
-        return
-    why = {
-        "is built for hosts so far": machine.kind != Device.cpu,
-        "looks into the embedded engine, this recipe has a fleet": is_fleet(sampler),
-        f"looks into an engine of one rank, sampler.tensor_parallel is {sampler.tensor_parallel}": (
-            sampler.tensor_parallel > 1
-        ),
-        "sees nothing of a compiled engine (sampler.vllm.enforce_eager: false)": (
-            sampler.vllm.get("enforce_eager") is False
-        ),
-        f"needs learner.tensor_parallel={learner.tensor_parallel} to divide {shape.kv_heads} key/value heads": (
-            shape.kv_heads % learner.tensor_parallel != 0
-        ),
-    }
-    for reason in (reason for reason, holds in why.items() if holds):
-        yield f"sync.probe_layers: true {reason}; use false"
+    if sync.probe_layers:
+        yield from (f"sync.probe_layers: true, but {why}" for why in unwatchable(machine, shape, sampler, learner))
+
+
+def unwatchable(machine: Machine, shape: ModelShape, sampler: SamplerSection, learner: LearnerSection) -> Iterator[str]:
+    """Why the modules of both engines cannot be looked at."""
+    if machine.kind != Device.cpu:
+        yield "comparing modules is built for hosts so far; leave it out on GPUs"
+    if is_fleet(sampler):
+        yield "a fleet's servers do not show their modules; leave it out, or use the embedded engine"
+    if sampler.tensor_parallel > 1:
+        yield f"an engine of sampler.tensor_parallel={sampler.tensor_parallel} does not show its modules; use 1"
+    if sampler.vllm.get("enforce_eager") is False:
+        yield "an engine that is compiled (sampler.vllm.enforce_eager: false) does not show its modules; use true"
+    ranks = learner.tensor_parallel
+    if shape.kv_heads % ranks:
+        yield f"learner.tensor_parallel={ranks} does not divide {shape.kv_heads} key/value heads; use one that does"
 
 
 def ignored(shape: ModelShape, sampler: SamplerSection, quantization: QuantizationSection) -> Iterator[str]:
