@@ -20,6 +20,7 @@ from megatron_rl.config.schema import (
     Anchor,
     Config,
     EvalSection,
+    Format,
     KvCache,
     LossConfig,
     ModelInit,
@@ -30,6 +31,7 @@ from megatron_rl.config.schema import (
     SyncSection,
 )
 from megatron_rl.driver import Driver, Follower
+from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.saver import Saver
 from megatron_rl.loss.covariance import select_by_covariance
@@ -42,7 +44,7 @@ from megatron_rl.runs.metrics import combine
 from megatron_rl.runs.progress import Standing, reached
 from megatron_rl.runs.stop_request import StepGivenUp, heard
 from megatron_rl.types import Batch, Targets
-from megatron_rl.weight_sync import probe
+from megatron_rl.weight_sync import layer_probe, probe
 from megatron_rl.weight_sync.export import leave_models
 from megatron_rl.weight_sync.push import WeightSync
 
@@ -256,10 +258,20 @@ def publish(
                 f"sync     policy version {step} was sent twice; the first time: {report.first_failure}"
             )
         if due(step // section.every, section.verify_every):
+            if section.probe_layers:
+                metrics |= compare_layers(step, driver, learner, sync)
             batch, formats = heard(learner, lambda: driver.probe(step))
             about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget)
             metrics |= probe.check_formats(batch, learner.logprobs(batch), formats, about)
     return metrics
+
+
+def compare_layers(step: int, driver: Driver | Follower, learner: Learner, sync: WeightSync) -> dict[str, float]:
+    """What the engine computes at every point of a forward pass, against what the learner makes of the same inputs."""
+    batch, values, format = heard(learner, lambda: driver.look(step))
+    with Activations(learner).beside(layer_probe.unsmoothed(values, sync.smoothing), replace=True) as seen:
+        learner.logprobs(batch)
+    return layer_probe.check(seen, learner.shape, Format(format), step)
 
 
 def evaluate(

@@ -113,6 +113,26 @@ class Engine:
         completions = [c for output in outputs for c in sorted(output.outputs, key=lambda c: c.index)]
         return pack([c for c in completions for _ in range(samples // distinct)])
 
+    def activations(self, tokens: list[int], policy_version: int) -> dict[str, Any]:
+        """What the modules put out for a sequence (engine/activations.py), and the logprobs of its tokens."""
+        from vllm import SamplingParams
+
+        config = self.llm.llm_engine.vllm_config
+        refusal = self.ready.refusal(policy_version) or unwatchable(
+            config.model_config.enforce_eager, config.parallel_config.tensor_parallel_size
+        )
+        if refusal:
+            raise RuntimeError(refusal)
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        prompt: Any = {"prompt_token_ids": tokens}
+        self.llm.collective_rpc("watch_activations")
+        try:
+            (output,) = self.llm.generate([prompt], params, use_tqdm=False)
+        finally:
+            (values,) = self.llm.collective_rpc("seen_activations")
+        told = output.prompt_logprobs or []
+        return {"values": values, "logprobs": [_sampled(told[i], tokens[i]) for i in range(1, len(tokens))]}
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
 
@@ -217,10 +237,19 @@ def _sampled(position: dict[int, Any] | None, token: int) -> float:
     return float("nan") if entry is None else entry.logprob
 
 
+def unwatchable(eager: bool, ranks: int) -> str:
+    """Why the modules of an engine cannot be watched; empty where they can."""
+    if not eager:
+        return "a compiled engine shows nothing of its modules: set sampler.vllm={enforce_eager: true}"
+    if ranks > 1:
+        return f"the modules of an engine are watched on one rank, this has {ranks}: set sampler.tensor_parallel=1"
+    return ""
+
+
 REQUESTS: dict[str, Callable[..., Any]] = {
     name: getattr(Engine, name)
     for name in (
-        "health", "generate", "init_weight_transfer_engine", "start_weight_update", "update_weights",
+        "health", "generate", "activations", "init_weight_transfer_engine", "start_weight_update", "update_weights",
         "finish_weight_update", "sleep", "wake",
     )
 }  # fmt: skip

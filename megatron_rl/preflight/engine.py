@@ -65,6 +65,28 @@ def _experts(machine: Machine, shape: ModelShape, format: Format, ignore: list[s
         )
 
 
+def watched(
+    machine: Machine, shape: ModelShape, sync: SyncSection, sampler: SamplerSection, learner: LearnerSection
+) -> Iterator[str]:
+    if sync.probe_layers:
+        yield from (f"sync.probe_layers: true, but {why}" for why in unwatchable(machine, shape, sampler, learner))
+
+
+def unwatchable(machine: Machine, shape: ModelShape, sampler: SamplerSection, learner: LearnerSection) -> Iterator[str]:
+    """Why the modules of both engines cannot be looked at."""
+    if machine.kind != Device.cpu:
+        yield "comparing modules is built for hosts so far; leave it out on GPUs"
+    if is_fleet(sampler):
+        yield "a fleet's servers do not show their modules; leave it out, or use the embedded engine"
+    if sampler.tensor_parallel > 1:
+        yield f"an engine of sampler.tensor_parallel={sampler.tensor_parallel} does not show its modules; use 1"
+    if sampler.vllm.get("enforce_eager") is False:
+        yield "an engine that is compiled (sampler.vllm.enforce_eager: false) does not show its modules; use true"
+    ranks = learner.tensor_parallel
+    if shape.kv_heads % ranks:
+        yield f"learner.tensor_parallel={ranks} does not divide {shape.kv_heads} key/value heads; use one that does"
+
+
 def ignored(shape: ModelShape, sampler: SamplerSection, quantization: QuantizationSection) -> Iterator[str]:
     """Entries that name nothing: what they were meant for would be quantized without a word."""
     if all(format == Format.none for format in replica_formats(sampler, quantization)):
@@ -153,4 +175,4 @@ def transport(
         )
 
 
-RULES = (experts, ignored, arguments, cache, sleep, transport)
+RULES = (experts, ignored, watched, arguments, cache, sleep, transport)

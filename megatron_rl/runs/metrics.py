@@ -219,6 +219,7 @@ _TABLE: list[Metric] = [
             (f"probe_abs_diff/{format}", "last", "nats", f"the same for {format} servers of a mixed fleet alone")
             for format in Format
         ),
+        ("probe_layer_error", "last", "", "sync.probe_layers: largest difference of a block, as a share of its size"),
     ),
     *_rows(
         "time",

@@ -15,6 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import safetensors.torch
+import torch
+
+from megatron_rl.models.points import Kind, Point
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
 from megatron_rl.sampler.lasting_engine import LastingEngine
 from megatron_rl.sampler.protocol import SamplerStats, request_seed
@@ -86,6 +90,11 @@ class EmbeddedSampler:
             restarts=self._engine.restarts,
         )
         return rollouts
+
+    def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        answer = self._engine.call("activations", tokens=list(tokens), policy_version=self.policy_version)
+        logprobs = torch.tensor(answer["logprobs"], dtype=torch.float32).unsqueeze(1)
+        return safetensors.torch.load(bytes(answer["values"])) | {str(Point(Kind.logprob)): logprobs}
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._engine.call("init_weight_transfer_engine", init_info=init_info)
