@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.config import prox_pass
 from megatron_rl.config.schema import (
-    Anchor,
     Config,
     EvalSection,
     KvCache,
@@ -26,7 +26,6 @@ from megatron_rl.config.schema import (
     ModelSection,
     QuantizationSection,
     RewardSection,
-    RolloutSource,
     SyncSection,
 )
 from megatron_rl.driver import Driver, Follower
@@ -34,7 +33,7 @@ from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.saver import Saver
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
-from megatron_rl.rollout_correction import Correction, correct
+from megatron_rl.rollout_correction import Correction, completed, correct
 from megatron_rl.rollout_correction.breakdown import mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs import checkpoints
@@ -135,20 +134,22 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
     with recorder.phase("rollout"):
         batch, drawn = heard(learner, lambda: driver.collect(step))
     with recorder.phase("prox"):
-        anchor_BT = anchor_logprobs(learner, batch, config.correction.anchor, config.rollout.source)
+        anchor_BT = anchor_logprobs(learner, batch, config)
         reference_BT = reference_logprobs(learner, batch, config.loss.kl_coef)
         drawn |= learner_estimate(learner, driver, config.reward)
     with recorder.phase("correction"):
         correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
-        drawn |= mismatch_by_format(correction.source.prox_logprobs_BT, batch)
         heard(learner, driver.check_time)  # the last moment in which the step can be given up without a trace
-    with recorder.phase("record"):
-        driver.record(step, correction, advantages_B)
     with recorder.phase("update"):
         seed = config.run.seed
         targets = join(batch, anchor_BT, reference_BT, correction, advantages_B, config.loss, seed + step)
         parts = minibatches(targets, config.learner.n_minibatches, f"{seed}/{step}")
         updates = combine([learner.update(part) for part in parts])
+    with recorder.phase("correction"):
+        correction, saved = settle(correction, learner, batch, config)
+        drawn |= saved | mismatch_by_format(correction.source.prox_logprobs_BT, batch)
+    with recorder.phase("record"):
+        driver.record(step, correction, advantages_B)
     seen = at.seen.after(batch)
     return Standing(step, seen, driver.position, line=drawn | correction.metrics | updates | seen.metrics(batch, step))
 
@@ -182,11 +183,24 @@ def arrive(
     return at, stop
 
 
-def anchor_logprobs(learner: Learner, batch: Batch, anchor: Anchor, source: RolloutSource) -> torch.Tensor:
-    """p: the policy's own logprobs before the update. Not computed where nothing looks at them."""
-    if anchor == Anchor.sampler or source == RolloutSource.dataset:
+def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> torch.Tensor | None:
+    """p: the policy's own logprobs before the update. None where the update's forward pass gives them in time."""
+    if not prox_pass.anchored_to_learner(config.correction, config.rollout):
         return batch.sampler_logprobs_BT
+    if not prox_pass.readers(config.correction, config.loss, config.learner):
+        return None
     return learner.logprobs(batch)
+
+
+def settle(
+    correction: Correction, learner: Learner, batch: Batch, config: Config
+) -> tuple[Correction, dict[str, float]]:
+    """The correction as the update has made it, and what the pass that was not made before it would have cost."""
+    own = learner.take_own_pass()
+    if own is None:
+        return correction, {}
+    correction = completed(correction, own.logprobs_BT, batch, config.correction, config.advantage)
+    return correction, {"perf/prox_saved_s": own.seconds}
 
 
 def reference_logprobs(learner: Learner, batch: Batch, kl_coef: float) -> torch.Tensor | None:
@@ -204,7 +218,7 @@ def learner_estimate(learner: Learner, driver: Driver | Follower, reward: Reward
 
 def join(
     batch: Batch,
-    anchor_BT: torch.Tensor,
+    anchor_BT: torch.Tensor | None,
     reference_BT: torch.Tensor | None,
     correction: Correction,
     advantages_B: torch.Tensor,

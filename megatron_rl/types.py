@@ -159,7 +159,7 @@ class LossInputs:
     """Everything a policy loss may look at; rows of one micro-batch."""
 
     logprobs_BT: torch.Tensor  # pi, carries the gradient
-    anchor_logprobs_BT: torch.Tensor  # p; mu where correction.anchor is sampler
+    anchor_logprobs_BT: torch.Tensor | None  # p; mu where correction.anchor is sampler; None: pi itself, a constant
     sampler_logprobs_BT: torch.Tensor
     ref_logprobs_BT: torch.Tensor | None
     entropy_BT: torch.Tensor | None
@@ -176,11 +176,13 @@ class Targets:
     """What the loss needs beside the policy's own forward pass: one optimizer update's worth, global.
 
     Rows match `batch`. Weights, masks and advantages are already the result of rollout_correction
-    and the group baselines; the learner only slices them.
+    and the group baselines; the learner only slices them. Without an anchor, weights and masks are
+    what is known before the loss, which completes them.
     """
 
     batch: Batch
-    anchor_logprobs_BT: torch.Tensor  # p; the sampler's mu where correction.anchor is sampler
+    # p; the sampler's mu where correction.anchor is sampler; None: what the update's own forward pass gives
+    anchor_logprobs_BT: torch.Tensor | None
     ref_logprobs_BT: torch.Tensor | None
     advantages_B: torch.Tensor
     weights_BT: torch.Tensor
@@ -190,3 +192,11 @@ class Targets:
 
     def rows(self, index: torch.Tensor) -> Targets:
         return Targets(self.batch.rows(index), **_rows(self, index, without="batch"))
+
+
+@dataclass(frozen=True)
+class OwnPass:
+    """What an update without an anchor found on its way: the pass that was not made before it."""
+
+    logprobs_BT: torch.Tensor  # the policy's before the update; NaN in rows that nothing was trained on
+    seconds: float  # of its forward pass, on this rank

@@ -54,7 +54,8 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
             for number, (name, overrides) in enumerate(cases.items()):
                 done = number * (base.run.steps + 1)  # policy versions only ever grow
                 config = load(recipe, [*overrides, f"run.steps={done + base.run.steps}"])
-                learner.loss, learner.correction, learner.run = config.loss, config.correction, config.run
+                for section in ("loss", "correction", "run", "learner"):
+                    setattr(learner, section, getattr(config, section))
                 driver.recorder = Kept()
                 before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
                 loop(config, driver, learner, sync, saver, Standing(done))

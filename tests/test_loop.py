@@ -17,6 +17,8 @@ PRESETS = sorted(path.stem for path in (ROOT / "conf" / "correction").glob("*.ya
 LOSSES = [name.value for name in LossName]
 BYPASS_ONLY = {"rollout_is"}  # anchored to the sampler, a ratio and a weight exclude each other
 
+FAR = "[{level: token, stat: ratio, high: 1e8}]"  # rejects nothing; with renormalize it reads the proximal logprobs
+
 RECIPE = """
 base: {root}/recipes/quickstart.yaml
 run: {{steps: 2, name: loop}}
@@ -44,6 +46,9 @@ def cases() -> dict[str, list[str]]:
         wanted[f"loss {name}"] = [f"loss.name={name}", "loss.kl_coef=0", *anchor]
     wanted["kl to a reference"] = ["loss.kl_coef=0.1"]
     wanted["entropy bonus"] = ["loss.entropy_coef=0.01"]
+    once = ["learner.n_minibatches=1", "loss.kl_coef=0", f"correction.reject={FAR}"]
+    wanted["one update"] = [*once, "correction.rebaseline=false", "correction.renormalize=false"]
+    wanted["one update, scored before"] = [*once, "correction.rebaseline=false"]
     wanted["estimate under the learner"] = ["reward.learner_estimate=true"]
     wanted |= {
         f"advantage {name.value}": [f"advantage.estimator={name.value}", "loss.kl_coef=0"]
@@ -103,6 +108,18 @@ def test_the_reference_and_the_estimate_are_measured(results: dict[str, dict]) -
     line = results["estimate under the learner"]["lines"][-1]
     assert abs(line["reward/learner_estimate"] - line["reward/sampler_mean"]) < 0.2
     assert line["reward/learner_estimate_stderr"] > 0
+
+
+@pytest.mark.engine
+def test_one_update_makes_no_pass_before_it_and_measures_the_same_things(results: dict[str, dict]) -> None:
+    for line, scored in zip(
+        *(results[f"one update{how}"]["lines"][1:] for how in ("", ", scored before")), strict=True
+    ):
+        assert line.keys() - scored.keys() == {"perf/prox_saved_s"} and not scored.keys() - line.keys()
+        assert line["perf/prox_saved_s"] > 0
+        assert line["loss/ratio_mean"] == pytest.approx(1, abs=1e-6)
+        assert line["loss/approx_kl"] == 0
+        assert line["rollout_corr/k3_kl"] > 0
 
 
 @pytest.mark.engine

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,7 @@ from megatron_rl.learner import weights
 from megatron_rl.learner.activation_stats import ActivationStats
 from megatron_rl.learner.as_sampler import AsSampler
 from megatron_rl.learner.cache_stats import CacheStats
+from megatron_rl.learner.forward_clock import ForwardClock
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
 from megatron_rl.learner.minibatch import loss_inputs
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
@@ -65,7 +67,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.processes.pulse import mark
 from megatron_rl.quantization.smoothing import Smoothing
-from megatron_rl.types import Batch, Targets
+from megatron_rl.types import Batch, OwnPass, Targets
 
 
 class Learner:
@@ -104,6 +106,8 @@ class Learner:
         if quantization.smoothing:
             self._watch_activations()
         self._cache = CacheStats(self.shape, self.device)
+        self._forward_clock = ForwardClock(self.device)
+        self._own_pass: OwnPass | None = None
         if quantization.kv_cache != KvCache.none:
             for chunk, module in enumerate(self.modules):
                 self._cache.watch(module, self._first_layer(chunk))
@@ -230,13 +234,17 @@ class Learner:
 
     def _logprobs(self, batch: Batch) -> Tensor:
         packs = self._packs(batch, range(len(batch)))
-        logprobs_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
         with torch.no_grad():
             results = self._run(packs, partial(self._collect, batch), forward_only=True)
+        return self._gathered(batch, packs, results)
+
+    def _gathered(self, batch: Batch, packs: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
+        """What the replicas' packs have found, on every rank: [B, T], 0 where no pack has a token."""
+        values_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
         if self.ranks.reports:
-            for mine, values_bT in zip(packs, results, strict=True):
-                logprobs_BT[list(mine.rows), : mine.horizon] = values_bT
-        return self.ranks.sum(logprobs_BT)
+            for mine, values_bT in zip(packs, values, strict=True):
+                values_BT[list(mine.rows), : mine.horizon] = values_bT
+        return self.ranks.sum(values_BT)
 
     def keep_reference(self) -> None:
         """Remember the present weights as the policy that a KL penalty pulls towards."""
@@ -287,7 +295,9 @@ class Learner:
         def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             mine = next(iterator)
             mark()
-            return model(pack=mine, **plain), partial(loss_function, mine)
+            with self._forward_clock.running():
+                logits_NV = model(pack=mine, **plain)
+            return logits_NV, partial(loss_function, mine)
 
         return get_forward_backward_func()(
             forward_step_func=step,
@@ -316,30 +326,44 @@ class Learner:
         self.nonfinite.begin()
         tokens = max(1, int(targets.mask_BT.sum()))
         packs = self._packs(targets.batch, rows)
-        results = self._run(packs, partial(self._loss, targets, totals, tokens))
+        anchored = targets.anchor_logprobs_BT is not None
+        self._forward_clock.take()
+        with nullcontext() if anchored else self._activations.observing():
+            results = self._run(packs, partial(self._loss, targets, totals, tokens))
+        if not anchored:
+            logprobs_BT = self._gathered(targets.batch, packs, [logprobs_bT for _, logprobs_bT in results])
+            logprobs_BT[~seen_BT.any(dim=1)] = math.nan
+            self._own_pass = OwnPass(logprobs_BT, self._forward_clock.take())
         mine: dict[str, float] = {}
         if self.ranks.reports:
-            for metrics in results:
+            for metrics, _ in results:
                 for name, value in metrics.items():
                     mine[name] = mine.get(name, 0.0) + float(value)
         return self._step(targets, self.ranks.add_up(mine))
 
+    def take_own_pass(self) -> OwnPass | None:
+        """Of the last update, where it had no anchor and something to train on."""
+        taken, self._own_pass = self._own_pass, None
+        return taken
+
     def _loss(
         self, targets: Targets, totals: Totals, tokens: int, mine: Pack, logits_NV: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """The micro-batch's share of the loss: (loss, a count megatron-core wants and we do not use, metrics)."""
+    ) -> tuple[Tensor, Tensor, tuple[dict[str, Any], Tensor]]:
+        """The micro-batch's share of the loss, a count megatron-core wants and we do not use, metrics and logprobs."""
         unused = torch.zeros((), dtype=torch.int, device=self.device)
         if not mine.rows:
             # a replica without rows still takes part in every collective
-            return logits_NV.sum() * 0.0, unused, {}
-        logprobs_N, entropy_N = self._logprobs_and_entropy(logits_NV, mine)
-        entropy_bT = mine.matrix(entropy_N)
-        inputs = loss_inputs(targets, mine, mine.matrix(logprobs_N), self.device)
+            return logits_NV.sum() * 0.0, unused, ({}, torch.zeros(0, mine.horizon))
+        with self._forward_clock.running():
+            logprobs_N, entropy_N = self._logprobs_and_entropy(logits_NV, mine)
+        entropy_bT, logprobs_bT = mine.matrix(entropy_N), mine.matrix(logprobs_N)
+        inputs = loss_inputs(targets, mine, logprobs_bT, self.device)
         if self.loss.entropy_coef:
             inputs = replace(inputs, entropy_BT=entropy_bT)
         loss, metrics = policy_loss(inputs, self.loss, totals, self.correction)
         entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / tokens
-        return loss, unused, {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
+        found = {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
+        return loss, unused, (found, logprobs_bT.detach())
 
     def _no_update(self) -> dict[str, float]:
         """No term of the loss looks at any token: weights, momentum and the schedule stay as they are."""

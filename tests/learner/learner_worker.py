@@ -21,6 +21,7 @@ from saver_worker import saves
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import (
+    AdvantageConfig,
     Config,
     Format,
     Forward,
@@ -46,6 +47,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_writer import write_blocks, write_index
+from megatron_rl.rollout_correction import correct
 from megatron_rl.types import Targets
 
 SECTIONS = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
@@ -104,6 +106,24 @@ def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "after": after_BT.tolist(),
         "steps": steps,
         "names": sorted(name for name, _ in learner.named_parameters()),
+    }
+
+
+def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """The only update on a batch, all of whose rows are trained on: `scored` before it, or by its own forward pass."""
+    batch = make_batch().rows(torch.tensor([row for row in range(14) if row not in (3, 5)]))
+    anchor_BT = learner.logprobs(batch) if job["scored"] else None
+    found, advantages_B = correct(anchor_BT, batch, learner.correction, AdvantageConfig())
+    parts = {name: getattr(found, name) for name in ("weights_BT", "mask_BT", "denominator_mask_BT")}
+    metrics = learner.update(Targets(batch, anchor_BT, None, advantages_B, **parts))
+    own = learner.take_own_pass()
+    assert (own is None) == job["scored"] and learner.take_own_pass() is None
+    return {
+        "metrics": metrics,
+        "prox": (anchor_BT if own is None else own.logprobs_BT).tolist(),
+        "seconds": 0.0 if own is None else own.seconds,
+        "amax": _over_all_ranks(learner, learner.take_activation_amax()),
+        "after": learner.logprobs(batch).tolist(),
     }
 
 
@@ -294,6 +314,7 @@ KINDS = {
     "train": train,
     "nonfinite": nonfinite,
     "rejected": rejected,
+    "one_update": one_update,
     "emptiness": emptiness,
     "broadcast": broadcast,
     "dead_rank": dead_rank,

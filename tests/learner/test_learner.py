@@ -65,6 +65,12 @@ def _activations(model: str, layout: dict[str, Any] | None = None, name: str = "
     return {**job, "layout": {"tokens_per_microbatch": 80, **(layout or {})}}
 
 
+def _one_update(layout: str = "one", precision: str = "bf16") -> list[dict[str, Any]]:
+    """With a pass before it and without."""
+    job = {"kind": "one_update", "hf": cases.QWEN3, "layout": LAYOUTS.get(layout, {}), "precision": precision}
+    return [{**job, "name": f"once_{layout}_{scored}", "scored": scored, "smoothing": 0.5} for scored in (True, False)]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random models written by transformers, with norms and biases away from their trivial starts."""
@@ -99,6 +105,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _train("unpacked", cases.QWEN3, {"tokens_per_microbatch": 1}),
         _train("recompute", cases.QWEN3, {"megatron": RECOMPUTE}),
         *(_activations(model) for model in ACTIVATIONS),
+        *_one_update(),
         *({"name": on, "kind": "rejected", "hf": cases.QWEN3, "kl_coef": 0.1, "kl_on": on} for on in KlOn),
         {**bad, "name": "raise"},
         {**bad, "name": "skip", "on_nonfinite": "skip"},
@@ -131,6 +138,7 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout) for name, layout in experts.items()]
     jobs += [_activations("dense", layout, name) for name, layout in LAYOUTS.items()]
     jobs += [_activations("experts", experts[name], name) for name in ("tp2_sp", "tp2_ep2", "ep2")]
+    jobs += [job for layout in LAYOUTS for job in _one_update(layout)]
     jobs.append(_train("one_kv_head", ONE_KV_HEAD, LAYOUTS["tp2"]))
     jobs.append(_train("dp2_packs_of_80", cases.QWEN3, {**LAYOUTS["dp2"], "tokens_per_microbatch": 80}))
     jobs.append(_train("vp2_packs_of_80", cases.QWEN3, {**LAYOUTS["vp2"], "tokens_per_microbatch": 80}))
@@ -273,6 +281,16 @@ def test_every_layout_sees_the_same_activations(
         torch.testing.assert_close(torch.tensor(case["cache"]), cache_L2, rtol=1e-4, atol=1e-5, msg=at)
         assert not case["cache_unseen"], at
         assert all(amax > 0 for layer in case["cache_trained"] for amax in layer), at
+
+
+@pytest.mark.parametrize("layout", ["one", *LAYOUTS])
+def test_an_update_s_own_forward_pass_stands_for_the_one_before_it(
+    layout: str, one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    scored, own = ((one if layout == "one" else two)[f"once_{layout}_{scored}"] for scored in (True, False))
+    assert own.pop("seconds") > scored.pop("seconds") == 0
+    assert own == scored
+    assert own["metrics"]["loss/ratio_mean"] == pytest.approx(1, abs=1e-6) and own["metrics"]["optim/grad_norm"] > 0
 
 
 def test_warmup_is_applied(one: dict[str, Any]) -> None:
