@@ -34,7 +34,7 @@ from megatron_rl.learner.saver import Saver
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction import Correction, completed, correct
-from megatron_rl.rollout_correction.breakdown import mismatch_by_format
+from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.metrics import combine
@@ -148,6 +148,7 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
     with recorder.phase("correction"):
         correction, saved = settle(correction, learner, batch, config)
         drawn |= saved | mismatch_by_format(correction.source.prox_logprobs_BT, batch)
+        drawn |= mismatch_by_age(correction.source.prox_logprobs_BT, batch, at.step)
     with recorder.phase("record"):
         driver.record(step, correction, advantages_B)
     seen = at.seen.after(batch)
@@ -272,7 +273,9 @@ def publish(
         if due(step // section.every, section.verify_every):
             batch, formats = heard(learner, lambda: driver.probe(step))
             about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget)
-            metrics |= probe.check_formats(batch, learner.logprobs(batch), formats, about)
+            logprobs_BT = learner.logprobs(batch)
+            metrics |= probe.check_formats(batch, logprobs_BT, formats, about)
+            metrics |= probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
     return metrics
 
 

@@ -32,6 +32,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from megatron_rl.config.fleet import replica_formats
 from megatron_rl.config.patience import collective_s
 from megatron_rl.config.schema import (
     CorrectionConfig,
@@ -50,7 +51,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.learner import weights
 from megatron_rl.learner.activation_stats import ActivationStats
-from megatron_rl.learner.as_sampler import AsSampler
+from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
 from megatron_rl.learner.cache_stats import CacheStats
 from megatron_rl.learner.forward_clock import ForwardClock
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
@@ -112,8 +113,13 @@ class Learner:
             for chunk, module in enumerate(self.modules):
                 self._cache.watch(module, self._first_layer(chunk))
         self._as_sampler: AsSampler | None = None
+        self._arithmetic = Arithmetic.plain
+        self._engine_tp, self._formats = sampler.tensor_parallel, {*replica_formats(sampler, quantization)}
         if learner.forward is Forward.as_sampler and quantization.format != Format.none:
-            self._as_sampler = self._computes_as(quantization, sampler)
+            self._as_sampler = self._computes_as(quantization)
+            self._arithmetic = Arithmetic.sampler
+        elif self._mirrors_engine and self._formats == {Format.int8}:
+            self._as_sampler = self._computes_as(quantization)
         self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         settings = optimizer_config(optim, learner.precision, self.megatron_config.params_dtype)
         self.clip_grad = settings.clip_grad
@@ -151,10 +157,16 @@ class Learner:
             first_layer = self._first_layer(chunk)
             self._activations.watch(module, first_layer, shard)
 
-    def _computes_as(self, quantization: QuantizationSection, sampler: SamplerSection) -> AsSampler:
+    @property
+    def _mirrors_engine(self) -> bool:
+        """Whether its layers round where the engine's BF16 layers do, or can be made to."""
+        plain = self.device.type == "cpu" and self.learner.precision is Precision.bf16
+        return plain and self._engine_tp in (1, self.layout.tp)
+
+    def _computes_as(self, quantization: QuantizationSection) -> AsSampler:
         if self.device.type != "cpu":
             raise ValueError("learner.forward=as_sampler is built for hosts so far; use bf16 here")
-        layers = AsSampler(self.model, self.groups, quantization.format, quantization.ignore, sampler.tensor_parallel)
+        layers = AsSampler(self.model, self.groups, quantization.format, quantization.ignore, self._engine_tp)
         for chunk, module in enumerate(self.modules):
             layers.watch(module, self._first_layer(chunk))
         return layers
@@ -246,6 +258,31 @@ class Learner:
                 values_BT[list(mine.rows), : mine.horizon] = values_bT
         return self.ranks.sum(values_BT)
 
+    def logprobs_of_a_bf16_pair(self, batch: Batch) -> Tensor | None:
+        """As far from the sampler's as they would be if it held BF16 weights; None where that cannot be told.
+
+        No other engine is asked. What the sampler's format does is taken from the learner's own passes: its logprobs
+        with the sampler's arithmetic are as far from the sampler's as the engines differ otherwise. To that comes how
+        far tensor parallelism takes a BF16 learner from an engine on one rank.
+        """
+        if not self._mirrors_engine or self._formats not in ({Format.none}, {Format.int8}):
+            return None
+        found = self._logprobs_by(Arithmetic.plain, batch)
+        if self._as_sampler is None:
+            return found
+        if self._engine_tp == self.layout.tp:
+            return self._logprobs_by(Arithmetic.sampler, batch)
+        found -= self._logprobs_by(Arithmetic.engine_bf16, batch)
+        return found.add_(self._logprobs_by(Arithmetic.sampler, batch))
+
+    def _logprobs_by(self, arithmetic: Arithmetic, batch: Batch) -> Tensor:
+        present, self._arithmetic = self._arithmetic, arithmetic
+        try:
+            with self._cache.blind():
+                return self._logprobs(batch)
+        finally:
+            self._arithmetic = present
+
     def keep_reference(self) -> None:
         """Remember the present weights as the policy that a KL penalty pulls towards."""
         self._reference = [parameter.detach().clone() for _, parameter in self.named_parameters()]
@@ -289,7 +326,7 @@ class Learner:
     def _run(self, packs: Sequence[Pack], loss_function: Callable[..., Any], forward_only: bool = False) -> list[Any]:
         """megatron-core's schedule over the packs; the results of `loss_function`, on the last stage."""
         if self._as_sampler is not None:
-            self._as_sampler.refresh()
+            self._as_sampler.become(self._arithmetic)
         plain = {"fp32_output": False} if self.learner.precision is Precision.bf16 else {}
 
         def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:

@@ -34,6 +34,12 @@ GROUPS: dict[str, str] = {
     "perf": "Throughput.",
 }
 
+PARTS = {  # of the compared tokens, and what they are
+    **{str(format): f"tokens that {format} servers of a mixed fleet sampled" for format in Format},
+    "fresh": "tokens of the learner's own policy version, in a step that has older ones too: numerics alone",
+    "stale": "tokens of older versions: numerics, and what was learned since",
+}
+
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values),
     "sum": sum,
@@ -152,6 +158,13 @@ _TABLE: list[Metric] = [
         ("probs_diff_max", "max", "", "the largest of them"),
         ("probs_diff_std", "mean", "", "their standard deviation"),
         ("probs_pearson_corr", "mean", "", "correlation of exp(p) and exp(mu)"),
+        (
+            "logp_diff_mean",
+            "mean",
+            "nats",
+            "mean of d, with its sign: a format that errs one way is off 0, noise is not",
+        ),
+        ("logp_diff_stderr", "mean", "nats", "its standard error over rows"),
         ("logp_abs_diff_mean", "mean", "nats", "mean of abs d"),
         ("logp_abs_diff_max", "max", "nats", "the largest of them"),
         ("logp_abs_diff_std", "mean", "nats", "their standard deviation"),
@@ -164,10 +177,10 @@ _TABLE: list[Metric] = [
     ),
     *(
         row
-        for format in Format
+        for part, tokens in PARTS.items()
         for row in _rows(
-            f"rollout_corr/{format}",
-            ("kl", "mean", "nats", f"kl at tokens that {format} servers of a mixed fleet sampled"),
+            f"rollout_corr/{part}",
+            ("kl", "mean", "nats", f"kl at {tokens}"),
             ("k3_kl", "mean", "nats", "k3_kl at the same tokens"),
             ("logp_abs_diff_mean", "mean", "nats", "logp_abs_diff_mean at the same tokens"),
             ("mult_prob_error", "mean", "", "mult_prob_error at the same tokens"),
@@ -214,6 +227,10 @@ _TABLE: list[Metric] = [
         ("quant_error_mean", "mean", "", "mean relative quantization error over the layers"),
         ("clamped_fraction", "mean", "", "fraction of weight values beyond what their scale can express"),
         ("probe_abs_diff", "last", "nats", "mean absolute logprob difference on freshly sampled tokens, right after"),
+        ("probe_diff", "last", "nats", "the same with its sign, learner less sampler"),
+        ("probe_floor", "last", "nats", "the same if the sampler held BF16 weights (hosts; BF16 and INT8)"),
+        ("probe_floor_diff", "last", "nats", "that with its sign"),
+        ("probe_over_floor", "last", "", "probe_abs_diff over probe_floor: 1 is as good as BF16"),
         ("probe_budget", "last", "nats", "what that difference may be for this pair of formats"),
         *(
             (f"probe_abs_diff/{format}", "last", "nats", f"the same for {format} servers of a mixed fleet alone")

@@ -127,6 +127,17 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def bf16_pair(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """What it computes itself, what stands for a pair of BF16 engines, and that its own arithmetic is as before."""
+    batch = make_batch()
+    own_BT, paired_BT = learner.logprobs(batch), learner.logprobs_of_a_bf16_pair(batch)
+    return {
+        "own": own_BT.tolist(),
+        "paired": None if paired_BT is None else paired_BT.tolist(),
+        "same": torch.equal(own_BT, learner.logprobs(batch)),
+    }
+
+
 def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
     """A minibatch whose rows are all rejected and still counted, with a reference that is 0.5 below the policy."""
     batch = make_batch()
@@ -314,6 +325,7 @@ KINDS = {
     "train": train,
     "nonfinite": nonfinite,
     "rejected": rejected,
+    "bf16_pair": bf16_pair,
     "one_update": one_update,
     "emptiness": emptiness,
     "broadcast": broadcast,
