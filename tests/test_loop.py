@@ -49,6 +49,7 @@ def cases() -> dict[str, list[str]]:
     once = ["learner.n_minibatches=1", "loss.kl_coef=0", f"correction.reject={FAR}"]
     wanted["one update"] = [*once, "correction.rebaseline=false", "correction.renormalize=false"]
     wanted["one update, scored before"] = [*once, "correction.rebaseline=false"]
+    wanted["top_k and top_p"] = ["rollout.top_k=4", "rollout.top_p=0.8", "sync.verify_every=1", "loss.kl_coef=0.1"]
     wanted["estimate under the learner"] = ["reward.learner_estimate=true"]
     wanted |= {
         f"advantage {name.value}": [f"advantage.estimator={name.value}", "loss.kl_coef=0"]
@@ -120,6 +121,17 @@ def test_one_update_makes_no_pass_before_it_and_measures_the_same_things(results
         assert line["loss/ratio_mean"] == pytest.approx(1, abs=1e-6)
         assert line["loss/approx_kl"] == 0
         assert line["rollout_corr/k3_kl"] > 0
+
+
+@pytest.mark.engine
+def test_the_learner_renormalises_over_what_the_sampler_drew_from(results: dict[str, dict]) -> None:
+    """Without, every logprob would be off by what the filters cut: far more than the probe allows."""
+    for line in results["top_k and top_p"]["lines"][1:]:
+        assert line["rollout/logprobs_missing"] == 0
+        assert line["sync/probe_abs_diff"] < 0.02 < 0.2 < -line["rollout_corr/kept_log_mass"]
+        assert line["rollout_corr/logp_abs_diff_mean"] < 0.02
+        assert line["rollout_corr/outside_support"] < 0.2
+        assert 0 < line["loss/entropy"] < math.log(4 + 1)
 
 
 @pytest.mark.engine

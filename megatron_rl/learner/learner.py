@@ -54,6 +54,7 @@ from megatron_rl.learner.activation_stats import ActivationStats
 from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
 from megatron_rl.learner.cache_stats import CacheStats
 from megatron_rl.learner.forward_clock import ForwardClock
+from megatron_rl.learner.kept_logprobs import kept_logprobs_and_entropy, truncation
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
 from megatron_rl.learner.minibatch import loss_inputs
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
@@ -68,6 +69,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.processes.pulse import mark
 from megatron_rl.quantization.smoothing import Smoothing
+from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
 from megatron_rl.types import Batch, OwnPass, Targets
 
 
@@ -305,7 +307,22 @@ class Learner:
         return mine.matrix(logprobs_N)[:, : batch.mask_BT.shape[1]].cpu()
 
     def _logprobs_and_entropy(self, logits_NV: Tensor, mine: Pack) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(logits_NV, mine.labels_N, self.share, self.rollout.temperature)
+        if mine.kept_NK is None:
+            return logprobs_and_entropy(logits_NV, mine.labels_N, self.share, self.rollout.temperature)
+        kept = (mine.labels_N, mine.kept_NK, self.share, self.rollout.temperature)
+        return kept_logprobs_and_entropy(logits_NV, *kept)
+
+    def _truncation(self, logits_NV: Tensor, logprobs_N: Tensor, mine: Pack, mask_bT: Tensor) -> dict[str, Tensor]:
+        """Sums over the tokens that are trained on; nothing where they were drawn among all."""
+        rollout = self.rollout
+        if mine.kept_NK is None or rollout.top_k is None:
+            return {}
+        detached = (logits_NV.detach(), mine.labels_N, logprobs_N.detach())
+        found = truncation(*detached, self.share, rollout.temperature, rollout.top_k, rollout.top_p)
+        return {
+            OUTSIDE_SUPPORT: (mine.matrix(found.outside_N.float()) * mask_bT).sum(),
+            KEPT_LOG_MASS: (mine.matrix(found.log_mass_N) * mask_bT).sum(),
+        }
 
     def _packs(self, batch: Batch, rows: Sequence[int]) -> list[Pack]:
         """This replica's micro-batches, on the device."""
@@ -400,6 +417,8 @@ class Learner:
         loss, metrics = policy_loss(inputs, self.loss, totals, self.correction)
         entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / tokens
         found = {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
+        support = self._truncation(logits_NV, logprobs_N, mine, inputs.mask_BT)
+        found |= {name: value / tokens for name, value in support.items()}
         return loss, unused, (found, logprobs_bT.detach())
 
     def _no_update(self) -> dict[str, float]:

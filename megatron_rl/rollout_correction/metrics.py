@@ -29,6 +29,7 @@ MEANS = (
 )
 TOKEN_MEANS = tuple(PREFIX + name for name in MEANS)
 MASKED_FRACTION = PREFIX + "rollout_rs_masked_fraction"
+OUTSIDE_SUPPORT, KEPT_LOG_MASS = PREFIX + "outside_support", PREFIX + "kept_log_mass"
 # whose products MismatchSums needs: each quantity with itself, and the two probabilities
 PAIRS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (3, 4))
 SMALLEST_SPREAD = 1e-12  # product of two deviations of probabilities; below it is rounding

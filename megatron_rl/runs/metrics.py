@@ -171,6 +171,18 @@ _TABLE: list[Metric] = [
         ("mult_prob_error", "mean", "", "mean of exp(abs d): below 1.05 is healthy, above 1.1 is sick"),
         ("non_finite_sampler", "sum", "tokens", "response tokens whose sampler logprob is NaN or infinite"),
         ("non_finite_learner", "sum", "tokens", "response tokens whose learner logprob is NaN or infinite"),
+        (
+            "outside_support",
+            "mean",
+            "",
+            "with rollout.top_k: fraction of trained tokens that the learner's own top_k and top_p would have cut",
+        ),
+        (
+            "kept_log_mass",
+            "mean",
+            "nats",
+            "with rollout.top_k: mean log of the learner's probability of what was kept; d would be off by it",
+        ),
         ("cap", "mean", "", "largest cap in [1, weight.high] whose sample size reaches weight.target_ess"),
         ("weight_bias", "mean", "", "mean(w A) - mean(rho A) over kept tokens: what the bounds cost in bias"),
         ("weight_variance", "mean", "", "var(w A) / n over kept tokens"),

@@ -69,6 +69,7 @@ class EmbeddedSampler:
             top_p=params.top_p,
             top_k=params.top_k,
             stop_token_ids=params.stop_token_ids,
+            candidates=params.candidates,
             policy_version=self.policy_version,
         )
         rollouts = unpack(
@@ -146,6 +147,7 @@ def unpack(
                 finish_reason=finish,
                 policy_version=version,
                 format=format,
+                **{name: array("i", answer[name][row]) for name in ("kept_ids", "kept_counts") if name in answer},
             )
         )
         start = stop

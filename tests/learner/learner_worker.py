@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from held_memory import Saved, static
-from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets
+from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
 
@@ -77,7 +77,7 @@ def build(job: dict[str, Any]) -> Learner:
             kl_on=KlOn(job.get("kl_on", "trained")),
         ),
         optim=OptimSection(lr=1e-3, warmup_steps=2),
-        rollout=RolloutSection(temperature=0.8),
+        rollout=RolloutSection(temperature=0.8, top_k=5 if job.get("kept") else None, top_p=0.7),
     )
     model = Model.of(job["hf"], Layout.from_config(learner))
     if "dump" in job and os.environ["RANK"] == "0":  # what a run leaves beside its dumps
@@ -96,7 +96,7 @@ def build(job: dict[str, Any]) -> Learner:
 
 
 def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    batch = make_batch()
+    batch = with_kept(make_batch()) if job.get("kept") else make_batch()
     before_BT = learner.logprobs(batch)
     targets = make_targets(batch, before_BT)
     steps = [learner.update(targets) for _ in range(job.get("steps", 0))]
@@ -208,9 +208,11 @@ def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 def broadcast(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     targets = make_targets(make_batch(), torch.zeros(make_batch().mask_BT.shape))
-    sent = {"targets": targets, "step": 3, "note": [1.5, None, True, "x"], "tensor": torch.arange(5)}
+    kept = with_kept(make_batch())
+    sent = {"targets": targets, "kept": kept, "step": 3, "note": [1.5, None, True, "x"], "tensor": torch.arange(5)}
     got = learner.broadcast(sent if learner.is_driver else None)
     same = torch.equal(got["targets"].batch.tokens_BS, targets.batch.tokens_BS) and got["targets"].selected_BT is None
+    same = same and torch.equal(got["kept"].rows(torch.arange(3)).kept_ids_K, kept.rows(torch.arange(3)).kept_ids_K)
     same = same and got["step"] == 3 and got["note"] == [1.5, None, True, "x"] and got["tensor"].tolist() == [*range(5)]
     return learner.ranks.add_up({"same": float(same), f"rank_{learner.rank}": 1.0})
 

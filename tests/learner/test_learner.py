@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from megatron_rl.config.schema import KlOn
 from megatron_rl.models.layout import Place
+from megatron_rl.types import Batch
 
 pytestmark = pytest.mark.ranks
 FAMILIES = {
@@ -96,6 +98,8 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     jobs = [
         *({"name": family, "hf": FAMILIES[family], "folder": str(path)} for family, path in folders.items()),
         _train("fp32", cases.QWEN3),
+        _train("kept", cases.QWEN3, kept=True, entropy_coef=0.1),
+        {"name": "kept_qwen2", "hf": cases.QWEN2, "folder": str(folders["qwen2"]), "kept": True},
         _train("bf16", cases.QWEN3, precision="bf16", loss="cross_entropy"),
         _train("untied", cases.LLAMA),
         _train("moe", cases.QWEN3_MOE),
@@ -121,6 +125,7 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         jobs.append(_train(f"fp32_{name}", cases.QWEN3, layout))
         jobs.append(_train(f"bf16_{name}", cases.QWEN3, layout, precision="bf16", loss="cross_entropy"))
         jobs.append(_train(f"untied_{name}", cases.LLAMA, layout))
+        jobs.append(_train(f"kept_{name}", cases.QWEN3, layout, kept=True, entropy_coef=0.1))
         jobs.append({"name": f"qwen2_{name}", "hf": cases.QWEN2, "layout": layout, "folder": str(folders["qwen2"])})
     for name in ORDERED:
         jobs.append({**_train(f"order_{name}", cases.QWEN3, LAYOUTS[name]), "kind": "refused", "reversed": True})
@@ -174,23 +179,45 @@ def test_a_loaded_folder_gives_the_same_logprobs_on_every_layout(
     torch.testing.assert_close(found, transformers_logprobs(folders["qwen2"]), rtol=0, atol=3e-5)
 
 
-def transformers_logprobs(folder: Path) -> torch.Tensor:
+def test_logprobs_among_kept_tokens_are_those_of_transformers(one: dict[str, Any], folders: dict[str, Path]) -> None:
+    batch = cases.with_kept(cases.make_batch())
+    wanted, plain = transformers_logprobs(folders["qwen2"], batch), transformers_logprobs(folders["qwen2"])
+    found = _matrix(one["kept_qwen2"]["logprobs"])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5)
+    assert (found - plain).abs().max() > 1
+
+
+def test_what_the_policy_would_not_have_kept_is_counted(one: dict[str, Any], two: dict[str, Any]) -> None:
+    steps = [case["steps"] for case in (one["kept"], *(two[f"kept_{layout}"] for layout in LAYOUTS))]
+    for name in ("rollout_corr/outside_support", "rollout_corr/kept_log_mass"):
+        for same in zip(*steps, strict=True):
+            assert [step[name] for step in same] == pytest.approx([same[0][name]] * len(same), rel=1e-3)
+    assert 0.5 < steps[0][0]["rollout_corr/outside_support"] < 1  # answers at random
+    assert steps[0][0]["rollout_corr/kept_log_mass"] < -1
+
+
+def transformers_logprobs(folder: Path, batch: Batch | None = None) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    batch = cases.make_batch()
+    batch = batch or cases.make_batch()
+    kept = iter([]) if batch.kept_counts_BT is None else iter(batch.kept_ids_K.tolist())
     wanted_BT = torch.zeros(batch.mask_BT.shape)
     for row, (prompt, response) in enumerate(zip(batch.prompt_lengths_B, batch.response_lengths_B, strict=True)):
         tokens_1S = batch.tokens_BS[row : row + 1, : prompt + response]
         with torch.no_grad():
             logits_SV = model(tokens_1S).logits[0] / 0.8
+        for column in range(response if batch.kept_counts_BT is not None else 0):
+            among = list(islice(kept, int(batch.kept_counts_BT[row, column])))
+            outside = ~torch.isin(torch.arange(cases.VOCAB), torch.tensor(among))
+            logits_SV[prompt - 1 + column, outside] = -torch.inf
         picked_S = torch.log_softmax(logits_SV[:-1], -1).gather(1, tokens_1S[0, 1:, None]).squeeze(1)
         wanted_BT[row, :response] = picked_S[prompt - 1 :]
     return wanted_BT
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("model", "rel"), [("fp32", 1e-4), ("bf16", 2e-2), ("untied", 1e-4)])
+@pytest.mark.parametrize(("model", "rel"), [("fp32", 1e-4), ("bf16", 2e-2), ("untied", 1e-4), ("kept", 1e-4)])
 def test_every_layout_trains_alike(
     layout: str, model: str, rel: float, one: dict[str, Any], two: dict[str, Any]
 ) -> None:

@@ -204,6 +204,8 @@ def _rollouts(prompt: Prompt, group: int, done: Done, version: int) -> list[Roll
             finish_reason=answer.finish_reason,
             policy_version=answer.version if answer.token_ids else version,
             format=done.format.value,
+            kept_ids=answer.kept.ids if answer.kept else None,
+            kept_counts=answer.kept.counts if answer.kept else None,
         )
         for sample, answer in enumerate(done.answers)
     ]
