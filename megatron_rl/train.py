@@ -30,6 +30,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.routing import router_flips
 from megatron_rl.learner.saver import Saver
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
@@ -44,6 +45,8 @@ from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import probe
 from megatron_rl.weight_sync.export import leave_models
 from megatron_rl.weight_sync.push import WeightSync
+
+ROUTED_ROWS = 8  # of a probe's answers, one request each
 
 
 def train(
@@ -276,7 +279,16 @@ def publish(
             logprobs_BT = learner.logprobs(batch)
             metrics |= probe.check_formats(batch, logprobs_BT, formats, about)
             metrics |= probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
+            metrics |= flips(batch.rows(torch.arange(min(len(batch), ROUTED_ROWS))), driver, learner)
     return metrics
+
+
+def flips(batch: Batch, driver: Driver | Follower, learner: Learner) -> dict[str, float]:
+    """Of a mixture of experts, where the engine tells what its routers chose: how often the learner's choose others."""
+    if not learner.shape.experts:
+        return {}
+    chosen = heard(learner, lambda: driver.routed(batch, learner.shape.layers))
+    return {} if chosen is None else router_flips(learner, batch, chosen)
 
 
 def evaluate(

@@ -56,7 +56,7 @@ def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("optim.decay=step", ["optim.decay", "step", "cosine"]),
         ("data.answer_key=anwser", ["data.answer_key", "anwser", "answer"]),
         ("rollout.top_p=0.9", ["rollout.top_p: 0.9", "set rollout.top_k"]),
-        ("rollout.top_k=4000", ["rollout.top_k", "1 to 1024"]),
+        ("rollout.top_k=4000", ["rollout.top_k: 4000", "at most 1024"]),
         ("sampler.vllm.logprobs_mode=raw_logprobs", ["sampler.vllm.logprobs_mode", "remove it"]),
         ("sampler.devices='4,x'", ["sampler.devices", "4,x"]),
         ("sampler.devices='4,5'", ["sampler.devices", "2 GPUs", "sampler.tensor_parallel=1"]),

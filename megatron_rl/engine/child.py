@@ -116,6 +116,27 @@ class Engine:
         completions = [c for output in outputs for c in sorted(output.outputs, key=lambda c: c.index)]
         return pack([c for c in completions for _ in range(samples // distinct)], candidates)
 
+    def routed_experts(self, sequences: list[list[int]], policy_version: int) -> list[bytes]:
+        """Of each sequence, [tokens, layers, experts of a token] as int32; nothing where the engine cannot tell."""
+        from vllm import SamplingParams
+
+        refusal = self.ready.refusal(policy_version)
+        if refusal:
+            raise RuntimeError(refusal)
+        if not self.llm.llm_engine.vllm_config.model_config.enforce_eager:
+            return [b""] * len(sequences)
+        layers = self.llm.llm_engine.model_config.get_total_num_hidden_layers()
+        params, found = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False), []
+        for tokens in sequences:
+            prompt: Any = {"prompt_token_ids": tokens}
+            self.llm.collective_rpc("watch_routes")
+            try:
+                self.llm.generate([prompt], params, use_tqdm=False)
+            finally:
+                told = self.llm.collective_rpc("seen_routes", args=(len(tokens), layers))
+            found.append(told[0])  # ranks of an engine route alike
+        return found
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
 
@@ -245,7 +266,7 @@ def _sampled(position: dict[int, Any] | None, token: int) -> float:
 REQUESTS: dict[str, Callable[..., Any]] = {
     name: getattr(Engine, name)
     for name in (
-        "health", "generate", "init_weight_transfer_engine", "start_weight_update", "update_weights",
+        "health", "generate", "routed_experts", "init_weight_transfer_engine", "start_weight_update", "update_weights",
         "finish_weight_update", "sleep", "wake",
     )
 }  # fmt: skip

@@ -280,10 +280,14 @@ class Learner:
     def _logprobs_by(self, arithmetic: Arithmetic, batch: Batch) -> Tensor:
         present, self._arithmetic = self._arithmetic, arithmetic
         try:
-            with self._cache.blind():
-                return self._logprobs(batch)
+            return self.logprobs_unseen(batch)
         finally:
             self._arithmetic = present
+
+    def logprobs_unseen(self, batch: Batch) -> Tensor:
+        """As `logprobs`, of a pass that measures nothing for the sampler."""
+        with self._cache.blind():
+            return self._logprobs(batch)
 
     def keep_reference(self) -> None:
         """Remember the present weights as the policy that a KL penalty pulls towards."""

@@ -244,6 +244,13 @@ _TABLE: list[Metric] = [
         ("probe_floor_diff", "last", "nats", "that with its sign"),
         ("probe_over_floor", "last", "", "probe_abs_diff over probe_floor: 1 is as good as BF16"),
         ("probe_budget", "last", "nats", "what that difference may be for this pair of formats"),
+        (
+            "router_flips",
+            "last",
+            "",
+            "share of tokens, over all layers, whose experts differ in learner and engine (hosts)",
+        ),
+        ("router_flips/*", "last", "", "the same of one layer"),
         *(
             (f"probe_abs_diff/{format}", "last", "nats", f"the same for {format} servers of a mixed fleet alone")
             for format in Format

@@ -88,6 +88,11 @@ class EmbeddedSampler:
         )
         return rollouts
 
+    def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[bytes]:
+        return self._engine.call(
+            "routed_experts", sequences=[list(one) for one in sequences], policy_version=self.policy_version
+        )
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._engine.call("init_weight_transfer_engine", init_info=init_info)
 

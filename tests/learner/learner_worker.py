@@ -43,6 +43,7 @@ from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
+from megatron_rl.learner.routing import router_flips
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.torch_dist import Reader
@@ -135,6 +136,18 @@ def bf16_pair(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "own": own_BT.tolist(),
         "paired": None if paired_BT is None else paired_BT.tolist(),
         "same": torch.equal(own_BT, learner.logprobs(batch)),
+    }
+
+
+def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """Against the choices of another engine, and against those with one expert of two tokens exchanged."""
+    batch, chosen_BSLK = make_batch(), load_file(job["chosen"])["chosen"]
+    found = [router_flips(learner, batch, chosen_BSLK)]
+    for place in ((1, 3, 0), (2, 0, 3)):  # row, position, layer
+        kept, other = chosen_BSLK[place].tolist()
+        chosen_BSLK[(*place, 1)] = next(one for one in range(4) if one not in (kept, other))
+    return {
+        "found": [*found, router_flips(learner, batch, chosen_BSLK), router_flips(learner, batch, -1 - 0 * chosen_BSLK)]
     }
 
 
@@ -327,6 +340,7 @@ KINDS = {
     "train": train,
     "nonfinite": nonfinite,
     "rejected": rejected,
+    "flips": flips,
     "bf16_pair": bf16_pair,
     "one_update": one_update,
     "emptiness": emptiness,

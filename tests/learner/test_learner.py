@@ -14,6 +14,7 @@ from typing import Any
 import learner_cases as cases
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_rl.config.schema import KlOn
 from megatron_rl.models.layout import Place
@@ -73,6 +74,14 @@ def _one_update(layout: str = "one", precision: str = "bf16") -> list[dict[str, 
     return [{**job, "name": f"once_{layout}_{scored}", "scored": scored, "smoothing": 0.5} for scored in (True, False)]
 
 
+def _flips(folder: Path, layout: dict[str, Any] | None = None, name: str = "one") -> dict[str, Any]:
+    path = folder / "chosen.safetensors"
+    if not path.exists():
+        save_file({"chosen": transformers_experts(folder)}, path)
+    job = {"name": f"flips_{name}", "kind": "flips", "hf": cases.QWEN3_MOE, "folder": str(folder)}
+    return {**job, "layout": {"tokens_per_microbatch": 80, **(layout or {})}, "chosen": str(path)}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random models written by transformers, with norms and biases away from their trivial starts."""
@@ -110,6 +119,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _train("recompute", cases.QWEN3, {"megatron": RECOMPUTE}),
         *(_activations(model) for model in ACTIVATIONS),
         *_one_update(),
+        _flips(folders["qwen3_moe"]),
         *({"name": on, "kind": "rejected", "hf": cases.QWEN3, "kl_coef": 0.1, "kl_on": on} for on in KlOn),
         {**bad, "name": "raise"},
         {**bad, "name": "skip", "on_nonfinite": "skip"},
@@ -143,6 +153,7 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout) for name, layout in experts.items()]
     jobs += [_activations("dense", layout, name) for name, layout in LAYOUTS.items()]
     jobs += [_activations("experts", experts[name], name) for name in ("tp2_sp", "tp2_ep2", "ep2")]
+    jobs += [_flips(folders["qwen3_moe"], layout, name) for name, layout in experts.items()]
     jobs += [job for layout in LAYOUTS for job in _one_update(layout)]
     jobs.append(_train("one_kv_head", ONE_KV_HEAD, LAYOUTS["tp2"]))
     jobs.append(_train("dp2_packs_of_80", cases.QWEN3, {**LAYOUTS["dp2"], "tokens_per_microbatch": 80}))
@@ -318,6 +329,33 @@ def test_an_update_s_own_forward_pass_stands_for_the_one_before_it(
     assert own.pop("seconds") > scored.pop("seconds") == 0
     assert own == scored
     assert own["metrics"]["loss/ratio_mean"] == pytest.approx(1, abs=1e-6) and own["metrics"]["optim/grad_norm"] > 0
+
+
+def transformers_experts(folder: Path) -> torch.Tensor:
+    """[row, position, layer, expert]: what each token is sent to; -1 where there is none."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    batch = cases.make_batch()
+    chosen = torch.full((*batch.tokens_BS.shape, 4, 2), -1)
+    for row, length in enumerate((batch.prompt_lengths_B + batch.response_lengths_B).tolist()):
+        with torch.no_grad():
+            said = model(batch.tokens_BS[row : row + 1, :length], output_router_logits=True).router_logits
+        for layer, logits_SE in enumerate(said):
+            chosen[row, :length, layer] = logits_SE.view(length, -1).topk(2).indices
+    return chosen
+
+
+@pytest.mark.parametrize("layout", ["one", "ep2", "pp2", "dp2", "tp2_sp", "tp2_ep2"])
+def test_router_flips_are_counted_layer_by_layer(layout: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    same, exchanged, silent = (one if layout == "one" else two)[f"flips_{layout}"]["found"]
+    batch = cases.make_batch()
+    tokens = int((batch.prompt_lengths_B + batch.response_lengths_B).sum())
+    assert same == {"sync/router_flips": 0} | {f"sync/router_flips/layer_{layer}": 0 for layer in range(4)}
+    assert exchanged["sync/router_flips"] == pytest.approx(2 / (4 * tokens))
+    by_layer = [exchanged[f"sync/router_flips/layer_{layer}"] * tokens for layer in range(4)]
+    assert by_layer == pytest.approx([1, 0, 0, 1], abs=1e-3)
+    assert silent == {}
 
 
 def test_warmup_is_applied(one: dict[str, Any]) -> None:

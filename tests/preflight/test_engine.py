@@ -9,10 +9,12 @@ from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import (
     Config,
     Device,
+    FleetSection,
     Format,
     KvCache,
     LearnerSection,
     QuantizationSection,
+    RolloutSection,
     SamplerSection,
     Sleep,
     SyncSection,
@@ -107,3 +109,13 @@ def test_an_fp8_cache_is_for_gpus_that_know_fp8():
     assert found == "quantization.kv_cache: fp8 is for GPUs; use none"
     (found,) = problems(config, Machine(Device.cuda, "A100", 8.0, 8))
     assert "needs compute capability 8.9, A100 has 8.0" in found
+
+
+def test_filters_of_a_small_vocabulary():
+    def found(top_k: int | None, replicas: int = 0) -> list[str]:
+        fleet = SamplerSection(fleet=FleetSection(replicas=replicas))
+        return problems(Config(rollout=RolloutSection(top_k=top_k), sampler=fleet), HOST, vocab_size=20)
+
+    assert found(None, 2) == found(19) == found(4, 2) == []
+    assert "keeps everything" in found(20)[0]
+    assert "use at most 4" in found(5, 2)[0]

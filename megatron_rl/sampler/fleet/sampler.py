@@ -111,6 +111,10 @@ class FleetSampler:
         )
         return rollouts
 
+    def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[bytes]:
+        """Servers are not asked."""
+        return [b""] * len(sequences)
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._on_all(lambda one: one.call_workers("init_weight_transfer_engine", init_info=init_info))
 
