@@ -78,7 +78,7 @@ def build(job: dict[str, Any]) -> Learner:
             kl_on=KlOn(job.get("kl_on", "trained")),
         ),
         optim=OptimSection(lr=1e-3, warmup_steps=2),
-        rollout=RolloutSection(temperature=0.8, top_k=5 if job.get("kept") else None, top_p=0.7),
+        rollout=RolloutSection(temperature=0.8, **({"top_k": 5, "top_p": 0.7} if job.get("kept") else {})),
     )
     model = Model.of(job["hf"], Layout.from_config(learner))
     if "dump" in job and os.environ["RANK"] == "0":  # what a run leaves beside its dumps
