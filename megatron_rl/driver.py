@@ -77,6 +77,9 @@ class Follower:
     def look(self, step: int) -> tuple[Batch, Mapping[str, torch.Tensor], Format] | None:
         return None
 
+    def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
+        return None
+
     def evaluate(self, step: int) -> dict[str, float] | None:
         return None
 
@@ -243,6 +246,23 @@ class Driver:
             values = self.sampler.activations([*prompt.token_ids, *one.token_ids])
         rows = [Scored(one, reward=0.0)] * self._config.learner.data_parallel
         return collate(rows), values, self._config.quantization.format
+
+    def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
+        """The experts that the engine chooses, [B, S, L, K], -1 where there is no token; None where it is silent."""
+        lengths = (batch.prompt_lengths_B + batch.response_lengths_B).tolist()
+        sequences = [tokens[:length].tolist() for tokens, length in zip(batch.tokens_BS, lengths, strict=True)]
+        with waited_for(), self._stop.waiting():
+            told = self.sampler.routed_experts(sequences)
+        if not all(told):
+            return None
+        rows = [
+            torch.frombuffer(bytearray(one), dtype=torch.int32).view(length, layers, -1)
+            for one, length in zip(told, lengths, strict=True)
+        ]
+        chosen = torch.full((len(rows), max(lengths), *rows[0].shape[1:]), -1, dtype=torch.int32)
+        for place, row in enumerate(rows):
+            chosen[place, : len(row)] = row
+        return chosen
 
     def evaluate(self, step: int) -> dict[str, float]:
         with waited_for(), self._stop.waiting():

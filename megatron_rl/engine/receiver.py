@@ -35,6 +35,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from megatron_rl.engine import double_buffer, expectation, host_kernels, reload
 from megatron_rl.engine.activations import Watch
 from megatron_rl.engine.file_reader import stage
+from megatron_rl.engine.routing import Routes
 from megatron_rl.processes.process import die_with_spawner
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
@@ -168,6 +169,7 @@ class WorkerExtension:
     weight_transfer_engine: FileWeightTransferEngine
     _weight_update_active: bool
     _watch: Watch
+    _routes: Routes
 
     _scales_seen: tuple[int, dict[str, tuple[float, float]]] | None = None  # of which version, and what they were
 
@@ -214,6 +216,13 @@ class WorkerExtension:
     def seen_activations(self) -> bytes:
         """Since `watch_activations`; nobody watches any more."""
         return self._watch.end()
+
+    def watch_routes(self) -> None:
+        self._routes = Routes(self.weight_transfer_engine.model)
+
+    def seen_routes(self, tokens: int, layers: int) -> bytes:
+        """Since `watch_routes`; nobody watches any more."""
+        return self._routes.end(tokens, layers)
 
 
 def use_all_cores() -> None:

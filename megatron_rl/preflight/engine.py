@@ -13,6 +13,7 @@ from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.fleet import is_fleet, replica_formats
 from megatron_rl.config.rules import OWNED_ARGUMENTS
 from megatron_rl.config.schema import (
+    TIES,
     Device,
     EvalSection,
     Format,
@@ -175,4 +176,16 @@ def transport(
         )
 
 
-RULES = (experts, ignored, watched, arguments, cache, sleep, transport)
+def support(shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection) -> Iterator[str]:
+    if rollout.top_k is None:
+        return
+    if rollout.top_k >= shape.vocab:
+        yield f"rollout.top_k: {rollout.top_k} of a vocabulary of {shape.vocab} keeps everything; lower it, or null"
+    elif is_fleet(sampler) and rollout.candidates > shape.vocab:
+        yield (
+            f"rollout.top_k: {rollout.top_k}, but servers are asked for {rollout.candidates} candidates, more than the "
+            f"vocabulary of {shape.vocab} has; use at most {shape.vocab - TIES}, or the embedded engine"
+        )
+
+
+RULES = (support, experts, ignored, watched, arguments, cache, sleep, transport)

@@ -14,6 +14,7 @@ from megatron_rl.config.schema import (
     KvCache,
     LearnerSection,
     QuantizationSection,
+    RolloutSection,
     SamplerSection,
     Sleep,
     SyncSection,
@@ -133,3 +134,13 @@ def test_layers_are_compared_where_both_sides_show_them(machine, learner, sample
         found = [line for line in problems(asked, machine) if "probe_layers" in line]
         assert len(found) == (len(said) if on else 0)
         assert all(line.endswith(words) for words, line in zip(said, found, strict=False))
+
+
+def test_filters_of_a_small_vocabulary():
+    def found(top_k: int | None, replicas: int = 0) -> list[str]:
+        fleet = SamplerSection(fleet=FleetSection(replicas=replicas))
+        return problems(Config(rollout=RolloutSection(top_k=top_k), sampler=fleet), HOST, vocab_size=20)
+
+    assert found(None, 2) == found(19) == found(4, 2) == []
+    assert "keeps everything" in found(20)[0]
+    assert "use at most 4" in found(5, 2)[0]

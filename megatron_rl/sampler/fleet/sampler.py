@@ -117,6 +117,10 @@ class FleetSampler:
     def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
         raise SamplerError("a fleet's servers do not show their modules: use the embedded engine (replicas: 0)")
 
+    def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[bytes]:
+        """Servers are not asked."""
+        return [b""] * len(sequences)
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._on_all(lambda one: one.call_workers("init_weight_transfer_engine", init_info=init_info))
 
@@ -210,6 +214,8 @@ def _rollouts(prompt: Prompt, group: int, done: Done, version: int) -> list[Roll
             finish_reason=answer.finish_reason,
             policy_version=answer.version if answer.token_ids else version,
             format=done.format.value,
+            kept_ids=answer.kept.ids if answer.kept else None,
+            kept_counts=answer.kept.counts if answer.kept else None,
         )
         for sample, answer in enumerate(done.answers)
     ]
