@@ -26,8 +26,8 @@ SHRUNK = frozenset(
 
 @dataclass(frozen=True)
 class ToyTask:
-    """`a+b=` for every a from `smallest` to `largest` and b up to `largest_second`; `held_out` of them are never trained
-    on. An answer of several `terms` applies `+b` again to each: 127+8= is 135 143 151 ...
+    """`a+b=` for every a from `smallest` to `largest` and b up to `largest_second`; `held_out` of them are never
+    trained on. An answer of several `terms` applies `+b` again to each: 127+8= is 135 143 151 ...
     """
 
     smallest: int = 0
@@ -69,6 +69,12 @@ class ToyShape:
     ffn: int = 256
     tied: bool = True
     context: int = 64
+
+
+def share(row: Mapping[str, Any], answer_key: str, response: str) -> float:
+    """A reward: how many of an answer's terms are right."""
+    wanted, given = str(row[answer_key]).split(), response.split()
+    return sum(map(str.__eq__, wanted, given)) / max(len(wanted), len(given))
 
 
 def write_counting(folder: Path) -> dict[str, int]:

@@ -6,6 +6,7 @@ is compared, for each choice on the axes before it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -36,14 +37,12 @@ def area(curve: Series) -> float | None:
     points = [(x, y) for x, y in zip(curve.steps, curve.values, strict=True) if math.isfinite(y)]
     if len(points) < 2:
         return None
-    pieces = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in zip(points, points[1:], strict=False)]
+    pieces = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(points)]
     return math.fsum(pieces) / (points[-1][0] - points[0][0])
 
 
 NUMBERS: dict[str, Number] = {
-    AREA: Number(
-        "area", ".3f", "mean held-out accuracy over the run's steps", lambda run: area(run.series(ACCURACY))
-    ),
+    AREA: Number("area", ".3f", "mean held-out accuracy over the run's steps", lambda run: area(run.series(ACCURACY))),
     "accuracy": Number("at the end", ".3f", "held-out accuracy of the last policy", lambda run: run.last(ACCURACY)),
     "k3_kl": Number(
         "mismatch", ".1e", "k3 KL of sampler and learner, nats a token, median step", lambda run: run.median(MISMATCH)

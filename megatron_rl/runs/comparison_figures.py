@@ -1,4 +1,4 @@
-"""Figures of a comparison: a line is the mean of a cell's seeds, the band around it reaches from the lowest to the highest."""
+"""Figures of a comparison: a line is the mean of a cell's seeds, its band reaches from the lowest to the highest."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ REFERENCE = {"color": INK, "width": 2, "dash": "dash"}
 
 def colour_of(comparison: Comparison, cell: Cell) -> str:
     """The same for a label wherever it is drawn."""
+    if cell.labels == comparison.reference:
+        return INK
     return PALETTE[comparison.compared.index(cell.labels[-1]) % len(PALETTE)]
 
 
@@ -78,7 +80,7 @@ def bars(comparison: Comparison, number: str, x_title: str) -> go.Figure | None:
         x=means,
         y=[cell.name for cell in cells],
         orientation="h",
-        marker={"color": [INK if cell.labels == comparison.reference else colour_of(comparison, cell) for cell in cells]},
+        marker={"color": [colour_of(comparison, cell) for cell in cells]},
         error_x={
             "type": "data",
             "symmetric": False,

@@ -9,8 +9,8 @@ from megatron_rl.runs.comparison import AREA, Cell, Comparison, beyond_noise
 
 CRITERION = "area under the accuracy curve"
 TEST = (
-    "Noise: a paired t-test over the seeds, two-sided at 95 %, each pair of cells by itself. The runs of one seed begin "
-    "with the same policy and see the same prompts in the same order."
+    "Noise: a paired t-test over the seeds, two-sided at 95 %, each pair of cells by itself. The runs of one seed "
+    "begin with the same policy and see the same prompts in the same order."
 )
 
 
@@ -80,8 +80,8 @@ def recommendation(comparison: Comparison) -> str:
         return f"Take {everywhere[0]}: no other choice of {axis} is above it anywhere beyond the noise of the seeds."
     fastest = min(everywhere, key=lambda label: _step_time(comparison, label))
     return (
-        f"Take one of {_listed(everywhere)}: nothing is above them anywhere beyond the noise of the seeds. {fastest} has "
-        "the shortest steps."
+        f"Take one of {_listed(everywhere)}: nothing is above them anywhere beyond the noise of the seeds. "
+        f"{fastest} has the shortest steps."
     )
 
 

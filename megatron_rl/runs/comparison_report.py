@@ -12,7 +12,7 @@ from megatron_rl.runs.comparison import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPL
 from megatron_rl.runs.comparison_figures import bars, colour_of, panels
 from megatron_rl.runs.comparison_findings import TEST, said
 from megatron_rl.runs.report import body
-from megatron_rl.runs.report_figures import INK, PALETTE
+from megatron_rl.runs.report_figures import PALETTE
 from megatron_rl.runs.report_html import chip, document, section, table
 from megatron_rl.runs.report_sections import UNIT, Panel
 from megatron_rl.runs.run_data import RunData
@@ -40,8 +40,7 @@ def _cells(comparison: Comparison) -> str:
     shown = [name for name in NUMBERS if any(cell.by_seed(name) for cell in comparison.cells)]
     rows = []
     for cell in comparison.cells:
-        colour = INK if cell.labels == comparison.reference else colour_of(comparison, cell)
-        named = [*map(escape, cell.labels[:-1]), chip(cell.labels[-1], colour)]
+        named = [*map(escape, cell.labels[:-1]), chip(cell.labels[-1], colour_of(comparison, cell))]
         rows.append([*named, f"{len(cell.finished)} of {len(cell.results)}", *(cell.written(name) for name in shown)])
     about = "".join(
         f"<li><b>{NUMBERS[name].title}</b>: {NUMBERS[name].about}</li>" for name in shown if NUMBERS[name].about

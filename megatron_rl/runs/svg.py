@@ -15,10 +15,9 @@ TITLE = 16  # above it
 
 
 def picture(width: float, height: float, parts: Iterable[str]) -> str:
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="{FONT}" font-size="12">'
-    )
-    return "\n".join([head, f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="{FONT}"'
+    ground = f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>'
+    return "\n".join([f'{head} font-size="12">', ground, *parts, "</svg>"]) + "\n"
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,8 @@ class Plot:
 
     def line(self, series: Series, colour: str, more: str = "") -> str:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points(series))
-        return (
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.2" stroke-linejoin="round"{more}/>'
-        )
+        stroke = f'stroke="{colour}" stroke-width="2.2" stroke-linejoin="round"{more}'
+        return f'<polyline points="{path}" fill="none" {stroke}/>'
 
     def band(self, low: Series, high: Series, colour: str) -> str:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in [*self.points(high), *reversed(self.points(low))])

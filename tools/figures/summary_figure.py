@@ -1,6 +1,6 @@
 """One static SVG about one or several runs, for a README: held-out accuracy, reward and mismatch side by side.
 
-    python tools/figures/summary_figure.py docs/quickstart.svg runs/quickstart [RUN ...]
+python tools/figures/summary_figure.py docs/quickstart.svg runs/quickstart [RUN ...]
 """
 
 from __future__ import annotations
