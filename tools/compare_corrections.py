@@ -9,8 +9,8 @@ they stand: those that have finished are not run again.
 
 Each run is `megatron-rl train RECIPE run.name=... key=value ...` under one WANDB_RUN_GROUP. All are checked before the
 first starts. A run that fails does not stop the next ones: it is named at the end, and the exit status is 1. Ctrl-C
-stops the run in progress and still writes the report of what there is; after USR1 the run in progress finishes its step,
-and none follows.
+stops the run in progress and still writes the report of what there is; after USR1 the run in progress finishes its
+step, and none follows.
 
     python tools/compare_corrections.py recipes/dapo_int8.yaml --corrections none tis --slurm slurm/dapo_int8.sbatch
 
@@ -22,9 +22,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -32,7 +29,8 @@ from pathlib import Path
 
 import grid as grids
 import starts
-from grid import Experiment, Grid
+from grid import Experiment, Grid, tag
+from jobs import queue
 from run_in_turn import Runner
 
 from megatron_rl.config import ConfigError, load, to_yaml
@@ -57,9 +55,6 @@ from megatron_rl.runs.status import known_status
 INTERRUPTED = 130
 NOT_STARTED, FINISHED = "not started", "finished"
 DOCS = Path("docs")
-# site lines that are empty mean: as the cluster does by itself
-SBATCH = """source slurm/site.env; mkdir -p runs/slurm
-for name in "${!SBATCH_@}"; do [[ -n ${!name} ]] || unset "$name"; done; exec sbatch "$@" """
 TRAIN = (sys.executable, "-m", "megatron_rl.cli", "train")
 
 
@@ -128,11 +123,6 @@ def run_all(
     return outcomes
 
 
-def tag(experiment: Experiment, axes: Mapping[str, object]) -> None:
-    """For W&B: the labels of the run that starts next."""
-    os.environ["WANDB_TAGS"] = ",".join(f"{axis}:{label}" for axis, label in zip(axes, experiment.labels, strict=True))
-
-
 def arguments_of(experiment: Experiment, options: argparse.Namespace, model: Sequence[str] = ()) -> list[str]:
     """`model`: in the place of the warm start's."""
     grid = options.grid
@@ -197,45 +187,6 @@ def mistakes(options: argparse.Namespace, here: bool = True) -> list[str]:
         except ConfigError as error:
             found |= dict.fromkeys(str(error).splitlines())
     return list(found)
-
-
-def queue(
-    left: Sequence[Experiment],
-    runs: Mapping[Experiment, list[str]],
-    seeds: Sequence[int | None],
-    options: argparse.Namespace,
-    argv: Sequence[str],
-) -> int:
-    """A job for each run, and one for the report after all of them. Nothing is queued where one is refused."""
-    script, given = str(options.slurm), shlex.split(options.sbatch)
-    if starts.missing(options.grid, options.root, seeds):
-        words = shlex.join(["sbatch", "slurm/report.sh", *sys.argv[:1], *argv, "--starts"])
-        print(f"error: the warm starts are still to be made, in a job of their own: {words}", file=sys.stderr)
-        return 2
-    check_one = [sys.executable, "-m", "megatron_rl.preflight.plan.slurm", script]
-    if [run for run in left if subprocess.run([*check_one, *runs[run]], stdout=subprocess.DEVNULL).returncode]:
-        return 2
-    jobs: list[str] = []
-    for experiment in left:
-        recipe, *overrides = runs[experiment]
-        tag(experiment, options.grid.axes)
-        words = ["slurm/submit", script, f"recipe={recipe}", *overrides, *given]
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
-        queued = re.search(r"^job (\d+) is queued", done.stdout, re.M)
-        if done.returncode or queued is None:
-            print(
-                f"error: {experiment.name} was not queued; queued are the jobs {' '.join(jobs) or 'none'}",
-                file=sys.stderr,
-            )
-            return 1
-        jobs.append(queued[1])
-        print(f"job {queued[1]}  {experiment.name}", flush=True)
-    words = [f"--dependency=afterany:{':'.join(jobs)}"] if jobs else []
-    words += [f"--job-name={options.grid.group}_report", "--parsable", "slurm/report.sh"]
-    words += [*sys.argv[:1], *argv, "--summary"]
-    done = subprocess.run(["bash", "-c", SBATCH, "sbatch", *words], stdout=subprocess.PIPE, text=True)
-    print(f"job {done.stdout.strip().partition(';')[0]}  {options.output}")
-    return int(done.returncode != 0)
 
 
 def summarize(grid: Grid, outcomes: Mapping[Experiment, str], options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,11 @@ class Grid:
         name = "_".join([self.group, *labels, *([] if seed is None else [f"s{seed}"])])
         overrides = [one for axis, label in zip(self.axes, labels, strict=True) for one in self.axes[axis][label]]
         return Experiment(name, labels, seed, (*overrides, *([] if seed is None else [f"run.seed={seed}"])))
+
+
+def tag(experiment: Experiment, axes: Mapping[str, object]) -> None:
+    """For W&B: the labels of the run that starts next."""
+    os.environ["WANDB_TAGS"] = ",".join(f"{axis}:{label}" for axis, label in zip(axes, experiment.labels, strict=True))
 
 
 def of_corrections(recipe: Path, group: str, corrections: Sequence[str], seeds: Sequence[int]) -> Grid:
