@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import DataSection, LongPrompts
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
-from megatron_rl.data.toy import ToyTask, write_toy
+from megatron_rl.data.toy import COUNTING, ToyTask, share, write_toy
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,18 @@ def tokenizer(toy: Path) -> FolderTokenizer:
 def rows_file(path: Path, rows: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def test_counting_on_has_answers_of_thirty_two_tokens() -> None:
+    problems = {row["prompt"]: row["answer"] for row in COUNTING.problems()}
+    assert problems["127+8="] == "135 143 151 159 167 175 183 191"
+    assert {len(answer) for answer in problems.values()} == {31}  # and an end
+
+
+def test_the_share_of_terms_that_are_right() -> None:
+    row = {"answer": "1 2 3 4"}
+    found = {said: share(row, "answer", said) for said in ("1 2 3 4", "1 2 9 9", "2 3 4", "", "1 2 3 4 5 6 7 8", "x")}
+    assert list(found.values()) == [1.0, 0.5, 0.0, 0.0, 0.5, 0.0]
 
 
 def test_the_toy_is_split_without_overlap(toy: Path) -> None:
