@@ -1,4 +1,4 @@
-"""Outliers in the activations change nothing but what INT8 makes of them: transformers is asked, not our own learner."""
+"""Outliers in the activations change nothing but what INT8 makes of them: transformers says so, not our learner."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def test_the_function_is_the_same_and_its_activations_are_not(tmp_path: Path) ->
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "plain")
     with_outliers(tmp_path / "plain", tmp_path / "outliers", 64, 2)
 
-    tokens, seen = torch.randint(2, 18, (4, 20)), []
+    tokens, seen = torch.randint(2, config.vocab_size, (4, 20)), []
     logits = []
     for name in ("plain", "outliers"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
