@@ -57,6 +57,16 @@ def _apply(a: int, operator: str, b: int) -> int:
 
 
 COUNTING = ToyTask(smallest=100, largest=900, terms=8)
+SLIPS = 0.1  # of the terms that a warm start imitates
+
+
+def with_slips(row: Mapping[str, str], share: float, draw: random.Random) -> dict[str, str]:
+    """The row as somebody answers who is off by one in this share of the terms, and counts on from there."""
+    terms, off = [], 0
+    for term in map(int, row["answer"].split()):
+        off += draw.choice((-1, 1)) if draw.random() < share else 0
+        terms.append(str(term + off))
+    return {**row, "answer": " ".join(terms)}
 
 
 @dataclass(frozen=True)
@@ -71,14 +81,12 @@ class ToyShape:
     context: int = 64
 
 
-def share(row: Mapping[str, Any], answer_key: str, response: str) -> float:
-    """A reward: how many of an answer's terms are right."""
-    wanted, given = str(row[answer_key]).split(), response.split()
-    return sum(map(str.__eq__, wanted, given)) / max(len(wanted), len(given))
-
-
 def write_counting(folder: Path) -> dict[str, int]:
-    return write_toy(folder, COUNTING)
+    """Beside what is right, `slips.jsonl`: the answers of train.jsonl, to be imitated."""
+    counts, draw = write_toy(folder, COUNTING), random.Random(COUNTING.seed)
+    with (folder / "train.jsonl").open() as rows, (folder / "slips.jsonl").open("w") as slips:
+        slips.writelines(json.dumps(with_slips(json.loads(row), SLIPS, draw)) + "\n" for row in rows)
+    return counts
 
 
 def write_toy(

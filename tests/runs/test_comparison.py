@@ -130,7 +130,8 @@ def test_the_page_of_recorded_runs(recorded, tmp_path):
     assert "Mismatch of sampler and learner" in html
     assert "Time of a step" in html
     assert all(run.name in html for run in runs)
-    assert not re.search(r"""(src|href)=["']https?:""", html)
+    page_itself = re.sub(r"<script\b[^>]*>.*?</script>", "", html, flags=re.S)
+    assert not re.search(r"\bsrc\s*=|href\s*=\s*.https?:|@import|url\(", page_itself)
 
 
 def test_the_picture_of_recorded_runs(recorded):

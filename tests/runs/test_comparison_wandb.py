@@ -101,7 +101,9 @@ def test_one_run_of_the_group_holds_the_tables_and_the_figure(group: tuple[Path,
     (record,) = list(records(file_of(run), "run"))[:1]
     assert (record.run.run_group, record.run.job_type) == (GROUP, "comparison")
     (history,) = list(records(file_of(run), "history"))
-    kept = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.history.item}
+    kept: dict[str, dict[str, Any]] = {}
+    for item in history.history.item:
+        kept.setdefault(item.nested_key[0], {})[item.nested_key[-1]] = json.loads(item.value_json)
     tables = {name: json.loads((folder_of(run) / kept[name]["path"]).read_text()) for name in ("runs", "cells")}
     rows = [dict(zip(tables["runs"]["columns"], row, strict=True)) for row in tables["runs"]["data"]]
     assert [row["run"] for row in rows] == [f"{GROUP}_tis", f"{GROUP}_geo_mask"]
