@@ -24,14 +24,12 @@ from megatron_rl.processes.memory_kills import MemoryKills
 from megatron_rl.runs.alarms import Alarms, News
 from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.checkpoints import Look
-from megatron_rl.runs.comparison import numbers
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.disk import Disk, lasting
-from megatron_rl.runs.last_words import describe_contents, write_own_report
+from megatron_rl.runs.last_words import came_to, describe_contents, write_own_report
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
 from megatron_rl.runs.metrics_file import append_to, encode_line
 from megatron_rl.runs.phase_clock import PhaseClock, throughput
-from megatron_rl.runs.run_data import load_run
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, claimed_for_this_process, open_run
 from megatron_rl.runs.samples import line as sample_line
 from megatron_rl.runs.status import ENDED, beat, mark_status
@@ -222,7 +220,7 @@ class Recorder:
             say = self._write_text if LAUNCHER in os.environ else self.note  # a launcher says it itself, last
             say(cause.paragraph())
         self.note(describe_contents(self.run))
-        if self._wandb and (left := self._wandb.close(state, numbers(load_run(self.run.path)))):
+        if self._wandb and (left := self._wandb.close(state, came_to(self.run))):
             self.note(left)
         with suppress(OSError):
             self._text.close()
