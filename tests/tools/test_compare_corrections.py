@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.data.toy import write_toy
 from megatron_rl.runs.status import read_status
@@ -22,7 +23,7 @@ from megatron_rl.runs.status import read_status
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools/compare_corrections.py"
 TRAINER = """
-import signal, sys, time
+import os, shutil, signal, sys, time
 from io import StringIO
 from pathlib import Path
 from megatron_rl.runs.console import PlainDisplay
@@ -37,10 +38,13 @@ name = options["run.name"]
 text = "run: {name: " + name + "}\\narguments: " + repr(sys.argv[1:])
 with Recorder(LogSection(), text, Path(options["run.root"]) / name, 2, PlainDisplay(2, StringIO())) as recorder:
     recorder.log(0, {"eval/accuracy": 0.25})
-    if options["correction"] == "broken":
+    correction = options.get("correction")
+    if correction == "broken" or sys.argv[1] == os.environ.get("BROKEN"):
         raise RuntimeError("no such luck")
-    while options["correction"] == "endless" or options["correction"] == "asked" and not heard:
+    while correction == "endless" or correction == "asked" and not heard:
         time.sleep(0.05)
+    if sys.argv[1].endswith("_sft.yaml"):
+        shutil.copytree(os.environ["MODEL"], Path(options["run.root"]) / name / "model")
     recorder.log(2, {"eval/accuracy": 0.75})
 """
 
@@ -142,6 +146,53 @@ def test_a_grid_goes_on_where_it_stands(tool, place, grid_file, capfd):
     said = capfd.readouterr().out
     assert begun(said) == ["grid_coarse_other_s1", "grid_coarse_other_s2"]
     assert "[6/6] finished" in said
+
+
+@pytest.fixture
+def model(place, monkeypatch):
+    """What the stand-in leaves of a warm start: weights of the toy."""
+    write_toy(place / "toy")
+    config = AutoConfig.from_pretrained(place / "toy" / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(place / "model")
+    monkeypatch.setenv("MODEL", str(place / "model"))
+    monkeypatch.chdir(place)
+    return place / "model"
+
+
+def test_the_runs_of_a_seed_share_its_warm_start(tool, place, grid_file, model, capfd):
+    grid_file.write_text(GRID.replace("broken", "tis") + "task: toy\noutliers: {factor: 16, channels: 1}\n")
+    train = [sys.executable, str(place / "trainer.py")]
+    words = ["grid.yaml", "--root", "runs"]
+    assert tool.main([*words, "--starts"], train) == 0
+    said = capfd.readouterr().out
+    assert re.findall(r"^\[start\] (\w+)$", said, re.M) == ["grid_start_s1", "grid_start_s2"]
+    assert begun(said) == []
+    assert (place / "data/toy/train.jsonl").is_file()
+    assert tool.main(words, train) == 0
+    said = capfd.readouterr().out
+    assert "[start]" not in said
+    assert len(begun(said)) == 6
+    for seed in (1, 2):
+        for cell in ("fine_none", "coarse_tis"):
+            config = (place / f"runs/grid_{cell.replace('tis', 'other')}_s{seed}/config.yaml").read_text()
+            assert f"'model.path=runs/grid_start_s{seed}/outliers_16x1'" in config
+    start = (place / "runs/grid_start_s2/config.yaml").read_text()
+    assert "'run.seed=2'" in start
+    assert (place / "runs/grid_start_s1/outliers_16x1/config.json").is_file()
+
+
+@pytest.mark.fault("a grid's warm start fails", "no run begins without it, and a second call makes it")
+def test_without_its_start_no_run_begins(tool, place, grid_file, model, monkeypatch, capfd):
+    grid_file.write_text(GRID.replace("broken", "tis") + "task: toy\n")
+    train = [sys.executable, str(place / "trainer.py")]
+    monkeypatch.setenv("BROKEN", "recipes/toy_sft.yaml")
+    assert tool.main(["grid.yaml", "--root", "runs", "--seeds", "1"], train) == 1
+    said = capfd.readouterr().out
+    assert "grid_start_s1: the warm start did not finish" in said
+    assert begun(said) == []
+    monkeypatch.delenv("BROKEN")
+    assert tool.main(["grid.yaml", "--root", "runs", "--seeds", "1"], train) == 0
+    assert len(begun(capfd.readouterr().out)) == 3
 
 
 def test_what_a_grid_says_goes_into_a_page(tool, place, grid_file, monkeypatch, capsys):
