@@ -118,7 +118,8 @@ def run_all(
         outcomes[experiment] = "stopped" if runner.interrupted else outcome
         now = time.monotonic()
         rest = duration((now - begun) / number * (len(left) - number))
-        after = f", about {rest} left" if number < len(left) else ""
+        goes_on = number < len(left) and not (runner.interrupted or runner.last)
+        after = f", about {rest} left" if goes_on else ""
         print(f"[{done + number}/{total}] {outcomes[experiment]} in {duration(now - start)}{after}", flush=True)
     return outcomes
 
