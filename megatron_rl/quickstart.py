@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.schema import Config
 from megatron_rl.data.reasoning import write_reasoning
-from megatron_rl.data.toy import write_toy
+from megatron_rl.data.toy import write_counting, write_toy
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import RunDir
@@ -33,6 +33,13 @@ TASKS = {
         write_toy,
         Path("recipes/toy_sft.yaml"),
         Path("recipes/quickstart.yaml"),
+    ),
+    "counting": Task(
+        "counting on in steps, 32 tokens an answer: every one of eight sums has to be right",
+        Path("data/counting"),
+        write_counting,
+        Path("recipes/counting_sft.yaml"),
+        Path("recipes/counting.yaml"),
     ),
     "reasoning": Task(
         "chain sums of reasoning-gym, a BPE tokenizer with a chat template, a Qwen3 of 2.4 million parameters",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import recipes_table
+from grid import is_grid
 from preloaded import run
 
 from megatron_rl.config import cluster, load, read
@@ -21,7 +22,7 @@ from megatron_rl.preflight.machine import named
 from megatron_rl.preflight.plan.plan import plan
 
 ROOT = Path(__file__).parents[1]
-ALL = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])
+ALL = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not is_grid(path) and cluster(path)[0])
 IN_THE_SUITE = {  # qwen2 in BF16, qwen3 in FP8, llama in INT8, and both kinds of experts
     *("dapo-qwen2.5_7b-1n8g-bf16", "dapo_fp8", "grpo-llama3.1_8b-1n8g-int8"),
     *("gspo-qwen3_30b_a3b-4n32g-fp8", "grpo-mixtral_8x7b-4n32g-int8"),

@@ -1,11 +1,16 @@
-"""Runs one recipe under several corrections, one after the other, and puts their curves side by side.
+"""Runs one recipe under several corrections, one after the other, and says which is best beyond the noise of the seeds.
 
     python tools/compare_corrections.py recipes/quickstart.yaml --corrections none tis icepop \
         --steps 40 --seeds 1 2 quantization.format=fp8
+    python tools/compare_corrections.py recipes/evidence.yaml [--subset | --full] [--write-docs]
 
-Each run is `megatron-rl train RECIPE correction=NAME run.name=...` under one WANDB_RUN_GROUP. A run that fails does not
-stop the next ones: it is named at the end, and the exit status is 1. Ctrl-C stops the run in progress and still
-writes the report of what there is; after USR1 the run in progress finishes its step, and none follows.
+The second is a grid (docs/evidence.md): a file that names a recipe, axes of overrides, and seeds. Its runs go on where
+they stand: those that have finished are not run again.
+
+Each run is `megatron-rl train RECIPE run.name=... key=value ...` under one WANDB_RUN_GROUP. All are checked before the
+first starts. A run that fails does not stop the next ones: it is named at the end, and the exit status is 1. Ctrl-C
+stops the run in progress and still writes the report of what there is; after USR1 the run in progress finishes its
+step, and none follows.
 
     python tools/compare_corrections.py recipes/dapo_int8.yaml --corrections none tis --slurm slurm/dapo_int8.sbatch
 
@@ -17,215 +22,211 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import shlex
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_rl.commands.train import check_run
-from megatron_rl.config import ConfigError, load
+import grid as grids
+import starts
+from grid import Experiment, Grid, tag
+from jobs import queue
+from run_in_turn import Runner
+
+from megatron_rl.config import ConfigError, load, to_yaml
 from megatron_rl.config.bounds import is_folder_name
-from megatron_rl.config.schema import IfExists
-from megatron_rl.processes.process import STOP_AFTER_STEP, die_with_parent, hold, lasting_output, release
+from megatron_rl.config.schema import Config, IfExists
+from megatron_rl.data.prompts import check_datasets
+from megatron_rl.preflight.checks import check
+from megatron_rl.processes.process import lasting_output
+from megatron_rl.quickstart import TASKS
 from megatron_rl.rewards.own import RECIPE_FOLDER
+from megatron_rl.runs.comparison import Cell, Comparison, Result
+from megatron_rl.runs.comparison_docs import write_docs
+from megatron_rl.runs.comparison_findings import said
+from megatron_rl.runs.comparison_report import write_comparison
+from megatron_rl.runs.comparison_wandb import log_comparison
 from megatron_rl.runs.console import duration
-from megatron_rl.runs.report import headline_numbers, write_report
-from megatron_rl.runs.run_data import load_run
+from megatron_rl.runs.report import headline_numbers
+from megatron_rl.runs.run_data import RunData, load_run
 from megatron_rl.runs.run_dir import RunDir, check_run_dir
 from megatron_rl.runs.status import known_status
 
-STOP_TIMEOUT_S = 30.0  # a run stops its own children within ten seconds
 INTERRUPTED = 130
-NOT_STARTED = "not started"
-# site lines that are empty mean: as the cluster does by itself
-SBATCH = """source slurm/site.env; mkdir -p runs/slurm
-for name in "${!SBATCH_@}"; do [[ -n ${!name} ]] || unset "$name"; done; exec sbatch "$@" """
+NOT_STARTED, FINISHED = "not started", "finished"
+DOCS = Path("docs")
 TRAIN = (sys.executable, "-m", "megatron_rl.cli", "train")
-
-
-@dataclass(frozen=True)
-class Experiment:
-    correction: str
-    seed: int | None
-    name: str
-
-
-class Runner:
-    """One child at a time. Signals to this process stop the child first."""
-
-    def __init__(self, train: Sequence[str]) -> None:
-        self._train = list(train)
-        self._child: subprocess.Popen[bytes] | None = None
-        self.interrupted = self.last = False
-        signal.signal(STOP_AFTER_STEP, self._finish)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._stop)
-
-    def run(self, arguments: Sequence[str]) -> int:
-        # a session of its own: the terminal's Ctrl-C reaches the child once, through _stop; it ends with this process
-        end_with_us = partial(die_with_parent, os.getpid(), signal.SIGTERM)
-        hold(STOP_AFTER_STEP)
-        self._child = subprocess.Popen([*self._train, *arguments], start_new_session=True, preexec_fn=end_with_us)
-        release(STOP_AFTER_STEP)
-        if self.interrupted:  # the signal came while the child was being started
-            self._child.send_signal(signal.SIGINT)
-        while self._child.poll() is None:
-            if self.interrupted:
-                return self._wait_stopped(self._child)
-            time.sleep(0.1)
-        return self._child.returncode
-
-    def _stop(self, number: int, _frame: object) -> None:
-        if self.interrupted:
-            return
-        self.interrupted = True
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(signal.SIGINT)
-
-    def _finish(self, number: int, _frame: object) -> None:
-        self.last = True
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(number)
-
-    @staticmethod
-    def _wait_stopped(child: subprocess.Popen[bytes]) -> int:
-        try:
-            return child.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            return child.wait()
-
-
-def plan(group: str, corrections: Sequence[str], seeds: Sequence[int]) -> list[Experiment]:
-    """Seeds outermost: after every round, each correction has been seen equally often."""
-    if not seeds:
-        return [Experiment(name, None, f"{group}_{name}") for name in corrections]
-    return [Experiment(name, seed, f"{group}_{name}_s{seed}") for seed in seeds for name in corrections]
-
-
-def arguments_of(experiment: Experiment, options: argparse.Namespace, group: str) -> list[str]:
-    arguments = [
-        str(options.recipe),
-        f"correction={experiment.correction}",
-        f"run.name={experiment.name}",
-        f"run.root={options.root}",
-    ]
-    if experiment.seed is not None:
-        arguments.append(f"run.seed={experiment.seed}")
-    if options.steps is not None:
-        arguments.append(f"run.steps={options.steps}")
-    return arguments + list(options.overrides)
 
 
 def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     """`train`: the command that runs one experiment; the settings of another one than ours are its own affair."""
     options = parse(argv)
-    group = options.group or f"{options.recipe.stem}_corrections"
-    experiments = plan(group, options.corrections, options.seeds)
-    archive = any(override.startswith("run.if_exists=archive") for override in options.overrides)
+    grid, ours = options.grid, train is TRAIN
+    experiments = grid.experiments(options.size)
     if options.summary:
         states = {each: str(known_status(options.root / each.name).get("state", NOT_STARTED)) for each in experiments}
-        summarize(experiments, states, options.root, options.output or options.root / f"{group}.html")
-        return int(any(state != "finished" for state in states.values()))
+        summarize(grid, states, options)
+        return int(any(state != FINISHED for state in states.values()))
+    starts.write_data(grid)
+    runs = {each: arguments_of(each, options) for each in experiments}
     try:
-        for experiment in experiments:
-            check_run_dir(options.root / experiment.name, IfExists.archive if archive else IfExists.refuse)
+        done = [each for each in experiments if is_done(each, runs[each], options, ours)]
     except ConfigError as error:
         print(f"{error}. Or choose another --group NAME", file=sys.stderr)
         return 2
-    runs = [arguments_of(each, options, group) for each in experiments]
-    if train is TRAIN and (found := mistakes(runs, here=options.slurm is None)):
+    if ours and (found := mistakes(options, here=options.slurm is None)):
         print("\n".join(f"error: {line}" for line in found), file=sys.stderr)
         return 2
-    os.environ["WANDB_RUN_GROUP"] = group  # which W&B reads in every run
+    left = [each for each in experiments if each not in done]
+    if options.dry_run:
+        print("\n".join(f"{each.name}  {FINISHED if each in done else 'to run'}" for each in experiments))
+        return 0
+    os.environ["WANDB_RUN_GROUP"] = grid.group  # which W&B reads in every run
+    seeds = list(dict.fromkeys(each.seed for each in left))
     if options.slurm:
-        return queue(runs, group, options, argv)
-    runner, outcomes = Runner(train), {}
-    for number, experiment in enumerate(experiments, start=1):
+        return queue(left, runs, seeds, options, argv)
+    runner = Runner(train)
+    if status := starts.make(grid, options.root, seeds, runner):
+        return INTERRUPTED if runner.interrupted else status
+    if options.starts:
+        return 0
+    outcomes = dict.fromkeys(done, FINISHED) | run_all(left, runs, len(done), runner, grid.axes)
+    summarize(grid, {each: outcomes[each] for each in experiments}, options)
+    if runner.interrupted:
+        return INTERRUPTED
+    return int(any(outcome != FINISHED for outcome in outcomes.values()))
+
+
+def run_all(
+    left: Sequence[Experiment],
+    runs: Mapping[Experiment, list[str]],
+    done: int,
+    runner: Runner,
+    axes: Mapping[str, object],
+) -> dict[Experiment, str]:
+    """One after the other; how each has ended."""
+    outcomes, begun, total = {}, time.monotonic(), done + len(left)
+    for number, experiment in enumerate(left, start=1):
         if runner.interrupted or runner.last:
             outcomes[experiment] = NOT_STARTED
             continue
-        print(f"[{number}/{len(experiments)}] {experiment.name}", flush=True)
-        begun = time.monotonic()
-        status = runner.run(arguments_of(experiment, options, group))
-        outcome = "finished" if status == 0 else f"failed, exit status {status}"
+        print(f"[{done + number}/{total}] {experiment.name}", flush=True)
+        start = time.monotonic()
+        tag(experiment, axes)
+        status = runner.run(runs[experiment])
+        outcome = FINISHED if status == 0 else f"failed, exit status {status}"
         outcomes[experiment] = "stopped" if runner.interrupted else outcome
-        print(
-            f"[{number}/{len(experiments)}] {outcomes[experiment]} in {duration(time.monotonic() - begun)}", flush=True
-        )
-    report = options.output or options.root / f"{group}.html"
-    summarize(experiments, outcomes, options.root, report)
-    if runner.interrupted:
-        return INTERRUPTED
-    return int(any(outcome != "finished" for outcome in outcomes.values()))
+        now = time.monotonic()
+        rest = duration((now - begun) / number * (len(left) - number))
+        goes_on = number < len(left) and not (runner.interrupted or runner.last)
+        after = f", about {rest} left" if goes_on else ""
+        print(f"[{done + number}/{total}] {outcomes[experiment]} in {duration(now - start)}{after}", flush=True)
+    return outcomes
 
 
-def queue(runs: Sequence[Sequence[str]], group: str, options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """A job for each run, and one for the report after all of them. Nothing is queued where one is refused."""
-    script, given = str(options.slurm), shlex.split(options.sbatch)
-    check = [sys.executable, "-m", "megatron_rl.preflight.plan.slurm", script]
-    if [run for run in runs if subprocess.run([*check, *run], stdout=subprocess.DEVNULL).returncode]:
-        return 2
-    jobs: list[str] = []
-    for recipe, *overrides in runs:
-        words = ["slurm/submit", script, f"recipe={recipe}", *overrides, *given]
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
-        queued = re.search(r"^job (\d+) is queued", done.stdout, re.M)
-        if done.returncode or queued is None:
-            print(
-                f"error: {overrides[1]} was not queued; queued are the jobs {' '.join(jobs) or 'none'}", file=sys.stderr
-            )
-            return 1
-        jobs.append(queued[1])
-        print(f"job {queued[1]}  {overrides[1].removeprefix('run.name=')}", flush=True)
-    words = [f"--dependency=afterany:{':'.join(jobs)}", f"--job-name={group}_report", "--parsable", "slurm/report.sh"]
-    words += [*sys.argv[:1], *argv, "--summary"]
-    done = subprocess.run(["bash", "-c", SBATCH, "sbatch", *words], stdout=subprocess.PIPE, text=True)
-    print(f"job {done.stdout.strip().partition(';')[0]}  {options.output or options.root / f'{group}.html'}")
-    return int(done.returncode != 0)
+def arguments_of(experiment: Experiment, options: argparse.Namespace, model: Sequence[str] = ()) -> list[str]:
+    """`model`: in the place of the warm start's."""
+    grid = options.grid
+    if grid.task is not None and not model:
+        model = [f"model.path={starts.model_of(grid, options.root, experiment.seed)}"]
+    arguments = [str(grid.recipe), *options.first, *model, *experiment.overrides, f"run.name={experiment.name}"]
+    arguments.append(f"run.root={options.root}")
+    if options.steps is not None:
+        arguments.append(f"run.steps={options.steps}")
+    return arguments + list(options.overrides)
 
 
-def mistakes(runs: Sequence[Sequence[str]], here: bool = True) -> list[str]:
-    """What would end one of the runs at its start. Machine, model and data are the same for all: looked at once, where
-    the runs are to be `here`."""
-    found: dict[str, None] = {}
-    os.environ[RECIPE_FOLDER] = str(Path(runs[0][0]).resolve().parent)
-    for recipe, *overrides in runs:
+def is_done(experiment: Experiment, arguments: Sequence[str], options: argparse.Namespace, ours: bool) -> bool:
+    """Whether a run that may go on has finished; raises where its folder is taken."""
+    given = [word.partition("=")[2] for word in arguments if word.startswith("run.if_exists=")]
+    if_exists = next((one for one in IfExists if given and one == given[-1]), IfExists.refuse)
+    path = options.root / experiment.name
+    config = _loaded(arguments) if ours and if_exists is IfExists.resume else None
+    check_run_dir(path, if_exists, to_yaml(config) if config else "")
+    if if_exists is not IfExists.resume:
+        return False
+    status = known_status(path)
+    return status.get("state") == FINISHED and (config is None or status.get("steps") == config.run.steps)
+
+
+def _loaded(arguments: Sequence[str]) -> Config | None:
+    """None for what cannot be loaded: `mistakes` says why."""
+    try:
+        return load(arguments[0], arguments[1:])
+    except ConfigError:
+        return None
+
+
+def mistakes(options: argparse.Namespace, here: bool = True) -> list[str]:
+    """What would end one of the runs at its start, a warm start included. Machine and files are looked at where the
+    runs are to be `here`, the data once: it is the same for all."""
+    grid, found = options.grid, dict[str, None]()
+    os.environ[RECIPE_FOLDER] = str(grid.recipe.resolve().parent)
+    experiments, configs, model = grid.experiments(options.size), [], []
+    try:
+        if grid.task is not None:  # its model is still to come: the one that it begins with has the same shape
+            warm = load(TASKS[grid.task].warm_start, starts.arguments(grid, options.root, experiments[0].seed)[1:])
+            model = [f"model.path={warm.model.path}", f"model.init={warm.model.init}"]
+            configs.append(warm)
+    except ConfigError as error:
+        found |= dict.fromkeys(str(error).splitlines())
+    for experiment in experiments:
         try:
-            load(recipe, overrides)
+            recipe, *overrides = arguments_of(experiment, options, model)
+            configs.append(load(recipe, overrides))
         except ConfigError as error:
             found |= dict.fromkeys(str(error).splitlines())
     if here and not found:
-        recipe, *overrides = runs[0]
+        for config in configs:
+            try:
+                check(config)
+            except ConfigError as error:
+                found |= dict.fromkeys(str(error).splitlines())
+    if here and not found:
         try:
-            check_run(load(recipe, overrides))
+            check_datasets(configs[-1])
         except ConfigError as error:
             found |= dict.fromkeys(str(error).splitlines())
     return list(found)
 
 
-def summarize(experiments: Sequence[Experiment], outcomes: dict[Experiment, str], root: Path, report: Path) -> None:
-    started = [e for e in experiments if outcomes[e] != NOT_STARTED]
-    readable = [e for e in started if _has_metrics(root / e.name)]
-    width = max(len(e.name) for e in experiments)
-    for experiment in experiments:
+def summarize(grid: Grid, outcomes: Mapping[Experiment, str], options: argparse.Namespace) -> None:
+    """A line for each run, what they say together, and the page; with W&B the same there; in the docs where asked."""
+    root = options.root
+    runs = {e: load_run(root / e.name) for e in outcomes if outcomes[e] != NOT_STARTED and _has_metrics(root / e.name)}
+    width = max(len(e.name) for e in outcomes)
+    for experiment, outcome in outcomes.items():
         numbers = ""
-        if experiment in readable:
-            found = headline_numbers(load_run(root / experiment.name))
+        if experiment in runs:
+            found = headline_numbers(runs[experiment])
             wanted = ("Held-out accuracy", "Mismatch KL (k3)", "Effective sample size")
             numbers = "  ".join(f"{label} {found[label]}" for label in wanted if label in found)
-        print(f"{experiment.name:<{width}}  {outcomes[experiment]:<12}  {numbers}".rstrip())
-    if readable:
-        write_report([root / e.name for e in readable], report)
-        print(f"report {report}")
-    else:
+        print(f"{experiment.name:<{width}}  {outcome:<12}  {numbers}".rstrip())
+    if not runs:
         print("no report: no run has written a line of metrics")
+        return
+    comparison = compared(grid, outcomes, runs)
+    print("\n".join(said(comparison)))
+    write_comparison(comparison, list(runs.values()), options.output)
+    print(f"report {options.output}")
+    if options.write_docs is not None:
+        for path in write_docs(comparison, options.write_docs or [DOCS / f"{grid.group}.md"], DOCS):
+            print(f"wrote  {path}")
+    if where := log_comparison(comparison, list(runs.values()), root / f"{grid.group}_comparison"):
+        print(f"wandb  {where}")
+
+
+def compared(grid: Grid, outcomes: Mapping[Experiment, str], runs: Mapping[Experiment, RunData]) -> Comparison:
+    cells: dict[tuple[str, ...], list[Result]] = {}
+    for each, outcome in outcomes.items():
+        result = Result.of(runs[each], each.seed) if each in runs else Result(each.name, each.seed, outcome)
+        cells.setdefault(each.labels, []).append(result)
+    return Comparison(
+        grid.group,
+        tuple(grid.axes),
+        tuple(Cell(labels, tuple(results)) for labels, results in cells.items()),
+        grid.reference,
+    )
 
 
 def _has_metrics(path: Path) -> bool:
@@ -235,38 +236,72 @@ def _has_metrics(path: Path) -> bool:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        usage="%(prog)s RECIPE --corrections NAME [NAME ...] [options] [key=value ...]",
+        usage="%(prog)s GRID [options] [key=value ...]\n"
+        "       %(prog)s RECIPE --corrections NAME [NAME ...] [options] [key=value ...]",
         description="Runs a recipe under several corrections and reports on them side by side.",
         epilog="key=value: configuration for every run, anywhere on the line",
     )
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("--corrections", nargs="+", required=True, metavar="NAME", help="presets of conf/correction")
+    parser.add_argument("recipe", type=Path, help="a recipe, or a grid of runs such as recipes/evidence.yaml")
+    parser.add_argument("--corrections", nargs="+", metavar="NAME", help="presets of conf/correction")
     parser.add_argument("--seeds", nargs="+", type=int, default=[], metavar="N", help="each correction with each seed")
     parser.add_argument("--steps", type=int, help="instead of the recipe's run.steps")
-    parser.add_argument("--group", help="W&B group and start of the runs' names; RECIPE_corrections")
+    parser.add_argument(
+        "--group", help="W&B group and start of the runs' names; RECIPE_corrections, or the grid's stem"
+    )
     parser.add_argument("--root", type=Path, default=Path("runs"), help="where run directories go (run.root)")
     parser.add_argument("-o", "--output", type=Path, help="the report; ROOT/GROUP.html")
+    size = parser.add_mutually_exclusive_group()
+    for name, about in (("subset", "the grid's few cells"), ("full", "all of its cells")):
+        size.add_argument(f"--{name}", dest="size", action="store_const", const=name, default="default", help=about)
+    parser.add_argument("--dry-run", action="store_true", help="check all runs, list them, start none")
+    parser.add_argument("--starts", action="store_true", help="only the warm starts of a grid")
     parser.add_argument("--slurm", type=Path, metavar="SCRIPT", help="queue each run with this batch script")
     parser.add_argument(
         "--sbatch", default="", metavar="OPTIONS", help="more options for it: --sbatch='--time=1:00:00'"
     )
     parser.add_argument("--summary", action="store_true", help="only the table and the report of runs that are there")
+    parser.add_argument(
+        "--write-docs", nargs="*", type=Path, metavar="PAGE", help="write the numbers into pages; docs/GROUP.md"
+    )
     overrides = [word for word in argv if "=" in word and not word.startswith("-")]
     options = parser.parse_args([word for word in argv if word not in overrides])
     options.overrides = overrides
+    _choose_grid(options, parser)
+    group = options.grid.group
+    options.output = options.output or options.root / f"{group}.html"
+    for name in (experiment.name for experiment in options.grid.experiments(options.size)):
+        if not is_folder_name(name):
+            parser.error(f"--group {options.group!r}: {name!r} cannot be the name of a folder")
+    mine = ("run.name", "run.root", *options.grid.axes)
+    for override in overrides:
+        if override.split("=", 1)[0] in mine:
+            parser.error(f"{override}: this tool sets that key itself; see --group, --root and --corrections")
+    return options
+
+
+def _choose_grid(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """`first`: overrides below all others. The runs of a grid go on where they stand."""
     if not options.recipe.is_file():
         parser.error(f"recipe {options.recipe} does not exist")
     for name in ("corrections", "seeds"):
-        if len(set(getattr(options, name))) != len(getattr(options, name)):
+        given = getattr(options, name) or []
+        if len(set(given)) != len(given):
             parser.error(f"--{name} names one twice")
+    if grids.is_grid(options.recipe):
+        if options.corrections:
+            parser.error("--corrections: a grid has its own, as an axis; leave it out, or give the grid's recipe")
+        try:
+            options.grid = grids.read(options.recipe, options.group, options.seeds)
+        except ConfigError as error:
+            parser.error(str(error))
+        options.first = ["run.if_exists=resume"]
+        return
+    if not options.corrections:
+        parser.error(f"--corrections: {options.recipe} is a recipe, without axes; name some, such as none tis")
+    if options.size != "default" or options.starts:
+        parser.error("--subset, --full, --starts: those of a grid; choose with --corrections, --seeds and --steps")
     group = options.group or f"{options.recipe.stem}_corrections"
-    for name in (experiment.name for experiment in plan(group, options.corrections, options.seeds)):
-        if not is_folder_name(name):
-            parser.error(f"--group {options.group!r}: {name!r} cannot be the name of a folder")
-    for override in overrides:
-        if override.split("=", 1)[0] in ("run.name", "run.root", "correction"):
-            parser.error(f"{override}: this tool sets that key itself; see --group, --root and --corrections")
-    return options
+    options.grid, options.first = grids.of_corrections(options.recipe, group, options.corrections, options.seeds), []
 
 
 if __name__ == "__main__":

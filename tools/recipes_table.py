@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from grid import is_grid
+
 from megatron_rl.config import cluster, load
 from megatron_rl.config.fleet import is_fleet, size
 from megatron_rl.config.schema import Config, Sleep
@@ -36,17 +38,20 @@ megatron-rl train recipes/dapo_fp8.yaml cluster=cpu
 `make test-recipes` does that for all of them. **None of those for GPUs has been run on one yet**; docs/status.md says
 how each part was proven.
 """
+GRIDS = (
+    "\n[evidence.yaml](evidence.yaml) is a grid of runs of counting.yaml: [docs/evidence.md](../docs/evidence.md).\n"
+)
 BELOW = "\nThis page is written by `python tools/recipes_table.py`, and compared by a test.\n"
 COLUMNS = ("recipe", "model", "nodes x GPUs", "learner", "sampler", "weights", "correction", "run")
 
 
 def table() -> str:
     real, toys = [], []
-    for path in sorted(RECIPES.glob("*.yaml")):
+    for path in sorted(path for path in RECIPES.glob("*.yaml") if not is_grid(path)):
         name, machine = cluster(path)
         (toys if name is None else real).append(_row(path, load(path), machine))
-    lines = [ABOVE, "## For GPUs\n", *_lines(real), "\n## Toys, on two cores without a GPU\n", *_lines(toys), BELOW]
-    return "\n".join(lines)
+    lines = [ABOVE, "## For GPUs\n", *_lines(real), "\n## Toys, on two cores without a GPU\n", *_lines(toys)]
+    return "\n".join([*lines, GRIDS, BELOW])
 
 
 def _lines(rows: list[tuple[str, ...]]) -> list[str]:

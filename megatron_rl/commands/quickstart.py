@@ -10,7 +10,8 @@ from megatron_rl.commands import train
 
 def add(commands: Any) -> None:
     quickstart = commands.add_parser("quickstart", help="a small task, a warm start, and RL on it")
-    quickstart.add_argument("--task", choices=("toy", "reasoning"), default="toy", help="reasoning: a real one, longer")
+    about = "counting: longer answers; reasoning: a real task"
+    quickstart.add_argument("--task", choices=("toy", "counting", "reasoning"), default="toy", help=about)
     quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="for the RL run")
     quickstart.set_defaults(run=_quickstart)
 

@@ -57,6 +57,7 @@ class LongPrompts(StrEnum):
 class Format(StrEnum):
     none = "none"
     int8 = "int8"
+    int4 = "int4"  # INT4 values in INT8's place, for experiments: what four bits do to a policy; no byte is saved
     fp8 = "fp8"
     fp8_block = "fp8_block"
 

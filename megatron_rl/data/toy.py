@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,25 +26,47 @@ SHRUNK = frozenset(
 
 @dataclass(frozen=True)
 class ToyTask:
-    """`a+b=` for every a up to `largest` and b up to `largest_second`; `held_out` of them are never trained on."""
+    """`a+b=` for every a from `smallest` to `largest` and b up to `largest_second`; `held_out` of them are never
+    trained on. An answer of several `terms` applies `+b` again to each: 127+8= is 135 143 151 ...
+    """
 
+    smallest: int = 0
     largest: int = 999
     largest_second: int = 9
     operators: str = "+"
+    terms: int = 1
     held_out: int = 256
     seed: int = 1
 
     def problems(self) -> list[dict[str, str]]:
         return [
-            {"prompt": f"{a}{operator}{b}=", "answer": str(_apply(a, operator, b))}
+            {"prompt": f"{a}{operator}{b}=", "answer": " ".join(self._answers(a, operator, b))}
             for operator in self.operators
-            for a in range(self.largest + 1)
+            for a in range(self.smallest, self.largest + 1)
             for b in range(self.largest_second + 1)
         ]
+
+    def _answers(self, a: int, operator: str, b: int) -> Iterator[str]:
+        for _ in range(self.terms):
+            a = _apply(a, operator, b)
+            yield str(a)
 
 
 def _apply(a: int, operator: str, b: int) -> int:
     return {"+": a + b, "-": a - b, "*": a * b}[operator]
+
+
+COUNTING = ToyTask(smallest=100, largest=900, terms=8)
+SLIPS = 0.1  # of the terms that a warm start imitates
+
+
+def with_slips(row: Mapping[str, str], share: float, draw: random.Random) -> dict[str, str]:
+    """The row as somebody answers who is off by one in this share of the terms, and counts on from there."""
+    terms, off = [], 0
+    for term in map(int, row["answer"].split()):
+        off += draw.choice((-1, 1)) if draw.random() < share else 0
+        terms.append(str(term + off))
+    return {**row, "answer": " ".join(terms)}
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,14 @@ class ToyShape:
     ffn: int = 256
     tied: bool = True
     context: int = 64
+
+
+def write_counting(folder: Path) -> dict[str, int]:
+    """Beside what is right, `slips.jsonl`: the answers of train.jsonl, to be imitated."""
+    counts, draw = write_toy(folder, COUNTING), random.Random(COUNTING.seed)
+    with (folder / "train.jsonl").open() as rows, (folder / "slips.jsonl").open("w") as slips:
+        slips.writelines(json.dumps(with_slips(json.loads(row), SLIPS, draw)) + "\n" for row in rows)
+    return counts
 
 
 def write_toy(

@@ -17,6 +17,7 @@ from megatron_rl.models.tensors import TensorSpec
 BLOCK = 128
 BY_FORMAT = "by_format"  # the key of an update whose content differs from engine to engine, by their formats
 INT8_MAX = 127.0
+INT4_MAX = 7.0
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 SCALE_DTYPE = "float32"
 BLACKWELL = 10.0  # compute capability from which vLLM has no INT8 W8A8 kernel
@@ -38,6 +39,7 @@ class Quantized:
 
 QUANTIZED = {
     Format.int8: Quantized("int8", INT8_MAX),
+    Format.int4: Quantized("int8", INT4_MAX),
     Format.fp8: Quantized("float8_e4m3fn", FP8_MAX),
     Format.fp8_block: Quantized("float8_e4m3fn", FP8_MAX, blocks=True),
 }
@@ -72,9 +74,10 @@ def is_quantized(hf_name: str, format: Format, ignore: Sequence[str] = ()) -> bo
 
 def format_problem(format: Format, kind: Device, name: str, capability: float | None) -> str | None:
     """Why a machine's sampler cannot run a weight format; None where it can. `capability`: CUDA compute capability."""
-    if format == Format.int8 and capability is not None and capability >= BLACKWELL:
+    integer = format in QUANTIZED and QUANTIZED[format].integer
+    if integer and capability is not None and capability >= BLACKWELL:
         return f"INT8 W8A8 has no kernel on {name} (compute capability {capability}); use fp8"
-    if format == Format.int8 and kind == Device.cpu and platform.machine() not in ("x86_64", "AMD64"):
+    if integer and kind == Device.cpu and platform.machine() not in ("x86_64", "AMD64"):
         return f"INT8 W8A8 is only known to run on x86-64 CPUs, this is {name}; use none or fp8"
     if format == Format.fp8_block and kind == Device.cpu:
         return "128x128 FP8 blocks have no CPU kernel; use fp8 (per output channel)"

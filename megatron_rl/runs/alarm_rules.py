@@ -19,7 +19,9 @@ WINDOW = 50  # earlier steps that a median is taken over ...
 FULL = 20  # ... once there are so many of them
 K3, GRAD_NORM = "rollout_corr/k3_kl", "optim/grad_norm"
 HISTORY = (K3, GRAD_NORM)  # what medians are taken of
-GATES = {Format.none: 0.005, Format.int8: 0.02, Format.fp8: 0.02, Format.fp8_block: 0.02}  # of K3, in nats
+GATES = {  # of K3, in nats
+    Format.none: 0.005, Format.int8: 0.02, Format.int4: 0.2, Format.fp8: 0.02, Format.fp8_block: 0.02
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,17 @@ def write_own_report(run: RunDir) -> str:
     return ""
 
 
+def came_to(run: RunDir) -> dict[str, float]:
+    """The run as a few numbers, as comparisons have them; none of a folder that is gone."""
+    from megatron_rl.runs.comparison import numbers
+    from megatron_rl.runs.run_data import NotARun, load_run
+
+    try:
+        return numbers(load_run(run.path))
+    except NotARun:
+        return {}
+
+
 def describe_contents(run: RunDir) -> str:
     if not run.metrics.exists():
         return f"{run.path} is gone"

@@ -26,7 +26,7 @@ from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.checkpoints import Look
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.disk import Disk, lasting
-from megatron_rl.runs.last_words import describe_contents, write_own_report
+from megatron_rl.runs.last_words import came_to, describe_contents, write_own_report
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
 from megatron_rl.runs.metrics_file import append_to, encode_line
 from megatron_rl.runs.phase_clock import PhaseClock, throughput
@@ -220,7 +220,7 @@ class Recorder:
             say = self._write_text if LAUNCHER in os.environ else self.note  # a launcher says it itself, last
             say(cause.paragraph())
         self.note(describe_contents(self.run))
-        if self._wandb and (left := self._wandb.close(state)):
+        if self._wandb and (left := self._wandb.close(state, came_to(self.run))):
             self.note(left)
         with suppress(OSError):
             self._text.close()

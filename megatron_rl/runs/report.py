@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
-
-from plotly.offline import get_plotlyjs
 
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.files import last_lines, write_whole
 from megatron_rl.runs import report_alarms, report_samples
 from megatron_rl.runs.causes import Cause
 from megatron_rl.runs.console import duration
-from megatron_rl.runs.report_figures import PALETTE
-from megatron_rl.runs.report_sections import Panel, sections, supervised
+from megatron_rl.runs.report_html import chip, colour, document, section, table
+from megatron_rl.runs.report_sections import sections, supervised
 from megatron_rl.runs.run_data import RunData, config_differences, load_runs, readable
 from megatron_rl.runs.run_dir import RunDir
 
 LOG_LINES = 25
-STYLE = Path(__file__).with_name("report.css")
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> list[str]:
@@ -34,19 +31,16 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> list[str]:
 
 def page(runs: Sequence[RunData]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    return document(title, body(runs, title))
+
+
+def body(runs: Sequence[RunData], title: str) -> str:
     drawn, head = sections(runs), _headline(runs, title)  # they find what cannot be read
     alarms = _alarms(runs)
     parts = [head, *map(_cause, runs), _unreadable(runs), _summary(runs), alarms, _differences(runs)]
-    for heading, panels in drawn.items():
-        if panels:
-            parts.append(f"<h2>{heading}</h2>\n<div class=grid>{''.join(map(_draw, panels))}</div>")
+    parts += [section(heading, panels) for heading, panels in drawn.items() if panels]
     parts += [report_samples.section(runs), _appendix(runs)]
-    body = "\n".join(filter(None, parts))
-    return (
-        f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{escape(title)}: report</title>\n"
-        f"<meta name=viewport content='width=device-width'><style>{STYLE.read_text(encoding='utf-8')}</style>\n"
-        f"<script>{get_plotlyjs()}</script></head>\n<body><main>\n{body}\n</main></body></html>\n"
-    )
+    return "\n".join(filter(None, parts))
 
 
 def headline_numbers(run: RunData) -> dict[str, str]:
@@ -107,10 +101,7 @@ def _headline(runs: Sequence[RunData], title: str) -> str:
         pill = f"<span class='pill {escape(state)}'>{escape(state)}</span>"
         why = f"<p>{escape(reason)}</p>" if reason else ""
         return f"<header><h1>{escape(title)} {pill}</h1><p>{about}</p>{why}</header>"
-    chips = "".join(
-        f"<span class=chip><i style='background:{_colour(number)}'></i>{escape(run.name)}</span>"
-        for number, run in enumerate(runs)
-    )
+    chips = "".join(_named(number, run) for number, run in enumerate(runs))
     return f"<header><h1>{escape(title)}</h1></header><nav>{chips}</nav>"
 
 
@@ -137,7 +128,7 @@ def _alarms(runs: Sequence[RunData]) -> str:
         found = readable(RunDir(run.path).config, partial(_alarm_rows, run), nothing, run.unreadable)
         rows += [[*([_named(number, run)] if several else []), *map(escape, row)] for row in found]
     head = [*(["run"] if several else []), *report_alarms.HEAD]
-    return "<h2>Alarms</h2>" + _table(head, rows, "table wraps") if rows else ""
+    return "<h2>Alarms</h2>" + table(head, rows, "table wraps") if rows else ""
 
 
 def _alarm_rows(run: RunData, _: Path) -> list[Sequence[str]]:
@@ -171,7 +162,7 @@ def _summary(runs: Sequence[RunData]) -> str:
         ]
         for number, (run, one) in enumerate(zip(runs, numbers, strict=True))
     ]
-    return "<h2>Summary</h2>" + _table(["run", "state", *labels], rows)
+    return "<h2>Summary</h2>" + table(["run", "state", *labels], rows)
 
 
 def _differences(runs: Sequence[RunData]) -> str:
@@ -184,7 +175,7 @@ def _differences(runs: Sequence[RunData]) -> str:
     if not rows:
         return "<h2>Configuration differences</h2><p>None: the runs have the same configuration.</p>"
     names = [_named(number, run) for number, run in enumerate(runs)]
-    return "<h2>Configuration differences</h2>" + _table(["key", *names], rows)
+    return "<h2>Configuration differences</h2>" + table(["key", *names], rows)
 
 
 def _appendix(runs: Sequence[RunData]) -> str:
@@ -199,28 +190,8 @@ def _appendix(runs: Sequence[RunData]) -> str:
     return "".join(parts)
 
 
-def _draw(panel: Panel) -> str:
-    assert panel.figure is not None
-    options: Mapping[str, Any] = {"displayModeBar": False, "responsive": True}
-    plot = panel.figure.to_html(full_html=False, include_plotlyjs=False, config=options)
-    return (
-        f"<figure{' class=wide' if panel.wide else ''}><figcaption><b>{escape(panel.title)}</b>"
-        f"<span>{escape(panel.about)}</span></figcaption>{plot}</figure>"
-    )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table") -> str:
-    header = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<div class='{style}'><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
 def _named(number: int, run: RunData) -> str:
-    return f"<span class=chip><i style='background:{_colour(number)}'></i>{escape(run.name)}</span>"
-
-
-def _colour(number: int) -> str:
-    return PALETTE[number % len(PALETTE)]
+    return chip(run.name, colour(number))
 
 
 def _show(value: Any) -> str:

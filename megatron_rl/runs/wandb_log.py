@@ -51,50 +51,46 @@ def resolve_mode(asked: Wandb) -> Wandb:
     return asked
 
 
-class WandbLog:
-    """Online where its server answers in time; else the same file is written here, for `wandb sync` to send later.
-
-    A run that goes on is the same run there. History only grows: what an attempt has logged after the checkpoint stays
-    as it was, and is not logged again; what a kill has kept from W&B comes from metrics.jsonl.
+class WandbRun:
+    """One run at W&B. Online where its server answers in time; else the same file is written here, for `wandb sync` to
+    send later.
     """
 
-    def __init__(self, config: LogSection, resolved: Mapping[str, Any], run_dir: Path, mode: Wandb) -> None:
+    def __init__(self, config: Mapping[str, Any], folder: Path, mode: Wandb, **about: str) -> None:
+        """`about`: more of `wandb.init`'s, such as the job type."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        self._wandb = wandb
-        self._id = run_id(run_dir)
+        self.wandb = wandb
+        self._id = run_id(folder)
         self.trouble = ""
-        here = held_steps(run_dir, self._id)
-        begin = partial(self._begin, resolved, run_dir)
-        if mode is not Wandb.online:
-            self._run = begin("offline")
-        else:
-            try:
-                self._run = begin("online")
-                here = self._run.starting_step - 1
-            except wandb.Error as error:
-                wandb.teardown()  # what has not answered keeps the run's name to itself
-                self._run = begin("offline")
-                why = next(iter(str(error).splitlines()), type(error).__name__)
-                self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
-        self._held = here  # the last step that W&B has
-        if (run_dir / "metrics.jsonl").is_file():
-            for line in read_metrics(run_dir / "metrics.jsonl"):
-                self.log(int(line["progress/step"]), line)
+        begin = partial(self._begin, config, folder, about)
+        self.online = mode is Wandb.online
+        if not self.online:
+            self.run = begin("offline")
+            return
+        try:
+            self.run = begin("online")
+        except wandb.Error as error:
+            wandb.teardown()  # what has not answered keeps the run's name to itself
+            self.online, self.run = False, begin("offline")
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
 
-    def _begin(self, resolved: Mapping[str, Any], run_dir: Path, mode: Literal["online", "offline"]) -> Any:
-        return self._wandb.init(
+    def _begin(
+        self, config: Mapping[str, Any], folder: Path, about: Mapping[str, Any], mode: Literal["online", "offline"]
+    ) -> Any:
+        return self.wandb.init(
             mode=mode,
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run_dir.name,
+            name=folder.name,
             id=self._id,
             resume="allow",
             allow_val_change=True,
-            dir=str(run_dir),
-            config=redact(resolved),
-            settings=self._wandb.Settings(
+            dir=str(folder),
+            config=redact(config),
+            settings=self.wandb.Settings(
                 disable_git=True,
                 save_code=False,
                 console="off",
@@ -103,11 +99,51 @@ class WandbLog:
                 init_timeout=INIT_S,
                 finish_timeout=FINISH_S,
             ),
+            **about,
         )
 
     @property
     def where(self) -> str:
-        return self._run.url or self._sync
+        return self.run.url or self._sync
+
+    def finish(self, exit_code: int) -> str:
+        """What remains to be done by hand ("": nothing)."""
+        begun = time.monotonic()
+        self.run.finish(exit_code=exit_code)
+        late = time.monotonic() - begun >= FINISH_S
+        self.wandb.teardown()  # its writer is a process of its own: only when it has ended is the file whole
+        return (
+            f"W&B did not take everything within {FINISH_S:.0f} s; what is missing is sent by {self._sync}"
+            if late
+            else ""
+        )
+
+    @property
+    def _sync(self) -> str:
+        """Of all attempts, in their order."""
+        return f"wandb sync {Path(self.run.dir).parents[1]}/*-{self._id}"
+
+
+class WandbLog:
+    """What a run of ours logs there.
+
+    A run that goes on is the same run there. History only grows: what an attempt has logged after the checkpoint stays
+    as it was, and is not logged again; what a kill has kept from W&B comes from metrics.jsonl.
+    """
+
+    def __init__(self, config: LogSection, resolved: Mapping[str, Any], run_dir: Path, mode: Wandb) -> None:
+        self._dir = run_dir
+        here = held_steps(run_dir, run_id(run_dir))
+        self._logged = WandbRun(in_columns(resolved), run_dir, mode)
+        self.trouble, self._run = self._logged.trouble, self._logged.run
+        self._held = self._run.starting_step - 1 if self._logged.online else here  # the last step that W&B has
+        if (run_dir / "metrics.jsonl").is_file():
+            for line in read_metrics(run_dir / "metrics.jsonl"):
+                self.log(int(line["progress/step"]), line)
+
+    @property
+    def where(self) -> str:
+        return self._logged.where
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > self._held:
@@ -118,7 +154,7 @@ class WandbLog:
             return
         head: list[str | int] = ["prompt", "answer", "reward", "verdict"]
         rows = [[one.rollout.prompt.text, one.text, one.reward, str(one.verdict or one.error or "")] for one in shown]
-        self._run.log({"samples": self._wandb.Table(columns=head, data=rows)}, step=step)
+        self._run.log({"samples": self._logged.wandb.Table(columns=head, data=rows)}, step=step)
 
     def alarms(self, news: Sequence[News], standing: Mapping[str, Any]) -> None:
         """An alert for each that was raised; the run's summary lists those that stand."""
@@ -127,23 +163,20 @@ class WandbLog:
                 self._run.alert(f"{self._run.name}: {one.alarm}"[:63], str(one), "ERROR" if one.stops else "WARN")
         self._run.summary["alarms"] = ", ".join(standing)
 
-    def close(self, state: str) -> str:
-        """What remains to be done by hand ("": nothing)."""
+    def close(self, state: str, came_to: Mapping[str, float] | None = None) -> str:
+        """What remains to be done by hand ("": nothing). `came_to`: the run's own numbers, for its summary."""
         assert state in ENDED
-        begun = time.monotonic()
-        self._run.finish(exit_code=0 if state == "finished" else 1)
-        late = time.monotonic() - begun >= FINISH_S
-        self._wandb.teardown()  # its writer is a process of its own: only when it has ended is the file whole
-        return (
-            f"W&B did not take everything within {FINISH_S:.0f} s; what is missing is sent by {self._sync}"
-            if late
-            else ""
-        )
+        self._run.summary.update({f"summary/{name}": value for name, value in (came_to or {}).items()})
+        return self._logged.finish(0 if state == "finished" else 1)
 
-    @property
-    def _sync(self) -> str:
-        """Of all attempts, in their order."""
-        return f"wandb sync {Path(self._run.dir).parents[1]}/*-{self._id}"
+
+def in_columns(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration whose correction has a column for every value: W&B shows sections so, but not lists."""
+    correction = config.get("correction")
+    if not isinstance(correction, Mapping):
+        return dict(config)
+    numbered = {str(place): rule for place, rule in enumerate(correction.get("reject") or (), start=1)}
+    return {**config, "correction": {**correction, "reject": numbered}}
 
 
 def run_id(run_dir: Path) -> str:

@@ -17,7 +17,7 @@ import torch
 from megatron_rl.config.schema import Format, format_number
 from megatron_rl.types import Batch
 
-BUDGETS = {Format.none: 0.02, Format.int8: 0.08, Format.fp8: 0.08, Format.fp8_block: 0.08}
+BUDGETS = {Format.none: 0.02, Format.int8: 0.08, Format.int4: 0.8, Format.fp8: 0.08, Format.fp8_block: 0.08}
 MAX_MISSING = 0.01  # share of tokens without a sampler logprob
 CONSTANT_STD = 1e-4
 UNIFORM_MARGIN = 0.15  # nats between the sampler's mean logprob and a uniform guess

@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from grid import is_grid
 from omegaconf import OmegaConf
 
 from megatron_rl.config import ConfigError, all_keys, from_mapping, load, to_yaml
@@ -29,7 +30,7 @@ from megatron_rl.config.schema import (
 )
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not is_grid(path))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Data sets to prompts: order, duplicates, lengths, and errors that name the file and the line."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import DataSection, LongPrompts
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
-from megatron_rl.data.toy import ToyTask, write_toy
+from megatron_rl.data.toy import COUNTING, SLIPS, ToyTask, write_counting, write_toy
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,26 @@ def tokenizer(toy: Path) -> FolderTokenizer:
 def rows_file(path: Path, rows: list[dict]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def test_counting_on_has_answers_of_thirty_two_tokens() -> None:
+    problems = {row["prompt"]: row["answer"] for row in COUNTING.problems()}
+    assert problems["127+8="] == "135 143 151 159 167 175 183 191"
+    assert {len(answer) for answer in problems.values()} == {31}  # and an end
+
+
+def test_slips_are_counted_on_from(tmp_path: Path) -> None:
+    write_counting(tmp_path)
+    rows = [[json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("train", "slips")]
+    assert [row["prompt"] for row in rows[0]] == [row["prompt"] for row in rows[1]]
+    offs = [
+        [int(b) - int(a) for a, b in zip(*(row["answer"].split() for row in pair), strict=True)]
+        for pair in zip(*rows, strict=True)
+    ]
+    steps = [abs(b - a) for off in offs for a, b in itertools.pairwise([0, *off])]
+    assert set(steps) == {0, 1}
+    assert sum(steps) / len(steps) == pytest.approx(SLIPS, abs=0.005)
+    assert sum(not any(off) for off in offs) / len(offs) == pytest.approx((1 - SLIPS) ** COUNTING.terms, abs=0.02)
 
 
 def test_the_toy_is_split_without_overlap(toy: Path) -> None:

@@ -85,6 +85,19 @@ def test_zero_rows_stay_zero_and_non_finite_weights_are_refused(format):
         quantize(weight_OI, format)
 
 
+def test_int4_values_lie_in_the_place_of_int8():
+    weight_OI = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    made = quantize(weight_OI, Format.int4)
+    assert made["weight"].dtype == torch.int8
+    assert made["weight"].unique().tolist() == list(range(-7, 8))
+    # torch's own quantizer, with the same scales
+    theirs = torch.fake_quantize_per_channel_affine(
+        weight_OI, made["weight_scale"].flatten(), torch.zeros(64, dtype=torch.int32), 0, -7, 7
+    )
+    assert torch.equal(dequantize(made["weight"], made["weight_scale"]), theirs)
+    assert quantization_config(Format.int4, []) == quantization_config(Format.int8, [])
+
+
 def test_relative_error_is_that_of_the_format():
     weight_OI = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
 
@@ -92,6 +105,7 @@ def test_relative_error_is_that_of_the_format():
         return summarize([sample_error("x", weight_OI, quantize(weight_OI, format), format)]).worst[0][1]
 
     assert relative_error(Format.int8) < 0.012
+    assert 0.1 < relative_error(Format.int4) < 0.2
     assert 0.015 < relative_error(Format.fp8) < 0.04
 
 

@@ -7,13 +7,14 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 from run_factory import make_config, make_run, make_yaml, quiet
-from summary_figure import nice_ticks, summary_svg
+from summary_figure import summary_svg
 
 from megatron_rl.config.schema import Config, Format, Level, RolloutSection, RolloutSource
 from megatron_rl.runs import report_figures as figures
 from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.report import headline_numbers, page, write_report
 from megatron_rl.runs.run_data import NotARun, config_differences, load_run, load_runs
+from megatron_rl.runs.svg import nice_ticks
 
 SINGLE = [
     "Reward",

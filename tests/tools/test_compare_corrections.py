@@ -6,6 +6,7 @@ tool around it.
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.data.toy import write_toy
 from megatron_rl.runs.status import read_status
@@ -21,7 +23,7 @@ from megatron_rl.runs.status import read_status
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools/compare_corrections.py"
 TRAINER = """
-import signal, sys, time
+import os, shutil, signal, sys, time
 from io import StringIO
 from pathlib import Path
 from megatron_rl.runs.console import PlainDisplay
@@ -36,10 +38,13 @@ name = options["run.name"]
 text = "run: {name: " + name + "}\\narguments: " + repr(sys.argv[1:])
 with Recorder(LogSection(), text, Path(options["run.root"]) / name, 2, PlainDisplay(2, StringIO())) as recorder:
     recorder.log(0, {"eval/accuracy": 0.25})
-    if options["correction"] == "broken":
+    correction = options.get("correction")
+    if correction == "broken" or sys.argv[1] == os.environ.get("BROKEN"):
         raise RuntimeError("no such luck")
-    while options["correction"] == "endless" or options["correction"] == "asked" and not heard:
+    while correction == "endless" or correction == "asked" and not heard:
         time.sleep(0.05)
+    if sys.argv[1].endswith("_sft.yaml"):
+        shutil.copytree(os.environ["MODEL"], Path(options["run.root"]) / name / "model")
     recorder.log(2, {"eval/accuracy": 0.75})
 """
 
@@ -71,11 +76,6 @@ def call(tool, place, *words):
     return tool.main([str(place / "recipe.yaml"), "--root", str(place / "runs"), *words], train)
 
 
-def test_seeds_are_the_outer_loop(tool):
-    names = [experiment.name for experiment in tool.plan("g", ["none", "tis"], [1, 2])]
-    assert names == ["g_none_s1", "g_tis_s1", "g_none_s2", "g_tis_s2"]
-
-
 def test_a_failed_run_does_not_stop_the_next_and_the_exit_status_says_so(tool, place, capfd):
     assert call(tool, place, "--corrections", "broken", "tis", "--steps", "2", "optim.lr=0.1") == 1
     out = capfd.readouterr().out
@@ -98,10 +98,124 @@ def test_all_finished_is_success(tool, place):
     assert "'run.seed=1'" in (place / "runs/g_none_s1/config.yaml").read_text()
 
 
+GRID = """
+base: recipe.yaml
+seeds: [1, 2]
+axes:
+  sampler: {fine: [a.b=1], coarse: [a.b=2]}
+  correction: {none: [correction=none], other: [correction=broken]}
+leave_out: [{sampler: fine, correction: other}]
+reference: {sampler: fine, correction: none}
+"""
+
+
+@pytest.fixture
+def grid_file(place):
+    (place / "grid.yaml").write_text(GRID)
+    return place / "grid.yaml"
+
+
+def begun(said: str) -> list[str]:
+    return re.findall(r"^\[\d+/\d+\] (grid_\w+)$", said, re.M)
+
+
+@pytest.mark.fault("a grid of runs is started again", "finished runs are not run again, the others go on")
+def test_a_grid_goes_on_where_it_stands(tool, place, grid_file, capfd):
+    train = [sys.executable, str(place / "trainer.py")]
+    words = [str(grid_file), "--root", str(place / "runs")]
+    assert tool.main(words, train) == 1
+    said = capfd.readouterr().out
+    cells = ["fine_none", "coarse_none", "coarse_other"]
+    assert begun(said) == [f"grid_{cell}_s{seed}" for seed in (1, 2) for cell in cells]
+    assert "grid_coarse_other_s1  failed, exit status 1" in said
+    assert "about" in said.partition("[2/6]")[0]
+    config = (place / "runs/grid_coarse_none_s2/config.yaml").read_text()
+    for word in ("run.if_exists=resume", "a.b=2", "correction=none", "run.seed=2"):
+        assert f"'{word}'" in config
+    assert os.environ["WANDB_TAGS"] == "sampler:coarse,correction:other"
+    page = (place / "runs/grid.html").read_text()
+    assert "2 of 2" in page
+    assert "not judged: other (0 of 2 runs finished)" in page
+
+    grid_file.write_text(GRID.replace("correction=broken", "correction=tis"))
+    assert tool.main([*words, "--dry-run"], train) == 0
+    listed = capfd.readouterr().out
+    assert listed.count("to run") == 2
+    assert listed.count("finished") == 4
+    assert tool.main(words, train) == 0
+    said = capfd.readouterr().out
+    assert begun(said) == ["grid_coarse_other_s1", "grid_coarse_other_s2"]
+    assert "[6/6] finished" in said
+
+
+@pytest.fixture
+def model(place, monkeypatch):
+    """What the stand-in leaves of a warm start: weights of the toy."""
+    write_toy(place / "toy")
+    config = AutoConfig.from_pretrained(place / "toy" / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(place / "model")
+    monkeypatch.setenv("MODEL", str(place / "model"))
+    monkeypatch.chdir(place)
+    return place / "model"
+
+
+def test_the_runs_of_a_seed_share_its_warm_start(tool, place, grid_file, model, capfd):
+    grid_file.write_text(GRID.replace("broken", "tis") + "task: toy\noutliers: {factor: 16, channels: 1}\n")
+    train = [sys.executable, str(place / "trainer.py")]
+    words = ["grid.yaml", "--root", "runs"]
+    assert tool.main([*words, "--starts"], train) == 0
+    said = capfd.readouterr().out
+    assert re.findall(r"^\[start\] (\w+)$", said, re.M) == ["grid_start_s1", "grid_start_s2"]
+    assert begun(said) == []
+    assert (place / "data/toy/train.jsonl").is_file()
+    assert tool.main(words, train) == 0
+    said = capfd.readouterr().out
+    assert "[start]" not in said
+    assert len(begun(said)) == 6
+    for seed in (1, 2):
+        for cell in ("fine_none", "coarse_tis"):
+            config = (place / f"runs/grid_{cell.replace('tis', 'other')}_s{seed}/config.yaml").read_text()
+            assert f"'model.path=runs/grid_start_s{seed}/outliers_16x1'" in config
+    start = (place / "runs/grid_start_s2/config.yaml").read_text()
+    assert "'run.seed=2'" in start
+    assert (place / "runs/grid_start_s1/outliers_16x1/config.json").is_file()
+
+
+@pytest.mark.fault("a grid's warm start fails", "no run begins without it, and a second call makes it")
+def test_without_its_start_no_run_begins(tool, place, grid_file, model, monkeypatch, capfd):
+    grid_file.write_text(GRID.replace("broken", "tis") + "task: toy\n")
+    train = [sys.executable, str(place / "trainer.py")]
+    monkeypatch.setenv("BROKEN", "recipes/toy_sft.yaml")
+    assert tool.main(["grid.yaml", "--root", "runs", "--seeds", "1"], train) == 1
+    said = capfd.readouterr().out
+    assert "grid_start_s1: the warm start did not finish" in said
+    assert begun(said) == []
+    monkeypatch.delenv("BROKEN")
+    assert tool.main(["grid.yaml", "--root", "runs", "--seeds", "1"], train) == 0
+    assert len(begun(capfd.readouterr().out)) == 3
+
+
+def test_what_a_grid_says_goes_into_a_page(tool, place, grid_file, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(tool, "DOCS", place)
+    train = [sys.executable, str(place / "trainer.py")]
+    words = ["grid.yaml", "--root", "runs", "--seeds", "1"]
+    (place / "grid.md").write_text("before\n<!-- grid: table -->\nold\n<!-- /grid -->\nafter\n")
+    tool.main([*words, "--write-docs"], train)
+    page = (place / "grid.md").read_text()
+    assert "| fine | none | 1 of 1 | 0.500 | 0.750 |" in page
+    assert "old" not in page
+    assert page.startswith("before\n<!-- grid: table -->\n")
+    assert page.endswith("\n<!-- /grid -->\nafter\n")
+    assert (place / "grid.svg").is_file()
+    assert (place / "grid.json").is_file()
+
+
 def started(place, *corrections) -> tuple[subprocess.Popen, Path]:
     """The tool as a process whose first run has written a line, and that run's directory."""
     code = (
-        "import sys, importlib.util as u; s = u.spec_from_file_location('compare_corrections', sys.argv[1]); "
+        "import sys, os, importlib.util as u; sys.path.insert(0, os.path.dirname(sys.argv[1])); "
+        "s = u.spec_from_file_location('compare_corrections', sys.argv[1]); "
         "m = u.module_from_spec(s); sys.modules[s.name] = m; s.loader.exec_module(m); "
         "sys.exit(m.main(sys.argv[3:], [sys.executable, sys.argv[2]]))"
     )
@@ -152,6 +266,8 @@ def test_a_killed_comparison_leaves_no_run(place):
     [
         (["--corrections", "tis", "tis"], "names one twice"),
         (["--corrections", "tis", "run.name=x"], "sets that key itself"),
+        ([], "is a recipe, without axes; name some"),
+        (["--corrections", "tis", "--full"], "those of a grid"),
     ],
 )
 def test_bad_arguments(tool, place, capsys, words, message):

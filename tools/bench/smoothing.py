@@ -19,14 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
 from megatron_rl.data.toy import write_toy
-from megatron_rl.models.hf_folder import HfFolder, copy_companions
-from megatron_rl.models.mapping import params
-from megatron_rl.models.model import read_hf_config
-from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.outliers import with_outliers
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 280
@@ -55,24 +49,6 @@ def main() -> None:
                 f"ratio {plain / smooth:.1f}",
                 flush=True,
             )
-
-
-def with_outliers(origin: Path, folder: Path, factor: int, channels: int) -> None:
-    """The same function, with some channels of each norm's output `factor` times as large."""
-    source = HfFolder(origin)
-    shape = ModelShape.from_hf(read_hf_config(origin))
-    scale_H = torch.ones(shape.hidden, dtype=torch.float32)
-    scale_H[:: -(-shape.hidden // channels)] = factor
-    tensors = {name: source.get(name) for name in source.names}
-    for param in params(shape):
-        if param.row.norm is None:
-            continue
-        for name in param.hf:
-            wide = tensors[name].float()
-            tensors[name] = (wide * scale_H if wide.ndim == 1 else wide / scale_H).to(tensors[name].dtype)
-    folder.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    copy_companions(origin, folder)
 
 
 def measure(model: Path, scratch: Path, format: str, alpha: float | None) -> float:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from summary_figure import nice_ticks
 from torch import Tensor
 
 from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
 from megatron_rl.rollout_correction import CorrectionConfig, WeightConfig, rollout_correction
+from megatron_rl.runs.svg import nice_ticks
 
 VOCABULARY, LENGTH = 4, 4
 REINFORCE = LossConfig(name="reinforce", reduction="seq_mean_token_sum")

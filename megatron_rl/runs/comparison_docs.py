@@ -1,0 +1,72 @@
+"""What pages of text say of a comparison, between markers: written by a command, never by hand.
+
+    <!-- NAME: table -->
+    ...
+    <!-- /NAME -->
+
+NAME is the comparison's; beside `table` there are `findings` and `figure`. The numbers themselves are stored beside the
+figure, so that a test can write the same blocks again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_rl.config import ConfigError
+from megatron_rl.files import write_whole
+from megatron_rl.runs.comparison import NUMBERS, Comparison
+from megatron_rl.runs.comparison_findings import TEST, said
+from megatron_rl.runs.comparison_svg import comparison_svg
+
+SHOWN = ("accuracy_area", "accuracy", "abs_difference", "k3_kl", "sample_size", "step_s")
+
+
+def write_docs(comparison: Comparison, pages: list[Path], folder: Path) -> list[Path]:
+    """The blocks of these pages, the figure and the numbers; returns what was written."""
+    texts = {page: with_blocks(page.read_text(encoding="utf-8"), comparison, page, folder) for page in pages}
+    stored = json.dumps(comparison.as_json(), indent=1) + "\n"
+    texts |= {folder / f"{comparison.name}.svg": comparison_svg(comparison), folder / f"{comparison.name}.json": stored}
+    for path, text in texts.items():
+        write_whole(path, text)
+    return list(texts)
+
+
+def stored(path: Path) -> Comparison:
+    return Comparison.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def with_blocks(text: str, comparison: Comparison, page: Path, folder: Path) -> str:
+    """The page with each of its blocks written anew."""
+    blocks: dict[str, Callable[[], str]] = {
+        "table": lambda: _table(comparison),
+        "findings": lambda: "\n".join([*(f"- {one}" for one in said(comparison)), "", TEST]),
+        "figure": lambda: f"![{_caption(comparison)}]({os.path.relpath(folder, page.parent)}/{comparison.name}.svg)"
+        .replace("(./", "("),
+    }  # fmt: skip
+    name = re.escape(comparison.name)
+    found = re.compile(rf"(<!-- {name}: (\w+) -->\n).*?(<!-- /{name} -->)", re.S)
+    kinds = [match[2] for match in found.finditer(text)]
+    if not kinds or (wrong := [kind for kind in kinds if kind not in blocks]):
+        what = f"a block of kind {wrong[0]}" if kinds else f"no block such as <!-- {comparison.name}: table -->"
+        raise ConfigError(f"{page}: {what}, expected {', '.join(blocks)}, closed by <!-- /{comparison.name} -->")
+    return found.sub(lambda match: f"{match[1]}{blocks[match[2]]()}\n{match[3]}", text)
+
+
+def _table(comparison: Comparison) -> str:
+    shown = [name for name in SHOWN if any(cell.by_seed(name) for cell in comparison.cells)]
+    head = [*comparison.axes, "finished", *(NUMBERS[name].title for name in shown)]
+    rows = [
+        [*cell.labels, f"{len(cell.finished)} of {len(cell.results)}", *(cell.written(name) for name in shown)]
+        for cell in comparison.cells
+    ]
+    about = "; ".join(f"*{NUMBERS[name].title}*: {NUMBERS[name].about}" for name in shown)
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join([*lines, "", f"Means over seeds, and from the lowest to the highest. {about}."])
+
+
+def _caption(comparison: Comparison) -> str:
+    return f"{comparison.name}: held-out accuracy over training, mean and reach of the seeds"

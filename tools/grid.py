@@ -1,0 +1,207 @@
+"""A grid of runs: one recipe, some axes of overrides, some seeds. docs/evidence.md describes the file.
+
+`read` takes a grid file; a recipe with a list of corrections is a grid of one axis.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.config.schema import SET_NAME
+from megatron_rl.quickstart import TASKS
+
+KEYS = ("base", "task", "outliers", "seeds", "axes", "leave_out", "sizes", "reference")
+SIZES = ("subset", "default", "full")
+OWN_KEYS = ("run.name", "run.root", "run.seed")  # of a run, which the grid sets
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Put into the weights that every run starts from: `megatron_rl/models/outliers.py`."""
+
+    factor: int
+    channels: int
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run of a cell."""
+
+    name: str
+    labels: tuple[str, ...]
+    seed: int | None
+    overrides: tuple[str, ...]
+
+
+Selection = Mapping[str, Sequence[str]]  # axis -> labels
+
+
+@dataclass(frozen=True)
+class Grid:
+    group: str
+    recipe: Path
+    axes: Mapping[str, Mapping[str, Sequence[str]]]  # axis -> label -> overrides
+    seeds: Sequence[int] = ()  # none: the recipe's own
+    leave_out: Sequence[Selection] = ()
+    sizes: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+    reference: tuple[str, ...] | None = None
+    task: str | None = None  # of quickstart.TASKS: its data, and its warm start once for each seed
+    outliers: Outliers | None = None
+
+    def experiments(self, size: str = "default") -> list[Experiment]:
+        """Seeds outermost: after every round, each cell has been seen equally often."""
+        chosen = self.sizes.get(size, {})
+        seeds = [seed for seed in self.seeds if seed in chosen.get("seeds", self.seeds)]
+        return [
+            self._experiment(labels, seed)
+            for seed in seeds or [None]
+            for labels in itertools.product(*self.axes.values())
+            if self._covers(chosen, labels) and not any(self._covers(one, labels) for one in self.leave_out)
+        ]
+
+    def _covers(self, selection: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> bool:
+        return all(label in selection.get(axis, (label,)) for axis, label in zip(self.axes, labels, strict=True))
+
+    def _experiment(self, labels: tuple[str, ...], seed: int | None) -> Experiment:
+        name = "_".join([self.group, *labels, *([] if seed is None else [f"s{seed}"])])
+        overrides = [one for axis, label in zip(self.axes, labels, strict=True) for one in self.axes[axis][label]]
+        return Experiment(name, labels, seed, (*overrides, *([] if seed is None else [f"run.seed={seed}"])))
+
+
+def tag(experiment: Experiment, axes: Mapping[str, object]) -> None:
+    """For W&B: the labels of the run that starts next."""
+    os.environ["WANDB_TAGS"] = ",".join(f"{axis}:{label}" for axis, label in zip(axes, experiment.labels, strict=True))
+
+
+def of_corrections(recipe: Path, group: str, corrections: Sequence[str], seeds: Sequence[int]) -> Grid:
+    return Grid(group, recipe, {"correction": {name: [f"correction={name}"] for name in corrections}}, seeds)
+
+
+def is_grid(path: Path) -> bool:
+    """Whether a file has axes; what cannot be read is no grid."""
+    try:
+        return "axes" in read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, yaml.YAMLError):
+        return False
+
+
+def read(path: Path, group: str | None = None, seeds: Sequence[int] = ()) -> Grid:
+    """A grid file, all of whose mistakes are named at once. `group`, `seeds`: in the place of its own."""
+    content = read_yaml(path.read_text(encoding="utf-8"))
+    if found := list(_problems(content, path)):
+        raise ConfigError("\n".join(f"{path}: {line}" for line in found))
+    reference, outliers = content.get("reference"), content.get("outliers")
+    grid = Grid(
+        group or path.stem,
+        path.parent / content["base"],
+        content["axes"],
+        seeds or content.get("seeds", ()),
+        [{axis: _listed(labels) for axis, labels in one.items()} for one in content.get("leave_out", ())],
+        content.get("sizes", {}),
+        tuple(reference[axis] for axis in content["axes"]) if reference else None,
+        content.get("task"),
+        Outliers(**outliers) if outliers else None,
+    )
+    if empty := next((size for size in SIZES if not grid.experiments(size)), None):
+        raise ConfigError(f"{path}: sizes.{empty}: leave_out and this choice leave no cell; take one of them back")
+    return grid
+
+
+def _listed(labels: Any) -> Sequence[str]:
+    return [labels] if isinstance(labels, str) else labels
+
+
+def _problems(content: Any, path: Path) -> Iterator[str]:
+    if not isinstance(content, Mapping):
+        yield f"holds {type(content).__name__}, expected keys such as `base:` and `axes:`"
+        return
+    for key in content:
+        if key not in KEYS:
+            near = difflib.get_close_matches(str(key), KEYS, n=1)
+            yield f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"a grid has {', '.join(KEYS)}")
+    axes = content.get("axes")
+    if not _is_axes(axes):
+        yield "axes: expected {axis: {label: [overrides]}}, such as {correction: {tis: [correction=tis]}}"
+        return
+    yield from _words(axes)
+    base = content.get("base")
+    if not isinstance(base, str) or not (path.parent / base).is_file():
+        yield f"base: {base!r} is no recipe; name a file, relative to the grid"
+    if not _is_seeds(content.get("seeds", [])):
+        yield f"seeds: {content['seeds']!r}, expected a list of different whole numbers of 0 or more, such as [1, 2, 3]"
+    if content.get("task") not in (None, *TASKS):
+        yield f"task: {content['task']!r}: no task; they are {', '.join(TASKS)}"
+    yield from _outliers(content)
+    yield from _choices(content, axes)
+
+
+def _is_axes(axes: Any) -> bool:
+    return (
+        isinstance(axes, Mapping)
+        and bool(axes)
+        and all(isinstance(labels, Mapping) and labels for labels in axes.values())
+        and all(isinstance(words, list) for labels in axes.values() for words in labels.values())
+    )
+
+
+def _is_seeds(seeds: Any) -> bool:
+    return (
+        isinstance(seeds, list) and all(type(one) is int and one >= 0 for one in seeds) and len({*seeds}) == len(seeds)
+    )
+
+
+def _words(axes: Mapping[str, Mapping[str, Sequence[Any]]]) -> Iterator[str]:
+    for axis, labels in axes.items():
+        if axis == "seeds":
+            yield "axes.seeds: seeds are no axis; write `seeds:` beside `axes:`"
+        for label, words in labels.items():
+            if not SET_NAME.fullmatch(str(label)):
+                yield f"axes.{axis}: the label {label!r} becomes part of a folder's name; use letters, digits, _ and -"
+            for word in words:
+                key, equals, _ = str(word).partition("=")
+                if not (isinstance(word, str) and equals):
+                    yield f"axes.{axis}.{label}: {word!r}: an override is written section.key=value"
+                elif key in OWN_KEYS:
+                    yield f"axes.{axis}.{label}: {word}: the grid sets that key itself"
+
+
+def _outliers(content: Mapping[str, Any]) -> Iterator[str]:
+    given = content.get("outliers")
+    if given is None:
+        return
+    sizes = list(given.values()) if isinstance(given, Mapping) and set(given) == {"factor", "channels"} else []
+    if not all(type(size) is int and size > 0 for size in sizes) or not sizes or given["factor"].bit_count() != 1:
+        yield f"outliers: {given!r}, expected such as {{factor: 64, channels: 2}}, the factor a power of two"
+    elif content.get("task") is None:
+        yield "outliers: they are put into a warm start's weights; name its task, such as task: counting"
+
+
+def _choices(content: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """`leave_out`, `sizes` and `reference` name labels that there are."""
+    left_out, sizes, reference = (content.get(key, {}) for key in ("leave_out", "sizes", "reference"))
+    if reference and not (isinstance(reference, Mapping) and set(reference) == set(axes)):
+        yield f"reference: {reference!r}, expected a label for each of {', '.join(axes)}"
+    if left_out and not isinstance(left_out, list):
+        yield f"leave_out: {left_out!r}, expected a list such as [{{sampler: bf16, correction: [tis]}}]"
+    named = [("reference", reference), *((f"sizes.{size}", one) for size, one in dict(sizes or {}).items())]
+    named += [("leave_out", one) for one in left_out] if isinstance(left_out, list) else []
+    for place, one in named:
+        if place.startswith("sizes.") and place.removeprefix("sizes.") not in SIZES:
+            yield f"{place}: no size; they are {', '.join(SIZES)}"
+        for axis, labels in dict(one or {}).items() if isinstance(one, Mapping) else ():
+            if axis == "seeds" and place.startswith("sizes."):
+                continue
+            known = axes.get(axis)
+            unknown = [axis] if known is None else [label for label in _listed(labels) if label not in known]
+            if unknown:
+                yield f"{place}: {unknown[0]!r} is no {'axis' if known is None else f'label of {axis}'}"

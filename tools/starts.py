@@ -1,0 +1,58 @@
+"""Where the runs of a grid start: a task's data, and a supervised warm start for each seed, shared by all its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from grid import Grid
+from run_in_turn import Runner
+
+from megatron_rl.models.outliers import with_outliers
+from megatron_rl.models.weight_files import SINGLE
+from megatron_rl.quickstart import TASKS
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.status import known_status
+
+
+def write_data(grid: Grid) -> None:
+    if grid.task is not None and not (TASKS[grid.task].data / "train.jsonl").is_file():
+        TASKS[grid.task].write(TASKS[grid.task].data)
+
+
+def arguments(grid: Grid, root: Path, seed: int | None) -> list[str]:
+    """Of the warm start that a seed begins with."""
+    assert grid.task is not None
+    name = _name(grid, seed)
+    words = [str(TASKS[grid.task].warm_start), f"run.name={name}", f"run.root={root}", "run.if_exists=resume"]
+    return [*words, *([] if seed is None else [f"run.seed={seed}"])]
+
+
+def model_of(grid: Grid, root: Path, seed: int | None) -> Path:
+    run = root / _name(grid, seed)
+    if grid.outliers is None:
+        return RunDir(run).model
+    return run / f"outliers_{grid.outliers.factor}x{grid.outliers.channels}"
+
+
+def missing(grid: Grid, root: Path, seeds: Sequence[int | None]) -> list[int | None]:
+    return [seed for seed in seeds if grid.task is not None and not (model_of(grid, root, seed) / SINGLE).is_file()]
+
+
+def make(grid: Grid, root: Path, seeds: Sequence[int | None], runner: Runner) -> int:
+    """Those that are missing; the exit status of the first that fails, else 0."""
+    for seed in missing(grid, root, seeds):
+        run = root / _name(grid, seed)
+        if known_status(run).get("state") != "finished":
+            print(f"[start] {run.name}", flush=True)
+            status = runner.run(arguments(grid, root, seed))
+            if status or known_status(run).get("state") != "finished":
+                print(f"{run.name}: the warm start did not finish, exit status {status}; see {run}/logs", flush=True)
+                return status or 1
+        if grid.outliers is not None:
+            with_outliers(RunDir(run).model, model_of(grid, root, seed), grid.outliers.factor, grid.outliers.channels)
+    return 0
+
+
+def _name(grid: Grid, seed: int | None) -> str:
+    return f"{grid.group}_start" + ("" if seed is None else f"_s{seed}")
