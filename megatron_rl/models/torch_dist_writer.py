@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rl.files import write_whole
 from megatron_rl.models.tensors import dtype_name, torch_dtype
+from megatron_rl.models.torch_dist_places import Entry
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -44,6 +45,15 @@ class Block:
     whole: tuple[int, ...]
     offset: tuple[int, ...]
     tensor: torch.Tensor
+
+
+def part_of(
+    entry: Entry, whole: tuple[int, ...], offset: tuple[int, ...], values: torch.Tensor, kind: str = ""
+) -> Block:
+    """A part of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg."""
+    leading = tuple(length for _, length in entry.axes)
+    stacked = tuple(index for index, _ in entry.axes)
+    return Block(f"{kind}{entry.key}", (*leading, *whole), (*stacked, *offset), values[(None,) * len(leading)])
 
 
 def write_blocks(
