@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
-"""Convert between Hugging Face folders, Megatron checkpoints and quantized folders; every conversion proves itself.
+"""Checkpoints from one form into another: Hugging Face, Megatron, INT8, FP8, NVFP4. Each conversion proves itself.
 
-    python tools/convert.py inspect ANY
-    python tools/convert.py import HF_FOLDER CHECKPOINT
-    python tools/convert.py export RUN[@STEP] HF_FOLDER
+    python tools/convert.py inspect ANY                            what is this folder, and what can be done with it
+    python tools/convert.py import HF_FOLDER CHECKPOINT            Hugging Face -> Megatron's torch_dist
+    python tools/convert.py export RUN@120 HF_FOLDER               a run or checkpoint -> Hugging Face
+    python tools/convert.py quantize HF_FOLDER OUT --format int8   what stock vLLM serves
+    python tools/convert.py dequantize FP8_FOLDER HF_FOLDER        a released FP8 model -> one that can be trained
+    python tools/convert.py average RUN@100 RUN@120 HF_FOLDER      the mean of checkpoints
+    python tools/convert.py verify A B --logprobs prompts.txt      the proof that two folders hold one model
 
 What is written appears under its name when it is whole. What a kill or a full disk has ended goes on where it was
 when the same command is given again; until then it is called .NAME.partial. Beside the weights, parity.json says what
-they were made of, with which versions, and that every tensor reads as it was written.
+they were made of, with which versions, and that every tensor reads as it was written. Nothing here needs a GPU, and
+nothing in a folder is ever unpickled or run. `COMMAND --help` says more.
 """
 
 from __future__ import annotations
@@ -15,9 +20,14 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORMATS = ("int8", "fp8", "fp8_block", "as_sampler", "modelopt_fp8", "modelopt_fp8_kv", "modelopt_nvfp4")
+PROGRAMS = ("transformers", "learner", "vllm")
+ANY = "HF_FOLDER|CHECKPOINT|RUN[@STEP]"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -26,70 +36,243 @@ class Interrupted(KeyboardInterrupt):
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = _parse(argv)
-    from megatron_rl.config import ConfigError
-    from megatron_rl.conversion.work import partial_of
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, _interrupt) for number in ENDINGS}
     try:
-        return int(given.act(given) or 0)
-    except (ConfigError, OSError, ValueError, KeyError) as error:
-        print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
-        status = 1
-    except Interrupted as interrupted:
-        print(f"error: interrupted by {interrupted}", file=sys.stderr)
-        status = 128 + signal.Signals[str(interrupted)]
+        return _done(given)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    target = getattr(given, "target", None)
-    if target is not None and partial_of(target).exists():
-        print(
-            f"{target} was not written. What is finished is kept in {partial_of(target)}: give the same command again "
-            "to go on, or remove it",
-            file=sys.stderr,
-        )
+
+
+def _done(given: argparse.Namespace) -> int:
+    try:
+        from megatron_rl.config import ConfigError
+
+        try:
+            return given.act(given)
+        except (ConfigError, OSError, ValueError, KeyError) as error:
+            print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
+            status = 1
+    except Interrupted as interrupted:
+        print(f"error: interrupted by {interrupted}", file=sys.stderr)
+        status = 128 + signal.Signals[str(interrupted)]
+    if (target := getattr(given, "target", None)) is not None:
+        from megatron_rl.conversion.work import partial_of
+
+        if partial_of(target).exists():
+            kept = (
+                f"What is finished is kept in {partial_of(target)}: give the same command again to go on, or remove it"
+            )
+            print(f"{target} was not written. {kept}", file=sys.stderr)
     return status
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(signal.Signals(number).name)
+
+
 def note(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(line, file=sys.stderr, flush=True)
 
 
-def import_(given: argparse.Namespace) -> None:
+def inspect(given: argparse.Namespace) -> int:
+    from megatron_rl.conversion.inspection import inspect
+    from megatron_rl.runs.console import table
+
+    found = inspect(given.source, given.hf, given.checksum)
+    print("\n".join(table(("", given.source), found.rows)))
+    for problem in found.problems:
+        print(f"problem: {problem}")
+    print(f"next: {found.next}")
+    return 1 if found.problems else 0
+
+
+def import_(given: argparse.Namespace) -> int:
     from megatron_rl.conversion.imports import import_folder
     from megatron_rl.conversion.sources import find
 
     import_folder(find(given.source, None, note), given.target, note)
     print(f"wrote the checkpoint {given.target}")
+    return 0
 
 
-def export(given: argparse.Namespace) -> None:
+def export(given: argparse.Namespace) -> int:
     from megatron_rl.conversion.exports import export_folder
     from megatron_rl.conversion.sources import find
 
     export_folder(find(given.source, given.hf, note), given.target, note)
     print(f"wrote the Hugging Face folder {given.target}")
+    return 0
+
+
+def quantize(given: argparse.Namespace) -> int:
+    from megatron_rl.conversion.quantize_command import quantize_as_asked
+    from megatron_rl.conversion.sources import find
+
+    quantize_as_asked(
+        find(given.source, given.hf, note),
+        given.target,
+        note,
+        format=given.format,
+        smooth=given.smooth,
+        calibrate=given.calibrate,
+        ignore=given.ignore,
+    )
+    print(f"wrote the quantized folder {given.target}")
+    return 0
+
+
+def dequantize(given: argparse.Namespace) -> int:
+    from megatron_rl.conversion.dequantized import dequantize_folder
+    from megatron_rl.conversion.sources import find
+
+    dequantize_folder(find(given.source, None, note), given.target, note)
+    print(f"wrote the Hugging Face folder {given.target}")
+    return 0
+
+
+def average(given: argparse.Namespace) -> int:
+    from megatron_rl.conversion.average import average_folder
+    from megatron_rl.conversion.sources import find
+
+    sources = [find(name, given.hf, note) for name in given.sources]
+    average_folder(sources, given.weights or [1.0] * len(sources), given.target, note)
+    print(f"wrote the Hugging Face folder {given.target}")
+    return 0
+
+
+def verify(given: argparse.Namespace) -> int:
+    from megatron_rl.conversion.scores import Program
+    from megatron_rl.conversion.sources import find
+    from megatron_rl.conversion.verification import verify, write_report
+
+    sources = [find(name, given.hf, note) for name in (given.one, given.other)]
+    programs = [Program(name) for name in given.programs.split(",")]
+    found = verify(*sources, given.logprobs, programs, given.bound, note)
+    write_report(found, sources, given.report, logprobs=given.logprobs, bound=given.bound)
+    print(found.text())
+    print(f"the whole of it: {given.report}")
+    return 0 if found.ok else 1
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (act, told, arguments) in COMMANDS.items():
+        said, _, example = told.partition("\n")
+        one = commands.add_parser(
+            name, help=said, description=said, epilog=f"example: {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        one.set_defaults(act=act)
+        arguments(one)
+    return parser.parse_args(argv)
 
-    one = commands.add_parser("import", help="Hugging Face folder -> torch_dist checkpoint", formatter_class=plain)
-    one.set_defaults(act=import_)
-    one.add_argument("source", metavar="HF_FOLDER")
+
+def _source(one: argparse.ArgumentParser, metavar: str = ANY) -> None:
+    one.add_argument("source", metavar=metavar)
+
+
+def _hf(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--hf", type=Path, metavar="FOLDER", help="config.json and tokenizer of a checkpoint without them")
+
+
+def _inspect_arguments(one: argparse.ArgumentParser) -> None:
+    _source(one)
+    one.add_argument("--checksum", action="store_true", help="of every tensor, whatever files they are in")
+    _hf(one)
+
+
+def _import_arguments(one: argparse.ArgumentParser) -> None:
+    _source(one, "HF_FOLDER")
     one.add_argument("target", type=Path, metavar="CHECKPOINT")
 
-    one = commands.add_parser("export", help="checkpoint or run -> Hugging Face folder", formatter_class=plain)
-    one.set_defaults(act=export)
-    one.add_argument("source", metavar="CHECKPOINT|RUN[@STEP]")
+
+def _export_arguments(one: argparse.ArgumentParser) -> None:
+    _source(one)
     one.add_argument("target", type=Path, metavar="HF_FOLDER")
-    one.add_argument("--hf", type=Path, help="folder with config.json and tokenizer, where the checkpoint has none")
-    return parser.parse_args(argv)
+    _hf(one)
+
+
+def _quantize_arguments(one: argparse.ArgumentParser) -> None:
+    _source(one)
+    one.add_argument("target", type=Path, metavar="FOLDER")
+    one.add_argument(
+        "--format", choices=FORMATS, required=True,
+        help="int8, fp8 (both per output channel), fp8_block (128x128): compressed-tensors, the bytes that a sampler gets; "
+        "as_sampler: what the sampler of RUN@STEP held then; modelopt_*: calibrated by nvidia-modelopt",
+    )  # fmt: skip
+    one.add_argument("--smooth", type=float, metavar="ALPHA", help="int8: move activations' outliers into the weights")
+    one.add_argument("--calibrate", metavar="FILE|SET", help="texts to measure activations on: .txt, .jsonl, .parquet")
+    one.add_argument(
+        "--ignore", action="append", metavar="PATTERN", help="a layer to keep: its name, or re:...; repeatable"
+    )
+    _hf(one)
+
+
+def _dequantize_arguments(one: argparse.ArgumentParser) -> None:
+    _source(one, "QUANTIZED_FOLDER")
+    one.add_argument("target", type=Path, metavar="HF_FOLDER")
+
+
+def _average_arguments(one: argparse.ArgumentParser) -> None:
+    one.add_argument("sources", nargs="+", metavar=ANY)
+    one.add_argument("target", type=Path, metavar="HF_FOLDER")
+    one.add_argument("--weights", type=_numbers, metavar="A,B,...", help="a number for each; equal ones by default")
+    _hf(one)
+
+
+def _verify_arguments(one: argparse.ArgumentParser) -> None:
+    one.add_argument("one", metavar="A")
+    one.add_argument("other", metavar="B")
+    one.add_argument("--logprobs", metavar="PROMPTS", help="compare logprobs, too: .txt, .jsonl, .parquet, or a set")
+    one.add_argument("--programs", default=",".join(PROGRAMS), help="that compute them (default: %(default)s)")
+    one.add_argument("--bound", type=float, default=0.0, help="relative error of plain weights that is let pass (0)")
+    one.add_argument(
+        "--report", type=Path, default=Path("parity.json"), help="where to write it (default: %(default)s)"
+    )
+    _hf(one)
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+TOOL = "python tools/convert.py"
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Callable[[argparse.ArgumentParser], None]]] = {
+    "inspect": (inspect, f"what a folder or a run holds\n{TOOL} inspect runs/dapo", _inspect_arguments),
+    "import": (
+        import_,
+        f"Hugging Face folder -> torch_dist checkpoint\n{TOOL} import models/Qwen3-8B checkpoints/qwen3-8b",
+        _import_arguments,
+    ),
+    "export": (
+        export,
+        f"run or checkpoint -> Hugging Face folder\n{TOOL} export runs/dapo@120 exported/dapo-120",
+        _export_arguments,
+    ),
+    "quantize": (
+        quantize,
+        f"plain weights -> a folder that stock vLLM serves\n{TOOL} quantize runs/dapo@120 out/int8 --format int8",
+        _quantize_arguments,
+    ),
+    "dequantize": (
+        dequantize,
+        f"quantized folder -> plain BF16 folder\n{TOOL} dequantize models/DeepSeek-FP8 models/plain",
+        _dequantize_arguments,
+    ),
+    "average": (
+        average,
+        f"weighted mean of checkpoints -> Hugging Face folder\n"
+        f"{TOOL} average runs/dapo@100 runs/dapo@120 out/mean --weights 1,3",
+        _average_arguments,
+    ),
+    "verify": (
+        verify,
+        f"compare two folders; exit status 1 where they differ\n{TOOL} verify runs/dapo@120 out/int8 --logprobs eval.txt",
+        _verify_arguments,
+    ),
+}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from megatron_rl.conversion.progress import Progress
 from megatron_rl.conversion.weights import Weights, digest, of_folder
 from megatron_rl.conversion.work import begun
 from megatron_rl.files import write_whole
-from megatron_rl.models.hf_folder import HfFolder, SafetensorsWriter, index_of, make_header, packed
+from megatron_rl.models.hf_folder import FILE_BYTES, HfFolder, SafetensorsWriter, index_of, make_header, packed
 from megatron_rl.models.tensors import DTYPES
 from megatron_rl.models.weight_files import INDEX, companions, header_entries, is_plain_name
 
@@ -25,6 +25,7 @@ class Beside:
 
     folder: Path  # of config.json, tokenizer, chat template, generation defaults
     changes: Mapping[str, Any] = field(default_factory=dict)
+    without: Sequence[str] = ()  # files of it that do not belong to what is made
     headers: Mapping[str, bytes] = field(default_factory=dict)  # of the files as they stood: they are made again
     index: Path | None = None
 
@@ -41,7 +42,7 @@ def write_folder(
     **more: Any,
 ) -> None:
     """`inputs`, `more`: for parity.json."""
-    copied = companions(beside.folder)
+    copied = [name for name in companions(beside.folder) if name not in beside.without]
     headers = _headers(weights, beside)
     with begun(target, inputs, {"command": command, **job}, note) as work:
         with Progress(command, weights.nbytes) as progress:
@@ -59,7 +60,7 @@ def write_folder(
             _change_config(work.path / "config.json", beside.changes)
         if beside.index is not None:
             shutil.copyfile(beside.index, work.path / INDEX)
-        elif not beside.headers and (index := index_of(packed(weights.specs.values()))) is not None:
+        elif not beside.headers and (index := index_of(packed(weights.specs.values(), FILE_BYTES))) is not None:
             write_whole(work.path / INDEX, json.dumps(index, indent=2) + "\n")
         seen = Seen.of(work.finished)
         read_back(of_folder(HfFolder(work.path)), seen.digests, work.path)
@@ -70,7 +71,7 @@ def write_folder(
 def _headers(weights: Weights, beside: Beside) -> dict[str, bytes]:
     """File -> header; ValueError where the files as they stood do not fit these weights."""
     if not beside.headers:
-        return {file: make_header(specs) for file, specs in packed(weights.specs.values()).items()}
+        return {file: make_header(specs) for file, specs in packed(weights.specs.values(), FILE_BYTES).items()}
     placed: set[str] = set()
     for file, raw in beside.headers.items():
         if not is_plain_name(file):

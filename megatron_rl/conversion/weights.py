@@ -45,6 +45,22 @@ def of_checkpoint(reader: torch_dist.Reader, shape: ModelShape) -> Weights:
     return Weights(specs, lambda: torch_dist.getter(reader, shape))
 
 
+def watched(weights: Weights, seen: dict[str, str]) -> Weights:
+    """`seen` gets the digest of whatever is read."""
+
+    def opened() -> Get:
+        get = weights.open()
+
+        def read(name: str) -> torch.Tensor:
+            tensor = get(name)
+            seen[name] = digest(tensor)
+            return tensor
+
+        return read
+
+    return Weights(weights.specs, opened)
+
+
 def digest(tensor: torch.Tensor) -> str:
     """Of dtype, shape and bytes, wherever they lie."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

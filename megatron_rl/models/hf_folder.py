@@ -66,28 +66,35 @@ class HfFolder:
 
     def read(self, name: str) -> torch.Tensor:
         """A copy of its own, gone with its last reference: for those who go through a whole model."""
-        stored = self._place(name)
-        values = torch.empty(stored.nbytes, dtype=torch.uint8)
-        with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.start)
-            view, at = values.numpy().data, 0
-            while at < len(view):
-                count = file.readinto(view[at : at + LARGEST_READ])
-                if not count:
-                    raise ValueError(f"{stored.file} is cut off in the middle of {name}")
-                at += count
-        return values.view(torch_dtype(self.spec(name).dtype)).view(stored.shape)
+        return read_stored(name, self._place(name))
 
     def spec(self, name: str) -> TensorSpec:
-        stored = self._place(name)
-        if stored.dtype not in _DTYPE_NAMES:
-            raise ValueError(f"{name} of {stored.file} is {stored.dtype}, expected one of {', '.join(_DTYPE_NAMES)}")
-        return TensorSpec(name, _DTYPE_NAMES[stored.dtype], stored.shape)
+        return spec_of(name, self._place(name))
 
     def _place(self, name: str) -> Stored:
         if name not in self.stored:
             raise KeyError(f"{self.path} lacks the tensor {name}")
         return self.stored[name]
+
+
+def read_stored(name: str, stored: Stored) -> torch.Tensor:
+    spec = spec_of(name, stored)
+    values = torch.empty(stored.nbytes, dtype=torch.uint8)
+    with stored.file.open("rb", buffering=0) as file:
+        file.seek(stored.start)
+        view, at = values.numpy().data, 0
+        while at < len(view):
+            count = file.readinto(view[at : at + LARGEST_READ])
+            if not count:
+                raise ValueError(f"{stored.file} is cut off in the middle of {name}")
+            at += count
+    return values.view(torch_dtype(spec.dtype)).view(stored.shape)
+
+
+def spec_of(name: str, stored: Stored) -> TensorSpec:
+    if stored.dtype not in _DTYPE_NAMES:
+        raise ValueError(f"{name} of {stored.file} is {stored.dtype}, expected one of {', '.join(_DTYPE_NAMES)}")
+    return TensorSpec(name, _DTYPE_NAMES[stored.dtype], stored.shape)
 
 
 class _Discarded(Exception):
