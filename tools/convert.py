@@ -199,7 +199,7 @@ def _quantize_arguments(one: argparse.ArgumentParser) -> None:
     one.add_argument("target", type=Path, metavar="FOLDER")
     one.add_argument(
         "--format", choices=FORMATS, required=True,
-        help="int8, fp8 (both per output channel), fp8_block (128x128): compressed-tensors, the bytes that a sampler gets; "
+        help="int8, fp8 (per output channel), fp8_block (128x128): compressed-tensors, the bytes that a sampler gets; "
         "as_sampler: what the sampler of RUN@STEP held then; modelopt_*: calibrated by nvidia-modelopt",
     )  # fmt: skip
     one.add_argument("--smooth", type=float, metavar="ALPHA", help="int8: move activations' outliers into the weights")
