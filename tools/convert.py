@@ -25,7 +25,6 @@ from pathlib import Path
 from types import FrameType
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FORMATS = ("int8", "fp8", "fp8_block", "as_sampler", "modelopt_fp8", "modelopt_fp8_kv", "modelopt_nvfp4")
 PROGRAMS = ("transformers", "learner", "vllm")
 ANY = "HF_FOLDER|CHECKPOINT|RUN[@STEP]"
 
@@ -198,9 +197,9 @@ def _quantize_arguments(one: argparse.ArgumentParser) -> None:
     _source(one)
     one.add_argument("target", type=Path, metavar="FOLDER")
     one.add_argument(
-        "--format", choices=FORMATS, required=True,
+        "--format", required=True,
         help="int8, fp8 (per output channel), fp8_block (128x128): compressed-tensors, the bytes that a sampler gets; "
-        "as_sampler: what the sampler of RUN@STEP held then; modelopt_*: calibrated by nvidia-modelopt",
+        "as_sampler: what the sampler of RUN@STEP held then; modelopt_fp8, modelopt_fp8_kv, modelopt_nvfp4: by nvidia-modelopt",
     )  # fmt: skip
     one.add_argument("--smooth", type=float, metavar="ALPHA", help="int8: move activations' outliers into the weights")
     one.add_argument("--calibrate", metavar="FILE|SET", help="texts to measure activations on: .txt, .jsonl, .parquet")

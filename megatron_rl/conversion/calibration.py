@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much was looked at, and of how many channels of the norms anything was seen."""
+    """How much was looked at, and of what share of the places to measure anything was seen."""
 
     samples: int
     tokens: int
-    channels: float
+    seen: float  # of a learner's channels, of modelopt's quantizers
 
     def __str__(self) -> str:
-        return f"{self.samples} samples, {self.tokens} tokens, {self.channels:.1%} of the channels seen"
+        return f"{self.samples} samples, {self.tokens} tokens, {self.seen:.1%} of the places to measure were reached"
 
 
 @contextmanager
@@ -64,4 +64,5 @@ def activation_amax(source: Source, rows: Sequence[tuple[int, ...]]) -> tuple[to
 
 
 def about(coverage: Coverage, given: str) -> dict[str, object]:
-    return {"calibration": {"of": given, **asdict(coverage)}}
+    """For parity.json."""
+    return {"of": given, **asdict(coverage)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def dequantized(weights: Weights, config: Mapping[str, Any]) -> Weights:
         if module in modules:
             if suffix in ("weight", "weight_packed"):
                 plain = f"{module}.weight"
-                specs[plain] = TensorSpec(plain, DTYPE, _shape(modules[module], weights))
+                specs[plain] = TensorSpec(plain, DTYPE, _shape(modules[module], weights, known))
             elif suffix not in PARTS and suffix not in DROPPED:
                 specs[name] = spec  # a bias
         elif suffix not in DROPPED:
@@ -90,13 +91,25 @@ def modules_of(weights: Weights) -> dict[str, list[str]]:
     return found
 
 
-def _shape(names: list[str], weights: Weights) -> tuple[int, ...]:
+def _shape(names: list[str], weights: Weights, known: Meaning) -> tuple[int, ...]:
+    """Of the plain weight; ValueError where its scales are not for one."""
     stored = next((name for name in names if name.endswith(".weight_shape")), None)
-    shape = tuple(map(int, weights.open()(stored).tolist())) if stored else None
-    found = shape_of({part_of(n)[1]: (weights.specs[n].dtype, weights.specs[n].shape) for n in names}, shape)
-    if len(found) != 2:
-        raise ValueError(f"{names[0]} is quantized, but no matrix: its shape is {list(found)}")
-    return found
+    given = tuple(map(int, weights.open()(stored).tolist())) if stored else None
+    parts = {part_of(name)[1]: weights.specs[name] for name in names}
+    shape = shape_of({suffix: (spec.dtype, spec.shape) for suffix, spec in parts.items()}, given)
+    if len(shape) != 2:
+        raise ValueError(f"{names[0]} is quantized, but no matrix: its shape is {list(shape)}")
+    scale = parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"]
+    blocks = tuple(-(-length // size) for length, size in zip(shape, known.block, strict=True))
+    fits = (
+        math.prod(scale.shape) == 1
+        or scale.shape == shape[:1]
+        or (len(scale.shape) == 2 and scale.shape[0] == shape[0] and scale.shape[1] <= shape[1])
+        or scale.shape == blocks
+    )
+    if not fits:
+        raise ValueError(f"{scale.name} is {list(scale.shape)}, which is no scale of a weight of {list(shape)}")
+    return shape
 
 
 def _restored(parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], known: Meaning) -> torch.Tensor:

@@ -10,6 +10,7 @@ from megatron_rl.config.load import from_base
 from megatron_rl.data.prompts import FolderTokenizer, load_dataset
 from megatron_rl.types import Batch, Prompt, Rollout, Scored, collate, written
 
+Rows = Sequence[tuple[int, ...]]
 SAMPLES = 128
 LONGEST = 512  # tokens; of a longer text the first ones
 
@@ -33,7 +34,7 @@ def token_rows(given: str, folder: Path, count: int = SAMPLES) -> list[tuple[int
     return rows
 
 
-def batch_of(rows: Sequence[tuple[int, ...]]) -> Batch:
+def batch_of(rows: Rows) -> Batch:
     """Every token but the first is asked for."""
     return collate(
         [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.conversion.prompts import batch_of
+from megatron_rl.conversion.prompts import Rows, batch_of
 from megatron_rl.conversion.sources import Source
 from megatron_rl.processes.process import SHORT_SPIN
 from megatron_rl.sampler.engine_process import engine_environment
@@ -27,7 +27,6 @@ class Program(StrEnum):
     vllm = "vllm"
 
 
-Rows = Sequence[tuple[int, ...]]
 Scores = list[torch.Tensor]  # of each row, its first token left out
 
 

@@ -72,7 +72,10 @@ def restore(
         return _spread(values.float(), rows, shape, count, meaning.block)
 
     if "weight_zero_point" in parts:
-        codes_OI = codes_OI - spread(parts["weight_zero_point"])
+        zero = parts["weight_zero_point"]
+        if "weight_shape" in parts:  # packed as the weight is, along the other axis
+            zero = _integers(zero.t(), shape[0], meaning.bits).t()
+        codes_OI = codes_OI - spread(zero)
     scale = spread(parts["weight_scale"] if "weight_scale" in parts else parts["weight_scale_inv"])
     if "weight_scale_2" in parts:
         scale = scale * parts["weight_scale_2"].float()
