@@ -199,7 +199,7 @@ def _quantize_arguments(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--format", required=True,
         help="int8, fp8 (per output channel), fp8_block (128x128): compressed-tensors, the bytes that a sampler gets; "
-        "as_sampler: what the sampler of RUN@STEP held then; modelopt_fp8, modelopt_fp8_kv, modelopt_nvfp4: by nvidia-modelopt",
+        "as_sampler: what the sampler of RUN@STEP held; modelopt_fp8, modelopt_fp8_kv, modelopt_nvfp4: calibrated",
     )  # fmt: skip
     one.add_argument("--smooth", type=float, metavar="ALPHA", help="int8: move activations' outliers into the weights")
     one.add_argument("--calibrate", metavar="FILE|SET", help="texts to measure activations on: .txt, .jsonl, .parquet")
@@ -268,7 +268,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Callable[[ar
     ),
     "verify": (
         verify,
-        f"compare two folders; exit status 1 where they differ\n{TOOL} verify runs/dapo@120 out/int8 --logprobs eval.txt",
+        f"compare two folders; exit status 1 where they differ\n{TOOL} verify runs/dapo@120 out/int8 --logprobs t.txt",
         _verify_arguments,
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,14 +93,10 @@ def test_as_compressed_tensors_reads_it(tmp_path: Path, name: str) -> None:
         given["weight_scale"] = given["weight_scale"] * 37.0
     stored = compressor.compress(given, scheme)
     expected = compressor.decompress(stored, scheme)["weight"]
-    tensors = {
-        f"model.layers.0.self_attn.q_proj.{part}": tensor for part, tensor in stored.items() if tensor is not None
-    }
-    rest = {"model.norm.weight": torch.ones(4), "model.layers.0.self_attn.q_proj.bias": torch.ones(3)}
-    more = {
-        "model.layers.0.self_attn.k_scale": torch.ones(1),
-        "model.layers.0.self_attn.q_proj.input_scale": torch.ones(1),
-    }
+    layer = "model.layers.0.self_attn"
+    tensors = {f"{layer}.q_proj.{part}": tensor for part, tensor in stored.items() if tensor is not None}
+    rest = {"model.norm.weight": torch.ones(4), f"{layer}.q_proj.bias": torch.ones(3)}
+    more = {f"{layer}.k_scale": torch.ones(1), f"{layer}.q_proj.input_scale": torch.ones(1)}
     config = {
         "quant_method": "compressed-tensors",
         "config_groups": {"group_0": {"weights": json.loads(args.model_dump_json())}},
@@ -125,8 +122,7 @@ def test_blocks_as_deepseek_stores_them(tmp_path: Path) -> None:
     assert got.keys() == {"a.weight", "b.weight"}
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8", "fp8_block"])
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize(("family", "format"), zip(ALL, itertools.cycle(["int8", "fp8", "fp8_block"]), strict=False))
 def test_what_is_quantized_here_can_be_trained_again(tmp_path: Path, family: str, format: str) -> None:
     source = made(tmp_path / "hf", config_of(family))
     done("quantize", source, tmp_path / "quantized", "--format", format)
