@@ -76,6 +76,7 @@ def read_back(output: Weights, expected: Mapping[str, str], where: Path) -> None
             if name in expected and digest(tensor) != expected[name]:
                 raise ValueError(f"{where}: {name} reads otherwise than it was written; is the disk sound?")
             progress.add(tensor.nbytes)
+            del tensor  # before the next one is read
 
 
 def write_outcome(folder: Path, command: str, inputs: Sequence[Path], seen: Seen, **more: Any) -> None:

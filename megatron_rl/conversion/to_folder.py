@@ -105,6 +105,7 @@ def _write_file(path: Path, raw: bytes, weights: Weights, progress: Progress) ->
                 raise OSError(error.errno, f"{error.strerror}, at the tensor {name}", str(path)) from error
             digests[name] = digest(tensor)
             progress.add(tensor.nbytes)
+            del tensor  # before the next one is read
     return digests
 
 

@@ -2,9 +2,9 @@
 
     python tools/bench/convert.py [--gigabytes 4] [--repeats 3]
 
-A synthetic model of that size, in several files, is imported, exported, quantized and verified. Each is a fork of a
-process that has imported everything, with the peak of its memory counted from there. The copy is synced to disk, as the
-conversions are; the best of the repeats is told.
+A synthetic model of that size, in several files, is imported, exported, quantized and verified, each in a process of
+its own; time and memory count from when that has imported everything. The copy is synced to disk, as the conversions
+are. The best of the repeats is told.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import convert
 
-from megatron_rl.conversion import exports, imports, quantize_command, verification  # noqa: F401 - before the forks
+from megatron_rl.conversion import exports, imports, quantize_command, verification  # noqa: F401 - before the measurement
 from megatron_rl.models.hf_folder import HfFolderWriter
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import TensorSpec
@@ -69,8 +69,8 @@ def main() -> None:
 def specs(gigabytes: float) -> tuple[list[TensorSpec], dict[str, Any]]:
     config = {
         "model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "intermediate_size": 14336, "vocab_size": 64000, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "num_hidden_layers": max(1, round((gigabytes - 0.52) / LAYER_GB)),
+        "head_dim": 128, "intermediate_size": 14336, "vocab_size": 64000, "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "num_hidden_layers": max(1, round((gigabytes - 0.52) / LAYER_GB)),
     }  # fmt: skip
     sizes = hf_shapes(ModelShape.from_hf(config))
     return [TensorSpec(name, "bfloat16", size) for name, size in sizes.items()], config
@@ -97,24 +97,23 @@ def copied(folder: Path) -> float:
 
 
 def measured(words: list[str]) -> tuple[float, int]:
-    """Seconds, and the bytes that a process grew by."""
-    read, write = os.pipe()
-
-    def work() -> None:
-        sys.stdout = sys.stderr = Path(os.devnull).open("w")
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-        before, started = held("VmRSS"), time.perf_counter()
-        status = convert.main(words)
-        said = [time.perf_counter() - started, held("VmHWM") - before, status]
-        os.write(write, json.dumps(said).encode())
-
-    in_a_fork(work)
-    seconds, grown, status = json.loads(os.read(read, 1000))
-    if status:
-        raise SystemExit(f"{words[0]} ended with status {status}")
+    """Seconds, and the bytes that a process of its own grew by."""
+    done = subprocess.run([sys.executable, __file__, "--measure", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{words[0]}: {done.stderr.strip()}")
+    seconds, grown = json.loads(done.stdout.splitlines()[-1])
     out = Path("out")
     shutil.rmtree(out) if out.is_dir() else out.unlink()
     return seconds, grown
+
+
+def measure(words: list[str]) -> int:
+    """In the process of its own."""
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before, started = held("VmRSS"), time.perf_counter()
+    status = convert.main(words)
+    print(json.dumps([time.perf_counter() - started, held("VmHWM") - before]))
+    return status
 
 
 def held(key: str) -> int:
@@ -122,16 +121,7 @@ def held(key: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def in_a_fork(work: Callable[[], None]) -> None:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
+    if sys.argv[1:2] == ["--measure"]:
+        sys.exit(measure(sys.argv[2:]))
     main()
