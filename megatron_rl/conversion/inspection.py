@@ -48,7 +48,7 @@ def inspect(given: str, hf: Path | None = None, checksum: bool = False) -> Inspe
     rows += [
         ("precision", precision(weights)),
         ("quantization", "none" if quantization is None else describe(quantization, source.folder)),
-        ("size", f"{weights.nbytes / 1e9:.3f} GB in {len(weights.specs)} tensors"),
+        ("size", f"{weights.nbytes / 1e9:.3g} GB in {len(weights.specs)} tensors"),
     ]
     if shape and not source.is_folder:
         rows.append(("vocabulary stored", _stored_vocabulary(source, shape)))

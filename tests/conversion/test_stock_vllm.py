@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import convert, done, tensors_of
+from models import config_of, convert, done, made, tensors_of
 
 from megatron_rl.config.schema import Format
 from megatron_rl.conversion import scores, verification
@@ -26,7 +26,8 @@ from megatron_rl.models.torch_dist import hf_shapes
 from megatron_rl.weight_sync.probe import BUDGETS
 
 MODELOPT = ("modelopt_fp8_kv", "modelopt_nvfp4")
-FOLDERS = ("hf", "int8", "smooth", "fp8", *MODELOPT)
+NEW = {"phi3": "Phi3ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM"}  # families that nothing else here starts
+FOLDERS = ("hf", "int8", "smooth", "fp8", *MODELOPT, *NEW, *(f"{family}-int8" for family in NEW))
 TEXTS = "".join(f"{a}+{b}={a + b}\n" for a in range(4, 12) for b in (3, 17, 58))
 
 
@@ -48,6 +49,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done("quantize", folder / "hf", folder / "int8", "--format", "int8")
     done("quantize", folder / "hf", folder / "smooth", "--format", "int8", *smooth)
     done("quantize", folder / "hf", folder / "fp8", "--format", "fp8")
+    for family, architecture in NEW.items():
+        sizes = {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        about = {"architectures": [architecture], "max_position_embeddings": 64, "hidden_act": "silu"}
+        made(folder / family, config_of(family, vocab_size=config["vocab_size"], **sizes, **about), scale=0.06)
+        done("quantize", folder / family, folder / f"{family}-int8", "--format", "int8")
     for format in MODELOPT:
         done("quantize", folder / "hf", folder / format, "--format", format, *smooth[2:])
     return folder
@@ -77,6 +83,16 @@ def test_plain_weights(folders: Path, rows: list[tuple[int, ...]], answers: dict
         assert distance(scores.score(program, source, rows), answers["hf"]) < BUDGETS[Format.none]
     of_checkpoint = scores.score(Program.learner, find(str(folders / "checkpoint")), rows)
     assert distance(of_checkpoint, answers["hf"]) < BUDGETS[Format.none]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", NEW)
+def test_families_that_are_rows(
+    folders: Path, rows: list[tuple[int, ...]], answers: dict[str, Scores | str], family: str
+) -> None:
+    by_learner = scores.score(Program.learner, find(str(folders / family)), rows)
+    assert distance(by_learner, answers[family]) < BUDGETS[Format.none]
+    assert 0 < distance(answers[family], answers[f"{family}-int8"]) < BUDGETS[Format.int8]
 
 
 @pytest.mark.engine
