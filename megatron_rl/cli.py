@@ -13,6 +13,7 @@ hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 from megatron_rl.commands import (  # noqa: E402
     chat,
     eval,
+    mismatch,
     plan,
     quickstart,
     replay,
@@ -26,7 +27,9 @@ from megatron_rl.commands import (  # noqa: E402
 )
 from megatron_rl.config import ConfigError  # noqa: E402
 
-COMMANDS = (train, plan, serve, toy, quickstart, report, status, eval, chat, replay, rerun_step, translate)
+COMMANDS = (
+    train, plan, serve, toy, quickstart, report, status, eval, mismatch, chat, replay, rerun_step, translate,
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

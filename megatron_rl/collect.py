@@ -181,7 +181,10 @@ def sampling_params(config: RolloutSection, stop_token_ids: tuple[int, ...]) -> 
         samples=config.samples_per_prompt,
         max_tokens=config.max_response_tokens,
         temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=-1 if config.top_k is None else config.top_k,
         stop_token_ids=stop_token_ids,
+        candidates=config.candidates,
     )
 
 

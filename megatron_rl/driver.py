@@ -45,6 +45,7 @@ from megatron_rl.types import Batch, Rollout, Scored, collate
 PROBE_PROMPTS = 64  # one answer each: where a format errs at a prompt, it errs in all of its answers
 PROBE_SAMPLES = 1
 PROBE_TOKENS = 128  # of a response, at most
+LOOK_TOKENS = 32  # of a prompt, and of its answer, whose values are compared at every point
 CALIBRATION_PROMPTS = 64
 
 
@@ -71,6 +72,12 @@ class Follower:
         return None
 
     def probe(self, step: int) -> tuple[Batch, Sequence[Format]] | None:
+        return None
+
+    def look(self, step: int) -> tuple[Batch, Mapping[str, torch.Tensor], Format] | None:
+        return None
+
+    def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
         return None
 
     def evaluate(self, step: int) -> dict[str, float] | None:
@@ -226,6 +233,36 @@ class Driver:
         return collate([Scored(one, reward=0.0) for one in fresh]), distinct_formats(
             self._config.sampler, self._config.quantization
         )
+
+    def look(self, step: int) -> tuple[Batch, Mapping[str, torch.Tensor], Format]:
+        """One fresh answer, a row for each replica, and what the engine's modules put out for it."""
+        most = max(1, min(LOOK_TOKENS, self._config.rollout.max_prompt_tokens - 1))  # the engine adds a token
+        prompt = min(self._probe_prompts, key=lambda prompt: len(prompt.token_ids))
+        prompt = replace(prompt, token_ids=prompt.token_ids[-most:])
+        params = replace(self._probe_params, max_tokens=min(self._probe_params.max_tokens, LOOK_TOKENS))
+        with waited_for(), self._stop.waiting():
+            self._sleep_schedule.wake()
+            (one,) = self.sampler.generate([prompt], params, seed=step, first_group=0, step=step)
+            values = self.sampler.activations([*prompt.token_ids, *one.token_ids])
+        rows = [Scored(one, reward=0.0)] * self._config.learner.data_parallel
+        return collate(rows), values, self._config.quantization.format
+
+    def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
+        """The experts that the engine chooses, [B, S, L, K], -1 where there is no token; None where it is silent."""
+        lengths = (batch.prompt_lengths_B + batch.response_lengths_B).tolist()
+        sequences = [tokens[:length].tolist() for tokens, length in zip(batch.tokens_BS, lengths, strict=True)]
+        with waited_for(), self._stop.waiting():
+            told = self.sampler.routed_experts(sequences)
+        if not all(told):
+            return None
+        rows = [
+            torch.frombuffer(bytearray(one), dtype=torch.int32).view(length, layers, -1)
+            for one, length in zip(told, lengths, strict=True)
+        ]
+        chosen = torch.full((len(rows), max(lengths), *rows[0].shape[1:]), -1, dtype=torch.int32)
+        for place, row in enumerate(rows):
+            chosen[place, : len(row)] = row
+        return chosen
 
     def evaluate(self, step: int) -> dict[str, float]:
         with waited_for(), self._stop.waiting():

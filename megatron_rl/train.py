@@ -16,35 +16,39 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.config import prox_pass
 from megatron_rl.config.schema import (
-    Anchor,
     Config,
     EvalSection,
+    Format,
     KvCache,
     LossConfig,
     ModelInit,
     ModelSection,
     QuantizationSection,
     RewardSection,
-    RolloutSource,
     SyncSection,
 )
 from megatron_rl.driver import Driver, Follower
+from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.routing import router_flips
 from megatron_rl.learner.saver import Saver
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
-from megatron_rl.rollout_correction import Correction, correct
-from megatron_rl.rollout_correction.breakdown import mismatch_by_format
+from megatron_rl.rollout_correction import Correction, completed, correct
+from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.metrics import combine
 from megatron_rl.runs.progress import Standing, reached
 from megatron_rl.runs.stop_request import StepGivenUp, heard
 from megatron_rl.types import Batch, Targets
-from megatron_rl.weight_sync import probe
+from megatron_rl.weight_sync import layer_probe, probe
 from megatron_rl.weight_sync.export import leave_models
 from megatron_rl.weight_sync.push import WeightSync
+
+ROUTED_ROWS = 8  # of a probe's answers, one request each
 
 
 def train(
@@ -135,20 +139,23 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
     with recorder.phase("rollout"):
         batch, drawn = heard(learner, lambda: driver.collect(step))
     with recorder.phase("prox"):
-        anchor_BT = anchor_logprobs(learner, batch, config.correction.anchor, config.rollout.source)
+        anchor_BT = anchor_logprobs(learner, batch, config)
         reference_BT = reference_logprobs(learner, batch, config.loss.kl_coef)
         drawn |= learner_estimate(learner, driver, config.reward)
     with recorder.phase("correction"):
         correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
-        drawn |= mismatch_by_format(correction.source.prox_logprobs_BT, batch)
         heard(learner, driver.check_time)  # the last moment in which the step can be given up without a trace
-    with recorder.phase("record"):
-        driver.record(step, correction, advantages_B)
     with recorder.phase("update"):
         seed = config.run.seed
         targets = join(batch, anchor_BT, reference_BT, correction, advantages_B, config.loss, seed + step)
         parts = minibatches(targets, config.learner.n_minibatches, f"{seed}/{step}")
         updates = combine([learner.update(part) for part in parts])
+    with recorder.phase("correction"):
+        correction, saved = settle(correction, learner, batch, config)
+        drawn |= saved | mismatch_by_format(correction.source.prox_logprobs_BT, batch)
+        drawn |= mismatch_by_age(correction.source.prox_logprobs_BT, batch, at.step)
+    with recorder.phase("record"):
+        driver.record(step, correction, advantages_B)
     seen = at.seen.after(batch)
     return Standing(step, seen, driver.position, line=drawn | correction.metrics | updates | seen.metrics(batch, step))
 
@@ -182,11 +189,24 @@ def arrive(
     return at, stop
 
 
-def anchor_logprobs(learner: Learner, batch: Batch, anchor: Anchor, source: RolloutSource) -> torch.Tensor:
-    """p: the policy's own logprobs before the update. Not computed where nothing looks at them."""
-    if anchor == Anchor.sampler or source == RolloutSource.dataset:
+def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> torch.Tensor | None:
+    """p: the policy's own logprobs before the update. None where the update's forward pass gives them in time."""
+    if not prox_pass.anchored_to_learner(config.correction, config.rollout):
         return batch.sampler_logprobs_BT
+    if not prox_pass.readers(config.correction, config.loss, config.learner):
+        return None
     return learner.logprobs(batch)
+
+
+def settle(
+    correction: Correction, learner: Learner, batch: Batch, config: Config
+) -> tuple[Correction, dict[str, float]]:
+    """The correction as the update has made it, and what the pass that was not made before it would have cost."""
+    own = learner.take_own_pass()
+    if own is None:
+        return correction, {}
+    correction = completed(correction, own.logprobs_BT, batch, config.correction, config.advantage)
+    return correction, {"perf/prox_saved_s": own.seconds}
 
 
 def reference_logprobs(learner: Learner, batch: Batch, kl_coef: float) -> torch.Tensor | None:
@@ -204,7 +224,7 @@ def learner_estimate(learner: Learner, driver: Driver | Follower, reward: Reward
 
 def join(
     batch: Batch,
-    anchor_BT: torch.Tensor,
+    anchor_BT: torch.Tensor | None,
     reference_BT: torch.Tensor | None,
     correction: Correction,
     advantages_B: torch.Tensor,
@@ -256,10 +276,31 @@ def publish(
                 f"sync     policy version {step} was sent twice; the first time: {report.first_failure}"
             )
         if due(step // section.every, section.verify_every):
+            if section.probe_layers:
+                metrics |= compare_layers(step, driver, learner, sync)
             batch, formats = heard(learner, lambda: driver.probe(step))
             about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget)
-            metrics |= probe.check_formats(batch, learner.logprobs(batch), formats, about)
+            logprobs_BT = learner.logprobs(batch)
+            metrics |= probe.check_formats(batch, logprobs_BT, formats, about)
+            metrics |= probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
+            metrics |= flips(batch.rows(torch.arange(min(len(batch), ROUTED_ROWS))), driver, learner)
     return metrics
+
+
+def compare_layers(step: int, driver: Driver | Follower, learner: Learner, sync: WeightSync) -> dict[str, float]:
+    """What the engine computes at every point of a forward pass, against what the learner makes of the same inputs."""
+    batch, values, format = heard(learner, lambda: driver.look(step))
+    with Activations(learner).beside(layer_probe.unsmoothed(values, sync.smoothing), replace=True) as seen:
+        learner.logprobs(batch)
+    return layer_probe.check(seen, learner.shape, Format(format), step)
+
+
+def flips(batch: Batch, driver: Driver | Follower, learner: Learner) -> dict[str, float]:
+    """Of a mixture of experts, where the engine tells what its routers chose: how often the learner's choose others."""
+    if not learner.shape.experts:
+        return {}
+    chosen = heard(learner, lambda: driver.routed(batch, learner.shape.layers))
+    return {} if chosen is None else router_flips(learner, batch, chosen)
 
 
 def evaluate(

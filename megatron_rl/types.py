@@ -46,6 +46,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    candidates: int = 0  # tokens whose logprobs tell what top_k and top_p have kept; 0: nobody asks
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,15 @@ class Rollout:
     finish_reason: str  # stop | length | abort
     policy_version: int
     format: str = ""  # weight format of the engine that answered; empty where there was none
+    # int32: which tokens each was drawn among, one position after the other, and how many at each; None: among all
+    kept_ids: Sequence[int] | None = None
+    kept_counts: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("token_ids", "i"), ("logprobs", "f"), ("loss_mask", "b")):
+        kinds = {"token_ids": "i", "logprobs": "f", "loss_mask": "b", "kept_ids": "i", "kept_counts": "i"}
+        for name, kind in kinds.items():
             values = getattr(self, name)
-            if not isinstance(values, array) or values.typecode != kind:
+            if values is not None and (not isinstance(values, array) or values.typecode != kind):
                 object.__setattr__(self, name, array(kind, np.asarray(values, kind).tobytes()))
 
 
@@ -109,12 +114,27 @@ class Batch:
     groups_B: torch.Tensor  # int64
     versions_B: torch.Tensor  # int64: policy version that sampled the row
     formats_B: torch.Tensor | None = None  # int64: place of the sampler's weight format in schema.Format; -1: unknown
+    # int32: how many tokens each was drawn among, and which, row after row; None: among all
+    kept_counts_BT: torch.Tensor | None = None
+    kept_ids_K: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return int(self.tokens_BS.shape[0])
 
     def rows(self, index: torch.Tensor) -> Batch:
-        return Batch(**_rows(self, index))
+        parts = _rows(self, index, without="kept_ids_K")
+        if self.kept_ids_K is not None:
+            parts["kept_ids_K"] = self.kept_of(index)
+        return Batch(**parts)
+
+    def kept_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """`kept_ids_K` of some rows, in their order."""
+        import torch
+
+        assert self.kept_ids_K is not None and self.kept_counts_BT is not None
+        rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
+        whole = self.kept_ids_K.split(self.kept_counts_BT.sum(dim=1).tolist())
+        return torch.cat([self.kept_ids_K[:0], *(whole[row] for row in rows.tolist())])
 
 
 def _rows(tensors: object, index: torch.Tensor, without: str = "") -> dict[str, Any]:
@@ -137,7 +157,23 @@ def collate(scored: Sequence[Scored]) -> Batch:
         groups_B=torch.tensor([one.group for one in rollouts]),
         versions_B=torch.tensor([one.policy_version for one in rollouts]),
         formats_B=torch.tensor([format_number(one.format) for one in rollouts]),
+        **_kept(rollouts),
     )
+
+
+def _kept(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
+    if all(one.kept_ids is None for one in rollouts):
+        return {}
+    import torch
+
+    counts = [one.kept_counts for one in rollouts if one.kept_counts is not None]
+    ids = [one.kept_ids for one in rollouts if one.kept_ids is not None]
+    if len(ids) < len(rollouts):
+        raise ValueError(f"{len(rollouts) - len(ids)} of {len(rollouts)} answers do not say what they were drawn among")
+    return {
+        "kept_counts_BT": padded([(one,) for one in counts], torch.int32),
+        "kept_ids_K": padded([tuple(ids)], torch.int32)[0, : sum(map(len, ids))],
+    }
 
 
 def padded(rows: Sequence[tuple[Sequence[float], ...]], dtype: torch.dtype) -> torch.Tensor:
@@ -159,7 +195,7 @@ class LossInputs:
     """Everything a policy loss may look at; rows of one micro-batch."""
 
     logprobs_BT: torch.Tensor  # pi, carries the gradient
-    anchor_logprobs_BT: torch.Tensor  # p; mu where correction.anchor is sampler
+    anchor_logprobs_BT: torch.Tensor | None  # p; mu where correction.anchor is sampler; None: pi itself, a constant
     sampler_logprobs_BT: torch.Tensor
     ref_logprobs_BT: torch.Tensor | None
     entropy_BT: torch.Tensor | None
@@ -176,11 +212,13 @@ class Targets:
     """What the loss needs beside the policy's own forward pass: one optimizer update's worth, global.
 
     Rows match `batch`. Weights, masks and advantages are already the result of rollout_correction
-    and the group baselines; the learner only slices them.
+    and the group baselines; the learner only slices them. Without an anchor, weights and masks are
+    what is known before the loss, which completes them.
     """
 
     batch: Batch
-    anchor_logprobs_BT: torch.Tensor  # p; the sampler's mu where correction.anchor is sampler
+    # p; the sampler's mu where correction.anchor is sampler; None: what the update's own forward pass gives
+    anchor_logprobs_BT: torch.Tensor | None
     ref_logprobs_BT: torch.Tensor | None
     advantages_B: torch.Tensor
     weights_BT: torch.Tensor
@@ -190,3 +228,11 @@ class Targets:
 
     def rows(self, index: torch.Tensor) -> Targets:
         return Targets(self.batch.rows(index), **_rows(self, index, without="batch"))
+
+
+@dataclass(frozen=True)
+class OwnPass:
+    """What an update without an anchor found on its way: the pass that was not made before it."""
+
+    logprobs_BT: torch.Tensor  # the policy's before the update; NaN in rows that nothing was trained on
+    seconds: float  # of its forward pass, on this rank

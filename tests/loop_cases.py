@@ -30,6 +30,7 @@ class Kept(SilentRecorder):
 
 
 def main(folder: Path, cases: dict[str, list[str]]) -> None:
+    from megatron_rl.collect import sampling_params
     from megatron_rl.config.schema import CheckpointSection
     from megatron_rl.driver import Driver
     from megatron_rl.learner.learner import Learner
@@ -54,7 +55,10 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
             for number, (name, overrides) in enumerate(cases.items()):
                 done = number * (base.run.steps + 1)  # policy versions only ever grow
                 config = load(recipe, [*overrides, f"run.steps={done + base.run.steps}"])
-                learner.loss, learner.correction, learner.run = config.loss, config.correction, config.run
+                for section in ("loss", "correction", "run", "learner", "rollout"):
+                    setattr(learner, section, getattr(config, section))
+                drawn = sampling_params(config.rollout, driver._scorer.tokenizer.stop_token_ids)
+                driver._collector._params = driver._probe_params = drawn
                 driver.recorder = Kept()
                 before = [parameter.detach().clone() for _, parameter in learner.named_parameters()]
                 loop(config, driver, learner, sync, saver, Standing(done))

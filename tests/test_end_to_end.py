@@ -81,13 +81,14 @@ def test_a_real_task_with_a_chat_template(tmp_path: Path) -> None:
 def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
     small = ["run.steps=2", "rollout.prompts_per_step=16", "rollout.max_gen_batches=1", "eval.max_prompts=16"]
     more = ["quantization.smoothing=0.5"] if recipe == "quickstart_pp2" else []
-    settings = [*small, *more, "log.record_every=1", "sync.verify_every=1"]
+    settings = [*small, *more, "log.record_every=1", "sync.verify_every=1", "sync.probe_layers=true"]
     done = train(warm_start, f"{recipe}.yaml", *settings, fresh=recipe == "quickstart")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     folder = warm_start / "runs" / recipe
     lines = metrics(warm_start, recipe)
     assert [line["progress/step"] for line in lines] == [0, 1, 2]
     assert all(line["sync/probe_abs_diff"] <= line["sync/probe_budget"] for line in lines)
+    assert all(line["sync/probe_layer_error"] < 0.1 for line in lines)  # on every layout, whatever is smoothed
     assert all("eval/accuracy" in line for line in (lines[0], lines[-1]))
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["unknown_metrics"]) == ("finished", [])

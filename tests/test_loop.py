@@ -17,6 +17,8 @@ PRESETS = sorted(path.stem for path in (ROOT / "conf" / "correction").glob("*.ya
 LOSSES = [name.value for name in LossName]
 BYPASS_ONLY = {"rollout_is"}  # anchored to the sampler, a ratio and a weight exclude each other
 
+FAR = "[{level: token, stat: ratio, high: 1e8}]"  # rejects nothing; with renormalize it reads the proximal logprobs
+
 RECIPE = """
 base: {root}/recipes/quickstart.yaml
 run: {{steps: 2, name: loop}}
@@ -44,6 +46,10 @@ def cases() -> dict[str, list[str]]:
         wanted[f"loss {name}"] = [f"loss.name={name}", "loss.kl_coef=0", *anchor]
     wanted["kl to a reference"] = ["loss.kl_coef=0.1"]
     wanted["entropy bonus"] = ["loss.entropy_coef=0.01"]
+    once = ["learner.n_minibatches=1", "loss.kl_coef=0", f"correction.reject={FAR}"]
+    wanted["one update"] = [*once, "correction.rebaseline=false", "correction.renormalize=false"]
+    wanted["one update, scored before"] = [*once, "correction.rebaseline=false"]
+    wanted["top_k and top_p"] = ["rollout.top_k=4", "rollout.top_p=0.8", "sync.verify_every=1", "loss.kl_coef=0.1"]
     wanted["estimate under the learner"] = ["reward.learner_estimate=true"]
     wanted |= {
         f"advantage {name.value}": [f"advantage.estimator={name.value}", "loss.kl_coef=0"]
@@ -103,6 +109,29 @@ def test_the_reference_and_the_estimate_are_measured(results: dict[str, dict]) -
     line = results["estimate under the learner"]["lines"][-1]
     assert abs(line["reward/learner_estimate"] - line["reward/sampler_mean"]) < 0.2
     assert line["reward/learner_estimate_stderr"] > 0
+
+
+@pytest.mark.engine
+def test_one_update_makes_no_pass_before_it_and_measures_the_same_things(results: dict[str, dict]) -> None:
+    own, scored = (results[f"one update{how}"]["lines"][1:] for how in ("", ", scored before"))
+    for line, other in zip(own, scored, strict=True):
+        names = [{name for name in one if not name.startswith("sync/")} for one in (line, other)]
+        assert names[0] - names[1] == {"perf/prox_saved_s"} and not names[1] - names[0]
+        assert line["perf/prox_saved_s"] > 0
+        assert line["loss/ratio_mean"] == pytest.approx(1, abs=1e-6)
+        assert line["loss/approx_kl"] == 0
+        assert line["rollout_corr/k3_kl"] > 0
+
+
+@pytest.mark.engine
+def test_the_learner_renormalises_over_what_the_sampler_drew_from(results: dict[str, dict]) -> None:
+    """Without, every logprob would be off by what the filters cut: far more than the probe allows."""
+    for line in results["top_k and top_p"]["lines"][1:]:
+        assert line["rollout/logprobs_missing"] == 0
+        assert line["sync/probe_abs_diff"] < 0.02 < 0.2 < -line["rollout_corr/kept_log_mass"]
+        assert line["rollout_corr/logp_abs_diff_mean"] < 0.02
+        assert line["rollout_corr/outside_support"] < 0.2
+        assert 0 < line["loss/entropy"] < math.log(4 + 1)
 
 
 @pytest.mark.engine

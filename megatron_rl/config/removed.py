@@ -1,10 +1,6 @@
 """Keys that recipes once had, and what stands in their place. The reasons are in docs/decisions/config_keys.md."""
 
-_UNFILTERED = "the learner does not filter its own probabilities, so every ratio would be off; leave it out"
-
 REMOVED = {
-    "rollout.top_p": _UNFILTERED,
-    "rollout.top_k": _UNFILTERED,
     "run.stop_metric": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
     "run.stop_at": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
     "data.deduplicate": "a prompt that stands in a file several times counts once; leave it out",

@@ -46,7 +46,8 @@ Rule = Callable[..., Iterable[Any]]
 # what the sampler decides itself; `sampler.vllm` may set anything else
 OWNED_ARGUMENTS = frozenset(
     {
-        "model", "quantization", "load_format", "logprobs_mode", "skip_tokenizer_init", "generation_config",
+        "model", "quantization", "load_format", "logprobs_mode", "max_logprobs",
+        "return_sampling_mask", "skip_tokenizer_init", "generation_config",
         "tensor_parallel_size", "weight_transfer_config", "worker_extension_cls",
         "api_key", "host", "port", "uds", "middleware", "tokens_only", "root_path",
     }
@@ -164,6 +165,17 @@ def best(checkpoint: CheckpointSection) -> Iterator[str]:
         )
 
 
+def support(rollout: RolloutSection) -> Iterator[str]:
+    """An engine tells what it drew from among a bounded number of tokens."""
+    if rollout.top_p < 1 and rollout.top_k is None:
+        yield (
+            f"rollout.top_p: {rollout.top_p:g} alone keeps a set of any size, which an engine does not tell; set "
+            "rollout.top_k too, such as 50"
+        )
+    if rollout.top_k is not None and rollout.source == RolloutSource.dataset:
+        yield f"rollout.top_k: {rollout.top_k}, but the data set's own answers were drawn by nobody; leave it out"
+
+
 def rate(optim: OptimSection) -> Iterator[str]:
     if optim.min_lr > optim.lr:
         yield f"optim.min_lr: {optim.min_lr:g} is above optim.lr: {optim.lr:g}, which decays to it; lower it"
@@ -250,6 +262,6 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    objective, answers, group_size, supervised, schedule, best, rate, pipeline, updates, formats, as_sampler, patches,
-    engine, alarm_settings, fleet.addresses, fleet.servers,
+    objective, answers, support, group_size, supervised, schedule, best, rate, pipeline, updates, formats, as_sampler,
+    patches, engine, alarm_settings, fleet.addresses, fleet.servers,
 )  # fmt: skip

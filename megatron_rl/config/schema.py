@@ -28,6 +28,8 @@ WEEK_S = 7 * 24 * 3600
 SECONDS = expect(lambda value: 0 < value <= WEEK_S, f"seconds: above 0, at most a week ({WEEK_S})")
 SHARE = expect(lambda value: 0 <= value < 1, "0 (off) to below 1")
 SIZE = expect(lambda value: type(value) is int and value >= 1, "a whole number of 1 or more")
+NUCLEUS = expect(lambda share: 0 < share <= 1, "above 0, at most 1 (off)")
+TIES = 16  # candidates beyond top_k: an engine keeps all that tie with the last one, and BF16 logits often do
 TEMPERATURE = need(lambda value: value > 0, "use a temperature above 0")
 
 
@@ -182,8 +184,17 @@ class RolloutSection:
     max_response_tokens: int = field(default=512, metadata=POSITIVE)
     # vLLM samples at nothing below or above
     temperature: float = field(default=1.0, metadata=between(0.01, 2, "0.01 to 2 (greedy is for evaluation)"))
+    # tokens are drawn among the k most likely ones, and of those among the first that hold a share top_p of their
+    # probability; the learner renormalises over what was kept. null: among all
+    top_k: int | None = field(default=None, metadata=between(1, 1024))
+    top_p: float = field(default=1.0, metadata=NUCLEUS)
     dynamic_sampling: bool = True  # DAPO: groups without spread are replaced by new ones
     max_gen_batches: int = field(default=4, metadata=POSITIVE)  # generation calls per step at most
+
+    @property
+    def candidates(self) -> int:
+        """Tokens whose logprobs an engine has to report at every position, beside the sampled one's; 0: none."""
+        return 0 if self.top_k is None else self.top_k + TIES
 
 
 @dataclass(frozen=True)
@@ -250,6 +261,8 @@ class SyncSection:
     # the logprob probe: after the first sync, then every so many; 0: the first only
     verify_every: int = field(default=10, metadata=NOT_NEGATIVE)
     probe_budget: float | None = field(default=None, metadata=ABOVE_0)  # null: by format
+    # with the probe, both engines' values at every point of one answer's forward pass (docs/one_arithmetic.md)
+    probe_layers: bool = False
     # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the
     # next request, which takes no memory and cannot fall back on the version before
     staged: bool = True
@@ -511,7 +524,6 @@ class LearnerSection:
 
 SAMPLES = between(1, 65536)
 SAMPLING = between(0, 2, "0 (greedy) to 2")
-NUCLEUS = expect(lambda share: 0 < share <= 1, "above 0, at most 1 (off)")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.engine.kept import of_rows
 from megatron_rl.engine.readiness import TAGS, Readiness
 from megatron_rl.processes.channel import Channel, ChannelClosed
 from megatron_rl.processes.process import die_with_parent, end_own_group, leave_to_the_driver, rare_collections
@@ -83,14 +84,16 @@ class Engine:
         top_p: float,
         top_k: int,
         stop_token_ids: list[int],
+        candidates: int = 0,
         policy_version: int | None = None,
     ) -> dict[str, Any]:
-        """`policy_version`: the one that the caller believes is served."""
+        """`policy_version`: the one that the caller believes is served. `candidates`: see `SamplingParams`."""
         from vllm import SamplingParams
 
         refusal = self.ready.refusal(policy_version)
         if refusal:
             raise RuntimeError(refusal)
+        candidates = min(candidates, self.llm.llm_engine.model_config.get_vocab_size())
         distinct = 1 if temperature == 0 else samples  # greedy samples are copies of one
         params = [
             SamplingParams(
@@ -101,7 +104,7 @@ class Engine:
                 top_p=top_p,
                 top_k=top_k,
                 stop_token_ids=stop_token_ids,
-                logprobs=0,  # of the sampled token only
+                logprobs=candidates,  # beside the sampled token's
                 flat_logprobs=True,
                 detokenize=False,
                 skip_clone=True,  # nobody else changes them
@@ -111,7 +114,48 @@ class Engine:
         inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
         completions = [c for output in outputs for c in sorted(output.outputs, key=lambda c: c.index)]
-        return pack([c for c in completions for _ in range(samples // distinct)])
+        return pack([c for c in completions for _ in range(samples // distinct)], candidates)
+
+    def routed_experts(self, sequences: list[list[int]], policy_version: int) -> list[bytes]:
+        """Of each sequence, [tokens, layers, experts of a token] as int32; nothing where the engine cannot tell."""
+        from vllm import SamplingParams
+
+        refusal = self.ready.refusal(policy_version)
+        if refusal:
+            raise RuntimeError(refusal)
+        if not self.llm.llm_engine.vllm_config.model_config.enforce_eager:
+            return [b""] * len(sequences)
+        layers = self.llm.llm_engine.model_config.get_total_num_hidden_layers()
+        params, found = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False), []
+        for tokens in sequences:
+            prompt: Any = {"prompt_token_ids": tokens}
+            self.llm.collective_rpc("watch_routes")
+            try:
+                self.llm.generate([prompt], params, use_tqdm=False)
+            finally:
+                told = self.llm.collective_rpc("seen_routes", args=(len(tokens), layers))
+            found.append(told[0])  # ranks of an engine route alike
+        return found
+
+    def activations(self, tokens: list[int], policy_version: int) -> dict[str, Any]:
+        """What the modules put out for a sequence (engine/activations.py), and the logprobs of its tokens."""
+        from vllm import SamplingParams
+
+        config = self.llm.llm_engine.vllm_config
+        refusal = self.ready.refusal(policy_version) or unwatchable(
+            config.model_config.enforce_eager, config.parallel_config.tensor_parallel_size
+        )
+        if refusal:
+            raise RuntimeError(refusal)
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        prompt: Any = {"prompt_token_ids": tokens}
+        self.llm.collective_rpc("watch_activations")
+        try:
+            (output,) = self.llm.generate([prompt], params, use_tqdm=False)
+        finally:
+            (values,) = self.llm.collective_rpc("seen_activations")
+        told = output.prompt_logprobs or []
+        return {"values": values, "logprobs": [_sampled(told[i], tokens[i]) for i in range(1, len(tokens))]}
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
@@ -189,8 +233,10 @@ class Engine:
             )
 
 
-def pack(completions: list[Any]) -> dict[str, Any]:
+def pack(completions: list[Any], candidates: int = 0) -> dict[str, Any]:
     """Columns instead of objects: lengths, then all tokens and logprobs back to back; NaN where there is none."""
+    if candidates:
+        return _pack_kept(completions, candidates)
     lengths = [len(completion.token_ids) for completion in completions]
     tokens = np.empty(sum(lengths), dtype=np.int32)
     logprobs = np.full(sum(lengths), np.nan, dtype=np.float32)
@@ -212,16 +258,45 @@ def pack(completions: list[Any]) -> dict[str, Any]:
     }
 
 
+def _pack_kept(completions: list[Any], candidates: int) -> dict[str, Any]:
+    """With the tokens that each was drawn among; a logprob counts as missing where those are not known."""
+    logprobs, found = [], []
+    for completion in completions:
+        tokens_T = np.asarray(completion.token_ids, np.int32)
+        flat = completion.logprobs
+        ids_TN = np.asarray(flat.token_ids, np.int32).reshape(len(tokens_T), candidates + 1)
+        logprobs_TN = np.asarray(flat.logprobs, np.float32).reshape(ids_TN.shape)
+        found.append(of_rows(tokens_T, ids_TN, logprobs_TN, candidates))
+        logprobs.append(np.where(found[-1].unknown_T, np.float32("nan"), logprobs_TN[:, 0]))
+    return {
+        "lengths": [len(completion.token_ids) for completion in completions],
+        "tokens": np.concatenate([np.asarray(one.token_ids, np.int32) for one in completions]).tobytes(),
+        "logprobs": np.concatenate(logprobs).astype(np.float32).tobytes(),
+        "finish": [completion.finish_reason or "abort" for completion in completions],
+        "kept_ids": [one.ids.tobytes() for one in found],
+        "kept_counts": [one.counts.tobytes() for one in found],
+    }
+
+
 def _sampled(position: dict[int, Any] | None, token: int) -> float:
     entry = position.get(token) if position else None
     return float("nan") if entry is None else entry.logprob
 
 
+def unwatchable(eager: bool, ranks: int) -> str:
+    """Why the modules of an engine cannot be watched; empty where they can."""
+    if not eager:
+        return "a compiled engine shows nothing of its modules: set sampler.vllm={enforce_eager: true}"
+    if ranks > 1:
+        return f"the modules of an engine are watched on one rank, this has {ranks}: set sampler.tensor_parallel=1"
+    return ""
+
+
 REQUESTS: dict[str, Callable[..., Any]] = {
     name: getattr(Engine, name)
     for name in (
-        "health", "generate", "init_weight_transfer_engine", "start_weight_update", "update_weights",
-        "finish_weight_update", "sleep", "wake",
+        "health", "generate", "activations", "routed_experts", "init_weight_transfer_engine", "start_weight_update",
+        "update_weights", "finish_weight_update", "sleep", "wake",
     )
 }  # fmt: skip
 

@@ -33,7 +33,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine import double_buffer, expectation, host_kernels, reload
+from megatron_rl.engine.activations import Watch
 from megatron_rl.engine.file_reader import stage
+from megatron_rl.engine.routing import Routes
 from megatron_rl.processes.process import die_with_spawner
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
@@ -166,6 +168,8 @@ class WorkerExtension:
 
     weight_transfer_engine: FileWeightTransferEngine
     _weight_update_active: bool
+    _watch: Watch
+    _routes: Routes
 
     _scales_seen: tuple[int, dict[str, tuple[float, float]]] | None = None  # of which version, and what they were
 
@@ -205,6 +209,20 @@ class WorkerExtension:
         """What is loaded counts as no version: a server that another run has used takes any version again."""
         engine = self.weight_transfer_engine
         engine.state = replace(engine.state, policy_version=NO_VERSION)
+
+    def watch_activations(self) -> None:
+        self._watch = Watch(self.weight_transfer_engine.model)
+
+    def seen_activations(self) -> bytes:
+        """Since `watch_activations`; nobody watches any more."""
+        return self._watch.end()
+
+    def watch_routes(self) -> None:
+        self._routes = Routes(self.weight_transfer_engine.model)
+
+    def seen_routes(self, tokens: int, layers: int) -> bytes:
+        """Since `watch_routes`; nobody watches any more."""
+        return self._routes.end(tokens, layers)
 
 
 def use_all_cores() -> None:

@@ -19,6 +19,7 @@ from megatron_rl.engine.server_key import App, Message, Receive, Send
 
 LONGEST_BODY = 16 << 20  # a million token ids, and room
 LARGEST = 2**63 - 1
+MOST_LOGPROBS = 2048  # of a token; the engine's own bound is max_logprobs
 
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
@@ -38,7 +39,7 @@ class _Sampling(_Body):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=LARGEST)] = 0
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     flat_logprobs: bool = False
     detokenize: bool = True
 

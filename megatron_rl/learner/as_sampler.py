@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -19,8 +20,16 @@ from megatron_rl.quantization.quantize import quantize, row_amax
 from megatron_rl.quantization.smoothing import Smoothing
 
 
+class Arithmetic(Enum):
+    """Of the layers that the sampler holds quantized."""
+
+    plain = auto()  # megatron-core's, in BF16
+    sampler = auto()  # the sampler's own
+    engine_bf16 = auto()  # that of an engine on one rank which holds them in BF16
+
+
 class AsSampler:
-    """All ranks of a tensor-parallel group call `refresh` together, before a forward pass."""
+    """All ranks of a tensor-parallel group call `become` together, before a forward pass."""
 
     def __init__(
         self, model: Model, groups: ShardGroups, format: Format, ignore: Sequence[str], engine_tp: int
@@ -54,8 +63,22 @@ class AsSampler:
         """Weights have changed."""
         self._stale = True
 
+    def become(self, arithmetic: Arithmetic) -> None:
+        for _, layer in self._layers:
+            if isinstance(layer, RowLinear):
+                layer.rounds_once = arithmetic is Arithmetic.engine_bf16
+        if arithmetic is Arithmetic.sampler:
+            self._quantize()
+        else:
+            self._release()
+
+    def _release(self) -> None:
+        for _, layer in self._layers:
+            layer.sampled = None
+        self._stale = True
+
     @torch.no_grad()
-    def refresh(self) -> None:
+    def _quantize(self) -> None:
         scales = self._smoothing.scales_LNH if self._smoothing is not None else None
         if not self._stale and scales is self._folded:
             return

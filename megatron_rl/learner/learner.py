@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
+from megatron_rl.config.fleet import replica_formats
 from megatron_rl.config.patience import collective_s
 from megatron_rl.config.schema import (
     CorrectionConfig,
@@ -49,8 +51,10 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.learner import weights
 from megatron_rl.learner.activation_stats import ActivationStats
-from megatron_rl.learner.as_sampler import AsSampler
+from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
 from megatron_rl.learner.cache_stats import CacheStats
+from megatron_rl.learner.forward_clock import ForwardClock
+from megatron_rl.learner.kept_logprobs import kept_logprobs_and_entropy, truncation
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
 from megatron_rl.learner.minibatch import loss_inputs
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
@@ -65,7 +69,8 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.processes.pulse import mark
 from megatron_rl.quantization.smoothing import Smoothing
-from megatron_rl.types import Batch, Targets
+from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
+from megatron_rl.types import Batch, OwnPass, Targets
 
 
 class Learner:
@@ -104,12 +109,19 @@ class Learner:
         if quantization.smoothing:
             self._watch_activations()
         self._cache = CacheStats(self.shape, self.device)
+        self._forward_clock = ForwardClock(self.device)
+        self._own_pass: OwnPass | None = None
         if quantization.kv_cache != KvCache.none:
             for chunk, module in enumerate(self.modules):
                 self._cache.watch(module, self._first_layer(chunk))
         self._as_sampler: AsSampler | None = None
+        self._arithmetic = Arithmetic.plain
+        self._engine_tp, self._formats = sampler.tensor_parallel, {*replica_formats(sampler, quantization)}
         if learner.forward is Forward.as_sampler and quantization.format != Format.none:
-            self._as_sampler = self._computes_as(quantization, sampler)
+            self._as_sampler = self._computes_as(quantization)
+            self._arithmetic = Arithmetic.sampler
+        elif self._mirrors_engine and self._formats == {Format.int8}:
+            self._as_sampler = self._computes_as(quantization)
         self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         settings = optimizer_config(optim, learner.precision, self.megatron_config.params_dtype)
         self.clip_grad = settings.clip_grad
@@ -147,10 +159,16 @@ class Learner:
             first_layer = self._first_layer(chunk)
             self._activations.watch(module, first_layer, shard)
 
-    def _computes_as(self, quantization: QuantizationSection, sampler: SamplerSection) -> AsSampler:
+    @property
+    def _mirrors_engine(self) -> bool:
+        """Whether its layers round where the engine's BF16 layers do, or can be made to."""
+        plain = self.device.type == "cpu" and self.learner.precision is Precision.bf16
+        return plain and self._engine_tp in (1, self.layout.tp)
+
+    def _computes_as(self, quantization: QuantizationSection) -> AsSampler:
         if self.device.type != "cpu":
             raise ValueError("learner.forward=as_sampler is built for hosts so far; use bf16 here")
-        layers = AsSampler(self.model, self.groups, quantization.format, quantization.ignore, sampler.tensor_parallel)
+        layers = AsSampler(self.model, self.groups, quantization.format, quantization.ignore, self._engine_tp)
         for chunk, module in enumerate(self.modules):
             layers.watch(module, self._first_layer(chunk))
         return layers
@@ -230,13 +248,46 @@ class Learner:
 
     def _logprobs(self, batch: Batch) -> Tensor:
         packs = self._packs(batch, range(len(batch)))
-        logprobs_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
         with torch.no_grad():
             results = self._run(packs, partial(self._collect, batch), forward_only=True)
+        return self._gathered(batch, packs, results)
+
+    def _gathered(self, batch: Batch, packs: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
+        """What the replicas' packs have found, on every rank: [B, T], 0 where no pack has a token."""
+        values_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
         if self.ranks.reports:
-            for mine, values_bT in zip(packs, results, strict=True):
-                logprobs_BT[list(mine.rows), : mine.horizon] = values_bT
-        return self.ranks.sum(logprobs_BT)
+            for mine, values_bT in zip(packs, values, strict=True):
+                values_BT[list(mine.rows), : mine.horizon] = values_bT
+        return self.ranks.sum(values_BT)
+
+    def logprobs_of_a_bf16_pair(self, batch: Batch) -> Tensor | None:
+        """As far from the sampler's as they would be if it held BF16 weights; None where that cannot be told.
+
+        No other engine is asked. What the sampler's format does is taken from the learner's own passes: its logprobs
+        with the sampler's arithmetic are as far from the sampler's as the engines differ otherwise. To that comes how
+        far tensor parallelism takes a BF16 learner from an engine on one rank.
+        """
+        if not self._mirrors_engine or self._formats not in ({Format.none}, {Format.int8}):
+            return None
+        found = self._logprobs_by(Arithmetic.plain, batch)
+        if self._as_sampler is None:
+            return found
+        if self._engine_tp == self.layout.tp:
+            return self._logprobs_by(Arithmetic.sampler, batch)
+        found -= self._logprobs_by(Arithmetic.engine_bf16, batch)
+        return found.add_(self._logprobs_by(Arithmetic.sampler, batch))
+
+    def _logprobs_by(self, arithmetic: Arithmetic, batch: Batch) -> Tensor:
+        present, self._arithmetic = self._arithmetic, arithmetic
+        try:
+            return self.logprobs_unseen(batch)
+        finally:
+            self._arithmetic = present
+
+    def logprobs_unseen(self, batch: Batch) -> Tensor:
+        """As `logprobs`, of a pass that measures nothing for the sampler."""
+        with self._cache.blind():
+            return self._logprobs(batch)
 
     def keep_reference(self) -> None:
         """Remember the present weights as the policy that a KL penalty pulls towards."""
@@ -260,7 +311,22 @@ class Learner:
         return mine.matrix(logprobs_N)[:, : batch.mask_BT.shape[1]].cpu()
 
     def _logprobs_and_entropy(self, logits_NV: Tensor, mine: Pack) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(logits_NV, mine.labels_N, self.share, self.rollout.temperature)
+        if mine.kept_NK is None:
+            return logprobs_and_entropy(logits_NV, mine.labels_N, self.share, self.rollout.temperature)
+        kept = (mine.labels_N, mine.kept_NK, self.share, self.rollout.temperature)
+        return kept_logprobs_and_entropy(logits_NV, *kept)
+
+    def _truncation(self, logits_NV: Tensor, logprobs_N: Tensor, mine: Pack, mask_bT: Tensor) -> dict[str, Tensor]:
+        """Sums over the tokens that are trained on; nothing where they were drawn among all."""
+        rollout = self.rollout
+        if mine.kept_NK is None or rollout.top_k is None:
+            return {}
+        detached = (logits_NV.detach(), mine.labels_N, logprobs_N.detach())
+        found = truncation(*detached, self.share, rollout.temperature, rollout.top_k, rollout.top_p)
+        return {
+            OUTSIDE_SUPPORT: (mine.matrix(found.outside_N.float()) * mask_bT).sum(),
+            KEPT_LOG_MASS: (mine.matrix(found.log_mass_N) * mask_bT).sum(),
+        }
 
     def _packs(self, batch: Batch, rows: Sequence[int]) -> list[Pack]:
         """This replica's micro-batches, on the device."""
@@ -281,13 +347,15 @@ class Learner:
     def _run(self, packs: Sequence[Pack], loss_function: Callable[..., Any], forward_only: bool = False) -> list[Any]:
         """megatron-core's schedule over the packs; the results of `loss_function`, on the last stage."""
         if self._as_sampler is not None:
-            self._as_sampler.refresh()
+            self._as_sampler.become(self._arithmetic)
         plain = {"fp32_output": False} if self.learner.precision is Precision.bf16 else {}
 
         def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             mine = next(iterator)
             mark()
-            return model(pack=mine, **plain), partial(loss_function, mine)
+            with self._forward_clock.running():
+                logits_NV = model(pack=mine, **plain)
+            return logits_NV, partial(loss_function, mine)
 
         return get_forward_backward_func()(
             forward_step_func=step,
@@ -316,30 +384,46 @@ class Learner:
         self.nonfinite.begin()
         tokens = max(1, int(targets.mask_BT.sum()))
         packs = self._packs(targets.batch, rows)
-        results = self._run(packs, partial(self._loss, targets, totals, tokens))
+        anchored = targets.anchor_logprobs_BT is not None
+        self._forward_clock.take()
+        with nullcontext() if anchored else self._activations.observing():
+            results = self._run(packs, partial(self._loss, targets, totals, tokens))
+        if not anchored:
+            logprobs_BT = self._gathered(targets.batch, packs, [logprobs_bT for _, logprobs_bT in results])
+            logprobs_BT[~seen_BT.any(dim=1)] = math.nan
+            self._own_pass = OwnPass(logprobs_BT, self._forward_clock.take())
         mine: dict[str, float] = {}
         if self.ranks.reports:
-            for metrics in results:
+            for metrics, _ in results:
                 for name, value in metrics.items():
                     mine[name] = mine.get(name, 0.0) + float(value)
         return self._step(targets, self.ranks.add_up(mine))
 
+    def take_own_pass(self) -> OwnPass | None:
+        """Of the last update, where it had no anchor and something to train on."""
+        taken, self._own_pass = self._own_pass, None
+        return taken
+
     def _loss(
         self, targets: Targets, totals: Totals, tokens: int, mine: Pack, logits_NV: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """The micro-batch's share of the loss: (loss, a count megatron-core wants and we do not use, metrics)."""
+    ) -> tuple[Tensor, Tensor, tuple[dict[str, Any], Tensor]]:
+        """The micro-batch's share of the loss, a count megatron-core wants and we do not use, metrics and logprobs."""
         unused = torch.zeros((), dtype=torch.int, device=self.device)
         if not mine.rows:
             # a replica without rows still takes part in every collective
-            return logits_NV.sum() * 0.0, unused, {}
-        logprobs_N, entropy_N = self._logprobs_and_entropy(logits_NV, mine)
-        entropy_bT = mine.matrix(entropy_N)
-        inputs = loss_inputs(targets, mine, mine.matrix(logprobs_N), self.device)
+            return logits_NV.sum() * 0.0, unused, ({}, torch.zeros(0, mine.horizon))
+        with self._forward_clock.running():
+            logprobs_N, entropy_N = self._logprobs_and_entropy(logits_NV, mine)
+        entropy_bT, logprobs_bT = mine.matrix(entropy_N), mine.matrix(logprobs_N)
+        inputs = loss_inputs(targets, mine, logprobs_bT, self.device)
         if self.loss.entropy_coef:
             inputs = replace(inputs, entropy_BT=entropy_bT)
         loss, metrics = policy_loss(inputs, self.loss, totals, self.correction)
         entropy = (entropy_bT.detach() * inputs.mask_BT).sum() / tokens
-        return loss, unused, {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
+        found = {**metrics, "loss/total": loss.detach(), "loss/entropy": entropy}
+        support = self._truncation(logits_NV, logprobs_N, mine, inputs.mask_BT)
+        found |= {name: value / tokens for name, value in support.items()}
+        return loss, unused, (found, logprobs_bT.detach())
 
     def _no_update(self) -> dict[str, float]:
         """No term of the loss looks at any token: weights, momentum and the schedule stay as they are."""

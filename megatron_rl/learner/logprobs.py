@@ -39,9 +39,9 @@ class _Logprobs(torch.autograd.Function):
         held_N = (local_N >= 0) & (local_N < share.real)
         local_N = torch.where(held_N, local_N, 0)
         stats_3N = torch.empty(3, len(labels_N), dtype=torch.float32, device=logits_NV.device)
-        for rows, scaled in _chunks(logits_NV, share, temperature):
+        for rows, scaled in chunks(logits_NV, share, temperature):
             stats_3N[:, rows] = _local_stats(scaled, local_N[rows], held_N[rows])
-        log_norm_N, label_N, mean_N = _combine(stats_3N, share.group)
+        log_norm_N, label_N, mean_N = combined(stats_3N, share.group)
         ctx.save_for_backward(logits_NV, local_N, held_N, log_norm_N, mean_N)
         ctx.share, ctx.temperature = share, temperature
         ctx.set_materialize_grads(False)
@@ -53,7 +53,7 @@ class _Logprobs(torch.autograd.Function):
         grad_NV = torch.zeros_like(logits_NV)
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(log_norm_N)
-        for rows, scaled in _chunks(logits_NV, ctx.share, ctx.temperature):
+        for rows, scaled in chunks(logits_NV, ctx.share, ctx.temperature):
             prob = (scaled - log_norm_N[rows, None]).exp_()
             factor = -grad_logprobs_N[rows, None]
             if grad_entropy_N is not None:
@@ -67,7 +67,7 @@ class _Logprobs(torch.autograd.Function):
         return grad_NV, None, None, None
 
 
-def _chunks(logits_NV: Tensor, share: VocabShare, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+def chunks(logits_NV: Tensor, share: VocabShare, temperature: float) -> Iterator[tuple[slice, Tensor]]:
     """FP32 logits over temperature, some rows at a time, real columns only."""
     step = max(1, CHUNK_ELEMENTS // max(1, logits_NV.shape[1]))
     for start in range(0, len(logits_NV), step):
@@ -88,14 +88,23 @@ def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor) -> Tensor:
     return torch.stack((total.log() + top.squeeze(1), label, mean))
 
 
-def _combine(stats_3N: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    if group is None or not stats_3N.shape[1]:  # a pack may hold no response token, on any rank of the group alike
+def combined(stats_3N: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What the ranks' shares come to together."""
+    all_R3N = gathered(stats_3N, group)
+    if len(all_R3N) == 1:
         return stats_3N[0], stats_3N[1], stats_3N[2]
-    all_R3N = stats_3N.new_empty(group.size(), *stats_3N.shape)
-    torch.distributed.all_gather_into_tensor(all_R3N.view(-1, stats_3N.shape[1]), stats_3N, group=group)
     log_norm_N = all_R3N[:, 0].logsumexp(0)
     parts_RN = (all_R3N[:, 0] - log_norm_N).exp()
     return log_norm_N, all_R3N[:, 1].sum(0), (parts_RN * all_R3N[:, 2]).sum(0)
+
+
+def gathered(stats_SN: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Of every rank that has a share of the vocabulary: [R, S, N]."""
+    if group is None or not stats_SN.shape[1]:  # a pack may hold no response token, on any rank of the group alike
+        return stats_SN[None]
+    all_RSN = stats_SN.new_empty(group.size(), *stats_SN.shape)
+    torch.distributed.all_gather_into_tensor(all_RSN.view(-1, stats_SN.shape[1]), stats_SN, group=group)
+    return all_RSN
 
 
 def logprobs_and_entropy(

@@ -24,7 +24,7 @@ def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch
 
     return LossInputs(
         logprobs_BT=logprobs_bT,
-        anchor_logprobs_BT=cut(targets.anchor_logprobs_BT),
+        anchor_logprobs_BT=maybe(targets.anchor_logprobs_BT),
         sampler_logprobs_BT=cut(targets.batch.sampler_logprobs_BT),
         ref_logprobs_BT=maybe(targets.ref_logprobs_BT),
         entropy_BT=None,

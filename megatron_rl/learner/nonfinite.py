@@ -139,4 +139,4 @@ def read_minibatch(path: Path) -> tuple[Targets, dict[str, Tensor], dict[str, An
         about = json.loads((file.metadata() or {})["about"])
     random = {name: tensors.pop(name) for name in list(tensors) if name.startswith(state.RANDOM)}
     batch = {name.removeprefix(OF_BATCH): tensors.pop(name) for name in list(tensors) if name.startswith(OF_BATCH)}
-    return Targets(Batch(**batch), **({"ref_logprobs_BT": None} | tensors)), random, about
+    return Targets(Batch(**batch), **({"anchor_logprobs_BT": None, "ref_logprobs_BT": None} | tensors)), random, about

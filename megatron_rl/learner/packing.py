@@ -42,6 +42,7 @@ class Pack:
     starts: Tensor  # int32, one more than there are sequences: where each begins, and the end
     logit_index_N: Tensor  # positions whose logits predict the response tokens
     labels_N: Tensor  # those response tokens
+    kept_NK: Tensor | None  # int64: what each was drawn among, -1 behind those; None: among all
     cells_N: Tensor  # where each belongs in the flattened [len(rows), horizon]
     buckets: tuple[Bucket, ...]
     padded_index_X: Tensor  # position that each padded place reads
@@ -143,12 +144,24 @@ def pack(batch: Batch, rows: Sequence[int], multiple: int = 1) -> Pack:
         starts=starts.to(torch.int32),
         logit_index_N=logit_index_N,
         labels_N=tokens_S[logit_index_N + 1],
+        kept_NK=_kept(batch, order, counts),
         cells_N=row_N * horizon + column_N,
         buckets=buckets,
         padded_index_X=padded_index_X,
         packed_index_S=packed_index_S,
         blanks=blanks,
     )
+
+
+def _kept(batch: Batch, order: Sequence[int], lengths: Sequence[int]) -> Tensor | None:
+    if batch.kept_counts_BT is None:
+        return None
+    rows = torch.tensor(order, dtype=torch.int64)
+    counts = [batch.kept_counts_BT[row, :length] for row, length in zip(order, lengths, strict=True)]
+    counts_N = torch.cat([batch.kept_counts_BT.new_zeros(0), *counts]).long()
+    kept_NK = torch.full((len(counts_N), max([1, *counts_N.tolist()])), -1)
+    kept_NK[torch.arange(kept_NK.shape[1]) < counts_N[:, None]] = batch.kept_of(rows).long()
+    return kept_NK
 
 
 def _ramp(lengths: Sequence[int]) -> Tensor:

@@ -121,6 +121,9 @@ def _values(targets: Targets) -> Iterator[str]:
 
 def _loss(learner: Learner, targets: Targets) -> Iterator[str]:
     """All that went into it was finite: the ratio of policy and anchor, as far as it may be."""
+    if targets.anchor_logprobs_BT is None:
+        yield "the loss, of finite logprobs; its ratio is 1, as the policy is its own anchor"
+        return
     ratio_BT = (learner.logprobs(targets.batch) - targets.anchor_logprobs_BT).abs()
     ratio_BT = torch.where(targets.mask_BT, ratio_BT, 0.0)
     row, token = divmod(int(ratio_BT.argmax()), ratio_BT.shape[1])

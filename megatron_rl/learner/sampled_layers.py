@@ -83,8 +83,11 @@ class RowLinear(RowParallelLinear):
 
     sampled: Sampled | None = None
     slices = 1
+    rounds_once = False  # as one rank would: what the ranks add is not rounded yet
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.rounds_once:
+            return _rounded_once(input_, self), None
         if self.sampled is None:
             return super().forward(input_)
         assert self.input_is_parallel
@@ -119,6 +122,17 @@ class _Row(torch.autograd.Function):
             grad = gather_from_sequence_parallel_region(grad, group=ctx.layer.tp_group)
         grad_MN = grad.flatten(0, -2)
         return grad.matmul(weight), grad_MN.t().matmul(input.flatten(0, -2)), None
+
+
+@torch.no_grad()
+def _rounded_once(input: Tensor, layer: RowLinear) -> Tensor:
+    """Of forward passes alone."""
+    out = input.float().matmul(layer.weight.float().t())
+    if layer.sequence_parallel:
+        out = reduce_scatter_to_sequence_parallel_region(out, group=layer.tp_group)
+    elif layer.tp_group.size() > 1:
+        dist.all_reduce(out, group=layer.tp_group)
+    return out.to(input.dtype)
 
 
 def _whole_slices(x_MK: Tensor, sampled: Sampled) -> Tensor:

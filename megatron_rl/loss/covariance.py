@@ -17,7 +17,7 @@ from megatron_rl.loss.table import LOSSES
 
 @torch.no_grad()
 def select_by_covariance(
-    prox_logprobs_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor, config: LossConfig, seed: int
+    prox_logprobs_BT: Tensor | None, advantages_B: Tensor, mask_BT: Tensor, config: LossConfig, seed: int
 ) -> Tensor | None:
     """bool [B, T], or None for losses that select nothing.
 
@@ -28,6 +28,8 @@ def select_by_covariance(
     selects = LOSSES[config.name].selects
     if not selects:
         return None
+    if prox_logprobs_BT is None:
+        raise ValueError(f"loss.name {config.name} selects by the proximal logprobs; they are None")
     mask_BT = mask_BT.bool()
     tokens = int(mask_BT.sum())
     selected_BT = torch.zeros_like(mask_BT)

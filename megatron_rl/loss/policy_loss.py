@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl.config.schema import Anchor, CorrectionConfig, KlOn, Level, LossConfig, Reduction
 from megatron_rl.loss.table import LOSSES
 from megatron_rl.loss.terms import Terms, divergence
-from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
+from megatron_rl.rollout_correction import Correction, apply_conditional_rules, rollout_correction
 from megatron_rl.rollout_correction.metrics import MASKED_FRACTION, PREFIX, TOKEN_MEANS
 from megatron_rl.types import LossInputs
 
@@ -70,15 +70,18 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of some rows and its metrics (0-dim tensors, each a sum over rows, additive like the loss).
 
-    Without `totals` these rows are the batch. `correction` is looked at for `anchor: sampler` only,
-    where the correction is formed here, from the policy's own logprobs.
+    Without `totals` these rows are the batch. `correction` is looked at where the policy's own logprobs complete it
+    here: with `anchor: sampler`, and where there is no anchor, so that the policy is its own.
     """
     if totals is None:
         counted_BT = inputs.denominator_mask_BT
         totals = count_totals(counted_BT, inputs.prompt_ids_B, _extent(counted_BT), inputs.weights_BT)
     mismatch: dict[str, Tensor] = {}
     if correction is not None and correction.anchor == Anchor.sampler:
-        inputs, mismatch = _correct_by_current_policy(inputs, config, correction, totals)
+        inputs, mismatch = _anchored_to_sampler(inputs, config, correction, totals)
+    elif inputs.anchor_logprobs_BT is None:
+        inputs = _anchored_to_itself(inputs, correction)
+    assert inputs.anchor_logprobs_BT is not None
     mask_BT = inputs.mask_BT.bool()
     logprobs_BT = inputs.logprobs_BT.masked_fill(~mask_BT, 0.0)
     if logprobs_BT.dtype in (torch.bfloat16, torch.float16):
@@ -178,10 +181,25 @@ def _extent(mask_BT: Tensor) -> int:
     return int(columns[-1]) + 1 if len(columns) else 1
 
 
-def _correct_by_current_policy(
+def _by_current_policy(inputs: LossInputs, correction: CorrectionConfig) -> Correction:
+    """d = sg(pi) - mu is known only now. Denominators stay those of the global batch."""
+    found = rollout_correction(inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction)
+    return apply_conditional_rules(found, inputs.advantages_B, correction)
+
+
+def _anchored_to_itself(inputs: LossInputs, correction: CorrectionConfig | None) -> LossInputs:
+    """The only update on a batch begins where the anchor is. What it found is measured by those who see all rows."""
+    inputs = replace(inputs, anchor_logprobs_BT=inputs.logprobs_BT.detach())
+    if correction is None:
+        return inputs
+    found = _by_current_policy(inputs, correction)
+    return replace(inputs, weights_BT=found.weights_BT, mask_BT=found.mask_BT)
+
+
+def _anchored_to_sampler(
     inputs: LossInputs, config: LossConfig, correction: CorrectionConfig, totals: Totals
 ) -> tuple[LossInputs, dict[str, Tensor]]:
-    """`anchor: sampler`: d = sg(pi) - mu is known only now. Denominators stay those of the global batch."""
+    """`anchor: sampler`: the ratio is pi over mu."""
     if correction.weight.level != Level.none and LOSSES[config.name].ratio:
         raise ValueError(
             f"correction.weight.level is {correction.weight.level} with correction.anchor sampler and loss.name "
@@ -190,8 +208,7 @@ def _correct_by_current_policy(
         )
     current_BT = inputs.logprobs_BT.detach()
     sampler_BT = inputs.sampler_logprobs_BT
-    found = rollout_correction(current_BT, sampler_BT, inputs.mask_BT, correction)
-    found = apply_conditional_rules(found, inputs.advantages_B, correction)
+    found = _by_current_policy(inputs, correction)
     # where the sampler reported nothing, and the policy says to go on, the ratio is 1
     anchor_BT = torch.where(torch.isfinite(sampler_BT), sampler_BT, current_BT.to(sampler_BT.dtype))
     # a mean over these rows' tokens, as its share of the mean over the batch

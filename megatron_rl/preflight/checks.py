@@ -129,6 +129,13 @@ def check_alone(config: Config, weights: Path) -> list[str]:
     return list(notes.plain_text(config.model, config.data, [one.path for one in facts["sets"]]))
 
 
+def check_watched(config: Config) -> None:
+    """Whether the modules of a learner and an engine can be looked at here."""
+    facts, _ = _facts(config, None)
+    if problems := [f"mismatch: {why}" for why in findings([engine.unwatchable], facts)]:
+        raise ConfigError("\n".join(problems))
+
+
 def learner_limits(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
     return limits.problems(shape, hf_config, learner)
 

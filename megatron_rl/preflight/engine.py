@@ -13,6 +13,7 @@ from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.fleet import is_fleet, replica_formats
 from megatron_rl.config.rules import OWNED_ARGUMENTS
 from megatron_rl.config.schema import (
+    TIES,
     Device,
     EvalSection,
     Format,
@@ -63,6 +64,28 @@ def _experts(machine: Machine, shape: ModelShape, format: Format, ignore: list[s
             f"quantization.format: {format} experts have no kernel on hosts; add {EXPERTS_PATTERN!r} to "
             "quantization.ignore (the experts stay in BF16, everything else is quantized), or use format none"
         )
+
+
+def watched(
+    machine: Machine, shape: ModelShape, sync: SyncSection, sampler: SamplerSection, learner: LearnerSection
+) -> Iterator[str]:
+    if sync.probe_layers:
+        yield from (f"sync.probe_layers: true, but {why}" for why in unwatchable(machine, shape, sampler, learner))
+
+
+def unwatchable(machine: Machine, shape: ModelShape, sampler: SamplerSection, learner: LearnerSection) -> Iterator[str]:
+    """Why the modules of both engines cannot be looked at."""
+    if machine.kind != Device.cpu:
+        yield "comparing modules is built for hosts so far; leave it out on GPUs"
+    if is_fleet(sampler):
+        yield "a fleet's servers do not show their modules; leave it out, or use the embedded engine"
+    if sampler.tensor_parallel > 1:
+        yield f"an engine of sampler.tensor_parallel={sampler.tensor_parallel} does not show its modules; use 1"
+    if sampler.vllm.get("enforce_eager") is False:
+        yield "an engine that is compiled (sampler.vllm.enforce_eager: false) does not show its modules; use true"
+    ranks = learner.tensor_parallel
+    if shape.kv_heads % ranks:
+        yield f"learner.tensor_parallel={ranks} does not divide {shape.kv_heads} key/value heads; use one that does"
 
 
 def ignored(shape: ModelShape, sampler: SamplerSection, quantization: QuantizationSection) -> Iterator[str]:
@@ -153,4 +176,16 @@ def transport(
         )
 
 
-RULES = (experts, ignored, arguments, cache, sleep, transport)
+def support(shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection) -> Iterator[str]:
+    if rollout.top_k is None:
+        return
+    if rollout.top_k >= shape.vocab:
+        yield f"rollout.top_k: {rollout.top_k} of a vocabulary of {shape.vocab} keeps everything; lower it, or null"
+    elif is_fleet(sampler) and rollout.candidates > shape.vocab:
+        yield (
+            f"rollout.top_k: {rollout.top_k}, but servers are asked for {rollout.candidates} candidates, more than the "
+            f"vocabulary of {shape.vocab} has; use at most {shape.vocab - TIES}, or the embedded engine"
+        )
+
+
+RULES = (support, experts, ignored, watched, arguments, cache, sleep, transport)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from megatron_rl.config import patience
+from megatron_rl.config import patience, prox_pass
 from megatron_rl.config.fleet import is_fleet, replica_formats
 from megatron_rl.config.schema import (
     Config,
@@ -36,7 +36,7 @@ def describe(config: Config, checked: Checked) -> str:
         ("sampler", _sampler(config.sampler, config.quantization)),
         ("sync", f"{config.sync.transport}, {plan.nbytes / 1e6:.2f} MB in {len(plan.transfers)} tensors each time"),
         ("step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers, at most "
-                 f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} update(s)"),
+                 f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} update(s){_prox(config)}"),
         ("loss", loss),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
         ("patience", patience.describe(config)),
@@ -72,6 +72,13 @@ def _correction(correction: CorrectionConfig) -> str:
         low = f", at least {weight.low:g}" if weight.low is not None else ""
         bounds = (f" capped at {weight.high:g}" if weight.high is not None else "") + low
     return f"{weight.level} weight{bounds}{rules}"
+
+
+def _prox(config: Config) -> str:
+    made = prox_pass.is_made(config.correction, config.loss, config.learner, config.rollout)
+    if made or not prox_pass.anchored_to_learner(config.correction, config.rollout):
+        return ""
+    return ", whose own forward pass gives the proximal logprobs"
 
 
 def _disk(config: Config, checked: Checked) -> str:

@@ -98,7 +98,8 @@ class Int8Weight:
 
     def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
         self.n = len(codes_NK)
-        self._codes_KN = codes_NK.t().contiguous() if has_int8() else None
+        # of one input feature the transposed weight counts as contiguous, with strides that torch._int_mm reads wrongly
+        self._codes_KN = codes_NK.t().clone(memory_format=torch.contiguous_format) if has_int8() else None
         if self._codes_KN is None:
             self._parts = [part.to(torch.float32, copy=True) for part in codes_NK.split(EXACT_K, dim=1)]
         self._scale_N = scale_N1.detach().reshape(-1).clone()

@@ -4,6 +4,7 @@ from megatron_rl.config.schema import CorrectionConfig, RejectRule, WeightConfig
 from megatron_rl.rollout_correction.correction import (
     Correction,
     apply_conditional_rules,
+    completed,
     correct,
     keep_rows,
     rollout_correction,
@@ -15,6 +16,7 @@ __all__ = [
     "RejectRule",
     "WeightConfig",
     "apply_conditional_rules",
+    "completed",
     "correct",
     "keep_rows",
     "rollout_correction",

@@ -19,7 +19,7 @@ from megatron_rl.rollout_correction.weights import Weighted, bound, fraction_bou
 
 @dataclass(frozen=True)
 class Source:
-    """What a correction was made from: references, no copies. `prox` is None before an anchor-sampler loss."""
+    """What a correction was made from: references, no copies. `prox` is None where only the loss will know."""
 
     prox_logprobs_BT: Tensor | None
     sampler_logprobs_BT: Tensor

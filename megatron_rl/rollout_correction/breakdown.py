@@ -2,7 +2,8 @@
 
 A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small
 probabilities, stale weights in the staleness, a stop-token fault in the finish reasons, and a format that a model
-does not suit in the weight formats of a mixed fleet (`mismatch_by_format`: logged at every step).
+does not suit in the weight formats of a mixed fleet. `mismatch_by_format` and `mismatch_by_age` are logged at every
+step.
 
 Shape legend: B sequences, T response positions, N tokens under the mask.
 """
@@ -22,6 +23,7 @@ from megatron_rl.rollout_correction.ratio import bounded_exp
 from megatron_rl.types import Batch
 
 CUTS = ("position", "probability", "length", "staleness", "finish", "format")
+AGES = ("fresh", "stale")
 PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
@@ -98,8 +100,28 @@ def mismatch_by_format(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[st
     d_BT = prox_logprobs_BT.float() - batch.sampler_logprobs_BT.float()
     counted_BT = batch.mask_BT & torch.isfinite(d_BT)
     tokens = _Tokens(d_BT[counted_BT], counted_BT.nonzero()[:, 0])
+    formats_N = formats_B[tokens.row_N]
+    return _metrics(tokens, tokens.slices("format", formats_N, [format.value for format in Format]))
+
+
+@torch.no_grad()
+def mismatch_by_age(prox_logprobs_BT: Tensor | None, batch: Batch, version: int) -> dict[str, float]:
+    """The mismatch of fresh tokens, which is numerics alone, and of older ones, which holds what was learned since.
+
+    `version`: the learner's. Nothing where all tokens are fresh: `rollout_corr/kl` and so on are of them then.
+    """
+    if prox_logprobs_BT is None or bool((batch.versions_B >= version).all()):
+        return {}
+    d_BT = prox_logprobs_BT.float() - batch.sampler_logprobs_BT.float()
+    counted_BT = batch.mask_BT & torch.isfinite(d_BT)
+    tokens = _Tokens(d_BT[counted_BT], counted_BT.nonzero()[:, 0])
+    old_N = (batch.versions_B < version).long()[tokens.row_N]
+    return _metrics(tokens, tokens.slices("staleness", old_N, AGES))
+
+
+def _metrics(tokens: _Tokens, parts: Iterable[Slice]) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for part in tokens.slices("format", formats_B[tokens.row_N], [format.value for format in Format]):
+    for part in parts:
         metrics |= {
             f"rollout_corr/{part.label}/kl": part.kl,
             f"rollout_corr/{part.label}/k3_kl": part.k3_kl,

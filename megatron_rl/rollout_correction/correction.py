@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_rl.advantage import group_advantages
 from megatron_rl.config.bounds import sound
+from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
 from megatron_rl.rollout_correction.batch import BatchWork, Source, weigh_again, weight_quality
 from megatron_rl.rollout_correction.metrics import PREFIX
@@ -56,12 +57,13 @@ class Correction:
 
 
 def correct(
-    anchor_logprobs_BT: Tensor, batch: Batch, config: CorrectionConfig, advantage: AdvantageConfig
+    anchor_logprobs_BT: Tensor | None, batch: Batch, config: CorrectionConfig, advantage: AdvantageConfig
 ) -> tuple[Correction, Tensor]:
     """A batch's correction and its advantages, float32 [B].
 
     Correction first, so that rejected answers can leave their group's baseline; then the advantages; then the rules
     that look at them. An answer without a score is in neither the mask nor the baseline, whatever the correction says.
+    Without an anchor the loss completes the correction, and `completed` says afterwards what it did.
     """
     prox_BT = None if config.anchor == Anchor.sampler else anchor_logprobs_BT
     correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config)
@@ -70,14 +72,27 @@ def correct(
     return apply_conditional_rules(keep_rows(correction, keep_B, config), advantages_B, config), advantages_B
 
 
+def completed(
+    correction: Correction, logprobs_BT: Tensor, batch: Batch, config: CorrectionConfig, advantage: AdvantageConfig
+) -> Correction:
+    """The same correction once its only update has found the policy's logprobs, NaN in rows that it did not look at.
+
+    Those rows are not measured; weights and masks are what the loss has used.
+    """
+    seen_B1 = filled(correction.mask_BT)[:, None]
+    if not seen_B1.any():
+        return correction
+    return correct(logprobs_BT, replace(batch, mask_BT=batch.mask_BT & seen_B1), config, advantage)[0]
+
+
 @torch.no_grad()
 def rollout_correction(
     prox_logprobs_BT: Tensor | None, sampler_logprobs_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
 ) -> Correction:
     """Weights, mask and metrics for the global batch.
 
-    With `anchor: sampler` there is no proximal policy before the loss: hand over None here, and give
-    `config` to `policy_loss`, which finishes the correction from the policy's own logprobs.
+    Where there are no proximal logprobs before the loss (`anchor: sampler`, or one update for the batch) hand over
+    None here, and give `config` to `policy_loss`, which finishes the correction from the policy's own logprobs.
     """
     source = Source(prox_logprobs_BT, sampler_logprobs_BT, mask_BT.bool())
     _check(source, config)
@@ -116,9 +131,9 @@ def _check(source: Source, config: CorrectionConfig) -> None:
 
 
 def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
-    """`anchor: sampler` before the loss: only the sampler's own faults can be judged."""
-    if config.anchor != Anchor.sampler:
-        raise ValueError("correction.anchor is prox, which needs the learner's logprobs; they are None")
+    """Before the loss only the sampler's own faults can be judged."""
+    for key in of_the_whole_batch(config):
+        raise ValueError(f"{key} needs the learner's logprobs of the whole batch before the loss; they are None")
     weights_BT = torch.empty(source.mask_BT.shape, dtype=torch.float32, device=source.mask_BT.device)
     stays_BT = torch.empty_like(source.mask_BT)
     faults = 0

@@ -17,9 +17,19 @@ from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bound
 
 PREFIX = "rollout_corr/"
 # means over tokens with a ratio, and one over all tokens: those of micro-batches add up
-MEANS = ("kl", "k3_kl", "chi2_token", "rho_mean", "mult_prob_error", "logp_abs_diff_mean", "probs_diff_mean")
+MEANS = (
+    "kl",
+    "logp_diff_mean",
+    "k3_kl",
+    "chi2_token",
+    "rho_mean",
+    "mult_prob_error",
+    "logp_abs_diff_mean",
+    "probs_diff_mean",
+)
 TOKEN_MEANS = tuple(PREFIX + name for name in MEANS)
 MASKED_FRACTION = PREFIX + "rollout_rs_masked_fraction"
+OUTSIDE_SUPPORT, KEPT_LOG_MASS = PREFIX + "outside_support", PREFIX + "kept_log_mass"
 # whose products MismatchSums needs: each quantity with itself, and the two probabilities
 PAIRS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (3, 4))
 SMALLEST_SPREAD = 1e-12  # product of two deviations of probabilities; below it is rounding
@@ -129,6 +139,8 @@ class MismatchSums:
         correlation = self.moments.covariance(3, 4) / spread if spread > SMALLEST_SPREAD else 0.0
         found = {
             "kl": -d,
+            "logp_diff_mean": d,
+            "logp_diff_stderr": self._stderr(d, n),
             "k3_kl": excess - d,
             "chi2_token": self.moments.covariance(1, 1) + excess * excess + 2.0 * excess,
             "rho_mean": 1.0 + excess if any_token else 0.0,
@@ -147,6 +159,10 @@ class MismatchSums:
             "non_finite_learner": float(self.learner_faults),
         }
         return {PREFIX + name: value for name, value in (found | self._row_metrics()).items()}
+
+    def _stderr(self, mean: float, n: float) -> float:
+        """Of the mean of d, whose tokens are not independent: rows are."""
+        return math.sqrt(float((self.d_B - mean * self.counted_B).double().square().sum())) / n if n else 0.0
 
     def _row_metrics(self) -> dict[str, float]:
         """Perplexities and the product ratio, averaged over rows that hold a token."""

@@ -34,6 +34,12 @@ GROUPS: dict[str, str] = {
     "perf": "Throughput.",
 }
 
+PARTS = {  # of the compared tokens, and what they are
+    **{str(format): f"tokens that {format} servers of a mixed fleet sampled" for format in Format},
+    "fresh": "tokens of the learner's own policy version, in a step that has older ones too: numerics alone",
+    "stale": "tokens of older versions: numerics, and what was learned since",
+}
+
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": lambda values: math.fsum(values) / len(values) if all(map(math.isfinite, values)) else sum(values),
     "sum": sum,
@@ -152,22 +158,41 @@ _TABLE: list[Metric] = [
         ("probs_diff_max", "max", "", "the largest of them"),
         ("probs_diff_std", "mean", "", "their standard deviation"),
         ("probs_pearson_corr", "mean", "", "correlation of exp(p) and exp(mu)"),
+        (
+            "logp_diff_mean",
+            "mean",
+            "nats",
+            "mean of d, with its sign: a format that errs one way is off 0, noise is not",
+        ),
+        ("logp_diff_stderr", "mean", "nats", "its standard error over rows"),
         ("logp_abs_diff_mean", "mean", "nats", "mean of abs d"),
         ("logp_abs_diff_max", "max", "nats", "the largest of them"),
         ("logp_abs_diff_std", "mean", "nats", "their standard deviation"),
         ("mult_prob_error", "mean", "", "mean of exp(abs d): below 1.05 is healthy, above 1.1 is sick"),
         ("non_finite_sampler", "sum", "tokens", "response tokens whose sampler logprob is NaN or infinite"),
         ("non_finite_learner", "sum", "tokens", "response tokens whose learner logprob is NaN or infinite"),
+        (
+            "outside_support",
+            "mean",
+            "",
+            "with rollout.top_k: fraction of trained tokens that the learner's own top_k and top_p would have cut",
+        ),
+        (
+            "kept_log_mass",
+            "mean",
+            "nats",
+            "with rollout.top_k: mean log of the learner's probability of what was kept; d would be off by it",
+        ),
         ("cap", "mean", "", "largest cap in [1, weight.high] whose sample size reaches weight.target_ess"),
         ("weight_bias", "mean", "", "mean(w A) - mean(rho A) over kept tokens: what the bounds cost in bias"),
         ("weight_variance", "mean", "", "var(w A) / n over kept tokens"),
     ),
     *(
         row
-        for format in Format
+        for part, tokens in PARTS.items()
         for row in _rows(
-            f"rollout_corr/{format}",
-            ("kl", "mean", "nats", f"kl at tokens that {format} servers of a mixed fleet sampled"),
+            f"rollout_corr/{part}",
+            ("kl", "mean", "nats", f"kl at {tokens}"),
             ("k3_kl", "mean", "nats", "k3_kl at the same tokens"),
             ("logp_abs_diff_mean", "mean", "nats", "logp_abs_diff_mean at the same tokens"),
             ("mult_prob_error", "mean", "", "mult_prob_error at the same tokens"),
@@ -214,17 +239,29 @@ _TABLE: list[Metric] = [
         ("quant_error_mean", "mean", "", "mean relative quantization error over the layers"),
         ("clamped_fraction", "mean", "", "fraction of weight values beyond what their scale can express"),
         ("probe_abs_diff", "last", "nats", "mean absolute logprob difference on freshly sampled tokens, right after"),
+        ("probe_diff", "last", "nats", "the same with its sign, learner less sampler"),
+        ("probe_floor", "last", "nats", "the same if the sampler held BF16 weights (hosts; BF16 and INT8)"),
+        ("probe_floor_diff", "last", "nats", "that with its sign"),
+        ("probe_over_floor", "last", "", "probe_abs_diff over probe_floor: 1 is as good as BF16"),
         ("probe_budget", "last", "nats", "what that difference may be for this pair of formats"),
+        (
+            "router_flips",
+            "last",
+            "",
+            "share of tokens, over all layers, whose experts differ in learner and engine (hosts)",
+        ),
+        ("router_flips/*", "last", "", "the same of one layer"),
         *(
             (f"probe_abs_diff/{format}", "last", "nats", f"the same for {format} servers of a mixed fleet alone")
             for format in Format
         ),
+        ("probe_layer_error", "last", "", "sync.probe_layers: largest difference of a block, as a share of its size"),
     ),
     *_rows(
         "time",
         ("step", "sum", "s", "the whole step"),
         ("rollout", "sum", "s", "generating, scoring and refilling groups"),
-        ("prox", "sum", "s", "the learner's forward pass for the proximal logprobs"),
+        ("prox", "sum", "s", "the learner's forward passes before the update: proximal logprobs, reference"),
         ("correction", "sum", "s", "rollout_correction, advantages and denominators"),
         ("update", "sum", "s", "forward, backward and optimizer"),
         ("sync", "sum", "s", "weight sync, probe included"),
@@ -240,6 +277,12 @@ _TABLE: list[Metric] = [
         ("tokens_per_s_per_device", "mean", "tokens/s", "response tokens over time/step and the run's devices"),
         ("update_tflops_per_device", "mean", "TFLOP/s", "operations of an update, forward and backward, over its time"),
         ("update_mfu", "mean", "", "the same over the peak of the device in BF16, where its kind is known"),
+        (
+            "prox_saved_s",
+            "sum",
+            "s",
+            "the forward pass inside the only update, which spared the one for the proximal logprobs",
+        ),
         ("host_memory_gib", "max", "GiB", "the most that rank 0 has held in host memory so far"),
         ("device_memory_gib", "max", "GiB", "the most that rank 0 has held on its GPU so far"),
     ),

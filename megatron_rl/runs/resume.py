@@ -23,7 +23,7 @@ MAY_CHANGE = (
     *("eval.", "data.eval", "sampler.", "reward.workers", "reward.timeout_s", "learner.tensor_parallel"),
     *("learner.pipeline_parallel", "learner.expert_parallel", "learner.data_parallel", "learner.megatron."),
     *("learner.tokens_per_microbatch", "sync.transport", "sync.dir", "sync.full_every", "sync.verify_every"),
-    *("sync.probe_budget", "sync.staged"),
+    *("sync.probe_budget", "sync.probe_layers", "sync.staged"),
 )
 
 

@@ -43,6 +43,8 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("sampler_logprobs", pa.list_(pa.float32())),  # NaN where the sampler reported none
         ("loss_mask", pa.list_(pa.bool_())),  # what the policy wrote itself
+        ("kept_ids", pa.list_(pa.int32())),  # with rollout.top_k: what each token was drawn among, one after the other
+        ("kept_counts", pa.list_(pa.int32())),  # how many at each token
         ("prox_logprobs", pa.list_(pa.float32())),
         ("weights", pa.list_(pa.float32())),  # applied by rollout_correction
         ("kept", pa.list_(pa.bool_())),  # the mask after rollout_correction
@@ -50,8 +52,8 @@ SCHEMA = pa.schema(
     ]
 )
 
-_ANSWER = ("token_ids", "sampler_logprobs", "loss_mask")
-LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")  # as long as the response
+_ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", "kept_ids", "kept_counts")
+LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
 PIECE = 512  # rows that are written at once
 
@@ -102,6 +104,8 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
         "token_ids": _lists([rollout.token_ids for rollout in rollouts], lengths, np.int32),
         "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
         "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
+        "kept_ids": [rollout.kept_ids for rollout in rollouts],
+        "kept_counts": [rollout.kept_counts for rollout in rollouts],
         "prox_logprobs": _responses(columns.get("prox_logprobs_BT"), rows, lengths),
         "weights": _responses(columns.get("weights_BT"), rows, lengths),
         "kept": _responses(columns.get("mask_BT"), rows, lengths),
@@ -153,6 +157,8 @@ def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
         token_ids=answer["token_ids"],
         logprobs=answer["sampler_logprobs"],
         loss_mask=answer["loss_mask"],
+        kept_ids=answer["kept_ids"],
+        kept_counts=answer["kept_counts"],
         format=row.get("format") or "",  # not in the files of old runs
         **{name: row[name] for name in ("group", "sample", "finish_reason", "policy_version")},
     )

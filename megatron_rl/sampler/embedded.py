@@ -15,6 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import safetensors.torch
+import torch
+
+from megatron_rl.models.points import Kind, Point
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
 from megatron_rl.sampler.lasting_engine import LastingEngine
 from megatron_rl.sampler.protocol import SamplerStats, request_seed
@@ -69,6 +73,7 @@ class EmbeddedSampler:
             top_p=params.top_p,
             top_k=params.top_k,
             stop_token_ids=params.stop_token_ids,
+            candidates=params.candidates,
             policy_version=self.policy_version,
         )
         rollouts = unpack(
@@ -86,6 +91,16 @@ class EmbeddedSampler:
             restarts=self._engine.restarts,
         )
         return rollouts
+
+    def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        answer = self._engine.call("activations", tokens=list(tokens), policy_version=self.policy_version)
+        logprobs = torch.tensor(answer["logprobs"], dtype=torch.float32).unsqueeze(1)
+        return safetensors.torch.load(bytes(answer["values"])) | {str(Point(Kind.logprob)): logprobs}
+
+    def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[bytes]:
+        return self._engine.call(
+            "routed_experts", sequences=[list(one) for one in sequences], policy_version=self.policy_version
+        )
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._engine.call("init_weight_transfer_engine", init_info=init_info)
@@ -146,6 +161,7 @@ def unpack(
                 finish_reason=finish,
                 policy_version=version,
                 format=format,
+                **{name: array("i", answer[name][row]) for name in ("kept_ids", "kept_counts") if name in answer},
             )
         )
         start = stop

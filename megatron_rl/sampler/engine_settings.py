@@ -29,6 +29,7 @@ class EngineSettings:
     max_tokens: int  # of a prompt and its answer together
     seed: int
     device: Device
+    candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
 
     @classmethod
     def from_config(cls, config: Config) -> EngineSettings:
@@ -41,6 +42,7 @@ class EngineSettings:
             max_tokens=config.rollout.max_prompt_tokens + longest_answer(config.rollout, config.eval),
             seed=config.run.seed,
             device=config.run.device,
+            candidates=config.rollout.candidates,
         )
 
     def with_format(self, format: Format) -> EngineSettings:
@@ -77,6 +79,8 @@ def engine_arguments(
         # a seeded request whose prompt is cut in two asks its generator for an offset, which only CUDA's have
         "enable_chunked_prefill": gpu,
     }
+    if settings.candidates:
+        arguments["max_logprobs"] = settings.candidates
     if settings.quantization.kv_cache == KvCache.fp8:
         arguments["kv_cache_dtype"] = "fp8"
     if gpu:

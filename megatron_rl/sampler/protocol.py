@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.types import Prompt, Rollout, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_RESTARTS = 3  # of an engine, or of each server: one that goes on dying is ill
 
@@ -47,6 +50,14 @@ class Sampler(Protocol):
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
     ) -> list[Rollout]:
         """Ordered by prompt, then sample; the group of a prompt is `first_group` plus its index."""
+        ...
+
+    def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What the engine's modules put out for this sequence, by point (models/points.py)."""
+        ...
+
+    def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[bytes]:
+        """[tokens, layers, experts of a token] as int32, -1 in layers without; empty where it cannot be told."""
         ...
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...

@@ -43,7 +43,11 @@ class ProbeResult:
         return self.tokens > 0 and few_missing and self.mean_abs <= self.budget  # false for NaN too
 
     def metrics(self) -> dict[str, float]:
-        return {"sync/probe_abs_diff": self.mean_abs, "sync/probe_budget": self.budget}
+        return {
+            "sync/probe_abs_diff": self.mean_abs,
+            "sync/probe_diff": self.mean,
+            "sync/probe_budget": self.budget,
+        }
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,15 @@ def check_formats(
     if len(formats) == 1:
         return worst.metrics()
     return worst.metrics() | {f"sync/probe_abs_diff/{one}": result.mean_abs for one, result in results.items()}
+
+
+def above_floor(batch: Batch, learner_BT: torch.Tensor, paired_BT: torch.Tensor | None) -> dict[str, float]:
+    """The difference beside the one that a BF16 sampler would have: `paired_BT` is as far from mu as that."""
+    if paired_BT is None:
+        return {}
+    found, floor = (compare(batch.sampler_logprobs_BT, one, batch.mask_BT, math.inf) for one in (learner_BT, paired_BT))
+    metrics = {"sync/probe_floor": floor.mean_abs, "sync/probe_floor_diff": floor.mean}
+    return metrics | ({"sync/probe_over_floor": found.mean_abs / floor.mean_abs} if floor.mean_abs else {})
 
 
 def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> list[str]:

@@ -31,6 +31,8 @@ class FaultyEngine(FileWeightTransferEngine):
                 os.truncate(path, path.stat().st_size // 2)
         if name == "parameter_not_written":
             tensors = {key: tensor for key, tensor in tensors.items() if key != "model.norm.weight"}
+        if name in MISPLACED:
+            tensors = MISPLACED[name](dict(tensors.items()))
         make_live = super().prepare(tensors)
         if name == "killed_while_building" or (name == "second_worker_killed" and get_tensor_model_parallel_rank()):
             self.fault.unlink()  # once: the engine that is started in its place is left alone
@@ -56,6 +58,34 @@ class FaultyEngine(FileWeightTransferEngine):
                 make_live()
 
         return make_live_wrongly
+
+
+def exchanged(first: str, second: str):
+    """The tensors of two modules, of one shape, each under the other's name."""
+
+    def change(tensors):
+        def name(key):
+            other = {first: second, second: first}.get(key.rpartition(".")[0])
+            return key if other is None else f"{other}.{key.rpartition('.')[2]}"
+
+        return {name(key): tensor for key, tensor in tensors.items()}
+
+    return change
+
+
+def heads_exchanged(tensors):
+    """Query heads 1 and 2 of the second layer, of 32 rows each."""
+    rows = torch.cat((torch.arange(32), torch.arange(64, 96), torch.arange(32, 64), torch.arange(96, 128)))
+    q_proj = "model.layers.1.self_attn.q_proj"
+    return {key: tensor[rows] if key.rpartition(".")[0] == q_proj else tensor for key, tensor in tensors.items()}
+
+
+MISPLACED = {
+    "layers_exchanged": exchanged("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"),
+    "gate_and_up_exchanged": exchanged("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"),
+    "norms_exchanged": exchanged("model.layers.0.input_layernorm", "model.layers.1.input_layernorm"),
+    "heads_exchanged": heads_exchanged,
+}
 
 
 def kernels_of(model: torch.nn.Module) -> list:

@@ -57,6 +57,19 @@ def test_updates_reach_every_expert_and_faults_are_named(family: str, found: dic
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_the_engine_tells_what_its_routers_choose(family: str, found: dict) -> None:
+    """What transformers' choose with the same weights in BF16, but where a choice is close."""
+    case = found[family]
+    assert case["unmoved"], "watching changes no answer"
+    told = [sorted(experts) for tokens in case["routes"] for layers in tokens for experts in layers]
+    other = [sorted(experts) for tokens in case["other routes"] for layers in tokens for experts in layers]
+    assert len(told) == len(other) >= 90
+    assert sum(map(list.__ne__, told, other)) <= 0.1 * len(told)
+    assert len(set(map(tuple, told))) > 3
+
+
+@pytest.mark.engine
 def test_the_way_of_gpus_asks_for_what_vllm_loads(found: dict) -> None:
     assert found["checked"]["layerwise"] == "", "INT8 layers, and attention that vLLM gives scales"
     whole, without_an_expert = found["mixtral"]["layerwise"]

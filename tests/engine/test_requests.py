@@ -79,7 +79,7 @@ def test_token_ids_are_checked(ids, why):
     [
         {"max_tokens": 48}, {"max_tokens": 0}, {"max_tokens": 2**63}, {"max_tokens": 1.5}, {"max_tokens": True},
         {"n": 17}, {"n": 0}, {"seed": -1}, {"seed": 2**64}, {"stop_token_ids": [101]}, {"stop_token_ids": [-1]},
-        {"top_p": 0}, {"top_p": 2}, {"top_k": -2}, {"temperature": -1}, {"temperature": "1"}, {"logprobs": 1000},
+        {"top_p": 0}, {"top_p": 2}, {"top_k": -2}, {"temperature": -1}, {"temperature": "1"}, {"logprobs": 10000},
         {"logit_bias": {"1000": 1}}, {"allowed_token_ids": [1000]}, {"extra_args": {}}, {"structured_outputs": {}},
     ],
     ids=str,

@@ -5,12 +5,16 @@ from typing import Any
 
 import torch
 from live_engine import Case, answers, attempt, model_of
+from tiny_engine import PROMPTS
+from transformers import AutoModelForCausalLM
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from megatron_rl.config.schema import Format
 from megatron_rl.engine import reload
 from megatron_rl.engine.child import Engine
 from megatron_rl.engine.expectation import cache_scales
+from megatron_rl.models.hf_folder import write_folder
 from megatron_rl.weight_sync.file_transport import version_directory
 
 
@@ -19,6 +23,13 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     said = [case.update(engine, case.tensors(1))]
     first = answers(engine)
+    sequences = [list(prompt.token_ids) for prompt in PROMPTS]
+    found["routes"] = [
+        torch.frombuffer(bytearray(one), dtype=torch.int32).view(len(tokens), 2, -1).tolist()
+        for tokens, one in zip(sequences, engine.routed_experts(sequences, 0), strict=True)
+    ]
+    found["other routes"] = transformers_routes(case, sequences)
+    found["unmoved"] = answers(engine) == first
     said.append(case.update(engine, case.tensors(2)))
     found["changes"] = answers(engine) != first
     said.append(case.update(engine, case.tensors(1)))
@@ -42,6 +53,17 @@ def run_case(case: Case, victim: str) -> dict[str, Any]:
     found["fresh"] = answers(fresh) == first
     fresh.shutdown()
     return found
+
+
+def transformers_routes(case: Case, sequences: list[list[int]]) -> list[Any]:
+    """[sequence, token, layer, expert]: of the weights before they were quantized."""
+    folder = case.folder / "transformers"
+    plain = Case(case.hf["model_type"], Format.none, case.folder / "plain")
+    write_folder(folder, plain.tensors(1), case.hf)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        said = [model(torch.tensor([tokens]), output_router_logits=True).router_logits for tokens in sequences]
+    return [torch.stack([one.float().topk(2).indices for one in layers], 1).tolist() for layers in said]
 
 
 def run_layerwise(engine: Engine, tensors: dict[str, torch.Tensor], without: str = "") -> str:

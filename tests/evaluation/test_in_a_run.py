@@ -123,3 +123,21 @@ def test_a_checkpoint_answers_in_another_format(place: Path) -> None:
     done = asked(place, "chat", str(step), "--format", "int8", "-p", "12+34=")
     assert done.stdout.strip()
     assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.engine
+def test_where_learner_and_sampler_of_a_run_differ(place: Path) -> None:
+    """FP8, which is the engine's alone: what differs enters in its linear layers."""
+    words = ["mismatch", "runs/run", "--format", "fp8", "--prompts", "toy/test.jsonl", "-n", "2", "--tokens", "16"]
+    done = run("megatron", [*COMMAND, *words, "-o", "where"], cwd=place, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads((place / "where/mismatch.json").read_text())
+    assert (found["format"], found["forward"], found["sequences"]) == ("fp8", "bf16", 2)
+    assert found["kl"] > 0
+    linear = [point for point in found["points"] if point["kind"] in ("qkv", "o_proj", "gate_up", "down")]
+    assert sum(point["share"] for point in found["points"]) == pytest.approx(1)
+    assert sum(point["share"] for point in linear) == pytest.approx(1, abs=0.05)
+    assert all(point["point"] in done.stdout for point in found["points"])
+    assert "as one prompt: mean |difference|" in done.stdout
+    page = (place / "where/mismatch.html").read_text()
+    assert page.count("layers.0.qkv") and "Plotly.newPlot" in page

@@ -124,6 +124,13 @@ def test_sets_are_named_by_file_name_or_preset() -> None:
         (["eval", "MODEL", "--set", "x.jsonl", "--format", "fp8_block"], "no CPU kernel"),
         (["chat", "MODEL", "-p", ""], "-p: nothing to answer"),
         (["chat", "nowhere", "-p", "1"], "nowhere: no such folder"),
+        (["mismatch", "nowhere"], "nowhere: no such folder"),
+        (["mismatch", "MODEL", "-n", "0"], "--sequences: 0, expected 1 or more"),
+        (
+            ["mismatch", "MODEL", "--format", "fp8", "--forward", "as_sampler"],
+            "as_sampler with quantization.format=fp8",
+        ),
+        (["mismatch", "MODEL", "sampler.tensor_parallel=2"], "mismatch: an engine of sampler.tensor_parallel=2"),
     ],
 )
 def test_the_commands_refuse_before_anything_starts(

@@ -92,6 +92,21 @@ def make_batch(rows: int = 14, seed: int = 0) -> Batch:
     )
 
 
+def with_kept(batch: Batch, most: int = 6, seed: int = 3) -> Batch:
+    """As sampled among 1 to `most` tokens at each position."""
+    random = torch.Generator().manual_seed(seed)
+    counts_BT, ids = torch.zeros(batch.sampler_logprobs_BT.shape, dtype=torch.int32), []
+    lengths = zip(batch.prompt_lengths_B.tolist(), batch.response_lengths_B.tolist(), strict=True)
+    for row, (prompt, response) in enumerate(lengths):
+        for column in range(response):
+            drawn = batch.tokens_BS[row, prompt + column]
+            others = torch.randperm(VOCAB, generator=random)[: int(torch.randint(most, (), generator=random))]
+            kept = torch.cat([drawn[None], others[others != drawn]])
+            counts_BT[row, column] = len(kept)
+            ids.append(kept)
+    return replace(batch, kept_counts_BT=counts_BT, kept_ids_K=torch.cat(ids).int())
+
+
 def make_even_batch(rows: int, prompt: int, response: int, vocab: int) -> Batch:
     """Rows of one length."""
     random = torch.Generator().manual_seed(0)

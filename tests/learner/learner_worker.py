@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from held_memory import Saved, static
-from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets
+from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
 
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import (
+    AdvantageConfig,
     Config,
     Format,
     Forward,
@@ -42,10 +43,12 @@ from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
+from megatron_rl.learner.routing import router_flips
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_writer import write_blocks, write_index
+from megatron_rl.rollout_correction import correct
 from megatron_rl.types import Targets
 
 SECTIONS = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
@@ -75,7 +78,7 @@ def build(job: dict[str, Any]) -> Learner:
             kl_on=KlOn(job.get("kl_on", "trained")),
         ),
         optim=OptimSection(lr=1e-3, warmup_steps=2),
-        rollout=RolloutSection(temperature=0.8),
+        rollout=RolloutSection(temperature=0.8, **({"top_k": 5, "top_p": 0.7} if job.get("kept") else {})),
     )
     model = Model.of(job["hf"], Layout.from_config(learner))
     if "dump" in job and os.environ["RANK"] == "0":  # what a run leaves beside its dumps
@@ -94,7 +97,7 @@ def build(job: dict[str, Any]) -> Learner:
 
 
 def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    batch = make_batch()
+    batch = with_kept(make_batch()) if job.get("kept") else make_batch()
     before_BT = learner.logprobs(batch)
     targets = make_targets(batch, before_BT)
     steps = [learner.update(targets) for _ in range(job.get("steps", 0))]
@@ -104,6 +107,47 @@ def train(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "after": after_BT.tolist(),
         "steps": steps,
         "names": sorted(name for name, _ in learner.named_parameters()),
+    }
+
+
+def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """The only update on a batch, all of whose rows are trained on: `scored` before it, or by its own forward pass."""
+    batch = make_batch().rows(torch.tensor([row for row in range(14) if row not in (3, 5)]))
+    anchor_BT = learner.logprobs(batch) if job["scored"] else None
+    found, advantages_B = correct(anchor_BT, batch, learner.correction, AdvantageConfig())
+    parts = {name: getattr(found, name) for name in ("weights_BT", "mask_BT", "denominator_mask_BT")}
+    metrics = learner.update(Targets(batch, anchor_BT, None, advantages_B, **parts))
+    own = learner.take_own_pass()
+    assert (own is None) == job["scored"] and learner.take_own_pass() is None
+    return {
+        "metrics": metrics,
+        "prox": (anchor_BT if own is None else own.logprobs_BT).tolist(),
+        "seconds": 0.0 if own is None else own.seconds,
+        "amax": _over_all_ranks(learner, learner.take_activation_amax()),
+        "after": learner.logprobs(batch).tolist(),
+    }
+
+
+def bf16_pair(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """What it computes itself, what stands for a pair of BF16 engines, and that its own arithmetic is as before."""
+    batch = make_batch()
+    own_BT, paired_BT = learner.logprobs(batch), learner.logprobs_of_a_bf16_pair(batch)
+    return {
+        "own": own_BT.tolist(),
+        "paired": None if paired_BT is None else paired_BT.tolist(),
+        "same": torch.equal(own_BT, learner.logprobs(batch)),
+    }
+
+
+def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """Against the choices of another engine, and against those with one expert of two tokens exchanged."""
+    batch, chosen_BSLK = make_batch(), load_file(job["chosen"])["chosen"]
+    found = [router_flips(learner, batch, chosen_BSLK)]
+    for place in ((1, 3, 0), (2, 0, 3)):  # row, position, layer
+        kept, other = chosen_BSLK[place].tolist()
+        chosen_BSLK[(*place, 1)] = next(one for one in range(4) if one not in (kept, other))
+    return {
+        "found": [*found, router_flips(learner, batch, chosen_BSLK), router_flips(learner, batch, -1 - 0 * chosen_BSLK)]
     }
 
 
@@ -177,9 +221,11 @@ def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 def broadcast(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     targets = make_targets(make_batch(), torch.zeros(make_batch().mask_BT.shape))
-    sent = {"targets": targets, "step": 3, "note": [1.5, None, True, "x"], "tensor": torch.arange(5)}
+    kept = with_kept(make_batch())
+    sent = {"targets": targets, "kept": kept, "step": 3, "note": [1.5, None, True, "x"], "tensor": torch.arange(5)}
     got = learner.broadcast(sent if learner.is_driver else None)
     same = torch.equal(got["targets"].batch.tokens_BS, targets.batch.tokens_BS) and got["targets"].selected_BT is None
+    same = same and torch.equal(got["kept"].rows(torch.arange(3)).kept_ids_K, kept.rows(torch.arange(3)).kept_ids_K)
     same = same and got["step"] == 3 and got["note"] == [1.5, None, True, "x"] and got["tensor"].tolist() == [*range(5)]
     return learner.ranks.add_up({"same": float(same), f"rank_{learner.rank}": 1.0})
 
@@ -294,6 +340,9 @@ KINDS = {
     "train": train,
     "nonfinite": nonfinite,
     "rejected": rejected,
+    "flips": flips,
+    "bf16_pair": bf16_pair,
+    "one_update": one_update,
     "emptiness": emptiness,
     "broadcast": broadcast,
     "dead_rank": dead_rank,

@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "experts": {"ep2": {"data_parallel": 2, "expert_parallel": 2}},
 }
 SLICES = (1, 2)
+PAIRS = [("tp2", "bf16"), ("tp2", "as_sampler"), ("tp2_sp", "bf16"), ("dp2", "bf16")]
 PRECISIONS = ("fp32", "bf16")
 PLACES = [(model, layout, slices) for model in MODELS for layout in LAYOUTS[model] for slices in SLICES]
 
@@ -37,6 +38,11 @@ def _job(model: str, layout: dict[str, Any], slices: int, name: str, **more: Any
     }  # fmt: skip
 
 
+def _pair(at: str, forward: str = "bf16", slices: int = 1, **more: Any) -> dict[str, Any]:
+    job = _job("qwen3", LAYOUTS["qwen3"].get(at, {}), slices, f"pair {at} {forward} {slices}", **more)
+    return {**job, "kind": "bf16_pair", "forward": forward, "precision": more.get("precision", "bf16")}
+
+
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs = [_job(model, {}, slices, f"{model} {slices}") for model in MODELS for slices in SLICES]
@@ -45,6 +51,12 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs += [
         _job("qwen3", {}, 2, f"gradients {kind}", kind="straight_through", precision=kind) for kind in ("fp32", "bf16")
     ]
+    jobs += [
+        _pair("one"),
+        _pair("one", "as_sampler"),
+        _pair("one", slices=2),
+        {**_pair("one", precision="fp32"), "name": "pair of fp32"},
+    ]
     jobs.append(_job("qwen3", {}, 1, "partly", kind="refused", ignore=["model.layers.1.self_attn.k_proj"]))
     return cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one_rank"))
 
@@ -52,6 +64,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs = [_job(model, LAYOUTS[model][at], slices, f"{model} {at} {slices}") for model, at, slices in PLACES]
+    jobs += [_pair(at, forward) for at, forward in PAIRS] + [_pair("tp2", slices=2)]
     return cases.run_ranks(2, jobs, tmp_path_factory.mktemp("two_ranks"))
 
 
@@ -74,6 +87,30 @@ def test_it_is_another_arithmetic_and_a_close_one(one: dict[str, Any]) -> None:
     quantized, slices = (torch.tensor(one[f"qwen3 {slices}"]["logprobs"]) for slices in SLICES)
     assert 1e-4 < (quantized - plain).abs().mean() < 0.1
     assert (quantized - slices).abs().mean() > 1e-5, "two slices have scales of their own"
+
+
+@pytest.mark.parametrize(("at", "forward"), PAIRS)
+def test_a_bf16_pair_differs_by_what_tensor_parallelism_rounds(
+    at: str, forward: str, one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    """One BF16 rank is what a BF16 engine on one rank would be; one rank with INT8 codes, what the sampler is."""
+    engine, found = one["pair one bf16 1"], two[f"pair {at} {forward} 1"]
+    plain = two[f"pair {at} bf16 1"]
+    assert engine["same"] and found["same"]
+    between = torch.tensor(plain["own"]) - torch.tensor(engine["own"])  # of two BF16 engines
+    told = torch.tensor(found["paired"]) - torch.tensor(engine["paired"])  # of a stand-in, and the sampler
+    split = at.startswith("tp2")
+    assert (between.abs().mean() > 1e-3) == split
+    assert told.abs().mean() == pytest.approx(float(between.abs().mean()), rel=0.25, abs=1e-5)
+    if split:  # token by token, as far as codes that differ by one allow
+        assert torch.corrcoef(torch.stack((told.flatten(), between.flatten())))[0, 1] > 0.8
+
+
+def test_a_pair_on_one_layout_differs_by_nothing(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert one["pair one bf16 1"]["paired"] == one["pair one as_sampler 1"]["own"]
+    assert one["pair one bf16 2"]["paired"] is None, "an engine in two parts, a learner in one"
+    assert one["pair of fp32"]["paired"] is None
+    assert two["pair tp2 bf16 2"]["paired"] is not None
 
 
 def test_ignored_layers_are_plain(one: dict[str, Any]) -> None:

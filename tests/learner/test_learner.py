@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import learner_cases as cases
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_rl.config.schema import KlOn
 from megatron_rl.models.layout import Place
+from megatron_rl.types import Batch
 
 pytestmark = pytest.mark.ranks
 FAMILIES = {
@@ -67,6 +70,20 @@ def _activations(model: str, layout: dict[str, Any] | None = None, name: str = "
     return {**job, "layout": {"tokens_per_microbatch": 80, **(layout or {})}}
 
 
+def _one_update(layout: str = "one", precision: str = "bf16") -> list[dict[str, Any]]:
+    """With a pass before it and without."""
+    job = {"kind": "one_update", "hf": cases.QWEN3, "layout": LAYOUTS.get(layout, {}), "precision": precision}
+    return [{**job, "name": f"once_{layout}_{scored}", "scored": scored, "smoothing": 0.5} for scored in (True, False)]
+
+
+def _flips(folder: Path, layout: dict[str, Any] | None = None, name: str = "one") -> dict[str, Any]:
+    path = folder / "chosen.safetensors"
+    if not path.exists():
+        save_file({"chosen": transformers_experts(folder)}, path)
+    job = {"name": f"flips_{name}", "kind": "flips", "hf": cases.QWEN3_MOE, "folder": str(folder)}
+    return {**job, "layout": {"tokens_per_microbatch": 80, **(layout or {})}, "chosen": str(path)}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random models written by transformers, with norms and biases away from their trivial starts."""
@@ -92,6 +109,8 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     jobs = [
         *({"name": family, "hf": FAMILIES[family], "folder": str(path)} for family, path in folders.items()),
         _train("fp32", cases.QWEN3),
+        _train("kept", cases.QWEN3, kept=True, entropy_coef=0.1),
+        {"name": "kept_qwen2", "hf": cases.QWEN2, "folder": str(folders["qwen2"]), "kept": True},
         _train("bf16", cases.QWEN3, precision="bf16", loss="cross_entropy"),
         _train("untied", cases.LLAMA),
         _train("moe", cases.QWEN3_MOE),
@@ -101,6 +120,8 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _train("unpacked", cases.QWEN3, {"tokens_per_microbatch": 1}),
         _train("recompute", cases.QWEN3, {"megatron": RECOMPUTE}),
         *(_activations(model) for model in ACTIVATIONS),
+        *_one_update(),
+        _flips(folders["qwen3_moe"]),
         *({"name": on, "kind": "rejected", "hf": cases.QWEN3, "kl_coef": 0.1, "kl_on": on} for on in KlOn),
         {**bad, "name": "raise"},
         {**bad, "name": "skip", "on_nonfinite": "skip"},
@@ -116,6 +137,7 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         jobs.append(_train(f"fp32_{name}", cases.QWEN3, layout))
         jobs.append(_train(f"bf16_{name}", cases.QWEN3, layout, precision="bf16", loss="cross_entropy"))
         jobs.append(_train(f"untied_{name}", cases.LLAMA, layout))
+        jobs.append(_train(f"kept_{name}", cases.QWEN3, layout, kept=True, entropy_coef=0.1))
         jobs.append({"name": f"qwen2_{name}", "hf": cases.QWEN2, "layout": layout, "folder": str(folders["qwen2"])})
     for name in ORDERED:
         jobs.append({**_train(f"order_{name}", cases.QWEN3, LAYOUTS[name]), "kind": "refused", "reversed": True})
@@ -133,6 +155,8 @@ def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout) for name, layout in experts.items()]
     jobs += [_activations("dense", layout, name) for name, layout in LAYOUTS.items()]
     jobs += [_activations("experts", experts[name], name) for name in ("tp2_sp", "tp2_ep2", "ep2")]
+    jobs += [_flips(folders["qwen3_moe"], layout, name) for name, layout in experts.items()]
+    jobs += [job for layout in LAYOUTS for job in _one_update(layout)]
     jobs.append(_train("one_kv_head", ONE_KV_HEAD, LAYOUTS["tp2"]))
     jobs.append(_train("dp2_packs_of_80", cases.QWEN3, {**LAYOUTS["dp2"], "tokens_per_microbatch": 80}))
     jobs.append(_train("vp2_packs_of_80", cases.QWEN3, {**LAYOUTS["vp2"], "tokens_per_microbatch": 80}))
@@ -168,23 +192,45 @@ def test_a_loaded_folder_gives_the_same_logprobs_on_every_layout(
     torch.testing.assert_close(found, transformers_logprobs(folders["qwen2"]), rtol=0, atol=3e-5)
 
 
-def transformers_logprobs(folder: Path) -> torch.Tensor:
+def test_logprobs_among_kept_tokens_are_those_of_transformers(one: dict[str, Any], folders: dict[str, Path]) -> None:
+    batch = cases.with_kept(cases.make_batch())
+    wanted, plain = transformers_logprobs(folders["qwen2"], batch), transformers_logprobs(folders["qwen2"])
+    found = _matrix(one["kept_qwen2"]["logprobs"])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5)
+    assert (found - plain).abs().max() > 1
+
+
+def test_what_the_policy_would_not_have_kept_is_counted(one: dict[str, Any], two: dict[str, Any]) -> None:
+    steps = [case["steps"] for case in (one["kept"], *(two[f"kept_{layout}"] for layout in LAYOUTS))]
+    for name in ("rollout_corr/outside_support", "rollout_corr/kept_log_mass"):
+        for same in zip(*steps, strict=True):
+            assert [step[name] for step in same] == pytest.approx([same[0][name]] * len(same), rel=1e-3)
+    assert 0.5 < steps[0][0]["rollout_corr/outside_support"] < 1  # answers at random
+    assert steps[0][0]["rollout_corr/kept_log_mass"] < -1
+
+
+def transformers_logprobs(folder: Path, batch: Batch | None = None) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    batch = cases.make_batch()
+    batch = batch or cases.make_batch()
+    kept = iter([]) if batch.kept_counts_BT is None else iter(batch.kept_ids_K.tolist())
     wanted_BT = torch.zeros(batch.mask_BT.shape)
     for row, (prompt, response) in enumerate(zip(batch.prompt_lengths_B, batch.response_lengths_B, strict=True)):
         tokens_1S = batch.tokens_BS[row : row + 1, : prompt + response]
         with torch.no_grad():
             logits_SV = model(tokens_1S).logits[0] / 0.8
+        for column in range(response if batch.kept_counts_BT is not None else 0):
+            among = list(islice(kept, int(batch.kept_counts_BT[row, column])))
+            outside = ~torch.isin(torch.arange(cases.VOCAB), torch.tensor(among))
+            logits_SV[prompt - 1 + column, outside] = -torch.inf
         picked_S = torch.log_softmax(logits_SV[:-1], -1).gather(1, tokens_1S[0, 1:, None]).squeeze(1)
         wanted_BT[row, :response] = picked_S[prompt - 1 :]
     return wanted_BT
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("model", "rel"), [("fp32", 1e-4), ("bf16", 2e-2), ("untied", 1e-4)])
+@pytest.mark.parametrize(("model", "rel"), [("fp32", 1e-4), ("bf16", 2e-2), ("untied", 1e-4), ("kept", 1e-4)])
 def test_every_layout_trains_alike(
     layout: str, model: str, rel: float, one: dict[str, Any], two: dict[str, Any]
 ) -> None:
@@ -275,6 +321,43 @@ def test_every_layout_sees_the_same_activations(
         torch.testing.assert_close(torch.tensor(case["cache"]), cache_L2, rtol=1e-4, atol=1e-5, msg=at)
         assert not case["cache_unseen"], at
         assert all(amax > 0 for layer in case["cache_trained"] for amax in layer), at
+
+
+@pytest.mark.parametrize("layout", ["one", *LAYOUTS])
+def test_an_update_s_own_forward_pass_stands_for_the_one_before_it(
+    layout: str, one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    scored, own = ((one if layout == "one" else two)[f"once_{layout}_{scored}"] for scored in (True, False))
+    assert own.pop("seconds") > scored.pop("seconds") == 0
+    assert own == scored
+    assert own["metrics"]["loss/ratio_mean"] == pytest.approx(1, abs=1e-6) and own["metrics"]["optim/grad_norm"] > 0
+
+
+def transformers_experts(folder: Path) -> torch.Tensor:
+    """[row, position, layer, expert]: what each token is sent to; -1 where there is none."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    batch = cases.make_batch()
+    chosen = torch.full((*batch.tokens_BS.shape, 4, 2), -1)
+    for row, length in enumerate((batch.prompt_lengths_B + batch.response_lengths_B).tolist()):
+        with torch.no_grad():
+            said = model(batch.tokens_BS[row : row + 1, :length], output_router_logits=True).router_logits
+        for layer, logits_SE in enumerate(said):
+            chosen[row, :length, layer] = logits_SE.view(length, -1).topk(2).indices
+    return chosen
+
+
+@pytest.mark.parametrize("layout", ["one", "ep2", "pp2", "dp2", "tp2_sp", "tp2_ep2"])
+def test_router_flips_are_counted_layer_by_layer(layout: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    same, exchanged, silent = (one if layout == "one" else two)[f"flips_{layout}"]["found"]
+    batch = cases.make_batch()
+    tokens = int((batch.prompt_lengths_B + batch.response_lengths_B).sum())
+    assert same == {"sync/router_flips": 0} | {f"sync/router_flips/layer_{layer}": 0 for layer in range(4)}
+    assert exchanged["sync/router_flips"] == pytest.approx(2 / (4 * tokens))
+    by_layer = [exchanged[f"sync/router_flips/layer_{layer}"] * tokens for layer in range(4)]
+    assert by_layer == pytest.approx([1, 0, 0, 1], abs=1e-3)
+    assert silent == {}
 
 
 def test_warmup_is_applied(one: dict[str, Any]) -> None:

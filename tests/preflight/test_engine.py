@@ -9,10 +9,12 @@ from megatron_rl.config.rules import findings
 from megatron_rl.config.schema import (
     Config,
     Device,
+    FleetSection,
     Format,
     KvCache,
     LearnerSection,
     QuantizationSection,
+    RolloutSection,
     SamplerSection,
     Sleep,
     SyncSection,
@@ -107,3 +109,38 @@ def test_an_fp8_cache_is_for_gpus_that_know_fp8():
     assert found == "quantization.kv_cache: fp8 is for GPUs; use none"
     (found,) = problems(config, Machine(Device.cuda, "A100", 8.0, 8))
     assert "needs compute capability 8.9, A100 has 8.0" in found
+
+
+@pytest.mark.parametrize(
+    ("machine", "learner", "sampler", "said"),
+    [
+        (HOST, {}, {}, []),
+        (NODE, {}, {}, ["built for hosts so far; leave it out on GPUs"]),
+        (HOST, {}, {"tensor_parallel": 2}, ["sampler.tensor_parallel=2 does not show its modules; use 1"]),
+        (HOST, {}, {"fleet": FleetSection(replicas=2)}, ["or use the embedded engine"]),
+        (HOST, {}, {"vllm": {"enforce_eager": False}}, ["does not show its modules; use true"]),
+        (
+            HOST,
+            {"tensor_parallel": 8},
+            {},
+            ["learner.tensor_parallel=8 does not divide 4 key/value heads; use one that does"],
+        ),
+    ],
+)
+def test_layers_are_compared_where_both_sides_show_them(machine, learner, sampler, said):
+    config = Config(learner=LearnerSection(**learner), sampler=SamplerSection(**sampler))
+    for on in (True, False):
+        asked = replace(config, sync=SyncSection(probe_layers=on))
+        found = [line for line in problems(asked, machine) if "probe_layers" in line]
+        assert len(found) == (len(said) if on else 0)
+        assert all(line.endswith(words) for words, line in zip(said, found, strict=False))
+
+
+def test_filters_of_a_small_vocabulary():
+    def found(top_k: int | None, replicas: int = 0) -> list[str]:
+        fleet = SamplerSection(fleet=FleetSection(replicas=replicas))
+        return problems(Config(rollout=RolloutSection(top_k=top_k), sampler=fleet), HOST, vocab_size=20)
+
+    assert found(None, 2) == found(19) == found(4, 2) == []
+    assert "keeps everything" in found(20)[0]
+    assert "use at most 4" in found(5, 2)[0]

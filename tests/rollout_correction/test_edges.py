@@ -26,7 +26,7 @@ from megatron_rl.rollout_correction import (
     keep_rows,
     rollout_correction,
 )
-from megatron_rl.rollout_correction.breakdown import breakdowns, mismatch_by_format
+from megatron_rl.rollout_correction.breakdown import breakdowns, mismatch_by_age, mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.types import Batch
 
@@ -210,6 +210,12 @@ def test_a_fleet_of_one_format_has_no_mismatch_by_format() -> None:
     assert mismatch_by_format(logprobs_BT, replace(one, formats_B=zeros_B + int8)) == {}
     mixed = mismatch_by_format(logprobs_BT, replace(one, formats_B=torch.tensor([0, int8])))
     assert mixed["rollout_corr/int8/token_fraction"] == 0.5
+    assert mismatch_by_age(logprobs_BT, one, version=0) == mismatch_by_age(None, one, version=1) == {}
+    apart = mismatch_by_age(torch.tensor([[-1.0], [-0.9]]), replace(one, versions_B=torch.tensor([4, 2])), version=4)
+    assert apart["rollout_corr/fresh/kl"] == 0
+    assert apart["rollout_corr/stale/kl"] == pytest.approx(-0.1)
+    assert apart["rollout_corr/stale/token_fraction"] == 0.5
+    assert "rollout_corr/fresh/kl" not in mismatch_by_age(logprobs_BT, one, version=3)
 
 
 @pytest.mark.parametrize(

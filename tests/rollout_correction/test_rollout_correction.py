@@ -278,8 +278,8 @@ def test_anchor_sampler_before_the_loss() -> None:
         np.testing.assert_array_equal(found.mask_BT.numpy(), kept)
         np.testing.assert_array_equal(found.denominator_mask_BT.numpy(), denominators)
         np.testing.assert_array_equal(found.weights_BT.numpy(), weights)
-    with pytest.raises(ValueError, match=r"correction\.anchor is prox"):
-        rollout_correction(None, mu_BT, mask_BT, CorrectionConfig())
+    with pytest.raises(ValueError, match=r"correction\.weight\.target_ess needs"):
+        rollout_correction(None, mu_BT, mask_BT, CorrectionConfig(weight=WeightConfig(target_ess=0.9)))
 
 
 def test_baseline_keep() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,9 +17,10 @@ from megatron_rl.config.schema import Config, IfExists, LogSection, RunSection, 
 from megatron_rl.runs.metrics import UnknownMetricWarning
 from megatron_rl.runs.metrics_file import decode_line, encode_line, read_metrics
 from megatron_rl.runs.record import PhaseClock, Recorder, SilentRecorder
-from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
+from megatron_rl.runs.rollout_file import load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, check_run_dir, open_run, read_status, redact
 from megatron_rl.runs.wandb_log import resolve_mode
+from megatron_rl.types import collate
 
 
 def start(path, config=None, steps=3):
@@ -198,6 +200,23 @@ def test_rollouts_round_trip(tmp_path):
         assert row["loss_mask"] == [True] * n
         assert (row["reward"], row["policy_version"], row["finish_reason"]) == (one.reward, 3, "stop")
     assert pq.read_table(files[0][1]).column("prox_logprobs").null_count == 9
+
+
+def test_what_tokens_were_drawn_among_round_trips(tmp_path):
+    recorder = start(tmp_path / "run")
+    scored, prox_BT = make_scored(3)
+    drawn = []
+    for one in scored:
+        n = len(one.rollout.token_ids)
+        counts = [1 + at % 3 for at in range(n)]
+        drawn.append(replace(one, rollout=replace(one.rollout, kept_ids=range(sum(counts)), kept_counts=counts)))
+    recorder.rollouts(1, drawn, prox_logprobs_BT=prox_BT)
+    ((_, path),) = recorded_steps(RunDir(tmp_path / "run").rollouts)
+    batch, wanted = load_recorded(path).batch, collate(drawn)
+    assert torch.equal(batch.kept_ids_K, wanted.kept_ids_K)
+    assert torch.equal(batch.kept_counts_BT, wanted.kept_counts_BT)
+    with pytest.raises(ValueError, match="1 of 3 answers do not say"):
+        collate([*drawn[:2], scored[2]])
 
 
 def test_rollouts_of_the_wrong_shape_are_refused(tmp_path):

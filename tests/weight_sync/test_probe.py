@@ -43,7 +43,8 @@ def test_within_budget() -> None:
     assert result.mean_abs == pytest.approx(0.05, rel=1e-4)
     assert result.missing == 0
     assert result.mean == pytest.approx(-0.05, rel=1e-4)
-    assert result.metrics() == {"sync/probe_abs_diff": result.mean_abs, "sync/probe_budget": 0.08}
+    told = {"sync/probe_abs_diff": result.mean_abs, "sync/probe_diff": result.mean, "sync/probe_budget": 0.08}
+    assert result.metrics() == told
 
 
 def test_a_few_missing_logprobs_do_not_count() -> None:

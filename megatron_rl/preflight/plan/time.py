@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
+from megatron_rl.config import prox_pass
 from megatron_rl.config.fleet import max_sequences
-from megatron_rl.config.schema import Anchor, Config, Format, Transport
+from megatron_rl.config.schema import Config, Format, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Gpu
@@ -116,9 +117,9 @@ def learning(config: Config, model: Model, gpu: Gpu, per_node: int, assumed: Ass
     gain = products * FP8_GAIN * (1 - FP8_PAYS / max(tokens, 1))
     busy = products + talking - (gain if training.fp8 else 0)
     scored = learner.products(each, tokens, heads, 1, 0) + learner.collectives(tokens, 1)
-    passes = (config.correction.anchor == Anchor.prox) + bool(config.loss.kl_coef)
+    scores = prox_pass.is_made(config.correction, config.loss, config.learner, config.rollout)
     return Learning(
-        prox=scored * (1 + bubble) * passes,
+        prox=scored * (1 + bubble) * (scores + bool(config.loss.kl_coef)),
         update=busy * (1 + bubble),
         bubble=1 - 1 / (1 + bubble),
         talking=talking / busy,

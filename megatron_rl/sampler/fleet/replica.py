@@ -14,8 +14,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from megatron_rl.config.schema import Format
+from megatron_rl.engine.kept import Kept, of_lists
 from megatron_rl.processes.process import turns_of
 from megatron_rl.processes.pulse import mark
 from megatron_rl.sampler.fleet.server_process import ServerProcess
@@ -53,8 +55,14 @@ class _Health(msgspec.Struct):
     error: str = ""
 
 
+class _Candidate(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
 class _Logprob(msgspec.Struct):
     logprob: float
+    top_logprobs: list[_Candidate] = []
 
 
 class _Logprobs(msgspec.Struct):
@@ -85,6 +93,7 @@ class Answer:
     logprobs: tuple[float, ...]  # NaN where there is none
     finish_reason: str
     version: int
+    kept: Kept | None = None  # what each token was drawn among; None: among all
 
 
 @dataclass
@@ -131,7 +140,7 @@ class Replica:
                 "top_p": params.top_p,
                 "top_k": params.top_k,
                 "stop_token_ids": params.stop_token_ids,
-                "logprobs": 0,  # of the sampled token only
+                "logprobs": params.candidates,  # beside the sampled token's
                 "flat_logprobs": True,
                 "detokenize": False,
             },
@@ -141,7 +150,9 @@ class Replica:
             generated = msgspec.json.decode(content, type=_Generated)
         except msgspec.DecodeError as error:
             raise ReplicaGone(f"{self.name} answered with something else than tokens: {error}") from None
-        answers = [_answer(choice) for choice in sorted(generated.choices, key=lambda choice: choice.index)]
+        answers = [
+            _answer(choice, params.candidates) for choice in sorted(generated.choices, key=lambda choice: choice.index)
+        ]
         if len(answers) != distinct:
             raise ReplicaGone(f"{self.name} sent {len(answers)} answers, {distinct} were asked for")
         return [answer for answer in answers for _ in range(params.samples // distinct)]
@@ -286,17 +297,23 @@ class NoServerLeft(SamplerError):
         )
 
 
-def _answer(choice: _Choice) -> Answer:
+def _answer(choice: _Choice, candidates: int) -> Answer:
     content = (choice.logprobs and choice.logprobs.content) or []
+    if len(content) != len(choice.token_ids):
+        content = [_Logprob(MISSING_LOGPROB)] * len(choice.token_ids)
     logprobs = tuple(one.logprob if one.logprob > MISSING_LOGPROB else math.nan for one in content)
-    if len(logprobs) != len(choice.token_ids):
-        logprobs = (math.nan,) * len(choice.token_ids)
+    kept = None
+    if candidates:
+        found = ([(top.token_id, top.logprob) for top in one.top_logprobs] for one in content)
+        kept = of_lists(choice.token_ids, found, MISSING_LOGPROB, candidates)
+        logprobs = tuple(np.where(kept.unknown_T, math.nan, logprobs).tolist())
     versions = {span.version for span in choice.weight_versions or []}
     return Answer(
         tuple(choice.token_ids),
         logprobs,
         choice.finish_reason or "abort",
         min((_number(version) for version in versions), default=NO_VERSION),
+        kept,
     )
 
 

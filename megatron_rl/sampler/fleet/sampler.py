@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rl.config.schema import Format
 from megatron_rl.processes.pulse import waiting
@@ -28,6 +28,9 @@ from megatron_rl.sampler.fleet.servers import Servers
 from megatron_rl.sampler.protocol import SamplerError, SamplerStats, request_seed
 from megatron_rl.types import Prompt, Rollout, SamplingParams, written
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 REQUEST_KEY, START_KEY = "sampler.request_timeout_s", "sampler.start_timeout_s"
@@ -110,6 +113,13 @@ class FleetSampler:
             restarts=restarted,
         )
         return rollouts
+
+    def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        raise SamplerError("a fleet's servers do not show their modules: use the embedded engine (replicas: 0)")
+
+    def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[bytes]:
+        """Servers are not asked."""
+        return [b""] * len(sequences)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._on_all(lambda one: one.call_workers("init_weight_transfer_engine", init_info=init_info))
@@ -204,6 +214,8 @@ def _rollouts(prompt: Prompt, group: int, done: Done, version: int) -> list[Roll
             finish_reason=answer.finish_reason,
             policy_version=answer.version if answer.token_ids else version,
             format=done.format.value,
+            kept_ids=answer.kept.ids if answer.kept else None,
+            kept_counts=answer.kept.counts if answer.kept else None,
         )
         for sample, answer in enumerate(done.answers)
     ]

@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,12 @@ def embedded(live, tmp_path_factory) -> Iterator[EmbeddedSampler]:
 
 def essence(rollouts: list[Rollout]) -> list[tuple]:
     return [(r.group, r.sample, r.token_ids, r.finish_reason) for r in rollouts]
+
+
+def sets(rollout: Rollout) -> list[set[int]]:
+    """What each token was drawn among."""
+    ids = iter(rollout.kept_ids or ())
+    return [set(islice(ids, count)) for count in rollout.kept_counts or ()]
 
 
 def test_both_formats_answer_in_order_and_show_every_update(live):
@@ -287,12 +294,17 @@ def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets
             sampler.finish_weight_update("0")
             several = sampler.generate(PROMPTS, SAMPLING, seed=3, first_group=4, step=0)
             greedy = sampler.generate(PROMPTS[:1], replace(SAMPLING, temperature=0.0), seed=3, first_group=0, step=0)
-            answers.append(several + greedy)
+            filtered = replace(SAMPLING, top_k=5, top_p=0.9, candidates=16)
+            kept = sampler.generate(PROMPTS, filtered, seed=3, first_group=4, step=0)
+            answers.append(several + greedy + kept)
     given, own = answers
     assert essence(given) == essence(own)
     assert [(r.policy_version, r.format) for r in given] == [(r.policy_version, r.format) for r in own]
     for one, other in zip(given, own, strict=True):
         assert all(math.isclose(a, b, abs_tol=0.02) for a, b in zip(one.logprobs, other.logprobs, strict=True))
+        assert (one.kept_counts, *sets(one)) == (other.kept_counts, *sets(other))
+    assert all(1 <= count <= 5 for one in given[-len(PROMPTS) :] for count in one.kept_counts)
+    assert given[0].kept_ids is None
     assert live.given.poll() is None
     live.given.terminate()
     assert live.given.wait(PATIENCE_S) == 0

@@ -1,0 +1,54 @@
+"""Whether the learner scores a batch before it updates on it: the one rule.
+
+A single update's own forward pass gives the same logprobs, of the same weights and tokens. It comes too late only for
+what has to be known of the whole batch before the first gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.schema import (
+    Anchor,
+    CorrectionConfig,
+    LearnerSection,
+    LossConfig,
+    RolloutSection,
+    RolloutSource,
+)
+from megatron_rl.loss.table import LOSSES
+
+# of learner.megatron: with them, no two forward passes are the same
+DRAWS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+
+
+def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:
+    """Keys of a correction by which one token's weight, mask or denominator depends on the logprobs of others' rows."""
+    if correction.weight.target_ess is not None:
+        yield "correction.weight.target_ess"
+    if correction.weight.normalize:
+        yield "correction.weight.normalize"
+    for place, rule in enumerate(correction.reject):
+        if rule.budget is not None:
+            yield f"correction.reject[{place}].budget"
+        elif correction.renormalize or (correction.rebaseline and rule.when is None):
+            yield f"correction.reject[{place}]"
+
+
+def readers(correction: CorrectionConfig, loss: LossConfig, learner: LearnerSection) -> list[str]:
+    """Keys that need a pass of its own with `anchor: prox`; none: the update's forward pass will do."""
+    found = list(of_the_whole_batch(correction))
+    if learner.n_minibatches > 1:
+        found.append("learner.n_minibatches")
+    if LOSSES[loss.name].selects:
+        found.append("loss.name")
+    return found + [f"learner.megatron.{name}" for name in DRAWS if learner.megatron.get(name)]
+
+
+def is_made(correction: CorrectionConfig, loss: LossConfig, learner: LearnerSection, rollout: RolloutSection) -> bool:
+    return anchored_to_learner(correction, rollout) and bool(readers(correction, loss, learner))
+
+
+def anchored_to_learner(correction: CorrectionConfig, rollout: RolloutSection) -> bool:
+    """Not to the sampler, nor to a data set's own answers, which have no ratio."""
+    return correction.anchor == Anchor.prox and rollout.source == RolloutSource.sampler

@@ -1,0 +1,84 @@
+"""What the modules of a live vLLM model put out for one sequence, by point (models/points.py).
+
+Hooks, put on for one request and taken off again: a model that runs as a compiled graph passes them by, so that this
+wants an engine with enforce_eager, which is what hosts run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from megatron_rl.models.points import Kind, Point
+
+# names of vLLM's modules in its models of all families; {L} is a layer
+OUTPUTS = {
+    "model.embed_tokens": Kind.embedding,
+    "model.layers.{L}.input_layernorm": Kind.input_norm,
+    "model.layers.{L}.self_attn.qkv_proj": Kind.qkv,
+    "model.layers.{L}.self_attn.q_norm": Kind.head_norm,
+    "model.layers.{L}.self_attn.k_norm": Kind.head_norm,
+    "model.layers.{L}.self_attn.attn": Kind.attention,
+    "model.layers.{L}.self_attn.o_proj": Kind.o_proj,
+    "model.layers.{L}.post_attention_layernorm": Kind.post_norm,
+    "model.layers.{L}.mlp.gate_up_proj": Kind.gate_up,
+    "model.layers.{L}.mlp.act_fn": Kind.activation,
+    "model.layers.{L}.mlp.down_proj": Kind.down,
+    "model.norm": Kind.final_norm,
+    "logits_processor": Kind.lm_head,
+}
+EXPERTS = ("model.layers.{L}.mlp", "model.layers.{L}.block_sparse_moe")
+
+
+class Watch:
+    """The values are copied as they pass: vLLM adds into some of them later."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._passed: dict[Point, list[torch.Tensor]] = {}
+        self._handles = list(self._hooks(model))
+
+    def end(self) -> bytes:
+        """Take the hooks off; what has passed, as safetensors."""
+        for handle in self._handles:
+            handle.remove()
+        return save({str(point): _joined(point, values).cpu() for point, values in self._passed.items()})
+
+    def _hooks(self, model: torch.nn.Module) -> Iterator[Any]:
+        for name, module in model.named_modules():
+            point = _point(name, module)
+            if point is None:
+                continue
+            if point.kind is Kind.attention:
+                yield module.register_forward_pre_hook(partial(self._before, Point(Kind.rotary, point.layer)))
+            yield module.register_forward_hook(partial(self._after, point))
+
+    def _before(self, point: Point, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        query, key, *_ = args
+        self._keep(point, query, key)
+
+    def _after(self, point: Point, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._keep(point, output[0] if isinstance(output, tuple) else output)  # beside it: a residual, a bias
+
+    def _keep(self, point: Point, *values: torch.Tensor) -> None:
+        self._passed.setdefault(point, []).extend(value.detach().clone().flatten(1) for value in values)
+
+
+def _point(name: str, module: torch.nn.Module) -> Point | None:
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    number = int(layer[1]) if layer else None
+    plain = re.sub(r"^model\.layers\.\d+\.", "model.layers.{L}.", name)
+    if plain in EXPERTS and "experts" in dict(module.named_children()):
+        return Point(Kind.experts, number)
+    return Point(OUTPUTS[plain], number) if plain in OUTPUTS else None
+
+
+def _joined(point: Point, values: list[torch.Tensor]) -> torch.Tensor:
+    """Queries and keys side by side. Of the logits the last come for the prompt; before them, those to sample from."""
+    if point.kind is Kind.lm_head:
+        return values[-1].contiguous()
+    return torch.cat(values, 1)

@@ -1,0 +1,131 @@
+"""The learner's values at each point of its forward pass (models/points.py), beside an engine's values there.
+
+Each rank looks at what it holds: its own layers, columns and, under sequence parallelism, positions. Where the pass
+goes on from the engine's values, whatever differs at a point has been computed from the engine's own inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.points import Port, ports
+from megatron_rl.models.points import Kind, Pair, Point
+
+
+@dataclass
+class _Pass:
+    values: Mapping[str, Tensor]  # the engine's
+    replace: bool
+    rank: int  # of the tensor-parallel group
+    seen: dict[Point, list[Pair]] = field(default_factory=dict)
+    pack: Pack | None = None  # that is passing
+
+    def begin(self, policy: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.pack = kwargs["pack"]
+
+    def look(self, port: Port, passing: Tensor) -> Tensor | None:
+        """What is to go on in its place, where something is."""
+        assert self.pack is not None
+        if not self.pack.rows:  # an empty micro-batch
+            return None
+        engine, rows = self.values[str(port.point)], passing.flatten(1)
+        if port.point.kind is Kind.lm_head:  # of which a learner computes those that predict the response
+            engine = engine[self.pack.logit_index_N]
+        start = self.rank * len(rows) if port.rows_split else 0
+        engine = engine[start : start + len(rows)][:, port.columns]
+        place = slice(len(engine)), slice(len(port.columns))  # the rest is filler
+        self.seen.setdefault(port.point, []).append(Pair(rows[place].clone(), engine, port.columns))
+        if not self.replace:
+            return None
+        rows = rows.clone()
+        rows[place] = engine.to(rows.dtype)
+        return rows.view(passing.shape)
+
+
+class Activations:
+    """A learner on a host, whose modules are looked at while it computes."""
+
+    def __init__(self, learner: Learner) -> None:
+        if learner.device.type != "cpu":
+            raise ValueError("the learner's modules are compared with the engine's on hosts only so far")
+        self._learner = learner
+        self._ports = list(ports(learner))
+        self._kept: dict[Port, Any] = {}  # the engine's values, in the form in which the port's module puts them out
+        self._hooks: list[Any] = []
+        self._stilled: list[Any] = []
+
+    @contextmanager
+    def beside(
+        self, values: Mapping[str, Tensor], replace: bool = False, only: Point | None = None
+    ) -> Iterator[dict[Point, list[Pair]]]:
+        """Yields what forward passes inside it fill. `values`: the engine's, of the one sequence that is passed.
+
+        `replace`: the pass goes on from them, at each point.
+        """
+        one = _Pass(values, replace, self._learner.place.tp)
+        hooks = [policy.register_forward_pre_hook(one.begin, with_kwargs=True) for policy in self._learner.modules]
+        try:
+            hooks += [self._watch(port, one) for port in self._ports if only in (None, port.point)]
+            yield one.seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def hold(self, point: Point) -> None:
+        """Until `release`: forward passes go on from the engine's values here, of the last pass that replaced.
+
+        The module itself has nothing to compute.
+        """
+        for port in self._ports:
+            if port.point != point:
+                continue
+            kept = self._kept[port]
+            if port.argument is not None:
+                self._hooks.append(port.module.register_forward_pre_hook(partial(_with_argument, port.argument, kept)))
+            else:
+                port.module.forward = partial(_answer, kept)
+                self._stilled.append(port.module)
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._stilled:
+            del module.forward
+        self._hooks, self._stilled = [], []
+
+    def _watch(self, port: Port, one: _Pass) -> Any:
+        def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            assert port.argument is not None
+            put = one.look(port, args[port.argument])
+            if put is None:
+                return None
+            self._kept[port] = put
+            return _with_argument(port.argument, put, module, args)
+
+        def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            put = one.look(port, output[0] if isinstance(output, tuple) else output)
+            if put is None:
+                return None
+            self._kept[port] = (put, *output[1:]) if isinstance(output, tuple) else put
+            return self._kept[port]
+
+        if port.argument is None:
+            return port.module.register_forward_hook(after)
+        return port.module.register_forward_pre_hook(before)
+
+
+def _with_argument(place: int, value: Tensor, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*args[:place], value, *args[place + 1 :])
+
+
+def _answer(kept: Any, *args: Any, **kwargs: Any) -> Any:
+    return kept
