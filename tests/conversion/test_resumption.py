@@ -201,7 +201,7 @@ def peak_over(words: list[str]) -> int:
 
 @pytest.mark.parametrize("command", ["import", "quantize"])
 def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    """A conversion holds a few tensors, not the model: here of 150 MB, with none above 10 MB."""
+    """A conversion holds a few tensors, not the model: here of 136 MB, whose largest has 17 MB as megatron joins it."""
     monkeypatch.setattr(to_checkpoint, "FILE_BYTES", 20 << 20)
     monkeypatch.setattr(to_folder, "FILE_BYTES", 20 << 20)
     sizes = {"hidden_size": 512, "intermediate_size": 8192, "vocab_size": 1000, "head_dim": 64}
@@ -211,4 +211,4 @@ def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -
     options = ["--format", "fp8"] if command == "quantize" else []
     # what it imports is not what it holds
     done(command, made(tmp_path / "small", config_of("llama")), tmp_path / "first", *options)
-    assert peak_over([command, str(source), str(tmp_path / "out"), *options]) < 60e6
+    assert peak_over([command, str(source), str(tmp_path / "out"), *options]) < 90e6
