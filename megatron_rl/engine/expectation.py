@@ -135,4 +135,7 @@ def _parts(name: str, layer: Any, fused_names: dict[str, list[str]]) -> list[tup
         sizes = layer.output_sizes
     else:
         raise WeightSyncError(f"the engine's layer {name} is fused in a way that updates do not know")
-    return [(f"{parent}.{part}", size) for part, size in zip(fused_names[last], sizes, strict=True)]
+    parts = fused_names[last]
+    if parts == [last]:  # joined in the checkpoint, too
+        return [(name, sum(sizes))]
+    return [(f"{parent}.{part}", size) for part, size in zip(parts, sizes, strict=True)]

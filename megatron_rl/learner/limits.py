@@ -87,11 +87,13 @@ def architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[st
 
     for key, feature in (("attention_bias", "proj_bias"), ("mlp_bias", "dense_mlp_bias")):
         if shape.has(feature):
-            yield refuse(f"{key}=true", "means biases beyond query, key and value, which are not supported")
+            named = "use_bias" if hf_config.get("use_bias") else key
+            yield refuse(f"{named}=true", "means biases beyond query, key and value, which are not supported")
     activation = hf_config.get("hidden_act", "silu")
     if activation != "silu":
         yield refuse(f"hidden_act={activation!r}", "is not supported, only 'silu' is")
-    window = hf_config.get("sliding_window") if shape.family == "mixtral" else hf_config.get("use_sliding_window")
+    always = shape.family in ("mixtral", "phi3")
+    window = hf_config.get("sliding_window") if always else hf_config.get("use_sliding_window")
     kinds = hf_config.get("layer_types") or []
     if not isinstance(kinds, list) or len(kinds) not in (0, shape.layers):
         yield f"model.path: layer_types of config.json names {kinds!r}, but there are {shape.layers} layers; mend it"

@@ -23,8 +23,8 @@ from megatron_rl.models.mapping import Param, find
 from megatron_rl.models.regions import Region, run_regions, shard_regions
 from megatron_rl.models.table import Split
 from megatron_rl.models.torch_dist import Reader
-from megatron_rl.models.torch_dist_places import Entry, entries
-from megatron_rl.models.torch_dist_writer import Block
+from megatron_rl.models.torch_dist_places import entries
+from megatron_rl.models.torch_dist_writer import Block, part_of
 
 if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
@@ -46,11 +46,11 @@ def blocks(learner: Learner) -> Iterator[Block]:
         regions = shard_regions(param, learner.layout, learner.place)
         if _first_replica(learner, param):
             for region in regions:
-                yield _block(entry, entry.key, whole, region, _part(parameter.detach(), region))
+                yield part_of(entry, whole, region.offset, _part(parameter.detach(), region))
         for kind, run, start, stop in _optimizer_runs(learner, parameter):
             for at, region in run_regions(regions, tuple(parameter.shape), start, stop):
                 values = run[at : at + torch.Size(region.size).numel()].view(region.size)
-                yield _block(entry, f"{OPTIMIZER}{kind}.{entry.key}", whole, region, values)
+                yield part_of(entry, whole, region.offset, values, f"{OPTIMIZER}{kind}.")
 
 
 def restore(learner: Learner, reader: Reader, steps: int) -> None:
@@ -120,12 +120,6 @@ def _writes(learner: Learner, param: Param) -> bool:
 
 def _first_replica(learner: Learner, param: Param) -> bool:
     return (learner.place.edp if param.row.expert else learner.place.dp) == 0
-
-
-def _block(entry: Entry, key: str, whole: tuple[int, ...], region: Region, values: Tensor) -> Block:
-    leading = tuple(length for _, length in entry.axes)
-    offset = tuple(index for index, _ in entry.axes)
-    return Block(key, (*leading, *whole), (*offset, *region.offset), values[(None,) * len(leading)])
 
 
 def _part(local: Tensor, region: Region) -> Tensor:

@@ -20,8 +20,19 @@ from safetensors import safe_open
 
 from megatron_rl.files import replacing, write_whole
 from megatron_rl.models.tensors import DTYPES, TensorSpec, torch_dtype
-from megatron_rl.models.weight_files import INDEX, SINGLE, companions, header_entries, read_header, weight_files
+from megatron_rl.models.weight_files import (
+    INDEX,
+    SINGLE,
+    Stored,
+    companions,
+    header_entries,
+    placed,
+    read_header,
+    weight_files,
+)
 
+FILE_BYTES = 5 << 30
+LARGEST_READ = 1 << 30  # the kernel gives no more than 2 GiB at once
 _DTYPE_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}  # by their name in safetensors
 
 
@@ -34,27 +45,56 @@ class HfFolder:
             raise FileNotFoundError(f"{self.path} is not a folder; give a Hugging Face model folder")
         self.files = weight_files(self.path)
         self.headers = {file: read_header(self.path / file) for file in self.files}
-        self._file_of: dict[str, str] = {}
+        self.stored: dict[str, Stored] = {}
         for file, raw in self.headers.items():
-            for name in json.loads(raw):
-                if name != "__metadata__":
-                    self._file_of[name] = file
-        self._open: dict[str, Any] = {}
+            for name, stored in placed(raw, self.path / file).items():
+                if name in self.stored:
+                    raise ValueError(f"{name} is in {self.stored[name].file.name} and in {file} of {self.path}")
+                self.stored[name] = stored
+        self._open: dict[Path, Any] = {}
 
     @property
     def names(self) -> list[str]:
-        return list(self._file_of)
+        return list(self.stored)
 
     def get(self, name: str) -> torch.Tensor:
-        file = self._file(name)
+        """A view of the file: only what is looked at is read, and it stays mapped."""
+        file = self._place(name).file
         if file not in self._open:
-            self._open[file] = safe_open(self.path / file, framework="pt")
+            self._open[file] = safe_open(file, framework="pt")
         return self._open[file].get_tensor(name)
 
-    def _file(self, name: str) -> str:
-        if name not in self._file_of:
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of its own, gone with its last reference: for those who go through a whole model."""
+        return read_stored(name, self._place(name))
+
+    def spec(self, name: str) -> TensorSpec:
+        return spec_of(name, self._place(name))
+
+    def _place(self, name: str) -> Stored:
+        if name not in self.stored:
             raise KeyError(f"{self.path} lacks the tensor {name}")
-        return self._file_of[name]
+        return self.stored[name]
+
+
+def read_stored(name: str, stored: Stored) -> torch.Tensor:
+    spec = spec_of(name, stored)
+    values = torch.empty(stored.nbytes, dtype=torch.uint8)
+    with stored.file.open("rb", buffering=0) as file:
+        file.seek(stored.start)
+        view, at = values.numpy().data, 0
+        while at < len(view):
+            count = file.readinto(view[at : at + LARGEST_READ])
+            if not count:
+                raise ValueError(f"{stored.file} is cut off in the middle of {name}")
+            at += count
+    return values.view(torch_dtype(spec.dtype)).view(stored.shape)
+
+
+def spec_of(name: str, stored: Stored) -> TensorSpec:
+    if stored.dtype not in _DTYPE_NAMES:
+        raise ValueError(f"{name} of {stored.file} is {stored.dtype}, expected one of {', '.join(_DTYPE_NAMES)}")
+    return TensorSpec(name, _DTYPE_NAMES[stored.dtype], stored.shape)
 
 
 class _Discarded(Exception):
@@ -99,6 +139,17 @@ class SafetensorsWriter:
         with suppress(_Discarded), self._whole:
             raise _Discarded
 
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
 
 def make_header(specs: Sequence[TensorSpec]) -> bytes:
     """Entries ordered as the safetensors library orders them: by dtype, then by name."""
@@ -128,7 +179,7 @@ class HfFolderWriter:
         path: Path,
         specs: Sequence[TensorSpec] = (),
         headers: Mapping[str, bytes] | None = None,
-        max_file_bytes: int = 5 << 30,
+        max_file_bytes: int = FILE_BYTES,
     ) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
@@ -136,16 +187,9 @@ class HfFolderWriter:
         if headers is not None:
             self._writers = [SafetensorsWriter(path / file, header=raw) for file, raw in headers.items()]
             return
-        groups = _pack(specs, max_file_bytes)
-        if len(groups) == 1:
-            self._writers = [SafetensorsWriter(path / SINGLE, groups[0])]
-            return
-        names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-        self._writers = [SafetensorsWriter(path / name, group) for name, group in zip(names, groups, strict=True)]
-        self._index = {
-            "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
-            "weight_map": {s.name: name for name, group in zip(names, groups, strict=True) for s in group},
-        }
+        files = packed(specs, max_file_bytes)
+        self._writers = [SafetensorsWriter(path / name, held) for name, held in files.items()]
+        self._index = index_of(files)
 
     def __contains__(self, name: object) -> bool:
         return any(name in writer for writer in self._writers)
@@ -189,13 +233,26 @@ def write_folder(path: Path, tensors: Mapping[str, torch.Tensor], config: Mappin
     (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
 
 
-def _pack(specs: Iterable[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+def packed(specs: Iterable[TensorSpec], max_file_bytes: int = FILE_BYTES) -> dict[str, list[TensorSpec]]:
+    """Files of at most that size, in the order of the tensors, by the names that such files have."""
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
-        if groups[-1] and size + spec.nbytes > max_bytes:
+        if groups[-1] and size + spec.nbytes > max_file_bytes:
             groups.append([])
             size = 0
         groups[-1].append(spec)
         size += spec.nbytes
-    return groups
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+
+
+def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> dict[str, Any] | None:
+    """What the index of several files says; one needs none."""
+    if len(files) == 1:
+        return None
+    return {
+        "metadata": {"total_size": sum(spec.nbytes for held in files.values() for spec in held)},
+        "weight_map": {spec.name: name for name, held in files.items() for spec in held},
+    }

@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from math import prod
 
 from megatron_rl.models.layout import Layout, Place
@@ -82,10 +83,12 @@ class Param:
         size, rank = self.tensor_parallel(layout, place)
         split = self.row.split
         if split is Split.qkv:
-            spans = _qkv_spans(shape, size, rank)
+            query, key = shape.size("q"), shape.size("kv")
+            spans = self._as_stored(_qkv_spans(shape, size, rank), (query, key, key))
         elif split is Split.gate_up:
-            each = _share(self.shapes[0][0], size, self.hf[0])
-            spans = [(Span(rank * each, i * each, each),) for i in range(2)]
+            width = sum(stored[0] for stored in self.shapes) // 2
+            each = _share(width, size, self.hf[0])
+            spans = self._as_stored([(Span(rank * each, i * each, each),) for i in range(2)], (width, width))
         elif split is Split.vocab:
             each = layout.padded_vocab(self.shapes[0][0]) // size
             length = min(each, self.shapes[0][0] - rank * each)
@@ -97,6 +100,15 @@ class Param:
             spans = [(Span(rank * each, 0, each),)]
         dim = int(split is Split.row)
         return tuple(HfSlice(n, s, dim, p) for n, s, p in zip(self.hf, self.shapes, spans, strict=True))
+
+    def _as_stored(self, spans: list[tuple[Span, ...]], lengths: tuple[int, ...]) -> list[tuple[Span, ...]]:
+        """Of each Hugging Face tensor: where one holds all the kinds, they follow on each other in it."""
+        if len(self.hf) == len(spans):
+            return spans
+        starts = accumulate(lengths, initial=0)
+        return [
+            tuple(replace(s, full=start + s.full) for start, kind in zip(starts, spans, strict=False) for s in kind)
+        ]
 
 
 def _share(total: int, size: int, name: str) -> int:

@@ -14,6 +14,8 @@ FAMILIES: dict[str, frozenset[str]] = {
     "qwen3": frozenset({"qk_norm"}),
     "qwen3_moe": frozenset({"qk_norm", "moe", "swiglu_experts"}),
     "mixtral": frozenset({"moe", "w123_experts"}),
+    "ernie4_5": frozenset({"rotary_pairs"}),  # rotary embeddings turn neighbouring channels
+    "phi3": frozenset({"joined"}),  # Phi-4 too; query, key and value are one tensor, gate and up another
 }
 
 
@@ -51,6 +53,8 @@ class ModelShape:
             features |= {"qkv_bias", "proj_bias"}
         if hf_config.get("mlp_bias"):
             features.add("mlp_bias")
+        if family == "ernie4_5" and hf_config.get("use_bias"):
+            features |= {"qkv_bias", "proj_bias", "mlp_bias"}
         layers, heads = int(hf_config["num_hidden_layers"]), int(hf_config["num_attention_heads"])
         experts = 0
         if "moe" in features:
@@ -82,6 +86,10 @@ class ModelShape:
             return not self.tied
         if feature == "dense_mlp":
             return not moe
+        if feature in ("joined_qkv", "separate_qkv"):
+            return ("joined" in self.features) == (feature == "joined_qkv")
+        if feature in ("joined_mlp", "separate_mlp"):
+            return not moe and ("joined" in self.features) == (feature == "joined_mlp")
         if feature == "dense_mlp_bias":
             return not moe and "mlp_bias" in self.features
         if feature in ("moe", "swiglu_experts", "w123_experts"):
@@ -94,6 +102,10 @@ class ModelShape:
             return self.heads * self.head_dim
         if dim == "kv":
             return self.kv_heads * self.head_dim
+        if dim == "qkv":
+            return (self.heads + 2 * self.kv_heads) * self.head_dim
+        if dim == "gate_up":
+            return 2 * self.ffn
         return int(getattr(self, dim))
 
 
@@ -117,7 +129,7 @@ _LARGEST_OF_EXPERTS = {
     "decoder_sparse_step": 1024,
 }
 _MOST_EXPERTS = 1 << 16  # of all layers
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "use_sliding_window", "norm_topk_prob")
 
 
 def _misfits(hf_config: Mapping[str, Any], moe: bool) -> Iterator[str]:

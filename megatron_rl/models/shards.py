@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from megatron_rl.models.layout import Layout, Place
-from megatron_rl.models.mapping import HfSlice, Param, find
+from megatron_rl.models.mapping import HfSlice, Param, Span, find
 from megatron_rl.models.shape import ModelShape
 
 
@@ -31,6 +31,8 @@ def assemble(
     """Cut the shard out of the full tensors behind `param`, in the order of `param.hf`."""
     local: torch.Tensor | None = None
     for piece, full in zip(param.slices(shape, layout, place), tensors, strict=True):
+        if piece.spans == (Span(0, 0, full.shape[piece.dim]),) and tuple(full.shape) == param.local_shape(layout):
+            return full  # all of it, as it lies
         if local is None:
             local = full.new_zeros(param.local_shape(layout))
         for span in piece.spans:

@@ -15,8 +15,8 @@ class Split(StrEnum):
     column = "column"  # output rows, equal shares
     row = "row"  # input columns, equal shares
     vocab = "vocab"  # output rows, padded to equal shares
-    qkv = "qkv"  # query, key, value rows interleaved by query group
-    gate_up = "gate_up"  # each rank holds its gate rows, then its up rows
+    qkv = "qkv"  # query, key, value rows interleaved by query group; Hugging Face has three tensors, or one
+    gate_up = "gate_up"  # each rank holds its gate rows, then its up rows; of two tensors, or one
 
 
 class Norm(IntEnum):
@@ -64,6 +64,15 @@ TABLE: tuple[Row, ...] = (
         tuple(n + "weight" for n in _QKV_NAMES),
         _QKV,
         Split.qkv,
+        needs="separate_qkv",
+        norm=Norm.attention,
+    ),
+    Row(
+        (_D + "self_attention.linear_qkv.weight",),
+        (_H + "self_attn.qkv_proj.weight",),
+        (("qkv", "hidden"),),
+        Split.qkv,
+        needs="joined_qkv",
         norm=Norm.attention,
     ),
     Row(
@@ -112,7 +121,15 @@ TABLE: tuple[Row, ...] = (
         tuple(n + "weight" for n in _GATE_UP),
         (("ffn", "hidden"), ("ffn", "hidden")),
         Split.gate_up,
-        needs="dense_mlp",
+        needs="separate_mlp",
+        norm=Norm.mlp,
+    ),
+    Row(
+        (_D + "mlp.linear_fc1.weight",),
+        (_H + "mlp.gate_up_proj.weight",),
+        (("gate_up", "hidden"),),
+        Split.gate_up,
+        needs="joined_mlp",
         norm=Norm.mlp,
     ),
     Row(

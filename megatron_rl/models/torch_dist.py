@@ -1,21 +1,18 @@
 """Megatron's torch_dist checkpoints through the mapping table: weights in, weights out.
 
-Writing goes through megatron-core's own `dist_checkpointing.save`, so any learner layout can load the result.
-Reading needs neither megatron nor a process group: tensors come one at a time, in pieces of any shape. Nothing in a
-checkpoint is unpickled (torch_dist_index.py, saved_tensor.py).
+Neither needs megatron or a process group: tensors come one at a time, in pieces of any shape, and any learner layout
+can load what is written (torch_dist_writer.py). Nothing in a checkpoint is unpickled (torch_dist_index.py,
+saved_tensor.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, params
@@ -23,37 +20,20 @@ from megatron_rl.models.regions import Box, common
 from megatron_rl.models.saved_tensor import read_saved
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import assemble, cut
-from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 from megatron_rl.models.torch_dist_index import CheckpointError, Chunk, Kept, read_index
 from megatron_rl.models.torch_dist_places import Entry, entries, locate, misfit, prefix
+from megatron_rl.models.torch_dist_writer import Block, part_of
 
 
-def save(folder: Path, shape: ModelShape, get_hf: Callable[[str], torch.Tensor]) -> None:
-    """Write the model as a torch_dist checkpoint into an empty folder. Call it under a `__main__` guard.
+def blocks(param: Param, shape: ModelShape, tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
+    """A whole parameter as a checkpoint holds it, from its Hugging Face tensors.
 
-    Where there is no CUDA, `learner.host.install` comes before.
+    In every spelling: Transformer Engine fuses some norms into the linear layer that follows.
     """
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.dist_checkpointing import save as megatron_save
-
-    state: dict[str, Any] = {}
-    for param in _own(shape):
-        whole = [get_hf(name) for name in param.hf]
-        if len({tensor.dtype for tensor in whole}) > 1:
-            raise CheckpointError(f"{', '.join(param.hf)} have different dtypes but share one megatron parameter")
-        local = assemble(param, shape, Layout(), Place(), whole)
-        # in every spelling: Transformer Engine fuses some norms into the linear layer that follows
-        for entry in entries(param, shape, stacked=not shape.dense_layers):
-            state[f"{entry.key} {entry.axes}"] = ShardedTensor.from_rank_offsets(
-                entry.key,
-                local,
-                *((axis, index, length) for axis, (index, length) in enumerate(entry.axes)),
-                prepend_axis_num=len(entry.axes),
-                allow_shape_mismatch=param.row.split is Split.vocab,
-            )
-    with _alone():
-        megatron_save(state, str(folder))
+    local = assemble(param, shape, Layout(), Place(), tensors)
+    for entry in entries(param, shape, stacked=not shape.dense_layers):
+        yield part_of(entry, tuple(local.shape), (0,) * local.ndim, local)
 
 
 class Reader:
@@ -97,6 +77,8 @@ class Reader:
         covered = sum(math.prod(length) for _, (_, length) in parts)
         if covered != math.prod(size):
             raise CheckpointError(f"{key} of {self.folder} is incomplete: {covered} of {math.prod(size)} values")
+        if len(parts) == 1 and parts[0][0].size == whole[1]:
+            return self._stored(key, kept, parts[0][0]).view(size)
         target = torch.empty(whole[1], dtype=torch_dtype(kept.dtype))
         for chunk, box in parts:
             _part(target, box, whole[0]).copy_(_part(self._stored(key, kept, chunk), box, chunk.offset))
@@ -114,19 +96,6 @@ def _part(tensor: torch.Tensor, box: Box, origin: tuple[int, ...]) -> torch.Tens
     for axis, (at, base, length) in enumerate(zip(box[0], origin, box[1], strict=True)):
         tensor = tensor.narrow(axis, at - base, length)
     return tensor
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """A process group of this process only, for the time of a save, unless there is one already."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

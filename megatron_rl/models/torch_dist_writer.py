@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rl.files import write_whole
 from megatron_rl.models.tensors import dtype_name, torch_dtype
+from megatron_rl.models.torch_dist_places import Entry
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -46,6 +49,15 @@ class Block:
     tensor: torch.Tensor
 
 
+def part_of(
+    entry: Entry, whole: tuple[int, ...], offset: tuple[int, ...], values: torch.Tensor, kind: str = ""
+) -> Block:
+    """A part of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg."""
+    leading = tuple(length for _, length in entry.axes)
+    stacked = tuple(index for index, _ in entry.axes)
+    return Block(f"{kind}{entry.key}", (*leading, *whole), (*stacked, *offset), values[(None,) * len(leading)])
+
+
 def write_blocks(
     path: Path, blocks: Iterable[Block], between: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
@@ -54,7 +66,7 @@ def write_blocks(
     with path.open("wb") as file:
         for block in blocks:
             begin = file.tell()
-            torch.save(_alone(block.tensor), file)
+            _save(block, file)
             written.append(
                 {
                     "key": block.key,
@@ -73,6 +85,17 @@ def write_blocks(
     return written
 
 
+def _save(block: Block, file: BufferedWriter) -> None:
+    try:
+        torch.save(_alone(block.tensor), file)
+    except (OSError, RuntimeError) as error:
+        # torch's archive cannot be closed after that, and says so instead
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, f"{cause.strerror}, at {block.key}", file.name) from None
+
+
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory under a storage of its own: of a view, torch.save would write all that it is a view of."""
     raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
@@ -84,17 +107,18 @@ def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for block in written:
+        key, file = sys.intern(block["key"]), sys.intern(block["file"])  # a pickle tells equal texts from the same one
         offset, properties = torch.Size(block["offset"]), TensorProperties(torch_dtype(block["dtype"]))
-        known = tensors.setdefault(block["key"], TensorStorageMetadata(properties, torch.Size(block["whole"]), []))
+        known = tensors.setdefault(key, TensorStorageMetadata(properties, torch.Size(block["whole"]), []))
         known.chunks.append(ChunkStorageMetadata(offset, torch.Size(block["size"])))
-        places[MetadataIndex(block["key"], offset)] = _StorageInfo(block["file"], block["begin"], block["bytes"])
+        places[MetadataIndex(key, offset)] = _StorageInfo(file, block["begin"], block["bytes"])
     for key, tensor in tensors.items():
         covered = sum(chunk.sizes.numel() for chunk in tensor.chunks)
         if covered != tensor.size.numel():
             raise ValueError(f"{folder}: {covered} of {tensor.size.numel()} values of {key} were written")
     torch.save({}, folder / "common.pt")  # megatron-core wants one
-    with (folder / ".metadata").open("wb") as file:
-        pickle.dump(Metadata(dict(tensors), storage_data=places), file)
-        file.flush()
-        os.fsync(file.fileno())
+    with (folder / ".metadata").open("wb") as index:
+        pickle.dump(Metadata(dict(tensors), storage_data=places), index)
+        index.flush()
+        os.fsync(index.fileno())
     write_whole(folder / "metadata.json", json.dumps(BACKEND) + "\n")  # last: without it there is no checkpoint

@@ -21,6 +21,7 @@ from megatron_rl.models.tensors import DTYPES
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PARITY = "parity.json"  # of the folder that it lies in, and of no copy: what was proven of it
 BACKEND_FILE, INDEX_FILE = "metadata.json", ".metadata"  # of a torch_dist checkpoint
 LARGEST_HEADER = 32 << 20  # some 200,000 tensors
 
@@ -89,7 +90,7 @@ def companions(folder: Path) -> list[str]:
         entry.name
         for entry in sorted(folder.iterdir())
         if entry.is_file()
-        and entry.name != INDEX
+        and entry.name not in (INDEX, PARITY)
         and entry.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
     ]
     refuse_links_out(folder, names)
@@ -116,8 +117,12 @@ def read_header(path: Path) -> bytes:
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    raw, entries = _read(path)
-    base = 8 + len(raw)
+    return placed(_read(path)[0], path)
+
+
+def placed(raw: bytes, path: Path) -> dict[str, Stored]:
+    """Where the file of this header holds its tensors."""
+    base, entries = 8 + len(raw), header_entries(raw, path)
     return {name: Stored(path, e.dtype, e.shape, base + e.start, e.end - e.start) for name, e in entries.items()}
 
 

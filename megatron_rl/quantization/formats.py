@@ -46,7 +46,9 @@ QUANTIZED = {
 
 # the last module name of every linear layer that quantized engines hold quantized;
 # w1, w2, w3 are Mixtral's experts. Routers ("gate"), norms and embeddings are in no format.
-LINEAR_NAMES = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+LINEAR_NAMES = frozenset(
+    {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"}
+)
 EXPERT_NAMES = frozenset({"w1", "w2", "w3"})
 # the linear layers that this leaves out, as vLLM has to be told: routers decide too much, and it keeps a head in BF16
 NEVER_QUANTIZED = ("lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")

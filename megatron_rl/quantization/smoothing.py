@@ -86,8 +86,13 @@ class Smoothing:
         if param.row.norm is None or self._age is None:
             return local
         assert param.layer is not None
-        scale_H = self.scales_LNH[param.layer, param.row.norm].to(local)
-        return local / scale_H if local.ndim == 1 else local * scale_H
+        return folded(local, self.scales_LNH[param.layer, param.row.norm])
+
+
+def folded(tensor: Tensor, scale_H: Tensor) -> Tensor:
+    """A norm's own weight, or a matrix that reads the norm."""
+    scale_H = scale_H.to(tensor)
+    return tensor / scale_H if tensor.ndim == 1 else tensor * scale_H
 
 
 def column_amax(weight_OH: Tensor) -> Tensor:

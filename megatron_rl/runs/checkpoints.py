@@ -105,9 +105,9 @@ def publish(partial: Path, root: Path, **about: Any) -> Checkpoint:
     final = path_of(root, about["step"])
     remove(final)  # of an attempt that went on from an older one
     for folder in (*(entry for entry in partial.iterdir() if entry.is_dir()), partial):
-        _sync_folder(folder)
+        sync_folder(folder)
     partial.rename(final)
-    _sync_folder(root)
+    sync_folder(root)
     return read(final)
 
 
@@ -250,7 +250,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -63,6 +63,8 @@ MIXTRAL = {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
+ERNIE = {**TINY, "model_type": "ernie4_5", "head_dim": 32, "tie_word_embeddings": True, "use_bias": False}
+PHI3 = {**TINY, "model_type": "phi3", "tie_word_embeddings": False, "sliding_window": None, "pad_token_id": 0}
 
 
 def make_batch(rows: int = 14, seed: int = 0) -> Batch:

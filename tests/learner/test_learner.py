@@ -27,6 +27,8 @@ FAMILIES = {
     "llama": cases.LLAMA,
     "qwen3_moe": cases.QWEN3_MOE,
     "mixtral": cases.MIXTRAL,
+    "ernie4_5": cases.ERNIE,
+    "phi3": cases.PHI3,
 }
 CHUNKS = {"virtual_pipeline_model_parallel_size": 2}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

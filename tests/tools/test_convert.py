@@ -5,7 +5,6 @@ from __future__ import annotations
 import filecmp
 import importlib.util
 import json
-import os
 import pickle
 import signal
 import subprocess
@@ -15,11 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
-from megatron_rl.files import partial_of
 from megatron_rl.models import torch_dist
 from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter, write_folder
 from megatron_rl.models.layout import Layout
@@ -27,6 +24,7 @@ from megatron_rl.models.mapping import params, stage_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import local_shard
 from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.models.weight_files import PARITY
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,8 +77,9 @@ def make(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor] 
 
 
 def same_files(left: Path, right: Path) -> bool:
-    names = sorted(path.name for path in left.iterdir())
-    assert names == sorted(path.name for path in right.iterdir())
+    """But for what was proven of each."""
+    names, others = (sorted({path.name for path in folder.iterdir()} - {PARITY}) for folder in (left, right))
+    assert names == others
     return filecmp.cmpfiles(left, right, names, shallow=False) == (names, [], [])
 
 
@@ -197,7 +196,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_errors_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of("llama")
     source = make(tmp_path / "hf", config)
-    assert "nowhere is not a folder" in fails(capsys, "import", tmp_path / "nowhere", tmp_path / "x")
+    assert "nowhere: no such folder" in fails(capsys, "import", tmp_path / "nowhere", tmp_path / "x")
     assert "exists already" in fails(capsys, "import", source, source)
     other = make(tmp_path / "other", config | {"model_type": "llama5"}, random_hf(config))
     assert "'llama5' is not supported; did you mean 'llama'" in fails(capsys, "import", other, tmp_path / "x")
@@ -210,7 +209,7 @@ def test_errors_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     assert "cut off" in fails(capsys, "import", source, tmp_path / "x")
-    assert "not a torch_dist checkpoint" in fails(capsys, "export", source, tmp_path / "x")
+    assert "cut off" in fails(capsys, "export", source, tmp_path / "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["extra", "hf", "lacking", "other"]
 
 
@@ -267,10 +266,10 @@ def test_an_export_of_what_a_stranger_kept(tmp_path: Path, capsys: pytest.Captur
         b"[" * 100_000: "no readable safetensors header",
         b"": "no readable safetensors header",
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}': "no dtype, shape and place",
-        b'{"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}': "has no place",
+        b'{"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}': "nothing of that name",
         whole.replace(b'"data_offsets":[0,', b'"data_offsets":[1,', 1): "bytes",
-        whole.replace(b"BF16", b"F16", 1): "its place is torch.float16",
-        whole.replace(b"BF16", b"F4", 1): "a place of dtype F4",
+        whole.replace(b"BF16", b"F16", 1): "as F16 [53, 32], the weights hold BF16",
+        whole.replace(b"BF16", b"F4", 1): "as F4",
     }
     for lie, word in lies.items():
         header.write_bytes(lie)
@@ -310,41 +309,20 @@ def test_a_checkpoint_that_leads_out(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "metadata.json" in fails(capsys, "export", checkpoint, tmp_path / "out")
 
 
-@pytest.mark.fault("kill -9 of a conversion", "the next one to that target removes what it had begun, and says so")
-def test_what_a_killed_conversion_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, target = make(tmp_path / "hf", config_of("llama")), tmp_path / "out.0"
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    left, reused = partial_of(target, dead.pid), partial_of(target, os.getpid())
-    kept = [
-        partial_of(target, os.getppid()),
-        partial_of(tmp_path / "other", dead.pid),
-        tmp_path / f".out.0.elsewhere.{dead.pid}.partial",
-    ]
-    for folder in (left, reused, *kept):
-        folder.mkdir()
-    (left / "x").write_text("x")
-    os.utime(reused, (1, 1))  # written to before this process began: by another one of its number
-    assert convert.main(["import", str(source), str(target)]) == 0
-    said = capsys.readouterr().err
-    assert [str(folder) in said for folder in (left, reused, *kept)] == [True, True, False, False, False]
-    assert sorted(tmp_path.iterdir()) == sorted([source, target, *kept])
-
-
-@pytest.mark.fault("Ctrl-C as soon as the converter starts", "one line, exit status 130, nothing is left")
+@pytest.mark.fault("Ctrl-C as soon as the converter starts", "one line, exit status 130, nothing under the name")
 def test_an_early_interrupt(tmp_path: Path) -> None:
     source = make(tmp_path / "hf", config_of("llama"))
     command = [sys.executable, str(ROOT / "tools" / "convert.py"), "import", str(source), str(tmp_path / "out")]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        while not psutil.Process(running.pid).children():
+        while "torch" not in Path(f"/proc/{running.pid}/maps").read_text():
             time.sleep(0.01)
         running.send_signal(signal.SIGINT)
         _, said = running.communicate(timeout=120)
     finally:
         running.kill()
     assert running.returncode == 130
-    assert said == f"error: interrupted by SIGINT: {tmp_path / 'out'} was not written\n"
+    assert said == "error: interrupted by SIGINT\n"
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

@@ -31,8 +31,11 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+JOINED = {"qkv_proj": (2, 1, 1), "gate_up_proj": (1, 1)}  # rows of each kind: twice as many queries as keys
 PER_COLUMN = ("o_proj", "down_proj", "w2")  # cut along the inputs
 # the experts of a layer stand in one parameter
 EXPERTS = {
@@ -58,8 +61,13 @@ def share(whole: dict[str, torch.Tensor], name: str, rank: int) -> torch.Tensor:
     if suffix.startswith(("w13_", "w2_")):
         return experts_share(whole, name, rank)
     parts = []
-    for each in FUSED.get(module, (module,)):
+    joined = JOINED.get(module) if ".".join([*parents, module, suffix]) in whole else None
+    for each in (module,) if joined else FUSED.get(module, (module,)):
         full = whole[".".join([*parents, each, suffix])]
+        if joined:  # in the checkpoint, too: each kind has its own shares
+            kinds = full.split([len(full) * part // sum(joined) for part in joined])
+            parts += [kind.chunk(RANKS)[rank] for kind in kinds]
+            continue
         if (
             "norm" in module
             or module == "gate"

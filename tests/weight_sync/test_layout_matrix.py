@@ -80,7 +80,7 @@ class Case:
 
 DENSE_CASES = [
     Case(family, tp, pipeline, format, (i + j + k + n) % 2 == 0, VOCABULARIES[(i + 2 * j + k + n) % 3])
-    for i, family in enumerate(["llama", "qwen2", "qwen3"])
+    for i, family in enumerate(["llama", "qwen2", "qwen3", "ernie4_5", "phi3"])
     for j, tp in enumerate([1, 2, 4])
     for k, pipeline in enumerate(PIPELINES)
     for n, format in enumerate(FORMATS)

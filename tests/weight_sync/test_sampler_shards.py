@@ -28,6 +28,8 @@ CASES = [
     {"family": "qwen3", "format": "fp8", "tied": False},
     {"family": "qwen3", "format": "fp8_block", "tied": False},
     {"family": "mixtral", "format": "none", "tied": True},
+    {"family": "ernie4_5", "format": "int8", "tied": True},
+    {"family": "phi3", "format": "int8", "tied": False},
 ]
 TIMEOUT_S = 240
 

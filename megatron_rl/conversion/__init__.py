@@ -1,0 +1,1 @@
+"""A folder of weights in one form, made into another form."""

@@ -1,0 +1,126 @@
+"""`verify` finds what conversions get wrong elsewhere: swapped rows and experts, stale copies, lost scales."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from models import config_of, convert, done, made, tensors_of
+from safetensors.torch import save_file
+
+Tensors = dict[str, torch.Tensor]
+LAYER = "model.layers.1.mlp.experts"
+
+
+def swap_experts(tensors: Tensors) -> str:
+    one, other = f"{LAYER}.0.up_proj.weight", f"{LAYER}.1.up_proj.weight"
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+    return one
+
+
+def swap_two_rows(tensors: Tensors) -> str:
+    name = f"{LAYER}.2.down_proj.weight"
+    tensors[name] = tensors[name][[1, 0, *range(2, len(tensors[name]))]]
+    return name
+
+
+def lose_a_scale(tensors: Tensors) -> str:
+    name = f"{LAYER}.3.gate_proj.weight"
+    tensors[f"{name}_scale"] = torch.ones_like(tensors[f"{name}_scale"])
+    return name
+
+
+def change_a_bit(tensors: Tensors) -> str:
+    name = "model.layers.0.mlp.gate.weight"
+    tensors[name].view(torch.int16)[0, 0] ^= 1
+    return name
+
+
+def lose_a_tensor(tensors: Tensors) -> str:
+    del tensors["model.norm.weight"]
+    return "model.norm.weight"
+
+
+def flatten_a_norm(tensors: Tensors) -> str:
+    """As if smoothing had changed a norm and nothing that reads it."""
+    name = "model.layers.0.input_layernorm.weight"
+    tensors[name] = tensors[name] * 2
+    return "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    source = made(folder / "hf", config_of("qwen3_moe"))
+    done("quantize", source, folder / "int8", "--format", "int8")
+    return source, folder / "int8"
+
+
+@pytest.mark.fault("a conversion elsewhere went wrong in one tensor", "verify names it, and ends with status 1")
+@pytest.mark.parametrize(
+    "mistake", [swap_experts, swap_two_rows, lose_a_scale, change_a_bit, lose_a_tensor, flatten_a_norm]
+)
+def test_one_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pair: tuple[Path, Path], mistake: Callable[[Tensors], str]
+) -> None:
+    source, quantized = pair
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    tensors = tensors_of(quantized)
+    name = mistake(tensors)
+    save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
+    (wrong / "config.json").write_text((quantized / "config.json").read_text())
+    assert convert.main(["verify", str(source), str(wrong), "--report", str(tmp_path / "parity.json")]) == 1
+    assert "NOT VERIFIED" in capsys.readouterr().out
+    report = json.loads((tmp_path / "parity.json").read_text())
+    assert report["verdict"] == "not verified"
+    bad = {one["name"] for one in report["worst"] if one["verdict"] in ("differs", "missing")}
+    assert name in bad
+    assert len(bad) <= (3 if mistake is flatten_a_norm else 2)
+
+
+def test_what_is_the_same(tmp_path: Path, pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    source, quantized = pair
+    report = tmp_path / "parity.json"
+    done("verify", source, quantized, "--report", report)
+    said = json.loads(report.read_text())
+    assert set(said["tensors"]) == {"equal", "within_a_step"}
+    assert 0.001 < said["worst"][0]["error"] < 0.02
+    done("verify", quantized, quantized, "--report", report)
+    assert set(json.loads(report.read_text())["tensors"]) == {"equal"}
+    wide = tmp_path / "fp32"
+    wide.mkdir()
+    save_file({name: t.float() for name, t in tensors_of(source).items()}, wide / "model.safetensors", {"format": "pt"})
+    (wide / "config.json").write_text((source / "config.json").read_text())
+    done("verify", wide, source, "--report", report)
+    assert set(json.loads(report.read_text())["tensors"]) == {"rounded"}
+    done("import", source, tmp_path / "checkpoint")
+    done("verify", tmp_path / "checkpoint", source, "--report", report)
+    one, other = json.loads(report.read_text())["models"]
+    assert one["content"] == other["content"] != ""
+
+
+def test_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of("qwen2", tie_word_embeddings=True)
+    one, other = made(tmp_path / "one", config), made(tmp_path / "other", config, seed=1)
+    done("import", other, tmp_path / "checkpoint")
+    done("average", one, tmp_path / "checkpoint", tmp_path / "mean", "--weights", "1,3")
+    a, b, mean = tensors_of(one), tensors_of(other), tensors_of(tmp_path / "mean")
+    assert all(torch.equal(mean[name], (a[name].float() * 0.25 + b[name].float() * 0.75).bfloat16()) for name in a)
+    done("average", one, one, tmp_path / "same")
+    assert all(torch.equal(tensor, a[name]) for name, tensor in tensors_of(tmp_path / "same").items())
+    done("verify", one, tmp_path / "mean", "--bound", 2.0, "--report", tmp_path / "parity.json")
+    wider = made(tmp_path / "wider", config_of("qwen2", tie_word_embeddings=True, vocab_size=102))
+    untied = made(tmp_path / "untied", config_of("qwen2"))
+    for words, said in (
+        ([one, wider], "model.embed_tokens.weight is [101, 64] in"),
+        ([one, untied], "lm_head.weight is only in one of"),
+        ([one, other, "--weights", "1"], "names 1 numbers for 2 models"),
+        ([one, other, "--weights", "1,-1"], "whose sum is above 0"),
+    ):
+        models, options = words[:2], words[2:]
+        assert convert.main(["average", *map(str, models), str(tmp_path / "x"), *map(str, options)]) == 1
+        assert said in capsys.readouterr().err

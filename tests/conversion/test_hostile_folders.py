@@ -1,0 +1,141 @@
+"""What a stranger may have put into a folder that is converted: one line names it, and nothing runs or is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import config_of, convert, done, made
+
+COMMANDS = {
+    "import": [],
+    "export": [],
+    "quantize": ["--format", "int8"],
+    "average": [],
+    "inspect": [],
+}
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.system, ("touch executed",)
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Attack()}))
+
+
+def disguised(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Attack()))
+
+
+def leads_out(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
+
+
+def link(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.rename(folder.parent / "elsewhere")
+    file.symlink_to(folder.parent / "elsewhere")
+
+
+def header_bomb(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(struct.pack("<Q", 1 << 62))
+
+
+def huge_header(folder: Path) -> None:
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 64 << 20))
+        file.truncate(65 << 20)
+
+
+def lying_shape(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"shape":[101,64]', b'"shape":[101,65]', 1))
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def another_family(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt_oss"}))
+
+
+def quantized(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+
+
+def a_tensor_less(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+
+
+ATTACKS = {
+    pickled: "weights in pickle files (.bin) are not read",
+    disguised: "is not a safetensors file",
+    leads_out: "weight_map",
+    link: "is a link out of its folder",
+    header_bomb: "is not a safetensors file or is cut off",
+    huge_header: "a header of",
+    lying_shape: "[101, 65], but has",
+    cut_off: "is cut off or padded",
+    another_family: "'gpt_oss' is not supported",
+    quantized: "holds quantized weights (fp8)",
+    a_tensor_less: "model.layers.2",
+}
+# what these do not need to know
+LET_PASS = {
+    ("export", another_family), ("export", a_tensor_less), ("average", another_family), ("average", a_tensor_less),
+    ("inspect", another_family), ("inspect", quantized), ("inspect", a_tensor_less),
+}  # fmt: skip
+
+
+@pytest.mark.fault("a hostile model folder", "every command says what is wrong in one line, and writes nothing")
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_attack(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    attack: Callable[[Path], None],
+) -> None:
+    if (command, attack) in LET_PASS:
+        return
+    monkeypatch.chdir(tmp_path)
+    source = made(tmp_path / "hf", config_of("llama"))
+    attack(source)
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    target = [] if command == "inspect" else [str(tmp_path / "out")]
+    assert convert.main([command, str(source), *target, *COMMANDS[command]]) == 1
+    said = capsys.readouterr().err
+    assert ATTACKS[attack] in said
+    assert said.count("error: ") == 1
+    assert "Traceback" not in said
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.fault("a hostile checkpoint", "verify and average refuse it as export does")
+def test_a_checkpoint_whose_index_is_an_attack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = made(tmp_path / "hf", config_of("llama"))
+    done("import", source, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Attack()))
+    for words in (["verify", "hf", "checkpoint"], ["average", "hf", "checkpoint", "x"], ["inspect", "checkpoint"]):
+        paths = [str(tmp_path / word) for word in words[1:]]
+        assert convert.main([words[0], *paths]) == 1
+        assert "which no checkpoint needs" in capsys.readouterr().err
+    assert torch.load(tmp_path / "checkpoint" / "common.pt", weights_only=True) == {}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "hf"]
