@@ -43,7 +43,13 @@ class News:
         rule = RULES[self.alarm]
         side = "below" if rule.below else "above"
         about = f"{side} {self.bound:g} for {rule.steps} steps" if self.raised else "cleared"
-        return f"{self.alarm}: {self.value:.3g}, {about}"
+        return f"{self.alarm}: {self.told}, {about}"
+
+    @property
+    def told(self) -> str:
+        """In as many digits as tell the value from its bound."""
+        several = (f"{self.value:.{digits}g}" for digits in range(3, 17))
+        return next((one for one in several if float(one) != self.bound), f"{self.value:g}")
 
     def __str__(self) -> str:
         return f"{self.what}. {RULES[self.alarm].action}" if self.raised else self.what
@@ -98,7 +104,7 @@ class Alarms:
             one = News(alarm, watch.standing, watch.stops, step, value, watch.bound)
             news.append(one)
             if one.raised:
-                self.standing[alarm] = {"step": step, "value": f"{value:.3g}", "bound": watch.bound}
+                self.standing[alarm] = {"step": step, "value": one.told, "bound": watch.bound}
                 self.stop = self.stop or (f"alarm {one.what}" if watch.stops else None)
             else:
                 del self.standing[alarm]

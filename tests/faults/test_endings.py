@@ -90,10 +90,17 @@ def test_a_killed_engine(box: Box, workers: int) -> None:
     assert cause(box)[:2] == ("dead_process", "the sampler's engine")
 
 
+REWARDS = """
+import zlib
+def always(row, answer_key, response):
+    return 1 / 0
+def by_chance(row, answer_key, response):  # every group has something to learn from
+    return zlib.crc32(response.encode()) % 7 / 6
+"""
 WRONG = {
     "reward": (("reward.name=broken:always",), ("reward", "the reward workers", "rollout")),
     "non_finite": (
-        ("optim.lr=1e30", "optim.warmup_steps=0", "learner.n_minibatches=4"),
+        ("reward.name=broken:by_chance", "optim.lr=1e30", "optim.warmup_steps=0", "learner.n_minibatches=4"),
         ("non_finite", "rank 0", "update"),
     ),
     "probe": (("sync.probe_budget=1e-9",), ("probe", "the sampler's engine", "sync")),
@@ -106,7 +113,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_why(box: Box, what: str) -> None:
     overrides, expected = WRONG[what]
-    (box.folder / "broken.py").write_text("def always(row, answer_key, response):\n    return 1 / 0\n")
+    (box.folder / "broken.py").write_text(REWARDS)
     assert box.train("run.steps=10", *overrides).wait(PATIENCE_S) == 1, box.screen
     if box.steps():
         assert cause(box) == expected

@@ -155,6 +155,12 @@ def test_raised_and_cleared_take_turns_and_need_their_steps(series: list[float],
         assert all(not value >= bound for value in run) if raised else all(value >= clear for value in run)
 
 
+def test_a_value_next_to_its_bound_is_told_from_it() -> None:
+    alarms = Alarms(only(1.0))
+    (one,) = [news for line in steps([{ESS: 0.9999964}] * RULE.steps) for news in alarms.after(line)]
+    assert one.what == f"ess: 0.999996, below 1 for {RULE.steps} steps"
+
+
 @given(st.lists(st.floats(0.5, 0.62), max_size=60), st.integers(0, 1))
 def test_wavering_about_the_bound_raises_once(tail: list[float], offset: int) -> None:
     """Between the bound and where it clears, nothing changes: raised or not."""
