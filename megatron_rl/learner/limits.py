@@ -205,7 +205,7 @@ def fp8_recipe(learner: LearnerSection) -> str:
 
 
 def pack_multiple(learner: LearnerSection) -> int:
-    """What the length of a pack is a multiple of: sequence-parallel ranks take equal parts, FP8 products whole tiles."""
+    """What the length of a pack is a multiple of: sequence-parallel ranks share it, FP8 products want whole tiles."""
     tiles = FP8_TOKENS[fp8_recipe(learner)] if fp8(learner) else 1
     return tiles * (learner.tensor_parallel if sequence_parallel(learner) else 1)
 

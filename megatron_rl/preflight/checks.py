@@ -43,7 +43,6 @@ from megatron_rl.preflight.sync_plan import size_problems
 from megatron_rl.quantization.formats import FP8_CAPABILITY, format_problem
 from megatron_rl.rewards.pool import check_importable
 
-
 # compute capability that Transformer Engine wants of a GPU, by its kind of scales
 FP8_RECIPES = {"tensorwise": FP8_CAPABILITY, "blockwise": 9.0, "mxfp8": 10.0}
 

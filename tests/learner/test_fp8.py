@@ -12,8 +12,10 @@ from megatron_rl.learner import limits
 from megatron_rl.learner.packing import pack
 from megatron_rl.models.shape import ModelShape
 
-SIZES = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=512)
-HF = dict(model_type="qwen3", vocab_size=64, num_hidden_layers=1, **SIZES)
+HF = {
+    "model_type": "qwen3", "vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512,
+}  # fmt: skip
 
 
 def learner(recipe: str | None = None, tp: int = 1, **megatron: object) -> LearnerSection:
