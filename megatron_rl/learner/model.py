@@ -73,7 +73,7 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
         # which parameters are split, and the gradient norm would miss shards
         "init_method": _blank,
         "output_layer_init_method": _blank,
-        **(_host_fields() if host.ON_HOST else _device_fields()),
+        **(_host_fields() if host.ON_HOST else _device_fields(shape)),
         **learner.megatron,
         **({"fp8_recipe": limits.fp8_recipe(learner)} if limits.fp8(learner) else {}),
         "sequence_parallel": limits.sequence_parallel(learner),
@@ -124,8 +124,14 @@ def _host_fields() -> dict[str, Any]:
     }
 
 
-def _device_fields() -> dict[str, Any]:
-    return {"bias_dropout_fusion": True, "apply_rope_fusion": True, "gradient_accumulation_fusion": False}
+def _device_fields(shape: ModelShape) -> dict[str, Any]:
+    """One kernel for what would be several; sums of gradients inside the products would need Apex."""
+    fused = ("bias_dropout_fusion", "apply_rope_fusion", "bias_activation_fusion")
+    return {
+        **dict.fromkeys(fused, True),
+        "gradient_accumulation_fusion": False,
+        **({"moe_permute_fusion": True} if shape.experts else {}),
+    }
 
 
 def _blank(weight: Tensor) -> Tensor:

@@ -29,13 +29,15 @@ _DROPPED_VARIABLES = frozenset(
     {
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
         "MASTER_PORT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_SPINCOUNT",
-        "GOMP_CPU_AFFINITY", "MKL_NUM_THREADS",
+        "GOMP_CPU_AFFINITY", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS",
     }
 )  # fmt: skip
 _ENGINE_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the child itself
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    # its kernels for blocks of FP8 are compiled when they are first used, by a toolkit that nodes need not have
+    "VLLM_USE_DEEP_GEMM": os.environ.get("VLLM_USE_DEEP_GEMM", "0"),
     "PYTHONUNBUFFERED": "1",
 } | SHORT_SPIN
 

