@@ -15,9 +15,8 @@ import pretended
 import pytest
 import torch
 
-pretended.load_driver()
+from megatron_rl.learner import host  # before megatron
 
-from megatron_rl.learner import host  # isort: skip - before megatron
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate  # isort: skip
 from megatron_rl.config.schema import Config, Format, KvCache, LearnerSection, QuantizationSection
 from megatron_rl.learner import limits
@@ -69,9 +68,9 @@ def parameters(learner: Learner) -> dict[str, Any]:
         split = param.row.split is not Split.replicated
         if (split or param.row.expert) and not param_is_not_tensor_parallel_duplicate(parameter):
             problems.append(f"{name}: the gradient's norm takes it for a copy")
-        if not split and layout.tp > 1 and not getattr(parameter, "sequence_parallel", False):
-            if parameter.ndim == 1 and not param.row.expert:
-                problems.append(f"{name}: its gradient is not summed over sequence-parallel ranks")
+        norm = not split and parameter.ndim == 1
+        if norm and layout.tp > 1 and not getattr(parameter, "sequence_parallel", False):
+            problems.append(f"{name}: its gradient is not summed over sequence-parallel ranks")
     wanted = {param.megatron for param in stage_params(shape, layout, learner.place)}
     kinds = sorted({type(module).__name__ for module in learner.modules[0].modules()})
     return {"problems": problems, "missing": sorted(wanted - found), "extra": sorted(found - wanted), "kinds": kinds}
@@ -119,9 +118,8 @@ def main(rank: int, ranks: int, store: str) -> dict[str, Any]:
             )
             made = learner_of(family, section(ranks), quantization)
             found[family] = {**parameters(made), **sync(made, quantization)}
-            found[family]["optimizer"] = sorted(
-                {type(one.optimizer).__name__ for one in made.optimizer.chained_optimizers}
-            )
+            kinds = {type(one.optimizer).__name__ for one in made.optimizer.chained_optimizers}
+            found[family]["optimizer"] = sorted(kinds)
         for recipe in (None, *limits.FP8_TOKENS):
             made = learner_of("qwen3", section(ranks, fp8="e4m3", fp8_recipe=recipe), QuantizationSection())
             found[f"fp8 {recipe}"] = fp8(made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,13 +45,16 @@ def load_driver() -> str:
         ctypes.CDLL(STUB.name)
         return STUB.name
     except OSError:
-        pass
-    if not STUB.is_file():
-        _compile()
-    ctypes.CDLL(
-        str(STUB), mode=ctypes.RTLD_GLOBAL
-    )  # what is loaded later and names libcuda.so.1 gets it, by its soname
-    return str(STUB)
+        if not STUB.is_file():
+            _compile()
+        # what is loaded later and names libcuda.so.1 gets this one, by its soname
+        ctypes.CDLL(str(STUB), mode=ctypes.RTLD_GLOBAL)
+        return str(STUB)
+
+
+def environment(*helpers: Path) -> dict[str, str]:
+    """For a process that needs the driver from its first import on."""
+    return {**os.environ, "LD_PRELOAD": load_driver(), "PYTHONPATH": os.pathsep.join(map(str, helpers))}
 
 
 def _compile() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pretended
 import pytest
 
 HERE = Path(__file__).parent
@@ -19,8 +19,8 @@ FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
     folder, count = tmp_path_factory.mktemp("ranks"), request.param
-    helpers = [str(path) for path in (HERE.parents[1], HERE, HERE.parent / "learner", HERE.parent)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(helpers), "GLOO_SOCKET_IFNAME": "lo"}
+    helpers = (HERE.parents[1], HERE, HERE.parent / "learner", HERE.parent)
+    environment = {**pretended.environment(*helpers), "GLOO_SOCKET_IFNAME": "lo"}
     processes = []
     for rank in range(count):
         command = [sys.executable, str(HERE / "layer_rank.py"), str(rank), str(count), str(folder / "store")]

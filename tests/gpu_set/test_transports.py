@@ -52,8 +52,6 @@ def test_handles_of_shared_memory_survive_a_message() -> None:
 
 
 def test_the_names_of_vllm_s_m2n() -> None:
-    m2n = import_m2n()
-    assert [
-        name for name in ("Handle", "Config", "reshard", "Mesh", "Shard", "Replicate") if not hasattr(m2n, name)
-    ] == []
+    m2n, names = import_m2n(), ("Handle", "Config", "reshard", "Mesh", "Shard", "Replicate")
+    assert [name for name in names if not hasattr(m2n, name)] == []
     assert {torch.int8, torch.float8_e4m3fn, torch.bfloat16} <= set(SUPPORTED_DTYPES)

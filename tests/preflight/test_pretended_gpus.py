@@ -41,9 +41,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_recipe_is_refused_where_its_gpus_are_not(recipe: Path, gpus: int, node) -> None:
     node(gpus)
     config, machine = load(recipe), named(str(cluster(recipe)[1]))
-    about = [
-        line for line in checks.problems(config) if line.startswith(("learner: ", "sampler.devices", "sampler.fleet"))
-    ]
+    places = ("learner: ", "sampler.devices", "sampler.fleet")
+    about = [line for line in checks.problems(config) if line.startswith(places)]
     learns = Layout.from_config(config.learner).world
     fits = gpus >= max(learns + config.sampler.fleet.servers * config.sampler.tensor_parallel, machine.gpus)
     assert (about == []) == fits, about
@@ -61,7 +60,7 @@ def test_what_nvidia_smi_says_is_the_machine(node) -> None:
 def test_the_gpu_set_has_no_engine_for_hosts(wanted: Device, gpus: int, node) -> None:
     """On a login node, or told to leave the GPUs alone: said at once, with the ways out."""
     node(gpus)
-    with pytest.raises(ConfigError, match="what is installed is the gpu set.*--on 1x8xH100-80.*EXTRA=cpu"):
+    with pytest.raises(ConfigError, match=r"what is installed is the gpu set.*--on 1x8xH100-80.*EXTRA=cpu"):
         detect(wanted)
 
 
