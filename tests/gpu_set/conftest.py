@@ -14,4 +14,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except metadata.PackageNotFoundError:
         raise pytest.UsageError("tests/gpu_set is for the gpu set: make check-gpu-set") from None
     pretended.load_driver()
+    pretended.pretend(
+        pytest.MonkeyPatch(), pretended.H100
+    )  # modules of vLLM ask for the device while they are imported
     pretended.vllm_platform()
