@@ -1,8 +1,8 @@
-"""The learner on CUDA devices: Transformer Engine's layers against transformers, against themselves on every layout, and
-in FP8. Not yet run on a GPU.
+"""The learner on CUDA devices: Transformer Engine's layers against transformers, on every layout, and in FP8. Not yet
+run on a GPU.
 
-The ranks and their jobs are those of tests/learner, in BF16: attention over packs has no kernel in FP32. Bounds are what
-BF16 and FP8 should give, not what was measured.
+The ranks and their jobs are those of tests/learner, in BF16, as attention over packs has no kernel in FP32. Bounds are
+what BF16 and FP8 should give, not what was measured.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ MODELS = {
 }
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SEQUENCE = {"sequence_parallel": True}
+WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
 # ranks -> layouts
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -50,12 +51,12 @@ EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "ep2": {"data_parallel": 2, "expert_parallel": 2},
         "tp2_sp": LAYOUTS[2]["tp2_sp"],
-        "tp2_ep2": {**LAYOUTS[2]["tp2_sp"], "expert_parallel": 2, "megatron": {**SEQUENCE, "expert_tensor_parallel_size": 1}},
+        "tp2_ep2": {"tensor_parallel": 2, "expert_parallel": 2, "megatron": {**SEQUENCE, **WHOLE_EXPERTS}},
     },
     4: {
         "ep2_tp2": {
             "tensor_parallel": 2, "data_parallel": 2, "expert_parallel": 2,
-            "megatron": {**SEQUENCE, "expert_tensor_parallel_size": 1},
+            "megatron": {**SEQUENCE, **WHOLE_EXPERTS},
         },
     },
 }  # fmt: skip

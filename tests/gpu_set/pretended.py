@@ -111,4 +111,4 @@ def vllm_platform() -> None:
     import vllm.platforms
     from vllm.platforms import cuda
 
-    vllm.platforms._current_platform = cuda.NonNvmlCudaPlatform()
+    vars(vllm.platforms)["_current_platform"] = cuda.NonNvmlCudaPlatform()

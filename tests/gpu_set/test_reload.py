@@ -16,7 +16,7 @@ import pytest
 import torch
 from simulated import hf_config, local_parameters, random_hf
 from vllm.config import set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
@@ -103,6 +103,7 @@ def _bytes(weight: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def engine(family: str, format: Format, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    patch.setattr(torch._dynamo.config, "disable", True)
     pretended.pretend(patch, pretended.H100)
     pretended.tensors_on_host(patch)
     architecture, more = FAMILIES[family]
@@ -120,7 +121,8 @@ def engine(family: str, format: Format, folder: Path, patch: pytest.MonkeyPatch)
     with set_current_vllm_config(made):
         if not torch.distributed.is_initialized():
             init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
-            initialize_model_parallel(1, 1)
+        destroy_model_parallel()  # its groups are those of the model before
+        initialize_model_parallel(1, 1)
         with set_default_torch_dtype(torch.bfloat16), HOST:
             model = initialize_model(made)
             record_metadata_for_reloading(model)
