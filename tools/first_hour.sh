@@ -65,7 +65,7 @@ recipes() {
     if "$BIN/megatron-rl" train "$recipe" "${shrunk[@]}" --dry-run >"first_hour/$name.plan" 2>&1; then
       part "$name" "$BIN/megatron-rl" train "$recipe" "${shrunk[@]}"
     else
-      echo "- $name is left out: $(grep -m1 . "first_hour/$name.plan")" >>"$report"
+      echo "- $name is left out: $(grep -m1 "error" "first_hour/$name.plan")" >>"$report"
     fi
   done
 }
