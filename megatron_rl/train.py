@@ -30,6 +30,7 @@ from megatron_rl.config.schema import (
     SyncSection,
 )
 from megatron_rl.driver import Driver, Follower
+from megatron_rl.learner import limits
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.saver import Saver
 from megatron_rl.loss.covariance import select_by_covariance
@@ -257,7 +258,8 @@ def publish(
             )
         if due(step // section.every, section.verify_every):
             batch, formats = heard(learner, lambda: driver.probe(step))
-            about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget)
+            fp8 = limits.fp8(learner.learner) is not None
+            about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget, fp8)
             metrics |= probe.check_formats(batch, learner.logprobs(batch), formats, about)
     return metrics
 
