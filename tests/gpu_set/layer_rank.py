@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_rl.config.schema import Config, Format, KvCache, LearnerSection, Q
 from megatron_rl.learner import limits
 from megatron_rl.learner import model as model_module
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import find, global_name, stage_params
 from megatron_rl.models.model import Model
@@ -41,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"tie_word_embeddings": False, **EXPERTS},
     "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+MEETINGS, STORE = count(), sys.argv[3]
 SECTIONS = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
 
 
@@ -51,6 +54,8 @@ def section(tp: int, **megatron: Any) -> LearnerSection:
 
 
 def learner_of(family: str, learner: LearnerSection, quantization: QuantizationSection) -> Learner:
+    leave()  # the learner before
+    os.environ[RENDEZVOUS] = f"file://{STORE}_{next(MEETINGS)}"
     config = Config(learner=learner, quantization=quantization)
     model = Model.of({"model_type": family, **SIZES, **FAMILIES[family]}, Layout.from_config(learner))
     return Learner(model, **{name: getattr(config, name) for name in SECTIONS})
@@ -99,10 +104,9 @@ def fp8(learner: Learner) -> dict[str, Any]:
     return {"recipe": type(recipe).__name__, "packs": [len(pack.tokens_S) for pack in packs]}
 
 
-def main(rank: int, ranks: int, store: str) -> dict[str, Any]:
+def main(rank: int, ranks: int) -> dict[str, Any]:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in names.items()})
-    os.environ["MEGATRON_RL_RENDEZVOUS"] = f"file://{store}"
     torch.set_num_threads(1)
     assert host.ON_HOST
     found: dict[str, Any] = {}
@@ -123,9 +127,9 @@ def main(rank: int, ranks: int, store: str) -> dict[str, Any]:
         for recipe in (None, *limits.FP8_TOKENS):
             made = learner_of("qwen3", section(ranks, fp8="e4m3", fp8_recipe=recipe), QuantizationSection())
             found[f"fp8 {recipe}"] = fp8(made)
-        made.close()
+    leave()
     return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))
+    print(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]))))

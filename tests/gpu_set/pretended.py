@@ -39,6 +39,7 @@ H100 = Device("NVIDIA H100 80GB HBM3", 9, 0, 80 << 30)
 B200 = Device("NVIDIA B200", 10, 0, 180 << 30, multi_processor_count=148)
 
 
+@functools.cache
 def load_driver() -> str:
     """A driver for what links against one; where there is none, one that answers "no device". Its library."""
     try:

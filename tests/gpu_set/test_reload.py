@@ -28,6 +28,7 @@ from megatron_rl.engine import expectation, reload
 from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
+from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -104,6 +105,7 @@ def _bytes(weight: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def engine(family: str, format: Format, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Engine]:
     torch._dynamo.config.disable = True  # its compiler asks the driver
+    patch.setenv("VLLM_USE_DEEP_GEMM", engine_environment()["VLLM_USE_DEEP_GEMM"])
     pretended.pretend(patch, pretended.H100)
     pretended.tensors_on_host(patch)
     architecture, more = FAMILIES[family]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -32,6 +33,8 @@ def test_a_tensor_above_ipc_s_buffer_is_refused_by_vllm_itself(monkeypatch: pyte
     plain = torch.empty
     monkeypatch.setattr(packed_tensor, "reduce_tensor", lambda tensor: (None, ("arguments",)))
     monkeypatch.setattr(torch, "empty", lambda *size, **how: plain(*size, **{**how, "device": "cpu"}))
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     pair = ("model.embed_tokens.weight", plain(64, 64, dtype=torch.bfloat16))
     take = lambda item: item[1]  # noqa: E731
     with pytest.raises(ValueError, match="embed_tokens"):
