@@ -36,8 +36,6 @@ _ENGINE_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the child itself
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    # its kernels for blocks of FP8 are compiled when they are first used, by a toolkit that nodes need not have
-    "VLLM_USE_DEEP_GEMM": os.environ.get("VLLM_USE_DEEP_GEMM", "0"),
     "PYTHONUNBUFFERED": "1",
 } | SHORT_SPIN
 
@@ -49,6 +47,8 @@ def engine_environment(workers: int = 1, devices: str | None = None, cores: str 
         for name, value in without_secrets(os.environ).items()
         if name not in _DROPPED_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
+    # its kernels for blocks of FP8 are compiled when they are first used, by a toolkit that nodes need not have
+    inherited.setdefault("VLLM_USE_DEEP_GEMM", "0")
     return inherited | compiled_code() | _ENGINE_VARIABLES | thread_binding(workers, cores) | visible_devices(devices)
 
 
