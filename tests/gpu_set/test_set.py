@@ -35,7 +35,7 @@ GONE = {
     (
         "transformer_engine.pytorch.attention",
         "apply_rotary_pos_emb",
-    ): "its place before 2.3; taken from where it is now",
+    ): "its place before 2.3",
     ("transformer_engine.pytorch.module.base", "get_workspace"): "the router's product by torch",
     ("transformer_engine.pytorch.cpp_extensions", "cast_to_fp8"): "for Transformer Engine 1.x",
 }
