@@ -266,5 +266,7 @@ def rank_environment(rank: int, count: int, store: Path) -> Mapping[str, str]:
         "LOCAL_WORLD_SIZE": str(count),
         "MEGATRON_RL_RENDEZVOUS": f"file://{store}",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        # megatron-core overlaps products with what ranks exchange only where both wait in one queue
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         "PYTHONUNBUFFERED": "1",
     }

@@ -51,6 +51,13 @@ TASKS = {
 }
 
 
+# overrides that say where things run: the warm start runs there too
+OF_THE_MACHINE = (
+    *("run.device=", "sampler.", "learner.tensor_parallel=", "learner.pipeline_parallel=", "learner.data_parallel="),
+    "learner.tokens_per_microbatch=",
+)
+
+
 def quickstart(
     overrides: Sequence[str],
     run: Callable[[Config], int],
@@ -62,7 +69,8 @@ def quickstart(
         raise ConfigError(f"{task.recipe}: not here; run this from the repository's folder")
     begun = time.monotonic()
     fitted = ["run.if_exists=archive", *fitting(detect())]
-    warm, config = load(task.warm_start, fitted), load(task.recipe, [*fitted, *overrides])
+    here = [override for override in overrides if override.startswith(OF_THE_MACHINE)]
+    warm, config = load(task.warm_start, [*fitted, *here]), load(task.recipe, [*fitted, *overrides])
     print(f"1/3  {task.about}")
     counts = task.write(task.data)
     print(f"     {task.data}: {counts['train']} problems to train on, {counts['test']} held out\n")

@@ -30,6 +30,7 @@ from megatron_rl.config.schema import (
     SyncSection,
 )
 from megatron_rl.driver import Driver, Follower
+from megatron_rl.learner import limits
 from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.routing import router_flips
@@ -279,7 +280,8 @@ def publish(
             if section.probe_layers:
                 metrics |= compare_layers(step, driver, learner, sync)
             batch, formats = heard(learner, lambda: driver.probe(step))
-            about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget)
+            fp8 = limits.fp8(learner.learner) is not None
+            about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget, fp8)
             logprobs_BT = learner.logprobs(batch)
             metrics |= probe.check_formats(batch, logprobs_BT, formats, about)
             metrics |= probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))

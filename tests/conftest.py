@@ -30,11 +30,13 @@ SESSION = ExitStack()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="only what is marked as a fault, tests/faults/ included")
     parser.addoption("--recipes", action="store_true", help="whole runs of every recipe, made small")
+    parser.addoption("--gpu-set", action="store_true", help="tests/gpu_set too, one file at a time: .ci/gpu-set")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whole runs under faults take minutes each: `make faults`."""
-    skipped = collection_path == ROOT / "tests" / "faults" and not config.getoption("--faults")
+    """Whole runs under faults take minutes each: `make faults`. The gpu set is an environment of its own."""
+    wanted = {"faults": config.getoption("--faults"), "gpu_set": config.getoption("--gpu-set")}
+    skipped = collection_path.parent == ROOT / "tests" and not wanted.get(collection_path.name, True)
     return True if skipped else None
 
 

@@ -1,9 +1,14 @@
 """What installs and starts the GPU set: facts about its files that no machine without a GPU would notice."""
 
+import os
 import re
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from megatron_rl.config import load
 
@@ -22,7 +27,42 @@ def test_transformer_engine_s_binding_compiles_against_the_wheels_headers() -> N
     script = (ROOT / "tools" / "install.sh").read_text()
     before, _, _ = script.partition("--no-build-isolation-package transformer-engine-torch")
     assert "NVTE_BUILD_USE_NVIDIA_WHEELS=1" in before
+    assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in before  # a server of prebuilt ones may not answer, and has no time-out
     assert "export MAX_JOBS" in before
+
+
+@pytest.mark.parametrize("extra", ["gpu", "gpu,dev", "cpu"])
+@pytest.mark.parametrize("release", [(3, 10), (3, 11), (3, 13)])
+def test_an_interpreter_without_the_set_is_told_so(extra: str, release: tuple[int, int], tmp_path: Path) -> None:
+    if extra == "cpu" and release == (3, 11):
+        pytest.skip("has it")
+    pretended = tmp_path / "python"
+    code = f"import sys; sys.version_info = (*{release}, 1); exec(sys.argv[1])"
+    pretended.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$2"\n')
+    pretended.chmod(0o755)
+    environment = {**os.environ, "VENV": str(tmp_path / "venv"), "PYTHON": str(pretended)}
+    done = subprocess.run(
+        ["bash", "tools/install.sh", extra], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2
+    assert "Python 3.12 (packages of the gpu set have no release for 3.11)" in done.stderr or extra == "cpu"
+    assert f"found '{pretended}'; choose one with: make PYTHON=" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_pins_suit_every_interpreter_that_the_readme_names() -> None:
+    """The set that is installed here says for which releases of Python it is; the gpu set is for 3.12 alone."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints" / "cpu.txt").read_text().split())
+    line = re.search(r"^Python (.*), make", (ROOT / "README.md").read_text(), re.M)
+    named = line[1].split(" or ") if line else []
+    assert named == ["3.11", "3.12"]
+    for name, version in pins.items():
+        try:
+            about = metadata.metadata(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if about["Version"] == version and (needs := about["Requires-Python"]):
+            assert all(SpecifierSet(needs).contains(f"{release}.9") for release in named), (name, needs)
 
 
 def test_srun_is_told_how_many_cores_a_task_has() -> None:

@@ -57,6 +57,20 @@ def test_an_override_is_checked_before_the_warm_start(
     assert [path.name for path in (place / "runs").iterdir()] == ["toy_sft"]
 
 
+def test_what_an_override_says_of_the_machine_reaches_the_warm_start(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("recipes", "conf"):
+        (place / name).symlink_to(ROOT / name)
+    begun: list[Config] = []
+    share = "sampler.vllm.gpu_memory_utilization=0.2"
+    status = quickstart(["learner.tensor_parallel=1", share, "optim.lr=2e-4"], lambda config: begun.append(config) or 1)
+    assert status == 1
+    assert begun[0].learner.tensor_parallel == 1
+    assert begun[0].sampler.vllm["gpu_memory_utilization"] == 0.2
+    assert begun[0].optim.lr == 1e-3
+
+
 def test_a_quickstart_that_can_run_is_begun(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("recipes", "conf"):
         (place / name).symlink_to(ROOT / name)

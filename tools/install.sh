@@ -1,34 +1,44 @@
 #!/usr/bin/env bash
-# Installs this project into .venv:      tools/install.sh cpu|gpu[,dev]
-# Prints one resolved set of versions:   tools/install.sh --resolve cpu|gpu
+# Installs this project into .venv, or $VENV:   tools/install.sh cpu|gpu[,dev]
+# Prints one resolved set of versions:          tools/install.sh --resolve cpu|gpu
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
 GPU_TARGET=(--python-version 3.12 --python-platform x86_64-manylinux_2_28)
 
+# venv EXTRA: makes the environment, with an interpreter for which the set of that name exists.
 venv() {
-  if [[ ! -x .venv/bin/python ]]; then
-    if [[ -z "$PYTHON" ]] || ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] not in [(3, 11), (3, 12)])'; then
-      echo "install: Python 3.11 or 3.12 is needed, found '${PYTHON:-none}'; choose one with: make PYTHON=/path/to/python3.12 ..." >&2
+  local versions='[(3, 11), (3, 12)]' wanted='Python 3.11 or 3.12'
+  if [[ $1 == gpu ]]; then
+    versions='[(3, 12)]' wanted='Python 3.12 (packages of the gpu set have no release for 3.11)'
+  fi
+  local check="import sys; sys.exit(sys.version_info[:2] not in $versions)"
+  if [[ ! -x "$VENV/bin/python" ]]; then
+    if [[ -z "$PYTHON" ]] || ! "$PYTHON" -c "$check"; then
+      echo "install: $wanted is needed, found '${PYTHON:-none}'; choose one with: make PYTHON=/path/to/python3.12 ..." >&2
       exit 2
     fi
-    "$PYTHON" -m venv .venv
+    "$PYTHON" -m venv "$VENV"
+  elif ! "$VENV/bin/python" -c "$check"; then
+    echo "install: $wanted is needed, $VENV holds $("$VENV/bin/python" --version); remove it, or choose another: VENV=.venv-$1 make ..." >&2
+    exit 2
   fi
   # A package index chosen for pip serves uv too.
   local index
-  index=${PIP_INDEX_URL:-$(.venv/bin/python -m pip config get global.index-url 2>/dev/null || true)}
+  index=${PIP_INDEX_URL:-$("$VENV/bin/python" -m pip config get global.index-url 2>/dev/null || true)}
   if [[ -n $index ]]; then export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}; fi
-  [[ -x .venv/bin/uv ]] || .venv/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.8'
+  [[ -x "$VENV/bin/uv" ]] || "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.8'
 }
 
 # uv does not read pip's configuration: hand over pip's wheel folders where they hold torch for this
 # interpreter, else take torch from PyTorch's own CPU index. The +cpu pin refuses a CUDA build either way.
 torch_source() {
   local links tag
-  links=$(.venv/bin/python -m pip config get global.find-links 2>/dev/null || true)
+  links=$("$VENV/bin/python" -m pip config get global.find-links 2>/dev/null || true)
   links=${PIP_FIND_LINKS:-$links}
-  tag=$(.venv/bin/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+  tag=$("$VENV/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
   local -a found=()
   for link in $links; do
     if compgen -G "$link/torch-*+cpu-$tag-*.whl" >/dev/null; then found+=("$link"); fi
@@ -44,7 +54,7 @@ torch_source() {
 resolve() {
   local -a target=()
   if [[ $1 == gpu ]]; then target=("${GPU_TARGET[@]}"); else torch_source; target=(--python-version 3.11); fi
-  .venv/bin/uv pip compile --quiet pyproject.toml --extra "$1" --extra dev \
+  "$VENV/bin/uv" pip compile --quiet pyproject.toml --extra "$1" --extra dev \
     --overrides "constraints/overrides-$1.txt" "${target[@]}" --no-header --no-annotate
 }
 
@@ -55,20 +65,25 @@ compile_jobs() {
 install() {
   local extra=${1%%,*}
   # compiled now, once: an engine that compiles vLLM for itself starts in 14 seconds instead of 8
-  local -a options=(--compile-bytecode --python .venv/bin/python --overrides "constraints/overrides-$extra.txt" --constraints "constraints/$extra.txt")
-  echo "installing megatron-rl[$1] into .venv ($(.venv/bin/python --version))"
+  local -a options=(--compile-bytecode --python "$VENV/bin/python" --overrides "constraints/overrides-$extra.txt" --constraints "constraints/$extra.txt")
+  echo "installing megatron-rl[$1] into $VENV ($("$VENV/bin/python" --version))"
   if [[ $extra == gpu ]]; then
     # Transformer Engine's torch binding compiles against the torch that is already there: with the headers of cuDNN
     # and NCCL that its wheels bring, and here, whatever a server of prebuilt ones says. A file of it takes 2 GB to compile.
     export NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE
     export MAX_JOBS=${MAX_JOBS:-$(compile_jobs)}
-    .venv/bin/uv pip install "${options[@]}" torch setuptools wheel ninja pybind11
-    .venv/bin/uv pip install "${options[@]}" --no-build-isolation-package transformer-engine-torch --editable ".[$1]"
+    "$VENV/bin/uv" pip install "${options[@]}" torch setuptools wheel ninja pybind11
+    "$VENV/bin/uv" pip install "${options[@]}" --no-build-isolation-package transformer-engine-torch --editable ".[$1]"
   else
     torch_source
-    .venv/bin/uv pip install "${options[@]}" --editable ".[$1]"
+    "$VENV/bin/uv" pip install "${options[@]}" --editable ".[$1]"
   fi
 }
 
-venv
-if [[ $1 == --resolve ]]; then resolve "$2"; else install "$1"; fi
+if [[ $1 == --resolve ]]; then
+  venv any
+  resolve "$2"
+else
+  venv "${1%%,*}"
+  install "$1"
+fi

@@ -261,7 +261,7 @@ class SyncSection:
     full_every: int = field(default=1, metadata=POSITIVE)
     # the logprob probe: after the first sync, then every so many; 0: the first only
     verify_every: int = field(default=10, metadata=NOT_NEGATIVE)
-    probe_budget: float | None = field(default=None, metadata=ABOVE_0)  # null: by format
+    probe_budget: float | None = field(default=None, metadata=ABOVE_0)  # null: by the formats of both sides
     # with the probe, both engines' values at every point of one answer's forward pass (docs/one_arithmetic.md)
     probe_layers: bool = False
     # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the

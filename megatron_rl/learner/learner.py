@@ -49,7 +49,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
     Sleep,
 )
-from megatron_rl.learner import weights
+from megatron_rl.learner import limits, weights
 from megatron_rl.learner.activation_stats import ActivationStats
 from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
 from megatron_rl.learner.cache_stats import CacheStats
@@ -340,7 +340,7 @@ class Learner:
             same_count=layout.ep > 1,  # expert-parallel replicas exchange tokens in every micro-batch
             count_multiple=layout.pp if layout.chunks > 1 else 1,  # an interleaved schedule works in rounds
         )
-        multiple = layout.tp if self.megatron_config.sequence_parallel else 1
+        multiple = limits.pack_multiple(learner)
         mine = shares[self.place.dp]
         return [pack(batch, [rows[index] for index in group], multiple).to(self.device) for group in mine]
 

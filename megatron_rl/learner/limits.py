@@ -26,6 +26,9 @@ _ROPE_NUMBERS = (
 _NUMBERS = {"rms_norm_eps": (0, 1), "initializer_range": (0, 1), "partial_rotary_factor": (0, 1)}
 FP8_KINDS = ("hybrid", "e4m3")
 FP8_MULTIPLE = 16  # of both sides of a matrix that Transformer Engine multiplies in FP8
+# of each kind of scales: what the tokens of a rank are a multiple of, for products that sum over tokens and for gathers
+FP8_TOKENS = {"blockwise": 128, "tensorwise": FP8_MULTIPLE, "mxfp8": 32}
+FP8_RECIPE = "blockwise"  # where a recipe names none; megatron-core would take delayed
 
 # fields of TransformerConfig that follow from other keys of the recipe ...
 _BY_KEY = {
@@ -198,12 +201,31 @@ def fp8(learner: LearnerSection) -> str | None:
     return learner.megatron.get("fp8") or None
 
 
+def fp8_recipe(learner: LearnerSection) -> str:
+    """How its scales are chosen."""
+    return learner.megatron.get("fp8_recipe") or FP8_RECIPE
+
+
+def pack_multiple(learner: LearnerSection) -> int:
+    """What the length of a pack is a multiple of: sequence-parallel ranks share it, FP8 products want whole tiles."""
+    tiles = FP8_TOKENS[fp8_recipe(learner)] if fp8(learner) else 1
+    return tiles * (learner.tensor_parallel if sequence_parallel(learner) else 1)
+
+
 def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
-    key, wanted = "learner.megatron.fp8", fp8(learner)
+    key, wanted, recipe = "learner.megatron.fp8", fp8(learner), fp8_recipe(learner)
     if wanted is None:
         return
     if wanted not in FP8_KINDS:
         yield f"{key}: {wanted}, expected one of {', '.join(FP8_KINDS)}, or null"
+    if recipe == "delayed":
+        yield (
+            f"{key}_recipe: delayed scales are those of updates before, which prox, reference and probe would compute "
+            f"with too, and replicas would wait for each other's maxima in every micro-batch; use one of "
+            f"{', '.join(FP8_TOKENS)}"
+        )
+    elif recipe not in FP8_TOKENS:
+        yield f"{key}_recipe: {recipe}, expected one of {', '.join(FP8_TOKENS)}, or null ({FP8_RECIPE})"
     tp, etp = learner.tensor_parallel, learner.megatron.get("expert_tensor_parallel_size", learner.tensor_parallel)
     sides = {"hidden size": shape.hidden, "queries of a rank": shape.heads * shape.head_dim // tp}
     sides["queries, keys and values of a rank"] = (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp
@@ -211,9 +233,10 @@ def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
         sides["intermediate size of a rank"] = shape.ffn // tp
     if shape.experts:
         sides["experts' width of a rank"] = shape.expert_ffn // etp
+    multiple = FP8_TOKENS["mxfp8"] if recipe == "mxfp8" else FP8_MULTIPLE
     for name, size in sides.items():
-        if size % FP8_MULTIPLE:
-            yield f"{key}: {wanted} wants multiples of {FP8_MULTIPLE}, but the {name} is {size}; leave it out"
+        if size % multiple:
+            yield f"{key}: {wanted} wants multiples of {multiple}, but the {name} is {size}; leave it out"
 
 
 def passed_through(learner: LearnerSection) -> Iterator[str]:

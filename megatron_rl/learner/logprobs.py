@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-CHUNK_ELEMENTS = 1 << 21  # of an FP32 copy: 8 MiB
+# of an FP32 copy: 8 MiB stay in a host's cache; a GPU is busy longer with 256 MiB than a launch takes
+CHUNK_ELEMENTS_HOST = 1 << 21
+CHUNK_ELEMENTS_CUDA = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class _Logprobs(torch.autograd.Function):
 
 def chunks(logits_NV: Tensor, share: VocabShare, temperature: float) -> Iterator[tuple[slice, Tensor]]:
     """FP32 logits over temperature, some rows at a time, real columns only."""
-    step = max(1, CHUNK_ELEMENTS // max(1, logits_NV.shape[1]))
+    elements = CHUNK_ELEMENTS_CUDA if logits_NV.is_cuda else CHUNK_ELEMENTS_HOST
+    step = max(1, elements // max(1, logits_NV.shape[1]))
     for start in range(0, len(logits_NV), step):
         rows = slice(start, start + step)
         yield rows, logits_NV[rows, : share.real].float() / temperature

@@ -35,6 +35,7 @@ from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
 from megatron_rl.learner.layers import UNROUNDED, HostSpecProvider, PackedRows, RMSNorm, add, rotary
 from megatron_rl.learner.packing import Pack
+from megatron_rl.models.mapping import find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 
@@ -72,8 +73,9 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
         # which parameters are split, and the gradient norm would miss shards
         "init_method": _blank,
         "output_layer_init_method": _blank,
-        **(_host_fields() if host.ON_HOST else _device_fields()),
+        **(_host_fields() if host.ON_HOST else _device_fields(shape)),
         **learner.megatron,
+        **({"fp8_recipe": limits.fp8_recipe(learner)} if limits.fp8(learner) else {}),
         "sequence_parallel": limits.sequence_parallel(learner),
     }
     return TransformerConfig(**fields)
@@ -123,8 +125,14 @@ def _host_fields() -> dict[str, Any]:
     }
 
 
-def _device_fields() -> dict[str, Any]:
-    return {"bias_dropout_fusion": True, "apply_rope_fusion": True, "gradient_accumulation_fusion": False}
+def _device_fields(shape: ModelShape) -> dict[str, Any]:
+    """One kernel for what would be several; sums of gradients inside the products would need Apex."""
+    fused = ("bias_dropout_fusion", "apply_rope_fusion", "bias_activation_fusion")
+    return {
+        **dict.fromkeys(fused, True),
+        "gradient_accumulation_fusion": False,
+        **({"moe_permute_fusion": True} if shape.experts else {}),
+    }
 
 
 def _blank(weight: Tensor) -> Tensor:
@@ -206,6 +214,7 @@ def build(
         position_embedding_type="rope",
         vp_stage=chunk,
     )
+    mark_experts(policy, shape)
     frequencies = rope_frequencies(model.hf_config, shape.head_dim)
     policy.rotary_pos_emb.inv_freq = frequencies.to(policy.rotary_pos_emb.inv_freq.device)
     if last and config.sequence_parallel:
@@ -213,6 +222,15 @@ def build(
         policy.output_layer.sequence_parallel = False
         policy.output_layer.allreduce_dgrad = True
     return policy
+
+
+def mark_experts(policy: torch.nn.Module, shape: ModelShape) -> None:
+    """Transformer Engine's grouped experts lack the mark of a split weight (2.20): megatron-core would take those of
+    every tensor-parallel rank but the first for copies, and leave them out of the gradient's norm.
+    """
+    for name, parameter in policy.named_parameters():
+        if find(global_name(name, 0, 0), shape).row.expert:
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def _layers(config: TransformerConfig, chunk: int | None) -> ModuleSpec | TransformerBlockSubmodules:

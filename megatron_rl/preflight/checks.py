@@ -43,6 +43,9 @@ from megatron_rl.preflight.sync_plan import size_problems
 from megatron_rl.quantization.formats import FP8_CAPABILITY, format_problem
 from megatron_rl.rewards.pool import check_importable
 
+# compute capability that Transformer Engine wants of a GPU, by its kind of scales
+FP8_RECIPES = {"tensorwise": FP8_CAPABILITY, "blockwise": 9.0, "mxfp8": 10.0}
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -185,6 +188,12 @@ def learner_fp8(machine: Machine, learner: LearnerSection) -> Iterator[str]:
         yield (
             f"learner.megatron.fp8: {wanted} needs compute capability {FP8_CAPABILITY}, {machine.name} has "
             f"{machine.capability}; leave it out"
+        )
+    elif machine.capability is not None and machine.capability < FP8_RECIPES.get(limits.fp8_recipe(learner), 0):
+        recipe = limits.fp8_recipe(learner)
+        yield (
+            f"learner.megatron.fp8_recipe: {recipe} needs compute capability {FP8_RECIPES[recipe]}, {machine.name} has "
+            f"{machine.capability}; use {'tensorwise' if machine.capability < 9 else 'blockwise'}"
         )
 
 

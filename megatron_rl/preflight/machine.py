@@ -84,7 +84,20 @@ def detect(wanted: Device = Device.auto) -> Machine:
         if wanted == Device.cuda:
             raise ConfigError("run.device: cuda, but torch is a CPU build; reinstall with `make EXTRA=gpu install`")
         gpu = None
+    if gpu is None and _installed("vllm"):  # its build for hosts has a name of its own
+        raise ConfigError(
+            f"run.device: {wanted}, but what is installed is the gpu set and no GPU is used here; run this where there "
+            "is one, check a recipe for such a machine with --dry-run --on 1x8xH100-80, or install for hosts "
+            "(make clean, make EXTRA=cpu install)"
+        )
     return gpu or Machine(Device.cpu, f"{platform.machine()} CPU")
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        return bool(metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _gpu() -> Machine | None:

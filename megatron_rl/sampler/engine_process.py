@@ -29,7 +29,7 @@ _DROPPED_VARIABLES = frozenset(
     {
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
         "MASTER_PORT", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_SPINCOUNT",
-        "GOMP_CPU_AFFINITY", "MKL_NUM_THREADS",
+        "GOMP_CPU_AFFINITY", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS",
     }
 )  # fmt: skip
 _ENGINE_VARIABLES = {
@@ -47,6 +47,8 @@ def engine_environment(workers: int = 1, devices: str | None = None, cores: str 
         for name, value in without_secrets(os.environ).items()
         if name not in _DROPPED_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
+    # its kernels for blocks of FP8 are compiled when they are first used, by a toolkit that nodes need not have
+    inherited.setdefault("VLLM_USE_DEEP_GEMM", "0")
     return inherited | compiled_code() | _ENGINE_VARIABLES | thread_binding(workers, cores) | visible_devices(devices)
 
 

@@ -14,6 +14,11 @@ from megatron_rl.config.schema import Config, Device, Format, KvCache, Quantizat
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
 WORKER_EXTENSION = "megatron_rl.engine.receiver.WorkerExtension"
+# kernels that FlashInfer compiles, or downloads, when an engine starts: nodes may have no network and no compiler
+NOTHING_TO_FETCH = {
+    "kernel_config": {"enable_flashinfer_autotune": False},
+    "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+}
 VLLM_WORKER_EXTENSION = "megatron_rl.engine.vllm_receiver.WorkerExtension"
 
 
@@ -84,7 +89,7 @@ def engine_arguments(
     if settings.quantization.kv_cache == KvCache.fp8:
         arguments["kv_cache_dtype"] = "fp8"
     if gpu:
-        arguments["enable_sleep_mode"] = True
+        arguments |= {"enable_sleep_mode": True, **NOTHING_TO_FETCH}
     else:
         arguments["kv_cache_memory_bytes"] = HOST_CACHE_BYTES
     if sampler.tensor_parallel > 1:

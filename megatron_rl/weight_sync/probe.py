@@ -18,6 +18,7 @@ from megatron_rl.config.schema import Format, format_number
 from megatron_rl.types import Batch
 
 BUDGETS = {Format.none: 0.02, Format.int8: 0.08, Format.int4: 0.8, Format.fp8: 0.08, Format.fp8_block: 0.08}
+FP8_LEARNER = 0.06  # more where the learner rounds to eight bits as well
 MAX_MISSING = 0.01  # share of tokens without a sampler logprob
 CONSTANT_STD = 1e-4
 UNIFORM_MARGIN = 0.15  # nats between the sampler's mean logprob and a uniform guess
@@ -57,10 +58,13 @@ class Probe:
     version: int  # the policy just synced
     vocab: int
     tied: bool
-    budget: float | None = None  # in place of the format's own
+    budget: float | None = None  # in place of the formats' own
+    fp8_learner: bool = False
 
     def budget_of(self, format: Format) -> float:
-        return BUDGETS[format] if self.budget is None else self.budget
+        if self.budget is not None:
+            return self.budget
+        return round(BUDGETS[format] + FP8_LEARNER * self.fp8_learner, 6)
 
 
 def compare(

@@ -58,7 +58,10 @@ class WholeSource:
     def begin(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """This rank's shards of the next pass."""
         self._parameters, self.sums = parameters, {}
-        self._pass = self._walk()
+        device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
+        self._pass = self._walk(device)
+        if device.type == "cuda":
+            self._pass = made_on(torch.cuda.current_stream(device), self._pass)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._pass
@@ -84,10 +87,9 @@ class WholeSource:
             raise WeightSyncError("two ranks claim to write the same weights: the ranks' places do not fit the layout")
         return tuple(sorted(steps, key=lambda step: step.key))
 
-    def _walk(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _walk(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         buckets = self.shards.buckets(self._parameters)
         mine = set(self._mine)
-        device = next((tensor.device for tensor in self._parameters.values()), torch.device("cpu"))
         for step in self._steps:
             made = dict(next(buckets)) if step.key in mine else {}
             for tensor in step.tensors:
@@ -115,6 +117,23 @@ class WholeSource:
         data = torch.empty(spec.nbytes, dtype=torch.uint8, device=device)
         dist.recv(data, src=writer)
         return _typed(data, spec)
+
+
+def made_on(home: torch.cuda.Stream, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same pairs, each made on `home`, whatever stream it is asked for on; that stream then waits for it.
+
+    Home is where the optimizer has written the weights. vLLM's packed sender asks on streams of its own in turn, which
+    wait for nobody: made there, a tensor could hold weights of two versions, under a checksum that says so too.
+    """
+    while True:
+        with torch.cuda.stream(home):
+            pair = next(pairs, None)
+        if pair is None:
+            return
+        caller = torch.cuda.current_stream()
+        caller.wait_stream(home)
+        pair[1].record_stream(caller)  # its memory is not given to home again before the caller has read it
+        yield pair
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

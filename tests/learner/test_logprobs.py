@@ -27,7 +27,7 @@ def _reference(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 40, 1 << 20])
 def test_values_and_gradients(temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS_HOST", chunk)
     logits, labels, of_logprob, of_entropy = _inputs()
     mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
     found = logprobs_and_entropy(mine, labels, VocabShare.of(0, 1, VOCAB, COLUMNS, None), temperature)

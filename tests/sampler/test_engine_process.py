@@ -19,6 +19,13 @@ def test_the_learner_s_rendezvous_and_credentials_stay_behind(monkeypatch):
     assert not {"RANK", "MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY"} & set(environment)
 
 
+def test_kernels_that_would_be_compiled_on_first_use_are_off_unless_asked_for(monkeypatch):
+    monkeypatch.delenv("VLLM_USE_DEEP_GEMM", raising=False)
+    assert engine_environment()["VLLM_USE_DEEP_GEMM"] == "0"
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    assert engine_environment()["VLLM_USE_DEEP_GEMM"] == "1"
+
+
 def test_the_engine_sees_its_own_gpus(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_devices(None) == {}

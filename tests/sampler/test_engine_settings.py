@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tiny_engine import make_config
 
-from megatron_rl.config.schema import EvalSection, FleetSection, Format
+from megatron_rl.config.schema import Device, EvalSection, FleetSection, Format
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 
 
@@ -20,6 +20,16 @@ def test_arguments_follow_the_config(tmp_path):
     passed = replace(settings, sampler=replace(settings.sampler, vllm={"block_size": 32, "enforce_eager": False}))
     assert engine_arguments(passed, tmp_path)["block_size"] == 32
     assert engine_arguments(passed, tmp_path)["enforce_eager"] is False
+
+
+def test_on_gpus_nothing_is_compiled_or_downloaded_at_the_start(tmp_path):
+    settings = replace(EngineSettings.from_config(make_config()), device=Device.cuda)
+    arguments = engine_arguments(settings, tmp_path)
+    assert arguments["kernel_config"] == {"enable_flashinfer_autotune": False}
+    assert arguments["compilation_config"]["pass_config"] == {"fuse_allreduce_rms": False}
+    wished = {"kernel_config": {"enable_flashinfer_autotune": True}}
+    asked = engine_arguments(replace(settings, sampler=replace(settings.sampler, vllm=wished)), tmp_path)
+    assert asked["kernel_config"] == wished["kernel_config"], "a recipe has the last word"
 
 
 def test_each_server_of_a_mixed_fleet_gets_its_format():

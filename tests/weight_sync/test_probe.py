@@ -53,6 +53,15 @@ def test_a_few_missing_logprobs_do_not_count() -> None:
     assert run(sampler_BT).missing == 1
 
 
+@pytest.mark.parametrize(
+    ("format", "fp8_learner", "budget"),
+    [("none", False, 0.02), ("int8", False, 0.08), ("fp8", True, 0.14), ("none", True, 0.08)],
+)
+def test_each_side_that_rounds_has_its_share_of_the_budget(format: str, fp8_learner: bool, budget: float) -> None:
+    assert replace(about(7), fp8_learner=fp8_learner).budget_of(Format(format)) == budget
+    assert replace(about(7), fp8_learner=fp8_learner, budget=0.5).budget_of(Format(format)) == 0.5
+
+
 def test_budget_depends_on_the_format_and_can_be_set() -> None:
     with pytest.raises(SyncMismatch, match=r"policy version 7 \(none\).*0\.05 nats over 234 tokens, budget 0\.02"):
         run(logprobs() + 0.05, format=Format.none)

@@ -1,0 +1,193 @@
+"""The learner on CUDA devices: Transformer Engine's layers against transformers, on every layout, and in FP8. Not yet
+run on a GPU.
+
+The ranks and their jobs are those of tests/learner, in BF16, as attention over packs has no kernel in FP32. Bounds are
+what BF16 and FP8 should give, not what was measured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import learner_cases as cases
+import pytest
+import torch
+
+# counted without a CUDA context: the ranks are forks, and take the devices themselves
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.ranks,
+    pytest.mark.skipif(not GPUS, reason="needs a CUDA device"),
+]
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole tiles of FP8 at TP2
+DENSE = {**cases.QWEN3, **WIDE}
+EXPERTS = {**cases.QWEN3_MOE, **WIDE, "moe_intermediate_size": 256}
+MODELS = {
+    "qwen3": DENSE,
+    "qwen2": {**cases.QWEN2, **WIDE},
+    "llama": {**cases.LLAMA, **WIDE},
+    "qwen3_moe": EXPERTS,
+    "mixtral": {**cases.MIXTRAL, **WIDE},
+}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SEQUENCE = {"sequence_parallel": True}
+WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
+# ranks -> layouts
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "tp2": {"tensor_parallel": 2},
+        "tp2_sp": {"tensor_parallel": 2, "megatron": SEQUENCE},
+        "pp2": {"pipeline_parallel": 2},
+        "dp2": {"data_parallel": 2},
+    },
+    4: {
+        "tp4_sp": {"tensor_parallel": 4, "megatron": SEQUENCE},
+        "pp2_dp2": {"pipeline_parallel": 2, "data_parallel": 2},
+    },
+}
+EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "ep2": {"data_parallel": 2, "expert_parallel": 2},
+        "tp2_sp": LAYOUTS[2]["tp2_sp"],
+        "tp2_ep2": {"tensor_parallel": 2, "expert_parallel": 2, "megatron": {**SEQUENCE, **WHOLE_EXPERTS}},
+    },
+    4: {
+        "ep2_tp2": {
+            "tensor_parallel": 2, "data_parallel": 2, "expert_parallel": 2,
+            "megatron": {**SEQUENCE, **WHOLE_EXPERTS},
+        },
+    },
+}  # fmt: skip
+SCALES = ("tensorwise", "blockwise")
+PLACES = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts]
+EXPERT_PLACES = [(ranks, name) for ranks, layouts in EXPERT_LAYOUTS.items() for name in layouts]
+STEPS = 2
+
+
+def _job(name: str, hf: dict[str, Any], layout: dict[str, Any] | None = None, **rest: Any) -> dict[str, Any]:
+    return {"name": name, "hf": hf, "layout": layout or {}, "precision": "bf16", "steps": STEPS, **rest}
+
+
+def _fp8(scales: str, **layout: Any) -> dict[str, Any]:
+    megatron = {"fp8": "e4m3", "fp8_recipe": scales, "sequence_parallel": layout.get("tensor_parallel", 1) > 1}
+    return _job(f"fp8_{scales}", DENSE, {**layout, "megatron": megatron})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random models in BF16, written by transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = {}
+    for family, hf in MODELS.items():
+        torch.manual_seed(0)
+        made[family] = tmp_path_factory.mktemp(family)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf), dtype=torch.bfloat16).save_pretrained(made[family])
+    return made
+
+
+@pytest.fixture(scope="module")
+def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    jobs = [
+        *(_job(f"folder_{family}", hf, folder=str(folders[family]), steps=0) for family, hf in MODELS.items()),
+        _job("dense", DENSE),
+        _job("experts", EXPERTS),
+        _job("unpacked", DENSE, {"tokens_per_microbatch": 1}),
+        _job("recompute", DENSE, {"megatron": RECOMPUTE}),
+        *(_fp8(scales) for scales in SCALES),
+    ]
+    return cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one_rank"), timeout=600)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Results by number of ranks, as far as the GPUs go."""
+    found = {}
+    for ranks, layouts in LAYOUTS.items():
+        if ranks <= GPUS:
+            jobs = [_job(name, DENSE, layout) for name, layout in layouts.items()]
+            jobs += [_job(f"experts_{name}", EXPERTS, layout) for name, layout in EXPERT_LAYOUTS[ranks].items()]
+            if ranks == 2:
+                jobs += [{**_fp8(scales, data_parallel=2), "name": f"fp8_{scales}_dp2"} for scales in SCALES]
+                jobs += [{**_fp8(scales, tensor_parallel=2), "name": f"fp8_{scales}_tp2_sp"} for scales in SCALES]
+            found[ranks] = cases.run_ranks(ranks, jobs, tmp_path_factory.mktemp("ranks"), timeout=600)
+    return found
+
+
+def _logprobs(found: dict[str, Any], key: str = "logprobs") -> torch.Tensor:
+    return torch.tensor(found[key])
+
+
+def _close(found: torch.Tensor, wanted: torch.Tensor, mean: float) -> None:
+    """On average, and nowhere thirty times as far."""
+    difference = (found - wanted).abs()[cases.make_batch().mask_BT]
+    assert bool(difference.isfinite().all())
+    assert float(difference.mean()) < mean
+    assert float(difference.max()) < 30 * mean
+
+
+def _same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    _close(_logprobs(found), _logprobs(wanted), 0.02)
+    for here, there in zip(found["steps"], wanted["steps"], strict=True):
+        assert here["loss/total"] == pytest.approx(there["loss/total"], rel=0.05, abs=0.01)
+        assert here["optim/grad_norm"] == pytest.approx(there["optim/grad_norm"], rel=0.05)
+    _close(_logprobs(found, "after"), _logprobs(wanted, "after"), 0.05)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_logprobs_are_those_of_transformers(family: str, one: dict[str, Any], folders: dict[str, Path]) -> None:
+    from test_learner import transformers_logprobs
+
+    _close(_logprobs(one[f"folder_{family}"]), transformers_logprobs(folders[family]), 0.02)
+
+
+def test_a_pack_of_all_rows_is_as_good_as_packs_of_one(one: dict[str, Any]) -> None:
+    _same(one["dense"], one["unpacked"])
+
+
+def test_recomputing_changes_nothing(one: dict[str, Any]) -> None:
+    assert _logprobs(one["recompute"]).equal(_logprobs(one["dense"]))
+    _same(one["recompute"], one["dense"])
+
+
+def test_the_policy_is_its_own_anchor_before_its_first_step(one: dict[str, Any]) -> None:
+    """What `logprobs` gives and what `update` computes for the same weights: the ratio is 1."""
+    for name in ("dense", "experts", *(f"fp8_{scales}" for scales in SCALES)):
+        assert one[name]["steps"][0]["loss/approx_kl"] == pytest.approx(0, abs=1e-3), name
+
+
+@pytest.mark.parametrize(("ranks", "layout"), PLACES)
+def test_a_step_is_the_same_on_every_layout(
+    ranks: int, layout: str, one: dict[str, Any], more: dict[int, dict[str, Any]]
+) -> None:
+    _same(_of(more, ranks)[layout], one["dense"])
+
+
+@pytest.mark.parametrize(("ranks", "layout"), EXPERT_PLACES)
+def test_experts_count_once_on_every_layout(
+    ranks: int, layout: str, one: dict[str, Any], more: dict[int, dict[str, Any]]
+) -> None:
+    _same(_of(more, ranks)[f"experts_{layout}"], one["experts"])
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_a_step_in_fp8(scales: str, one: dict[str, Any]) -> None:
+    found, wanted = one[f"fp8_{scales}"], one["dense"]
+    _close(_logprobs(found), _logprobs(wanted), 0.08)
+    assert found["steps"][0]["optim/grad_norm"] == pytest.approx(wanted["steps"][0]["optim/grad_norm"], rel=0.2)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2_sp"])
+@pytest.mark.parametrize("scales", SCALES)
+def test_a_step_in_fp8_on_two_ranks(
+    scales: str, layout: str, one: dict[str, Any], more: dict[int, dict[str, Any]]
+) -> None:
+    _close(_logprobs(_of(more, 2)[f"fp8_{scales}_{layout}"]), _logprobs(one[f"fp8_{scales}"]), 0.08)
+
+
+def _of(more: dict[int, dict[str, Any]], ranks: int) -> dict[str, Any]:
+    if ranks not in more:
+        pytest.skip(f"needs {ranks} GPUs")
+    return more[ranks]

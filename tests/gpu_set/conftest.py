@@ -1,0 +1,20 @@
+"""The GPU set without a GPU. Each file here runs in a process of its own (.ci/gpu-set): what pretends to be a device
+changes torch for all of a process.
+"""
+
+from importlib import metadata
+
+import pretended
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        metadata.version("transformer-engine-cu13")
+    except metadata.PackageNotFoundError:
+        raise pytest.UsageError("tests/gpu_set is for the gpu set: make check-gpu-set") from None
+    pretended.load_driver()
+    pretended.pretend(
+        pytest.MonkeyPatch(), pretended.H100
+    )  # modules of vLLM ask for the device while they are imported
+    pretended.vllm_platform()

@@ -1,0 +1,80 @@
+"""What vLLM makes of every recipe's engine, on a pretended H100 and B200: nothing is computed, all is decided."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pretended
+import pytest
+from pretended import B200, H100, Device
+from vllm.engine.arg_utils import EngineArgs
+
+from megatron_rl.config import cluster, load
+from megatron_rl.config.schema import Config, Sleep, Transport
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
+from megatron_rl.sampler.model_folder import write_engine_folder
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])
+
+
+def engine_config(config: Config, folder: Path, device: Device, patch: pytest.MonkeyPatch) -> Any:
+    """As the engine's own process would make it."""
+    pretended.pretend(patch, device)
+    model = folder / "model"
+    model.mkdir()
+    shutil.copy(ROOT / "conf" / "model" / f"{Path(config.model.path).name}.json", model / "config.json")
+    settings = EngineSettings.from_config(config)
+    settings = settings.with_format(settings.formats[0])
+    engine = write_engine_folder(model, folder / "engine", settings.quantization)
+    return EngineArgs(**engine_arguments(settings, engine)).create_engine_config()
+
+
+@pytest.mark.parametrize("device", [H100, B200], ids=lambda device: device.name.split()[1])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_every_recipe_s_engine(recipe: Path, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(recipe)
+    made = engine_config(config, tmp_path, device, monkeypatch)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    assert made.model_config.max_model_len >= longest
+    assert made.parallel_config.tensor_parallel_size == config.sampler.tensor_parallel
+    assert made.model_config.quantization == (None if config.quantization.format == "none" else "compressed-tensors")
+    assert made.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
+    assert made.scheduler_config.max_num_seqs == config.sampler.vllm.get("max_num_seqs")
+    assert made.weight_transfer_config.backend == config.sync.transport
+
+
+def test_what_offline_nodes_would_wait_for_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that a library compiles or downloads at the start."""
+    made = engine_config(load(ROOT / "recipes" / "dapo_int8.yaml"), tmp_path, H100, monkeypatch)
+    assert made.kernel_config.enable_flashinfer_autotune is False
+    assert made.compilation_config.pass_config.fuse_allreduce_rms is False
+
+
+@pytest.mark.parametrize("transport", [Transport.ipc, Transport.nccl])
+def test_vllm_s_own_transports(transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(ROOT / "recipes" / "dapo_int8.yaml", [f"sync.transport={transport}"])
+    made = engine_config(config, tmp_path, H100, monkeypatch)
+    assert made.weight_transfer_config.backend == f"checked_{transport}"
+
+
+def test_blocks_of_fp8_on_hopper_and_an_fp8_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["quantization.format=fp8_block", "sampler.tensor_parallel=1", "sampler.devices='4'"]
+    config = load(ROOT / "recipes" / "dapo_fp8.yaml", [*overrides, "quantization.kv_cache=fp8"])
+    made = engine_config(config, tmp_path, H100, monkeypatch)
+    assert made.model_config.quantization == "compressed-tensors"
+    assert made.cache_config.cache_dtype.startswith("fp8")
+    written = json.loads((tmp_path / "engine" / "config.json").read_text())
+    assert written["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+
+
+@pytest.mark.parametrize("sleep", [Sleep.offload, Sleep.discard])
+def test_an_engine_that_sleeps_has_memory_that_it_can_give_back(
+    sleep: Sleep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8-colocated.yaml", [f"sampler.sleep={sleep}"])
+    made = engine_config(config, tmp_path, H100, monkeypatch)
+    assert made.model_config.enable_sleep_mode

@@ -1,0 +1,183 @@
+"""New weights in the layouts of vLLM's CUDA kernels: its own processing and this project's reload, on host memory under
+a pretended H100. No kernel runs; what they would read is compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pretended
+import pytest
+import torch
+from simulated import hf_config, local_parameters, random_hf
+from vllm.config import set_current_vllm_config
+from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from megatron_rl.config.schema import Config, Device, Format, QuantizationSection, RolloutSection, RunSection
+from megatron_rl.engine import expectation, reload
+from megatron_rl.models.groups import ShardGroups
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.model import Model
+from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
+from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.source import ShardSource
+
+HOST = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "rope_theta": 10000.0, "vocab_size": 128, "dtype": "bfloat16",
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    ),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+CASES = [
+    ("qwen3", Format.none), ("qwen3", Format.int8), ("qwen3", Format.fp8), ("qwen3", Format.fp8_block),
+    ("qwen2", Format.int8), ("llama", Format.fp8), ("qwen3_moe", Format.none), ("qwen3_moe", Format.int8),
+    ("qwen3_moe", Format.fp8), ("mixtral", Format.fp8),
+]  # fmt: skip
+# of a product with normal weights, what rounding them costs
+ERRORS = {Format.none: 0.0, Format.int8: 0.012, Format.fp8: 0.03, Format.fp8_block: 0.03}
+
+
+class Alone:
+    """A tensor-parallel group of one."""
+
+    def max_(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def gather(self, tensor: torch.Tensor, received: Any, rank: int) -> None:
+        pass
+
+
+@dataclass
+class Engine:
+    model: Any
+    model_config: Any
+    policy: Model
+    format: Format
+
+    def sent(self, seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Weights by seed, and what a learner of one rank makes of them."""
+        drawn = {
+            name: (1 + 0.02 * tensor if tensor.ndim == 1 else 0.08 * tensor).bfloat16()
+            for name, tensor in random_hf(self.policy.shape, torch.float32, seed).items()
+        }
+        source = ShardSource(self.policy, ShardGroups(tensor=Alone(), expert_tensor=Alone()), self.format, ["lm_head"])
+        sent = dict(source.tensors(local_parameters(drawn, self.policy.shape, Layout(), Place())))
+        assert source.failure is None, source.failure
+        return drawn, sent
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        with set_default_torch_dtype(torch.bfloat16), HOST:
+            reload.load_layerwise(self.model, self.model_config, tensors.items())
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: _bytes(weight).clone() for name, weight in self.model.named_parameters()}
+
+    def places(self) -> dict[str, int]:
+        return {name: weight.data_ptr() for name, weight in self.model.named_parameters()}
+
+
+def _bytes(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach().contiguous().view(torch.uint8)
+
+
+@contextmanager
+def engine(family: str, format: Format, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    torch._dynamo.config.disable = True  # its compiler asks the driver
+    patch.setenv("VLLM_USE_DEEP_GEMM", engine_environment()["VLLM_USE_DEEP_GEMM"])
+    pretended.pretend(patch, pretended.H100)
+    pretended.tensors_on_host(patch)
+    architecture, more = FAMILIES[family]
+    hf = hf_config(family, architectures=[architecture], **{**SIZES, **more})
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(hf))
+    config = Config(
+        run=RunSection(device=Device.cuda),
+        quantization=QuantizationSection(format=format),
+        rollout=RolloutSection(max_prompt_tokens=24, max_response_tokens=24),
+    )
+    settings = EngineSettings.from_config(config)
+    arguments = engine_arguments(settings, write_engine_folder(folder / "hf", folder / "engine", config.quantization))
+    made = EngineArgs(**arguments | {"enforce_eager": True}).create_engine_config()
+    with set_current_vllm_config(made):
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        destroy_model_parallel()  # its groups are those of the model before
+        initialize_model_parallel(1, 1)
+        with set_default_torch_dtype(torch.bfloat16), HOST:
+            model = initialize_model(made)
+            record_metadata_for_reloading(model)
+            DummyModelLoader(made.load_config).load_weights(model, made.model_config)
+            process_weights_after_loading(model, made.model_config, HOST)
+        yield Engine(model, made.model_config, Model.of(hf, Layout()), format)
+
+
+@pytest.mark.parametrize(("family", "format"), CASES, ids=lambda value: str(value))
+def test_weights_arrive_where_the_kernels_read_them(
+    family: str, format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(family, format, tmp_path, monkeypatch) as at:
+        drawn, first = at.sent(1)
+        expected = expectation.expected_tensors(at.model, at.policy.shape.tied)
+        assert {name: tuple(spec.shape) for name, spec in expected.items()} == {
+            name: tuple(tensor.shape) for name, tensor in first.items()
+        }
+        places = at.places()
+        at.load(first)
+        loaded = at.state()
+        at.load(at.sent(2)[1])
+        changed = at.state()
+        assert all(not torch.equal(changed[name], was) for name, was in loaded.items()), "every parameter changes"
+        at.load(first)
+        again = at.state()
+        assert all(torch.equal(again[name], was) for name, was in loaded.items()), "the same bytes the second time"
+        assert at.places() == places, "CUDA graphs read where they were captured"
+        _compare(at, drawn, format)
+
+
+@pytest.mark.parametrize(("family", "format"), [("qwen3", Format.int8), ("qwen3_moe", Format.fp8)])
+def test_a_tensor_that_is_missing_is_refused(
+    family: str, format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(family, format, tmp_path, monkeypatch) as at:
+        _, first = at.sent(1)
+        at.load(first)
+        victim = next(name for name in first if "layers.1.mlp" in name and "down_proj.weight" in name)
+        with pytest.raises(WeightSyncError):
+            at.load({name: tensor for name, tensor in first.items() if name != victim})
+
+
+def _compare(at: Engine, drawn: dict[str, torch.Tensor], format: Format) -> None:
+    """One layer's weights as its kernel would multiply with them."""
+    layer = at.model.model.layers[1].self_attn.o_proj
+    weight, scale = layer.weight.float(), getattr(layer, "weight_scale", None)
+    wanted = drawn["model.layers.1.self_attn.o_proj.weight"].float()
+    if format in (Format.int8, Format.fp8):  # Cutlass wants columns next to each other
+        assert layer.weight.stride(0) == 1
+        weight = weight.t() * scale.reshape(-1, 1)
+    elif format == Format.fp8_block:
+        blocks = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        weight = weight * blocks[: weight.shape[0], : weight.shape[1]]
+    error = float((weight - wanted).norm() / wanted.norm())
+    assert error <= ERRORS[format]

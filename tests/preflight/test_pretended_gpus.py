@@ -1,0 +1,76 @@
+"""Every recipe on nodes of one, two, four and eight GPUs, as a stand-in for nvidia-smi lists them."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import ConfigError, cluster, load
+from megatron_rl.config.schema import Device
+from megatron_rl.models.layout import Layout
+from megatron_rl.preflight import checks
+from megatron_rl.preflight.machine import detect, named
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes this machine a node of so many GPUs, with the gpu set installed."""
+    versions = {"torch": "2.13.0", "vllm": "0.32.0"}
+    true = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or true(name))
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def of(gpus: int, name: str = "NVIDIA H100 80GB HBM3", capability: str = "9.0") -> None:
+        tool = tmp_path / "nvidia-smi"
+        lines = f"{name}, {capability}, 81559\n" * gpus
+        tool.write_text(f"#!/bin/sh\ncat <<'end'\n{lines}end\n" if gpus else "#!/bin/sh\nexit 9\n")
+        tool.chmod(0o755)
+
+    return of
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_refused_where_its_gpus_are_not(recipe: Path, gpus: int, node) -> None:
+    node(gpus)
+    config, machine = load(recipe), named(str(cluster(recipe)[1]))
+    places = ("learner: ", "sampler.devices", "sampler.fleet")
+    about = [line for line in checks.problems(config) if line.startswith(places)]
+    learns = Layout.from_config(config.learner).world
+    fits = gpus >= max(learns + config.sampler.fleet.servers * config.sampler.tensor_parallel, machine.gpus)
+    assert (about == []) == fits, about
+    assert all(str(gpus) in line for line in about)
+
+
+def test_what_nvidia_smi_says_is_the_machine(node) -> None:
+    node(2)
+    machine = detect(Device.auto)
+    assert (machine.kind, machine.gpus, machine.capability) == (Device.cuda, 2, 9.0)
+    assert str(machine) == "1 node of 2 x NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(("wanted", "gpus"), [(Device.auto, 0), (Device.cpu, 8)])
+def test_the_gpu_set_has_no_engine_for_hosts(wanted: Device, gpus: int, node) -> None:
+    """On a login node, or told to leave the GPUs alone: said at once, with the ways out."""
+    node(gpus)
+    with pytest.raises(ConfigError, match=r"what is installed is the gpu set.*--on 1x8xH100-80.*EXTRA=cpu"):
+        detect(wanted)
+
+
+def test_a_build_for_hosts_leaves_gpus_alone(node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node(8)
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu" if name == "torch" else _absent(name))
+    assert detect(Device.auto).kind == Device.cpu
+    with pytest.raises(ConfigError, match="torch is a CPU build"):
+        detect(Device.cuda)
+
+
+def _absent(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# The first hour on a node with GPUs: installs the gpu set, runs tests/gpu, measures a sync, and takes two steps of every
+# recipe that fits this node. A part that fails does not stop the others.
+#   tools/first_hour.sh [part ...]      parts: machine install imports tests quickstart sync recipes
+# What came of it is one file to send back, first_hour.md, and a log of each part in first_hour/.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 2
+
+BIN=${VENV:-.venv}/bin
+LIMIT_S=${LIMIT_S:-1200}   # of one part, or of one recipe
+report=first_hour.md
+mkdir -p first_hour
+
+part() {  # NAME COMMAND [ARGUMENT ...]
+  local name=$1 log=first_hour/$1.log began=$SECONDS status=0
+  shift
+  echo "$name: $*" >&2
+  timeout "$LIMIT_S" "$@" >"$log" 2>&1 </dev/null || status=$?
+  {
+    echo
+    echo "## $name: $([[ $status == 0 ]] && echo "done" || echo "failed, status $status"), $((SECONDS - began)) s"
+    echo
+    echo '```'
+    echo "\$ $*"
+    tail -n "$([[ $status == 0 ]] && echo "${TAIL:-15}" || echo 60)" "$log"
+    echo '```'
+  } >>"$report"
+  return "$status"
+}
+
+machine() {
+  TAIL=80 part machine bash -c 'git log -1 --oneline; date -u; uname -r; nproc; free -g; df -h . /dev/shm
+nvidia-smi; nvidia-smi topo -m'
+}
+
+install() { part install make EXTRA=gpu install-dev; }
+
+imports() {
+  part imports "$BIN/python" -c 'import torch, transformer_engine.pytorch, vllm, flashinfer, nccl.m2n
+import megatron.core.extensions.transformer_engine as extension
+print(torch.__version__, torch.cuda.device_count(), torch.cuda.get_device_name(), extension.HAVE_TE)'
+}
+
+tests() { TAIL=40 part tests "$BIN/python" -m pytest tests/gpu -ra --durations=10; }
+
+quickstart() { part quickstart "$BIN/megatron-rl" quickstart run.steps=20; }
+
+sync() { part sync "$BIN/python" tools/bench/sync.py --formats none int8 fp8 --repeats 3; }
+
+# With the recipe's own layout and formats, and a small random model of its family where its own is not here.
+recipes() {
+  local recipe name model shrunk
+  for recipe in recipes/*-*.yaml; do
+    name=$(basename "$recipe" .yaml)
+    model=$("$BIN/python" -c 'import sys; from pathlib import Path; from megatron_rl.config import load; print(load(Path(sys.argv[1])).model.path)' "$recipe")
+    shrunk=(run.steps=2 "run.name=first_hour_$name" run.if_exists=archive eval.every=0 checkpoint.minutes=0 log.export=false
+      rollout.prompts_per_step=16 rollout.samples_per_prompt=8 rollout.max_response_tokens=512 rollout.dynamic_sampling=false
+      learner.n_minibatches=2)
+    if [[ ! -d $model ]]; then
+      "$BIN/megatron-rl" toy "data/first_hour/$name" --like "$(basename "$model")" >/dev/null || continue
+      shrunk+=("model.path=data/first_hour/$name/model" model.init=random "data.train=data/first_hour/$name/train.jsonl"
+        data.eval=null data.prompt_key=prompt data.answer_key=answer data.template=null reward.name=exact_match
+        rollout.max_prompt_tokens=12 rollout.max_response_tokens=8 reward.overlong_buffer=0)
+    fi
+    if "$BIN/megatron-rl" train "$recipe" "${shrunk[@]}" --dry-run >"first_hour/$name.plan" 2>&1; then
+      part "$name" "$BIN/megatron-rl" train "$recipe" "${shrunk[@]}"
+    else
+      echo "- $name is left out: $(grep -m1 "error" "first_hour/$name.plan")" >>"$report"
+    fi
+  done
+}
+
+chosen=("$@")
+((${#chosen[@]})) || chosen=(machine install imports tests quickstart sync recipes)
+echo "# The first hour" >"$report"
+for each in "${chosen[@]}"; do
+  case $each in
+    machine | install | imports | tests | quickstart | sync | recipes) "$each" || echo "$each: failed; see $report" >&2 ;;
+    *) echo "first_hour: no part $each; see the head of $0" >&2; exit 2 ;;
+  esac
+done
+echo "send back: $report" >&2
