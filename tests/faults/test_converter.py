@@ -44,7 +44,7 @@ def test_an_interrupted_import(tmp_path: Path, number: signal.Signals) -> None:
     if running.returncode:  # else it was done before it heard
         assert running.returncode == 128 + number
         assert f"error: interrupted by {number.name}" in said
-        assert f"is in {partial_of(target)}: give the same command again to go on" in said
+        assert f"is kept in {partial_of(target)}: give the same command again to go on" in said
         assert "Traceback" not in said
         assert not target.exists()
         subprocess.run(convert("import", source, target), check=True, timeout=300)
