@@ -60,15 +60,16 @@ class Rollout:
     logprobs: Sequence[float]  # float32: the sampler's, NaN where it reported none
     loss_mask: Sequence[int]  # int8. 0: text the policy did not write (tools, other turns)
     finish_reason: str  # stop | length | abort
-    policy_version: int
+    policy_version: int  # of its first token, the oldest one
     format: str = ""  # weight format of the engine that answered; empty where there was none
     # int32: which tokens each was drawn among, one position after the other, and how many at each; None: among all
     kept_ids: Sequence[int] | None = None
     kept_counts: Sequence[int] | None = None
+    versions: Sequence[int] | None = None  # int32: of each token, where an update came between them; None: all one
 
     def __post_init__(self) -> None:
         kinds = {"token_ids": "i", "logprobs": "f", "loss_mask": "b", "kept_ids": "i", "kept_counts": "i"}
-        for name, kind in kinds.items():
+        for name, kind in {**kinds, "versions": "i"}.items():
             values = getattr(self, name)
             if values is not None and (not isinstance(values, array) or values.typecode != kind):
                 object.__setattr__(self, name, array(kind, np.asarray(values, kind).tobytes()))

@@ -54,6 +54,22 @@ class LongPrompts(StrEnum):
     drop = "drop"
 
 
+class Stale(StrEnum):
+    wait = "wait"  # nothing is begun that would be too old when its turn comes
+    drop = "drop"  # what turns out too old is drawn again
+
+
+class InFlight(StrEnum):
+    finish = "finish"  # answers that are begun end with the weights that they began with; the update waits
+    # a Python keyword; its value is what recipes write
+    continue_ = "continue"  # the update comes between two of their tokens
+
+
+class Cache(StrEnum):
+    rebuild = "rebuild"  # keys and values of what was written so far are computed again, with the new weights
+    keep = "keep"  # they stay what the old weights made of them
+
+
 class Format(StrEnum):
     none = "none"
     int8 = "int8"
@@ -191,6 +207,12 @@ class RolloutSection:
     top_p: float = field(default=1.0, metadata=NUCLEUS)
     dynamic_sampling: bool = True  # DAPO: groups without spread are replaced by new ones
     max_gen_batches: int = field(default=4, metadata=POSITIVE)  # generation calls per step at most
+    # batches that the sampler is ahead of the learner, and so the most updates that a token is older than the policy
+    # that it trains (docs/ahead.md); 0: they take turns
+    ahead: int = field(default=0, metadata=between(0, 64))
+    stale: Stale = Stale.wait
+    in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
+    in_flight_cache: Cache = Cache.rebuild
 
     @property
     def candidates(self) -> int:

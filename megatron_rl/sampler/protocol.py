@@ -33,6 +33,22 @@ class SamplerStats:
     restarts: int = 0  # of engines and servers
 
 
+class Answering(Protocol):
+    """Prompts that are being answered, for one thread; others may ask the sampler for other things meanwhile."""
+
+    def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
+        """More of them, behind those before; the group of a prompt is `first_group` plus its index."""
+        ...
+
+    def finished(self) -> list[list[Rollout]]:
+        """Whole groups that are complete by now, each by sample; waits for one. Empty: nothing is open any more."""
+        ...
+
+    def close(self) -> None:
+        """Gives up what is open."""
+        ...
+
+
 class Sampler(Protocol):
     policy_version: int  # -1: dummy weights, nothing synced yet
     stats: SamplerStats
@@ -50,6 +66,10 @@ class Sampler(Protocol):
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
     ) -> list[Rollout]:
         """Ordered by prompt, then sample; the group of a prompt is `first_group` plus its index."""
+        ...
+
+    def answering(self, params: SamplingParams, *, seed: int) -> Answering:
+        """The same, group by group."""
         ...
 
     def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
