@@ -200,7 +200,7 @@ def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[S
         recorded.batch.sampler_logprobs_BT,
         recorded.batch.mask_BT,
         finish_reasons=[one.rollout.finish_reason for one in recorded.scored],
-        versions_B=recorded.batch.versions_B,
+        versions_BT=recorded.batch.token_versions_BT,
         policy_version=policy_version,
         formats=[one.rollout.format for one in recorded.scored],
     )
