@@ -123,6 +123,7 @@ def _time(runs: Sequence[RunData]) -> list[Panel]:
             figures.time_split(runs),
             wide=True,
         ),
+        Panel("Who works when", "Some steps from the middle of the run.", figures.lanes(runs), wide=True),
         Panel("Weight sync", "Its own phases.", figures.sync_split(runs)),
         Panel(
             "Weight sync size",
