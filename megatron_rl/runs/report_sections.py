@@ -112,7 +112,7 @@ def _agreement(runs: Sequence[RunData]) -> list[Panel]:
         ),
         Panel(
             "Numerics and staleness",
-            "Mean |difference|: of all trained tokens, of the old ones, and right after a sync, which is numerics alone.",
+            "Mean |difference| of all trained tokens, of the old ones, and right after a sync: numerics alone.",
             curves(runs, apart, y_title="nats", markers=True, from_zero=True) if old else None,
             sampled=True,
         ),

@@ -3,10 +3,10 @@
     python tools/bench/ahead.py steps [--recipe recipes/quickstart.yaml] [--steps 60] [--seeds 1 2 3] [KEY=VALUE ...]
     python tools/bench/ahead.py rollout [--repeats 7]
 
-`steps` runs a recipe to its end with rollout.ahead=0 and 1 in turn, seed by seed, and prints the median time of a step and the
-last held-out accuracy of each. `rollout` collects batches of a small random model, whose answers are of very unequal
-length, twice with one engine: with groups as they finish, and with rounds that wait for their last answer. About half of
-the groups have no spread and are replaced. The prompts, seeds and groups are the same.
+`steps` runs a recipe to its end with rollout.ahead=0 and 1 in turn, seed by seed, and prints the median time of a step
+and the last held-out accuracy of each. `rollout` collects batches of a small model at a high temperature, whose answers
+are of very unequal length, twice with one engine: with groups as they finish, and with rounds that wait for their last
+answer. About half of the groups have no spread and are replaced. The prompts, seeds and groups are the same.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ def bench_rollout(repeats: int) -> None:
                 drawn.append(collected.ordinals)
             metrics = collected.metrics
             print(
-                f"{metrics['rollout/gen_batches']} rounds, {metrics['rollout/groups']} groups, tokens of an answer "
-                f"{metrics['rollout/response_tokens_mean']:.0f}, at most {metrics['rollout/response_tokens_max']}; drawn {drawn}"
+                f"{metrics['rollout/gen_batches']} rounds, {metrics['rollout/groups']} groups of "
+                f"{metrics['rollout/response_tokens_mean']:.0f} tokens, at most {metrics['rollout/response_tokens_max']}; "
+                f"drawn {drawn}"
             )
     for how, each in seconds.items():
         print(f"{how}: {median(each):.3f} s")
