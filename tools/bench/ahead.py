@@ -94,8 +94,8 @@ def bench_rollout(repeats: int) -> None:
             metrics = collected.metrics
             print(
                 f"{metrics['rollout/gen_batches']} rounds, {metrics['rollout/groups']} groups of "
-                f"{metrics['rollout/response_tokens_mean']:.0f} tokens, at most {metrics['rollout/response_tokens_max']}; "
-                f"drawn {drawn}"
+                f"{metrics['rollout/response_tokens_mean']:.0f} tokens, at most "
+                f"{metrics['rollout/response_tokens_max']}; drawn {drawn}"
             )
     for how, each in seconds.items():
         print(f"{how}: {median(each):.3f} s")
