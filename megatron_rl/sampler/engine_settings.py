@@ -8,9 +8,19 @@ from typing import Any
 
 import torch
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, MAX_SEQUENCES, is_fleet, replica_formats
-from megatron_rl.config.schema import Config, Device, Format, KvCache, QuantizationSection, SamplerSection, Transport
+from megatron_rl.config.schema import (
+    Cache,
+    Config,
+    Device,
+    Format,
+    KvCache,
+    QuantizationSection,
+    SamplerSection,
+    Transport,
+)
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
 WORKER_EXTENSION = "megatron_rl.engine.receiver.WorkerExtension"
@@ -35,6 +45,7 @@ class EngineSettings:
     seed: int
     device: Device
     candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
+    in_flight_cache: Cache = Cache.rebuild
 
     @classmethod
     def from_config(cls, config: Config) -> EngineSettings:
@@ -48,6 +59,7 @@ class EngineSettings:
             seed=config.run.seed,
             device=config.run.device,
             candidates=config.rollout.candidates,
+            in_flight_cache=config.rollout.in_flight_cache,
         )
 
     def with_format(self, format: Format) -> EngineSettings:
@@ -78,8 +90,10 @@ def engine_arguments(
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": worker_extension,
-        # which tokens share a batch or a cached prefix changes BF16 rounding; hosts favour exact repetition
-        "enable_prefix_caching": gpu,
+        # which tokens share a batch or a cached prefix changes BF16 rounding; hosts favour exact repetition.
+        # vLLM forgets prefixes only while nothing uses them: where answers keep theirs over an update, new ones could
+        # begin on what the old weights made
+        "enable_prefix_caching": gpu and settings.in_flight_cache == Cache.rebuild,
         "enforce_eager": not gpu,
         # a seeded request whose prompt is cut in two asks its generator for an offset, which only CUDA's have
         "enable_chunked_prefill": gpu,
@@ -94,4 +108,9 @@ def engine_arguments(
         arguments["kv_cache_memory_bytes"] = HOST_CACHE_BYTES
     if sampler.tensor_parallel > 1:
         arguments["distributed_executor_backend"] = "mp"
+    if settings.in_flight_cache == Cache.keep and sampler.vllm.get("enable_prefix_caching"):
+        raise ConfigError(
+            "sampler.vllm.enable_prefix_caching: true does not go with rollout.in_flight_cache: keep, since new "
+            "answers would begin on what old weights have cached: leave it out, or set rollout.in_flight_cache: rebuild"
+        )
     return arguments | sampler.vllm
