@@ -10,7 +10,17 @@ import torch
 
 from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, MAX_SEQUENCES, is_fleet, replica_formats
-from megatron_rl.config.schema import Config, Device, Format, KvCache, QuantizationSection, SamplerSection, Transport
+from megatron_rl.config.schema import (
+    Cache,
+    Config,
+    Device,
+    Format,
+    InFlight,
+    KvCache,
+    QuantizationSection,
+    SamplerSection,
+    Transport,
+)
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
 WORKER_EXTENSION = "megatron_rl.engine.receiver.WorkerExtension"
@@ -34,6 +44,8 @@ class EngineSettings:
     max_tokens: int  # of a prompt and its answer together
     seed: int
     device: Device
+    in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
+    in_flight_cache: Cache = Cache.rebuild
     candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
 
     @classmethod
@@ -47,6 +59,8 @@ class EngineSettings:
             max_tokens=config.rollout.max_prompt_tokens + longest_answer(config.rollout, config.eval),
             seed=config.run.seed,
             device=config.run.device,
+            in_flight=config.rollout.in_flight,
+            in_flight_cache=config.rollout.in_flight_cache,
             candidates=config.rollout.candidates,
         )
 
