@@ -63,7 +63,7 @@ class EmbeddedSampler:
     ) -> list[Rollout]:
         return answer_all(self._answering(params, seed, patient=False), prompts, first_group)
 
-    def answering(self, params: SamplingParams, *, seed: int) -> EmbeddedAnswering:
+    def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> EmbeddedAnswering:
         return self._answering(params, seed, patient=True)
 
     def _answering(self, params: SamplingParams, seed: int, patient: bool) -> EmbeddedAnswering:

@@ -16,6 +16,7 @@ from megatron_rl.config.schema import (
     Config,
     Device,
     Format,
+    InFlight,
     KvCache,
     QuantizationSection,
     SamplerSection,
@@ -44,8 +45,9 @@ class EngineSettings:
     max_tokens: int  # of a prompt and its answer together
     seed: int
     device: Device
-    candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
+    in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
     in_flight_cache: Cache = Cache.rebuild
+    candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
 
     @classmethod
     def from_config(cls, config: Config) -> EngineSettings:
@@ -58,8 +60,9 @@ class EngineSettings:
             max_tokens=config.rollout.max_prompt_tokens + longest_answer(config.rollout, config.eval),
             seed=config.run.seed,
             device=config.run.device,
-            candidates=config.rollout.candidates,
+            in_flight=config.rollout.in_flight,
             in_flight_cache=config.rollout.in_flight_cache,
+            candidates=config.rollout.candidates,
         )
 
     def with_format(self, format: Format) -> EngineSettings:

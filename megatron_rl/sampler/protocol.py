@@ -70,7 +70,7 @@ class Sampler(Protocol):
         """Ordered by prompt, then sample; the group of a prompt is `first_group` plus its index."""
         ...
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int) -> Answering:
+    def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> Answering:
         """The same, group by group."""
         ...
 

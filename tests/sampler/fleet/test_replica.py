@@ -13,11 +13,16 @@ import pytest
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.fleet import replica as module
-from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone, RequestRefused
+from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone, RequestRefused, Swap
 from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.types import SamplingParams
 
-CHOICE = {"index": 0, "token_ids": [5, 6], "finish_reason": "length", "weight_versions": [{"version": "3"}]}
+CHOICE = {
+    "index": 0,
+    "token_ids": [5, 6],
+    "finish_reason": "length",
+    "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+}
 ANSWER = {"choices": [CHOICE | {"logprobs": {"content": [{"logprob": -1.0}, {"logprob": -9999.0}]}}]}
 PARAMS = SamplingParams(samples=1, max_tokens=2)
 RESET, HANG_UP, SILENT = 0, 1, 2  # in the place of a status
@@ -59,7 +64,7 @@ def with_server(replies: list[tuple[int, object]], use: Callable[[Replica, list[
 
 async def generate(replica: Replica, asked: list[str]) -> list[str]:
     (answer,) = await replica.generate((1, 2), 7, PARAMS)
-    assert (answer.token_ids, answer.version, answer.logprobs[0]) == ((5, 6), 3, -1.0)
+    assert (answer.token_ids, answer.spans, answer.logprobs[0]) == ((5, 6), ((3, 2),), -1.0)
     return asked
 
 
@@ -93,7 +98,7 @@ def test_loading_weights_is_asked_for_once():
 
     async def use(replica: Replica, asked: list[str]) -> list[str]:
         with pytest.raises(ReplicaGone):
-            await replica.finish_update()
+            await replica.finish_update(Swap())
         return asked
 
     assert with_server([(HANG_UP, None), (503, {}), (503, {})], use) == ["/collective_rpc"] * 2
