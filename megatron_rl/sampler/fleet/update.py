@@ -18,7 +18,6 @@ from megatron_rl.config.schema import Format
 from megatron_rl.sampler.fleet.replica import NoServerLeft, Replica, ReplicaGone
 from megatron_rl.sampler.fleet.supervisor import FleetState
 from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.weight_sync.manifest import WeightSyncError
 
 POLL_S = 0.1
 

@@ -17,7 +17,12 @@ from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone, RequestRefus
 from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.types import SamplingParams
 
-CHOICE = {"index": 0, "token_ids": [5, 6], "finish_reason": "length", "weight_versions": [{"version": "3", "start": 0, "end": 2}]}
+CHOICE = {
+    "index": 0,
+    "token_ids": [5, 6],
+    "finish_reason": "length",
+    "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+}
 ANSWER = {"choices": [CHOICE | {"logprobs": {"content": [{"logprob": -1.0}, {"logprob": -9999.0}]}}]}
 PARAMS = SamplingParams(samples=1, max_tokens=2)
 RESET, HANG_UP, SILENT = 0, 1, 2  # in the place of a status
