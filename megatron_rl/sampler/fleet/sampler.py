@@ -100,7 +100,7 @@ class FleetSampler:
     ) -> list[Rollout]:
         return answer_all(self.answering(params, seed=seed), prompts, first_group) if prompts else []
 
-    def answering(self, params: SamplingParams, *, seed: int) -> FleetAnswering:
+    def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> FleetAnswering:
         self.wait_ready()
         return FleetAnswering(self.ask, self._count, self.ask(lambda servers: servers.dispatcher(params)), seed)
 
