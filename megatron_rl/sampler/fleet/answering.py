@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -73,7 +72,7 @@ def _rollouts(prompt: Prompt, done: Done) -> list[Rollout]:
             format=done.format.value,
             kept_ids=answer.kept.ids if answer.kept else None,
             kept_counts=answer.kept.counts if answer.kept else None,
-            versions=None if answer.versions is None else array("i", answer.versions.tobytes()),
+            versions=answer.versions,
         )
         for sample, answer in enumerate(done.answers)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass
 
 import msgspec
@@ -61,10 +62,11 @@ class Answer:
         return min(version for version, _ in self.spans)
 
     @property
-    def versions(self) -> np.ndarray | None:
+    def versions(self) -> array[int] | None:
         """Of each token; None where they have one in common."""
-        versions, counts = np.array(self.spans, np.int32).reshape(-1, 2).T
-        return versions.repeat(counts) if len(set(versions.tolist())) > 1 else None
+        if len({version for version, _ in self.spans}) < 2:
+            return None
+        return sum((array("i", [version]) * count for version, count in self.spans), array("i"))
 
 
 def read_answers(content: bytes, candidates: int) -> list[Answer]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.schema import Cache, Format, InFlight
+from megatron_rl.config.schema import Cache, Format
 from megatron_rl.processes.pulse import own
 from megatron_rl.sampler.fleet.dispatch import Dispatcher
 from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone, Swap
@@ -161,8 +161,7 @@ class Supervisor:
                 f"{replica.address} takes {info['max_model_len']} tokens, the recipe needs {self._state.max_tokens}: "
                 f"start it with --max-model-len {self._state.max_tokens}"
             )
-        keeps = (swap.in_flight, swap.cache) == (InFlight.continue_, Cache.keep)
-        if keeps and config["cache_config"]["enable_prefix_caching"]:
+        if swap.cache == Cache.keep and config["cache_config"]["enable_prefix_caching"]:
             raise ReplicaGone(
                 f"{replica.address} caches prefixes, which old weights could outlive under rollout.in_flight_cache="
                 "keep: start it with --no-enable-prefix-caching, or use in_flight_cache: rebuild"
