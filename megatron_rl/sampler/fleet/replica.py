@@ -161,7 +161,8 @@ class Replica:
     async def _until_built(self) -> None:
         try:
             async with asyncio.timeout(self.timeout_s):
-                while any(await self._collective("weight_update_building", [])):
+                # a server writes an answer that is neither a list nor a mapping as text
+                while "True" in await self._collective("weight_update_building", []):
                     await asyncio.sleep(BUILT_POLL_S)
         except TimeoutError:
             raise NoAnswer(f"{self.name} did not verify the update within {self.timeout_s:g} s") from None
