@@ -19,8 +19,8 @@ import pytest
 import torch
 from models import config_of, convert, done, made, tensors_of
 
-from megatron_rl.conversion import to_checkpoint, to_folder
-from megatron_rl.conversion.work import JOURNAL, partial_of
+from megatron_rl.conversion import side_by_side, to_checkpoint, to_folder
+from megatron_rl.conversion.work import JOURNAL, Work, partial_of
 
 KILLS = 20
 
@@ -107,17 +107,14 @@ def begin(source: Path, target: Path) -> None:
     """An import of which some files are finished."""
 
     def work() -> int:
-        count = 0
-        write = to_checkpoint.write_blocks
+        finish = Work.finish
 
-        def stop_after_three(*arguments: object) -> object:
-            nonlocal count
-            count += 1
-            if count > 3:
+        def stop_after_three(work: Work, name: str, **about: object) -> None:
+            finish(work, name, **about)
+            if len(work.finished) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write(*arguments)
 
-        to_checkpoint.write_blocks = stop_after_three
+        side_by_side.MOST, Work.finish = 1, stop_after_three  # type: ignore[method-assign]
         return convert.main(["import", str(source), str(target)])
 
     assert ended(in_a_fork(work)) == -signal.SIGKILL
@@ -199,16 +196,47 @@ def peak_over(words: list[str]) -> int:
     return int(os.read(read, 100))
 
 
-@pytest.mark.parametrize("command", ["import", "quantize"])
-def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    """A conversion holds a few tensors, not the model: here of 136 MB, whose largest has 17 MB as megatron joins it."""
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A large model of 136 MB, whose largest tensor has 8.4 MB, and 17 MB as megatron joins it; and a small one."""
+    folder = tmp_path_factory.mktemp("sizes")
+    wide = {"hidden_size": 512, "intermediate_size": 8192, "vocab_size": 1000, "head_dim": 64}
+    for name, config in {
+        "large": config_of("llama", **wide) | {"num_hidden_layers": 5},
+        "small": config_of("llama"),
+    }.items():
+        made(folder / name / "hf", config)
+        done("import", folder / name / "hf", folder / name / "checkpoint")
+        for form in ("int8", "fp8_block"):
+            done("quantize", folder / name / "hf", folder / name / form, "--format", form)
+    assert sum(file.stat().st_size for file in (folder / "large" / "hf").iterdir()) > 130e6
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "sources"),
+    [
+        (["import"], ["hf"]),
+        (["export"], ["checkpoint"]),
+        (["quantize", "--format", "int8"], ["hf"]),
+        (["quantize", "--format", "fp8"], ["hf"]),
+        (["quantize", "--format", "fp8_block"], ["checkpoint"]),
+        (["dequantize"], ["int8"]),
+        (["dequantize"], ["fp8_block"]),
+        (["average"], ["hf", "hf"]),
+    ],
+    ids=" ".join,
+)
+def test_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: Path, words: list[str], sources: list[str]
+) -> None:
+    """Each of two threads holds a joined tensor and what it is made of, whatever the size of the model."""
     monkeypatch.setattr(to_checkpoint, "FILE_BYTES", 20 << 20)
     monkeypatch.setattr(to_folder, "FILE_BYTES", 20 << 20)
-    sizes = {"hidden_size": 512, "intermediate_size": 8192, "vocab_size": 1000, "head_dim": 64}
-    source = made(tmp_path / "hf", config_of("llama", **sizes) | {"num_hidden_layers": 5})
-    size = sum(file.stat().st_size for file in source.iterdir())
-    assert size > 130e6
-    options = ["--format", "fp8"] if command == "quantize" else []
-    # what it imports is not what it holds
-    done(command, made(tmp_path / "small", config_of("llama")), tmp_path / "first", *options)
-    assert peak_over([command, str(source), str(tmp_path / "out"), *options]) < 90e6
+    monkeypatch.setattr(side_by_side, "MOST", 2)
+
+    def command(size: str) -> list[str]:
+        return [words[0], *(str(sizes / size / name) for name in sources), str(tmp_path / size), *words[1:]]
+
+    done(*command("small"))  # what it imports is not what it holds
+    assert peak_over(command("large")) < 90e6
