@@ -13,7 +13,7 @@ from megatron_rl.conversion.to_folder import Beside, write_folder
 from megatron_rl.conversion.weights import Get, Weights, digest
 from megatron_rl.models.tensors import torch_dtype
 
-AT_ONCE = 1 << 18  # values that are widened to FP32
+AT_ONCE = 1 << 17  # values that are widened to FP32
 
 
 def average_folder(

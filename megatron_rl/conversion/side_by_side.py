@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-MOST = 4  # threads: each holds what belongs to one parameter
+MOST = 2  # threads: each holds what belongs to one parameter, and a disk is busy with two
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 GoOn = Callable[[], None]

@@ -45,7 +45,8 @@ def write_folder(
     """`inputs`, `more`: for parity.json."""
     copied = [name for name in companions(beside.folder) if name not in beside.without]
     headers = _headers(weights, beside)
-    sizes = {file: sum(e.end - e.start for e in header_entries(raw, Path(file)).values()) for file, raw in headers.items()}
+    entries = {file: header_entries(raw, Path(file)).values() for file, raw in headers.items()}
+    sizes = {file: sum(entry.end - entry.start for entry in held) for file, held in entries.items()}
     with begun(target, inputs, {"command": command, **job}, note, sizes) as work:
         with Progress(command, weights.nbytes) as progress:
             for file, raw in headers.items():

@@ -135,7 +135,8 @@ def measured(words: list[str], sources: list[str], cold: bool) -> tuple[float, i
 
 
 def run(*words: str) -> str:
-    done = subprocess.run([sys.executable, __file__, "--measure", *words], capture_output=True, text=True, check=False)
+    command, env = [sys.executable, __file__, "--measure", *words], os.environ | convert.LARGE_PAGES
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     if done.returncode:
         raise SystemExit(f"{words[0]}: {done.stderr.strip()}")
     return done.stdout.splitlines()[-1]
@@ -143,7 +144,7 @@ def run(*words: str) -> str:
 
 def measure(words: list[str]) -> int:
     """In the process of its own."""
-    convert.keep_memory()
+    convert.tune_memory()
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     before, started = held("VmRSS"), time.perf_counter()
     status = convert.main(words)
