@@ -120,7 +120,7 @@ def begin(source: Path, target: Path) -> None:
             if len(work.finished) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        side_by_side.MOST, Work.finish = 1, stop_after_three  # type: ignore[method-assign]
+        side_by_side.MOST, Work.finish = 1, stop_after_three
         return convert.main(["import", str(source), str(target)])
 
     assert ended(in_a_fork(work)) == -signal.SIGKILL

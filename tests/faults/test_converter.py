@@ -95,8 +95,9 @@ def test_an_import_under_another_layout(tmp_path: Path, layout: str) -> None:
     subprocess.run(convert("import", origin, imported), check=True, timeout=300)
     box = Box(tmp_path)
     try:
-        ended = ("run.steps=1", "checkpoint.every=1", "log.export=true")
-        assert box.train(*ended, f"model.path={imported}", *words).wait(900) == 0, box.screen
+        ended = ("run.steps=1", "checkpoint.every=1", "rollout.samples_per_prompt=1", "model.init=pretrained")
+        trained = box.train(*ended, f"model.path={imported}", *words, recipe="toy_sft.yaml")
+        assert trained.wait(900) == 0, box.screen
     finally:
         box.close()
     subprocess.run(convert("export", f"{box.run}@1", tmp_path / "out"), check=True, timeout=300)
