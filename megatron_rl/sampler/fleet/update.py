@@ -116,7 +116,9 @@ class FleetUpdates:
     async def _resume(self, replicas: Sequence[Replica]) -> float:
         """Those that stand still; how long they did. One that cannot go on is taken out."""
         standing = [replica for replica in replicas if replica.ready and replica.paused_at is not None]
-        answers = await asyncio.gather(*(self._ask(one, Replica.resume) for one in standing), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self._ask(one, lambda it: it.resume()) for one in standing), return_exceptions=True
+        )
         for replica, answer in zip(standing, answers, strict=True):
             if isinstance(answer, BaseException):
                 self._state.take_out(replica, str(answer))
