@@ -7,9 +7,11 @@ N rollouts, G groups.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import fmean, pstdev
 from typing import Protocol
@@ -23,6 +25,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.functions import reads_last
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.task import Task
+from megatron_rl.runs.lanes import Span
 from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict, written
 
 LONGEST_CHARACTER = 5  # tokens: its bytes, and one that the beginning is cut in
@@ -35,11 +38,27 @@ class RewardError(RuntimeError):
 
 
 class Generates(Protocol):
-    """The half of a Sampler that collecting needs."""
+    """What evaluating needs of a Sampler."""
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
     ) -> list[Rollout]: ...
+
+
+class Answering(Protocol):
+    """See sampler.protocol."""
+
+    def add(self, prompts: Sequence[Prompt], first_group: int) -> None: ...
+
+    def finished(self) -> list[list[Rollout]]: ...
+
+    def close(self) -> None: ...
+
+
+class Answers(Protocol):
+    """What collecting needs of a Sampler."""
+
+    def answering(self, params: SamplingParams, *, seed: int, step: int) -> Answering: ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +67,7 @@ class Collected:
     drawn: list[Scored]  # everything, before the group filter
     metrics: dict[str, float]
     ordinals: tuple[int, int]  # of the prompts drawn, from and to: a group's number is its prompt's place in the order
+    spans: list[Span] = field(default_factory=list)
 
 
 class Collector:
@@ -57,7 +77,7 @@ class Collector:
         self,
         config: RolloutSection,
         order: PromptOrder,
-        answers: Generates,
+        answers: Answers,
         scorer: Scorer,
         *,
         rebaseline: bool,
@@ -70,33 +90,65 @@ class Collector:
         self._seed = seed
         self._params = sampling_params(config, scorer.tokenizer.stop_token_ids)
         self._order = order
-        self.next_group = order.position
+
+    @property
+    def next_group(self) -> int:
+        return self._order.position
 
     def collect(self, step: int) -> Collected:
-        """A step's rollouts: whole groups, neighbours, in the order they were drawn."""
-        first = self.next_group
-        drawn: list[Group] = []
-        kept: list[Group] = []
-        wanted = self._config.prompts_per_step
-        rounds = 0
-        while len(kept) < wanted and rounds < self._config.max_gen_batches:
-            groups = self._draw(_refill(wanted - len(kept), len(kept), len(drawn)), step)
-            drawn += groups
-            kept += [group for group in groups if self._learnable(group)]
-            rounds += 1
+        """A step's rollouts: whole groups, neighbours, in the order they were drawn.
+
+        Groups are scored as they are finished. A round replaces what the rounds before it have not brought; as much of
+        it as is certain already is drawn while they go on, so that it has no other prompts for that.
+        """
+        first, wanted = self.next_group, self._config.prompts_per_step
+        drawn: dict[int, Group] = {}
+        learnable: set[int] = set()
+        spans: list[Span] = []
+        rounds, end = 1, first + wanted  # of the rounds so far, and where the prompts of the next one begin
+        with closing(self._answers.answering(self._params, seed=self._seed, step=step)) as answering:
+            self._ask(answering, wanted)
+            begun = until = time.perf_counter()
+            while finished := answering.finished():
+                until = time.perf_counter()
+                groups = self._scored(finished, spans)
+                drawn |= groups
+                learnable |= {number for number, group in groups.items() if self._learnable(group)}
+                while rounds < self._config.max_gen_batches:
+                    asked_for = self._least_refill(first, end, drawn, learnable)
+                    self._ask(answering, end + asked_for - self.next_group)
+                    if not asked_for or any(number not in drawn for number in range(first, end)):
+                        break
+                    rounds, end = rounds + 1, end + asked_for
+            spans.append(Span("sampler", begun, until))
+        everything = [drawn[number] for number in sorted(drawn)]
+        kept = [drawn[number] for number in sorted(learnable)]
         # A policy that solves everything leaves nothing to learn from: the step then runs on what was
         # drawn, with advantages of zero, rather than stopping the run.
-        chosen = kept[:wanted] or drawn[:wanted]
-        return Collected(
-            _flat(chosen), _flat(drawn), self._metrics(drawn, kept, chosen, rounds), (first, self.next_group)
-        )
+        chosen = kept[:wanted] or everything[:wanted]
+        metrics = self._metrics(everything, kept, chosen, rounds)
+        return Collected(_flat(chosen), _flat(everything), metrics, (first, self.next_group), spans)
 
-    def _draw(self, count: int, step: int) -> list[Group]:
-        prompts = self._order.take(count)
-        first, self.next_group = self.next_group, self.next_group + count
-        rollouts = self._answers.generate(prompts, self._params, seed=self._seed, first_group=first, step=step)
-        scored = self._scorer.score(rollouts, self._params.max_tokens)
-        return grouped(scored)
+    def rewind(self, position: int) -> None:
+        """The prompts from there on are drawn again."""
+        self._order.position = position
+
+    def _ask(self, answering: Answering, count: int) -> None:
+        if count > 0:
+            first = self.next_group
+            answering.add(self._order.take(count), first)
+
+    def _scored(self, groups: Sequence[Sequence[Rollout]], spans: list[Span]) -> dict[int, Group]:
+        begun = time.perf_counter()
+        found = grouped(self._scorer.score([one for group in groups for one in group], self._params.max_tokens))
+        spans.append(Span("rewards", begun, time.perf_counter()))
+        return {group[0].rollout.group: group for group in found}
+
+    def _least_refill(self, first: int, end: int, drawn: Mapping[int, Group], learnable: set[int]) -> int:
+        """How large the next round is at least, were all of the groups that are still open before `end` learnable."""
+        before = [number for number in range(first, end) if number in learnable or number not in drawn]
+        missing = self._config.prompts_per_step - len(before)
+        return _refill(missing, len(before), end - first) if missing > 0 else 0
 
     def _learnable(self, group: Group) -> bool:
         if not self._config.dynamic_sampling:
@@ -242,6 +294,39 @@ class Scorer:
 def _task(rollout: Rollout, text: str) -> Task:
     prompt = rollout.prompt
     return Task(prompt.row, text, rollout.finish_reason, prompt.prompt_key, prompt.answer_key)
+
+
+class AtOnce:
+    """Answers that come all at once, in the clothes of those that take their time."""
+
+    def __init__(self, answers: Generates) -> None:
+        self._answers = answers
+
+    def answering(self, params: SamplingParams, *, seed: int, step: int) -> Answering:
+        return _AtOnce(self._answers, params, seed, step)
+
+
+class _AtOnce:
+    def __init__(self, answers: Generates, params: SamplingParams, seed: int, step: int) -> None:
+        self._answers, self._params, self._seed, self._step = answers, params, seed, step
+        self._asked: list[tuple[Sequence[Prompt], int]] = []
+
+    def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
+        self._asked.append((prompts, first_group))
+
+    def finished(self) -> list[list[Rollout]]:
+        asked, self._asked = self._asked, []
+        rollouts = [
+            one
+            for prompts, first in asked
+            for one in self._answers.generate(
+                prompts, self._params, seed=self._seed, first_group=first, step=self._step
+            )
+        ]
+        return [list(group) for _, group in groupby(rollouts, key=lambda one: one.group)]
+
+    def close(self) -> None:
+        pass
 
 
 class DatasetAnswers:

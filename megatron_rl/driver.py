@@ -6,15 +6,16 @@ follower returns as None arrives from the driver through `learner.broadcast`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from megatron_rl.collect import Collector, DatasetAnswers, Scorer, sampling_params
+from megatron_rl.ahead import Ahead, Gate, InTurn
+from megatron_rl.collect import Answers, AtOnce, Collector, DatasetAnswers, Scorer, sampling_params
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
 from megatron_rl.config.patience import describe
@@ -54,13 +55,16 @@ class Follower:
 
     sampler: Sampler | None = None
     resumes: Checkpoint | None = None
-    position: int | None = None
+    position: int | None = None  # in the order of prompts, behind those that were trained on
 
     def __init__(self) -> None:
         self.recorder = SilentRecorder()
 
     def syncing(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def goes_on_without(self, step: int) -> bool | None:
+        return None
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]] | None:
         return None
@@ -145,21 +149,20 @@ class Driver:
         wanted = {"needs_answer": needs_answers(config.rollout, config.reward)}
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
         self.recorder.note(f"train    {', '.join(config.data.sources('train'))}: {train.describe()}")
+        after_all = self._stack.enter_context(ExitStack())  # once the sampler and the rewards are closed
         rewards = RewardPool(config.reward)
         self._stack.callback(rewards.close)
         rewards.start()
-        self._scorer = scorer = Scorer(config.reward, rewards, tokenizer)
+        self._scorer = Scorer(config.reward, rewards, tokenizer)
         log_dir = run_dir / "logs" / f"attempt_{self.recorder.run.attempt}"
         self.sampler = make_sampler(EngineSettings.from_config(config), folder, log_dir, self.recorder.note)
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
-        supervised = config.rollout.source == RolloutSource.dataset
-        answers = DatasetAnswers(tokenizer) if supervised else self.sampler
-        position = self.resumes.driver["position"] if self.resumes else 0
-        order = PromptOrder(train, config.run.seed, config.data.shuffle, position)
-        rebaseline = config.correction.rebaseline
-        self._collector = Collector(config.rollout, order, answers, scorer, rebaseline=rebaseline, seed=config.run.seed)
+        self.position = self.resumes.driver["position"] if self.resumes else 0
+        self._batches = self._open_batches(PromptOrder(train, config.run.seed, config.data.shuffle, self.position))
+        after_all.callback(self._batches.join)
+        self._stack.callback(self._batches.stop)
         self._evaluators = self._open_sets(tokenizer, rewards)
         # idle servers are given a prompt each, so that the probe meets every one
         engines = len(replica_formats(config.sampler, config.quantization))
@@ -171,6 +174,17 @@ class Driver:
             max_response_tokens=min(config.rollout.max_response_tokens, PROBE_TOKENS),
         )
         self._probe_params = sampling_params(short, tokenizer.stop_token_ids)
+
+    def _open_batches(self, order: PromptOrder) -> Ahead | InTurn:
+        config, scorer = self._config, self._scorer
+        given: dict[str, Any] = {"rebaseline": config.correction.rebaseline, "seed": config.run.seed}
+        supervised = config.rollout.source == RolloutSource.dataset
+        answers: Answers = AtOnce(DatasetAnswers(scorer.tokenizer)) if supervised else self.sampler
+        gate = Gate(answers, config.rollout) if config.rollout.ahead else None
+        self._collector = Collector(config.rollout, order, gate or answers, scorer, **given)
+        if gate is None:
+            return InTurn(self._collector)
+        return Ahead(self._collector, gate, config.rollout, config.run.steps, lambda: self.sampler.policy_version)
 
     def _open_sets(self, tokenizer: FolderTokenizer, rewards: RewardPool) -> list[Evaluator]:
         """The held-out sets; those whose reward is the run's share its workers."""
@@ -186,22 +200,25 @@ class Driver:
             evaluators.append(Evaluator(one, found.prompts, self.sampler, scorer))
         return evaluators
 
-    @property
-    def position(self) -> int | None:
-        """In the order of prompts."""
-        return self._collector.next_group
+    @contextmanager
+    def syncing(self) -> Iterator[None]:
+        """Around a sync: an engine that sleeps wakes in the right order, answers in flight end where they have to."""
+        with self._batches.updating(), self._sleep_schedule.syncing():
+            yield
 
-    def syncing(self) -> AbstractContextManager[None]:
-        """Around a sync: an engine that sleeps wakes in the right order."""
-        return self._sleep_schedule.syncing()
+    def goes_on_without(self, step: int) -> bool:
+        """Whether there will be a batch for this step though the sampler refused the weights that it should have."""
+        return self._batches.goes_on_without(step)
 
     def collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         self._stop.begin(step)
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
-            collected = self._collector.collect(step)
+            collected = self._batches.take(step)
             self._sleep_schedule.sleep()
         self._scored, self._drawn, self._ordinals = collected.scored, collected.drawn, collected.ordinals
+        self.position = collected.ordinals[1]
+        self.recorder.spans(collected.spans)
         batch = collate(collected.scored)
         trained = {"rollout/trained_tokens": int((batch.prompt_lengths_B + batch.response_lengths_B).sum())}
         return batch, collected.metrics | trained | memory_peaks() | self._engine_news()

@@ -47,6 +47,7 @@ from megatron_rl.runs.stop_request import StepGivenUp, heard
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import layer_probe, probe
 from megatron_rl.weight_sync.export import leave_models
+from megatron_rl.weight_sync.manifest import UpdateRefused
 from megatron_rl.weight_sync.push import WeightSync
 
 ROUTED_ROWS = 8  # of a probe's answers, one request each
@@ -269,8 +270,14 @@ def publish(
         return {}
     with driver.recorder.phase("sync"):
         learner.make_room()
-        with driver.syncing():
-            report = sync.push(step)
+        try:
+            with driver.syncing():
+                report = sync.push(step)
+        except UpdateRefused as refused:
+            if first or step == end or not learner.broadcast(driver.goes_on_without(step + 1)):
+                raise
+            driver.recorder.note(f"sync     policy version {step} is left out: {refused}")
+            return {"sync/refused": 1.0}
         metrics = report.metrics()
         if report.first_failure:
             driver.recorder.note(

@@ -113,14 +113,19 @@ class Batch:
     sampler_logprobs_BT: torch.Tensor  # float32
     rewards_B: torch.Tensor  # float32, NaN where there is no score
     groups_B: torch.Tensor  # int64
-    versions_B: torch.Tensor  # int64: policy version that sampled the row
+    versions_B: torch.Tensor  # int64: policy version that sampled the row, its first token
     formats_B: torch.Tensor | None = None  # int64: place of the sampler's weight format in schema.Format; -1: unknown
     # int32: how many tokens each was drawn among, and which, row after row; None: among all
     kept_counts_BT: torch.Tensor | None = None
     kept_ids_K: torch.Tensor | None = None
+    versions_BT: torch.Tensor | None = None  # int64: of each token, where an update came between some; None: nowhere
 
     def __len__(self) -> int:
         return int(self.tokens_BS.shape[0])
+
+    @property
+    def token_versions_BT(self) -> torch.Tensor:
+        return self.versions_B[:, None].expand_as(self.mask_BT) if self.versions_BT is None else self.versions_BT
 
     def rows(self, index: torch.Tensor) -> Batch:
         parts = _rows(self, index, without="kept_ids_K")
@@ -158,8 +163,18 @@ def collate(scored: Sequence[Scored]) -> Batch:
         groups_B=torch.tensor([one.group for one in rollouts]),
         versions_B=torch.tensor([one.policy_version for one in rollouts]),
         formats_B=torch.tensor([format_number(one.format) for one in rollouts]),
+        versions_BT=_versions(rollouts),
         **_kept(rollouts),
     )
+
+
+def _versions(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
+    if all(one.versions is None for one in rollouts):
+        return None
+    import torch
+
+    rows = [one.versions or array("i", [one.policy_version]) * len(one.token_ids) for one in rollouts]
+    return padded([(row,) for row in rows], torch.int64)
 
 
 def _kept(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:

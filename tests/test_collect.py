@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.collect import Collector, RewardError, Scorer
+from megatron_rl.collect import AtOnce, Collector, RewardError, Scorer
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Config,
@@ -83,7 +83,7 @@ def collector(setting: Config, script: Script) -> Collector:
     order = PromptOrder(Dataset(prompts, 4, 0, 0), seed=1, shuffle=False)
     scorer = Scorer(setting.reward, script, Words())  # type: ignore[arg-type]
     rebaseline = setting.correction.rebaseline
-    return Collector(setting.rollout, order, script, scorer, rebaseline=rebaseline, seed=1)
+    return Collector(setting.rollout, order, AtOnce(script), scorer, rebaseline=rebaseline, seed=1)
 
 
 @pytest.mark.parametrize("rebaseline", [True, False])

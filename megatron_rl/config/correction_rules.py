@@ -52,6 +52,13 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig, advantage: A
     return list(found)
 
 
+def corrects(correction: CorrectionConfig, loss: LossConfig) -> bool:
+    """Whether anything in the objective depends on how far the learner is from the sampler."""
+    if correction.anchor == Anchor.sampler and loss.name in WITH_RATIO:
+        return True
+    return correction.weight.level != Level.none or bool(correction.reject)
+
+
 def check_loss(config: LossConfig, path: str = "loss") -> list[str]:
     """Values one by one, then what two of them say together."""
     config, wrong = sound(config, path)

@@ -27,6 +27,7 @@ from megatron_rl.config.schema import (
     EvalSet,
     Format,
     Forward,
+    InFlight,
     LearnerSection,
     LogSection,
     LossConfig,
@@ -37,6 +38,7 @@ from megatron_rl.config.schema import (
     RolloutSource,
     RunSection,
     SamplerSection,
+    Sleep,
     SyncSection,
     Transport,
 )
@@ -176,6 +178,35 @@ def support(rollout: RolloutSection) -> Iterator[str]:
         yield f"rollout.top_k: {rollout.top_k}, but the data set's own answers were drawn by nobody; leave it out"
 
 
+def ahead(
+    rollout: RolloutSection, correction: CorrectionConfig, loss: LossConfig, sync: SyncSection, sampler: SamplerSection
+) -> Iterator[str]:
+    """Answers older than the policy are corrected for, and there is always one that may be begun."""
+    key = f"rollout.ahead: {rollout.ahead}"
+    if not rollout.ahead:
+        return
+    if rollout.source == RolloutSource.dataset:
+        yield f"{key}, but the data set's own answers are there already; use 0"
+    elif not correction_rules.corrects(correction, loss):
+        yield (
+            f"{key} trains on answers of older policies, and nothing here corrects for that: use correction=tis (a cap "
+            "on each token's weight), geo_mask_tis (answers that have drifted leave too), adaptive (a cap by the "
+            "effective sample size) or bypass (the sampler as the anchor of the loss)"
+        )
+    if sync.every > rollout.ahead + 1:
+        yield (
+            f"sync.every: {sync.every} with {key}: the sampler waits for a policy that is sent later than the batch is "
+            f"needed; use at most {rollout.ahead + 1}, or raise rollout.ahead"
+        )
+    if sampler.sleep is not Sleep.none:
+        yield f"sampler.sleep: {sampler.sleep} with {key}: the engine works all the time; use none, or ahead 0"
+    if rollout.in_flight is InFlight.continue_ and not (sync.transport == Transport.file and sync.staged):
+        yield (
+            f"rollout.in_flight: continue with sync.transport={sync.transport}: weights that arrive in place would be "
+            "read half old and half new; use sync.transport=file, or finish"
+        )
+
+
 def rate(optim: OptimSection) -> Iterator[str]:
     if optim.min_lr > optim.lr:
         yield f"optim.min_lr: {optim.min_lr:g} is above optim.lr: {optim.lr:g}, which decays to it; lower it"
@@ -262,6 +293,6 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    objective, answers, support, group_size, supervised, schedule, best, rate, pipeline, updates, formats, as_sampler,
-    patches, engine, alarm_settings, fleet.addresses, fleet.servers,
+    objective, answers, support, ahead, group_size, supervised, schedule, best, rate, pipeline, updates, formats,
+    as_sampler, patches, engine, alarm_settings, fleet.addresses, fleet.servers,
 )  # fmt: skip

@@ -26,7 +26,7 @@ class Readiness:
     discarded: bool = False  # weights were given up in sleep, and no sync has completed since
     asleep: set[str] = field(default_factory=set)
 
-    def refusal(self, wanted: int | None = None) -> str | None:
+    def refusal(self, wanted: int | None = None, or_newer: bool = False) -> str | None:
         """Why a request has to be refused now. `wanted`: the version that the caller believes is served."""
         if self.asleep:
             return f"the engine is asleep ({', '.join(sorted(self.asleep))}): wake it before generating"
@@ -36,7 +36,7 @@ class Readiness:
             return "the weights were discarded in sleep and no sync has completed since. Sync before generating"
         if self.updating and not self.beside:
             return "a weight update has begun and is not finished: the weights may be of two versions"
-        if wanted is not None and wanted != self.policy_version:
+        if wanted is not None and wanted != self.policy_version and not (or_newer and wanted < self.policy_version):
             return f"the engine serves policy version {self.policy_version}, version {wanted} was announced last"
         return None
 

@@ -73,7 +73,7 @@ class _Update(_Body):
 
 
 class _Rpc(_Body):
-    method: Literal["guarded_call", "weight_sync_state"]
+    method: Literal["guarded_call", "weight_sync_state", "weight_update_building"]
     args: list[Any] = []
 
 
@@ -81,6 +81,7 @@ WORKER_METHODS: dict[str, type[_Body]] = {  # of guarded_call, with their argume
     "init_weight_transfer_engine": _Init,
     "start_weight_update": _Nothing,
     "update_weights": _Update,
+    "await_weight_update": _Nothing,
     "finish_weight_update": _Nothing,
     "abort_weight_update": _Nothing,
     "forget_version": _Nothing,
@@ -96,7 +97,9 @@ QUERIES = {  # requests without a body, and what may follow their `?`
     ("GET", "/v1/models"): rb"",
     ("GET", "/version"): rb"",
     ("GET", "/metrics"): rb"",
-    ("POST", "/reset_prefix_cache"): rb"",
+    ("POST", "/pause"): rb"mode=(keep|wait)&clear_cache=false",
+    ("POST", "/resume"): rb"",
+    ("POST", "/reset_prefix_cache"): rb"(reset_running_requests=true)?",
     ("POST", "/sleep"): rb"(level=[12])?",
     ("POST", "/wake_up"): rb"((tags=weights|tags=kv_cache)(&(?!$)|$))*",
 }
@@ -184,7 +187,7 @@ def _check_prompt(request: _Generate, limits: Limits) -> None:
 
 
 def _check_call(request: _Rpc) -> None:
-    if request.method == "weight_sync_state":
+    if request.method != "guarded_call":
         msgspec.convert(request.args, tuple[()])
         return
     method, arguments = msgspec.convert(request.args, tuple[str, dict[str, Any]])

@@ -52,11 +52,14 @@ class Waits:
 
 
 class Pulse:
-    """Of this process. Any thread may call `mark` and `own`; the others are for the main thread."""
+    """Of this process. Any thread may call `mark` and `own`, and `waiting`, which counts for the process while the main
+    thread stands `behind_others`; the rest is for the main thread.
+    """
 
     def __init__(self) -> None:
         self.marks, self.entered = 0, 0
-        self.waits: Waits | None = None
+        self._waits: dict[bool, Waits | None] = {True: None, False: None}  # of the main thread, and of another
+        self._behind = False
         self._phases: list[str] = []
         self._outside = START
         self._over: set[str] = set()  # phases that have come to their end once
@@ -83,13 +86,27 @@ class Pulse:
     @contextmanager
     def waiting(self, whom: str, limit_s: float, key: str, **more: bool) -> Iterator[None]:
         """For whom, and so on: see `Waits`."""
-        before, self.waits = self.waits, Waits(whom, limit_s, key, **more)
+        main = threading.current_thread() is threading.main_thread()
+        before, self._waits[main] = self._waits[main], Waits(whom, limit_s, key, **more)
         self.marks += 1
         try:
             yield
         finally:
-            self.waits = before
+            self._waits[main] = before
             self.marks += 1
+
+    @contextmanager
+    def behind_others(self) -> Iterator[None]:
+        """The main thread waits for another one: what that one waits for, the process waits for."""
+        self._behind = True
+        try:
+            yield
+        finally:
+            self._behind = False
+
+    @property
+    def waits(self) -> Waits | None:
+        return self._waits[not self._behind]
 
     def own(self, name: str, process: Process) -> None:
         """A process that was started here, until it has ended."""
@@ -111,7 +128,7 @@ class Pulse:
 
 
 PULSE = Pulse()
-mark, phase, waiting, own = PULSE.mark, PULSE.phase, PULSE.waiting, PULSE.own
+mark, phase, waiting, own, behind_others = PULSE.mark, PULSE.phase, PULSE.waiting, PULSE.own, PULSE.behind_others
 
 
 class Beats:

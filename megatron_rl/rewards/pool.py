@@ -58,13 +58,14 @@ DIED = Score(0.0, Verdict.error, "the reward worker died")
 
 
 class RewardPool:
-    """`score` answers in the order of its tasks: one Score for each."""
+    """`score` answers in the order of its tasks: one Score for each. Several threads take turns."""
 
     def __init__(self, config: RewardSection) -> None:
         breaker = _Breaker(config)
         self._config, self._log = config, RewardLog()
         names = [f"{WORKER} {number}" for number in range(config.workers)]
         self._workers = [_Worker(name, config, breaker, self._log) for name in names]
+        self._turn = threading.Lock()
         self._threads = ThreadPoolExecutor(max_workers=config.workers, thread_name_prefix="reward")
 
     def start(self) -> None:
@@ -75,7 +76,8 @@ class RewardPool:
     def score(self, tasks: Sequence[Task]) -> list[Score]:
         count = len(self._workers)
         shares = [tasks[index::count] for index in range(count)]
-        with pulse.waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S, "reward.timeout_s", steady=True):
+        waiting = pulse.waiting(WORKER, self._config.timeout_s + START_TIMEOUT_S, "reward.timeout_s", steady=True)
+        with self._turn, waiting:
             done = list(self._threads.map(lambda pair: pair[0].score(pair[1]), zip(self._workers, shares, strict=True)))
         return [done[index % count][index // count] for index in range(len(tasks))]
 

@@ -48,12 +48,13 @@ def breakdowns(
     *,
     finish_reasons: Sequence[str] | None = None,
     versions_B: Tensor | None = None,
+    versions_BT: Tensor | None = None,
     policy_version: int | None = None,
     formats: Sequence[str] | None = None,
 ) -> list[Slice]:
     """Slices with at least one token, in the order of their labels; tokens without a ratio are left out.
 
-    Staleness is `policy_version` (the newest of the batch where it is None) less the row's version.
+    Staleness is `policy_version` (the newest of the batch where it is None) less the token's version, or its row's.
     """
     d_BT = prox_logprobs_BT.float() - sampler_logprobs_BT.float()
     counted_BT = mask_BT.bool() & torch.isfinite(d_BT)
@@ -75,11 +76,14 @@ def breakdowns(
     names = [f"{2**power} to {2 ** (power + 1) - 1}" for power in range(int(power_B.max()) + 1)] if len(power_B) else []
     found += tokens.slices("length", power_B[tokens.row_N], names)
 
-    if versions_B is not None and len(versions_B):
-        newest = int(versions_B.max()) if policy_version is None else policy_version
-        staleness_B = (newest - versions_B).clamp(min=0)
-        names = [str(age) for age in range(int(staleness_B.max()) + 1)]
-        found += tokens.slices("staleness", staleness_B[tokens.row_N], names)
+    if versions_BT is None and versions_B is not None:
+        versions_BT = versions_B[:, None].expand_as(counted_BT)
+    if versions_BT is not None and bool(counted_BT.any()):
+        versions_N = versions_BT[counted_BT]
+        newest = int(versions_N.max()) if policy_version is None else policy_version
+        staleness_N = (newest - versions_N).clamp(min=0)
+        names = [str(age) for age in range(int(staleness_N.max()) + 1)]
+        found += tokens.slices("staleness", staleness_N, names)
     if finish_reasons is not None:
         names = sorted(set(finish_reasons))
         reason_B = torch.tensor([names.index(reason) for reason in finish_reasons], dtype=torch.int64)
@@ -110,13 +114,13 @@ def mismatch_by_age(prox_logprobs_BT: Tensor | None, batch: Batch, version: int)
 
     `version`: the learner's. Nothing where all tokens are fresh: `rollout_corr/kl` and so on are of them then.
     """
-    if prox_logprobs_BT is None or bool((batch.versions_B >= version).all()):
+    old_BT = batch.token_versions_BT < version
+    if prox_logprobs_BT is None or not bool((old_BT & batch.mask_BT).any()):
         return {}
     d_BT = prox_logprobs_BT.float() - batch.sampler_logprobs_BT.float()
     counted_BT = batch.mask_BT & torch.isfinite(d_BT)
     tokens = _Tokens(d_BT[counted_BT], counted_BT.nonzero()[:, 0])
-    old_N = (batch.versions_B < version).long()[tokens.row_N]
-    return _metrics(tokens, tokens.slices("staleness", old_N, AGES))
+    return _metrics(tokens, tokens.slices("staleness", old_BT[counted_BT].long(), AGES))
 
 
 def _metrics(tokens: _Tokens, parts: Iterable[Slice]) -> dict[str, float]:

@@ -151,7 +151,7 @@ ROWS = (
     ),
     Row(
         "sync",
-        raised("WeightSyncError"),
+        raised("(WeightSyncError|UpdateRefused)"),
         "the weights did not reach the sampler",
         "The reason names the tensor or the file. Check the room and the rights of sync.dir, and that all servers of a "
         "fleet run this version; sync.full_every=1 sends whole versions.",

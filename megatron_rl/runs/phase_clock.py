@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
+from megatron_rl.runs.lanes import Span
+
 RECENT_STEPS = 8  # that say how long the next one takes; among them one with an evaluation, where that is frequent
 WHOLE = "update"  # a step without it was only the start of a run, or the end of a step that was begun before
 
@@ -17,17 +19,20 @@ class PhaseClock:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
+        self._entered: list[float] = []
+        self.spans: list[Span] = []  # of phases that have ended, until somebody takes them
         self._begun = self._since = time.perf_counter()
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT_STEPS)
 
     def enter(self, name: str) -> None:
         self._charge()
         self._open.append(name)
+        self._entered.append(self._since)
 
     def leave(self) -> str | None:
         """The phase that goes on, if there is one around."""
         self._charge()
-        self._open.pop()
+        self.spans.append(Span(self._open.pop(), self._entered.pop(), self._since))
         return self.phase
 
     @property
@@ -76,6 +81,7 @@ def throughput(line: Mapping[str, float]) -> dict[str, float]:
     found = {}
     if line["time/step"] > 0 and "time/sync" in line:
         found["perf/sync_fraction"] = line["time/sync"] / line["time/step"]
-    if "rollout/tokens" in line and line.get("time/rollout", 0.0) > 0:
-        found["perf/rollout_tokens_per_s"] = line["rollout/tokens"] / line["time/rollout"]
+    seconds = line.get("rollout/seconds", line.get("time/rollout", 0.0))
+    if "rollout/tokens" in line and seconds > 0:
+        found["perf/rollout_tokens_per_s"] = line["rollout/tokens"] / seconds
     return found

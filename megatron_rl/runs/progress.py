@@ -30,11 +30,16 @@ class Seen:
 
     def metrics(self, batch: Batch, step: int) -> dict[str, float]:
         staleness_B = (step - 1 - batch.versions_B).clamp(min=0).float()
+        spanning = {}
+        if batch.versions_BT is not None:
+            changed_BT = (batch.versions_BT != batch.versions_B[:, None]) & batch.mask_BT
+            spanning["rollout/spanning_fraction"] = float(changed_BT.any(dim=1).float().mean())
         return {
             "progress/samples": self.samples,
             "progress/tokens": self.tokens,
             "rollout/staleness_mean": float(staleness_B.mean()),
             "rollout/staleness_max": float(staleness_B.max()),
+            **spanning,
         }
 
 

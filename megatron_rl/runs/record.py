@@ -26,6 +26,7 @@ from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.checkpoints import Look
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.disk import Disk, lasting
+from megatron_rl.runs.lanes import Span, encode_spans
 from megatron_rl.runs.last_words import came_to, describe_contents, write_own_report
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
 from megatron_rl.runs.metrics_file import append_to, encode_line
@@ -54,6 +55,9 @@ class SilentRecorder:
         return dict(metrics)
 
     def note(self, text: str) -> None:
+        pass
+
+    def spans(self, spans: Sequence[Span]) -> None:
         pass
 
     def end_early(self, reason: str, *, asked: bool) -> None:
@@ -104,6 +108,7 @@ class Recorder:
         self._disk = Disk(self.run, config.disk_gib, self.note)
         self._metrics = self._disk.lines(self.run.metrics)
         self._ledger = self._disk.lines(self.run.ledger)
+        self._lanes = self._disk.lines(self.run.lanes)
         self._text = append_to(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
         self._display = display or choose_display(run_dir.name, n_steps)
@@ -137,6 +142,9 @@ class Recorder:
         self._warn_unknown(line)
         with lasting(self.run.metrics):
             self._disk.write_line(self._metrics, encode_line(line))
+        with lasting(self.run.lanes):
+            self._disk.write_line(self._lanes, encode_spans(step, self._clock.spans))
+        self._clock.spans.clear()
         if self._wandb:
             self._wandb.log(step, line)
         eta_s = self._estimate_left(step, line["time/step"])
@@ -168,6 +176,10 @@ class Recorder:
         with lasting(self.run.ledger):
             line = {"step": step, "drawn": drawn, "trained": list(trained)}
             self._disk.write_line(self._ledger, json.dumps(line))
+
+    def spans(self, spans: Sequence[Span]) -> None:
+        """Who else was at work for this step, whenever that was."""
+        self._clock.spans += spans
 
     def note(self, text: str) -> None:
         self._display.note(text)

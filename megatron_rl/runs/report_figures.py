@@ -12,6 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from megatron_rl.rollout_correction.breakdown import pooled
+from megatron_rl.runs.lanes import ROWS
 from megatron_rl.runs.run_data import RunData, Series
 
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#eceef1"
@@ -30,6 +31,8 @@ TIME_PHASES = {
     "record": "#b98a94",
     "other": "#c3c8d0",
 }
+LANE_COLOURS = {"sampler": "#2563eb", "rewards": "#0b8aa5", "rollout": "#e3e7ee", "checkpoint": "#5b6472"}
+LANE_NAMES = {"rollout": "waits for answers"}
 SYNC_PHASES = {
     "plan_s": "#c3c8d0",
     "quantize_s": "#8b5cf6",
@@ -249,6 +252,31 @@ def time_split(runs: Sequence[RunData]) -> go.Figure | None:
 
 def sync_split(runs: Sequence[RunData]) -> go.Figure | None:
     return _split(runs, {f"sync/{p}": (p.removesuffix("_s"), colour) for p, colour in SYNC_PHASES.items()})
+
+
+def lanes(runs: Sequence[RunData]) -> go.Figure | None:
+    """Who was at work when, for a few steps of one run; pale: the learner waits for answers."""
+    spans = runs[0].lanes if len(runs) == 1 else []
+    if not any(one.lane == "sampler" for one in spans):
+        return None
+    figure = go.Figure()
+    for lane in dict.fromkeys(lane for lanes in ROWS.values() for lane in lanes):
+        mine = [one for one in spans if one.lane == lane]
+        if mine:
+            figure.add_bar(
+                x=[one.end - one.begin for one in mine],
+                base=[one.begin for one in mine],
+                y=[one.row for one in mine],
+                orientation="h",
+                name=LANE_NAMES.get(lane, lane),
+                marker={"color": LANE_COLOURS.get(lane) or TIME_PHASES.get(lane, MUTED), "line": {"width": 0}},
+                customdata=[one.step for one in mine],
+                hovertemplate="step %{customdata}: %{x:.3f} s",
+            )
+    layout(figure, legend=True, hover="closest")
+    figure.update_layout(barmode="overlay", bargap=0.35)
+    figure.update_xaxes(title={"text": "seconds"})
+    return figure.update_yaxes(categoryorder="array", categoryarray=list(ROWS), autorange="reversed", showgrid=False)
 
 
 def _split(runs: Sequence[RunData], phases: dict[str, tuple[str, str]]) -> go.Figure | None:

@@ -82,6 +82,9 @@ def _groups(runs: Sequence[RunData]) -> Panel:
 def _agreement(runs: Sequence[RunData]) -> list[Panel]:
     mismatch = {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}
     probe = {"sync/probe_abs_diff": "probe", "sync/probe_budget": "budget"}
+    all_tokens, stale = "rollout_corr/logp_abs_diff_mean", "rollout_corr/stale/logp_abs_diff_mean"
+    apart = {all_tokens: "all tokens", stale: "old tokens", "sync/probe_abs_diff": "same version"}
+    old = any(run.series(stale) for run in runs)
     tokens = sum(len(run.tokens.weights) for run in runs if run.tokens is not None)
     return [
         Panel(
@@ -107,6 +110,12 @@ def _agreement(runs: Sequence[RunData]) -> list[Panel]:
             _words(runs, "Mean |difference| on fresh tokens", probe),
             curves(runs, probe, y_title="nats", markers=True, from_zero=True),
         ),
+        Panel(
+            "Numerics and staleness",
+            "Mean |difference| of all trained tokens, of the old ones, and right after a sync: numerics alone.",
+            curves(runs, apart, y_title="nats", markers=True, from_zero=True) if old else None,
+            sampled=True,
+        ),
         *(
             Panel(title, f"Recorded tokens, {about}.", figures.mismatch_by(runs, cut, x_title), sampled=True)
             for title, cut, about, x_title in MISMATCH_CUTS
@@ -123,6 +132,7 @@ def _time(runs: Sequence[RunData]) -> list[Panel]:
             figures.time_split(runs),
             wide=True,
         ),
+        Panel("Who works when", "Some steps from the middle of the run.", figures.lanes(runs), wide=True),
         Panel("Weight sync", "Its own phases.", figures.sync_split(runs)),
         Panel(
             "Weight sync size",

@@ -45,6 +45,7 @@ SCHEMA = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),  # what the policy wrote itself
         ("kept_ids", pa.list_(pa.int32())),  # with rollout.top_k: what each token was drawn among, one after the other
         ("kept_counts", pa.list_(pa.int32())),  # how many at each token
+        ("versions", pa.list_(pa.int32())),  # policy version of each token, where an update came between them
         ("prox_logprobs", pa.list_(pa.float32())),
         ("weights", pa.list_(pa.float32())),  # applied by rollout_correction
         ("kept", pa.list_(pa.bool_())),  # the mask after rollout_correction
@@ -52,7 +53,7 @@ SCHEMA = pa.schema(
     ]
 )
 
-_ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", "kept_ids", "kept_counts")
+_ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", "kept_ids", "kept_counts", "versions")
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
 PIECE = 512  # rows that are written at once
@@ -106,6 +107,7 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
         "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
         "kept_ids": [rollout.kept_ids for rollout in rollouts],
         "kept_counts": [rollout.kept_counts for rollout in rollouts],
+        "versions": [rollout.versions for rollout in rollouts],
         "prox_logprobs": _responses(columns.get("prox_logprobs_BT"), rows, lengths),
         "weights": _responses(columns.get("weights_BT"), rows, lengths),
         "kept": _responses(columns.get("mask_BT"), rows, lengths),
@@ -159,6 +161,7 @@ def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
         loss_mask=answer["loss_mask"],
         kept_ids=answer["kept_ids"],
         kept_counts=answer["kept_counts"],
+        versions=answer["versions"],
         format=row.get("format") or "",  # not in the files of old runs
         **{name: row[name] for name in ("group", "sample", "finish_reason", "policy_version")},
     )

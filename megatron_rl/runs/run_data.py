@@ -16,6 +16,7 @@ import numpy as np
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, pooled
+from megatron_rl.runs.lanes import Lane, read_lanes
 from megatron_rl.runs.metrics_file import read_lines
 from megatron_rl.runs.rollout_file import STEP, arrays, load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
@@ -117,6 +118,10 @@ class RunData:
             for part in readable(path, partial(recorded_breakdowns, policy_version=step - 1), nothing, self.unreadable)
         )
 
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        return readable(self.path / "lanes.jsonl", read_lanes, list[Lane](), self.unreadable)
+
     def logs(self) -> list[Path]:
         """Of every attempt."""
         return sorted((self.path / "logs").glob("attempt_*/*.log"))
@@ -200,7 +205,7 @@ def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[S
         recorded.batch.sampler_logprobs_BT,
         recorded.batch.mask_BT,
         finish_reasons=[one.rollout.finish_reason for one in recorded.scored],
-        versions_B=recorded.batch.versions_B,
+        versions_BT=recorded.batch.token_versions_BT,
         policy_version=policy_version,
         formats=[one.rollout.format for one in recorded.scored],
     )

@@ -8,6 +8,7 @@ runs/<name>/
   owner.lock        held by the run's processes
   metrics.jsonl     one line per step
   rollouts/         step_N.parquet: tokens and both logprobs
+  lanes.jsonl       when sampler, rewards and learner were at work
   ledger.jsonl      which prompts each step has drawn, and which of them it has trained on
   checkpoints/      step_N/: to go on from
   dumps/            updates that were not finite, to be repeated
@@ -81,6 +82,10 @@ class RunDir:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.jsonl"
+
+    @property
+    def lanes(self) -> Path:
+        return self.path / "lanes.jsonl"
 
     @property
     def rollouts(self) -> Path:

@@ -1,24 +1,28 @@
-"""The embedded engine's process as its parent sees it: started, asked one thing at a time, ended.
+"""The embedded engine's process as its parent sees it: started, asked by any of its threads, ended.
 
 A child, because vLLM and Megatron each want the process's threads, distributed state and signal handlers for
-themselves. It is started in its own session, so that Ctrl-C in a terminal reaches the parent alone.
+themselves. It is started in its own session, so that Ctrl-C in a terminal reaches the parent alone. The kernel ties
+it to the thread that has started it: a thread of its own does, which also reads what it says.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+import threading
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.fleet import devices
-from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
+from megatron_rl.processes.channel import ChannelClosed, channel_pair
 from megatron_rl.processes.process import describe_end, for_the_driver_alone
 from megatron_rl.processes.pulse import own, waiting
 from megatron_rl.processes.scratch import remove_with_it
+from megatron_rl.sampler.correspondence import Correspondence, Replies
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, lost_worker
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
@@ -29,14 +33,21 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 ENGINE = "engine"  # in what is said of it
 CLOSE_GRACE_S = 3.0
 WORKERS_GRACE_S = 4.0
+NOT_RUNNING = "the sampler is not running: it was never started, was closed, or failed before"
 
 
 class EngineDied(SamplerError):
     """Its process has ended by itself, or one of its workers has."""
 
 
+def pulse(limit_s: float, key: str) -> AbstractContextManager[None]:
+    """Says for whom the main thread waits; it alone has a pulse."""
+    main = threading.current_thread() is threading.main_thread()
+    return waiting(ENGINE, limit_s, key) if main else nullcontext()
+
+
 class ChildEngine:
-    """Start it from a thread that outlives it: the kernel ties the child to that thread."""
+    """One process from its start to its end: what ends it, for whichever thread, ends it for all."""
 
     def __init__(self, settings: EngineSettings, hf_folder: Path, log_path: Path, worker_extension: str) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -44,18 +55,44 @@ class ChildEngine:
         self._hf_folder = hf_folder
         self._log_path = log_path
         self._worker_extension = worker_extension
-        self._channel: Channel | None = None
+        self._line: Correspondence | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._requests = 0
-        self._starting = False  # launched, and nobody has waited for it yet
+        self._starting = threading.Lock()
+        self._started: Replies | None = None  # launched, and nobody has waited for it yet
         self._segments: set[str] = set()  # shared memory of the engine's processes
+        self._ending = threading.RLock()
+        self._failed: SamplerError | None = None
+        self._ended = threading.Event()
 
     def launch(self) -> None:
         """Start the child without waiting for its engine."""
-        self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-engine-")
-        folder = write_engine_folder(self._hf_folder, Path(self._folder.name), self._settings.quantization)
-        arguments = engine_arguments(self._settings, folder, self._worker_extension)
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._ending:
+            if self._failed is not None:
+                raise SamplerError(NOT_RUNNING)
+            self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-engine-")
+            folder = write_engine_folder(self._hf_folder, Path(self._folder.name), self._settings.quantization)
+            arguments = engine_arguments(self._settings, folder, self._worker_extension)
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            launched: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+            threading.Thread(target=self._tend, args=[launched], name=ENGINE, daemon=True).start()
+            if error := launched.get():
+                raise error
+        replies: Replies = queue.SimpleQueue()
+        self._send("start", arguments, replies)
+        self._started = replies
+
+    def _tend(self, launched: queue.SimpleQueue[BaseException | None]) -> None:
+        """A thread's whole work; it outlives the child."""
+        try:
+            self._line = self._start_process()
+        except BaseException as error:  # of every kind: the launching thread raises it
+            launched.put(error)
+            return
+        launched.put(None)
+        self._line.deliver()
+        self._ended.wait()
+
+    def _start_process(self) -> Correspondence:
         channel, theirs = channel_pair()
         with theirs, self._log_path.open("ab") as log, for_the_driver_alone():
             self.process = subprocess.Popen(
@@ -68,66 +105,77 @@ class ChildEngine:
                 start_new_session=True,
             )
         own(ENGINE, self.process)
-        self._channel = channel
-        self._send("start", arguments)
-        self._starting = True
+        return Correspondence(channel)
 
     def wait_ready(self) -> None:
-        if self._starting:
-            self._starting = False
-            self._receive("start", self._section.start_timeout_s, "sampler.start_timeout_s")
-            self._note_segments()
+        with self._starting:
+            replies, self._started = self._started, None
+            if replies is not None:
+                self._wait(replies, "start", self._section.start_timeout_s, "sampler.start_timeout_s")
+                self._note_segments()
 
     def call(self, method: str, **arguments: Any) -> Any:
         """The answer to one of `engine.child`'s requests."""
+        replies: Replies = queue.SimpleQueue()
+        self.ask(method, replies, **arguments)
+        return self.next_reply(method, replies)["value"]
+
+    def ask(self, method: str, replies: Replies, **arguments: Any) -> int:
+        """Without waiting for the answer; the number that it will carry."""
         self.wait_ready()
-        self._send(method, arguments)
-        return self._receive(method, self._section.request_timeout_s, "sampler.request_timeout_s")
+        return self._send(method, arguments, replies)
+
+    def next_reply(self, method: str, replies: Replies) -> dict[str, Any]:
+        return self._wait(replies, method, self._section.request_timeout_s, "sampler.request_timeout_s")
+
+    def forget(self, numbers: list[int]) -> None:
+        """No replies to these requests are expected any more."""
+        if self._line is not None:
+            self._line.forget(numbers)
 
     def close(self) -> None:
         """Stop the child and its workers; safe to call twice and in any state."""
-        self._note_segments()
-        if self._channel is not None:
-            self._ask_workers_to_end()
-            self._channel.close()  # the child kills its group at the end of the stream
-            self._channel = None
-        if self.process is not None:
-            end_group(self.process, CLOSE_GRACE_S)
-            self.process = None
-            remove_segments(self._segments)
-            self._segments = set()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        with self._ending:
+            self._failed = self._failed or SamplerError(NOT_RUNNING)
+            self._note_segments()
+            if self._line is not None:
+                self._ask_workers_to_end()
+                self._line.close()  # the child kills its group at the end of the stream
+                self._line = None
+            if self.process is not None:
+                end_group(self.process, CLOSE_GRACE_S)
+                self.process = None
+                remove_segments(self._segments)
+                self._segments = set()
+            if self._folder is not None:
+                self._folder.cleanup()
+                self._folder = None
+            self._ended.set()
 
-    def _send(self, method: str, arguments: dict[str, Any]) -> None:
-        if self._channel is None:
-            raise SamplerError("the sampler is not running: it was never started, was closed, or failed before")
-        self._requests += 1
+    def _send(self, method: str, arguments: dict[str, Any], replies: Replies) -> int:
+        line = self._line
+        if line is None:
+            raise EngineDied(str(self._failed)) if isinstance(self._failed, EngineDied) else SamplerError(NOT_RUNNING)
         try:
-            self._channel.send({"id": self._requests, "method": method, "arguments": arguments})
+            return line.send(method, arguments, replies)
         except ChannelClosed:
-            self._wait_briefly()
-            raise self._failure(f"the sampler's process ended before `{method}`", EngineDied) from None
+            raise self._death(f"the sampler's process ended before `{method}`") from None
 
-    def _receive(self, method: str, timeout_s: float, key: str) -> Any:
-        """Wait for the reply; every way in which none comes ends the child and names its log."""
-        if self._channel is None:
-            raise SamplerError("the sampler is not running: it was closed, or failed before")
+    def _wait(self, replies: Replies, method: str, timeout_s: float, key: str) -> dict[str, Any]:
+        """For a reply; every way in which none comes ends the child and names its log."""
         try:
-            with waiting(ENGINE, timeout_s, key):
-                reply = self._channel.receive(timeout_s)
-        except TimeoutError:
+            with pulse(timeout_s, key):
+                reply = replies.get(timeout=timeout_s)
+        except queue.Empty:
             raise self._failure(f"the sampler did not answer `{method}` within {key}={timeout_s:g}") from None
-        except ChannelClosed:
-            self._wait_briefly()
-            raise self._failure(f"the sampler's process ended during `{method}`", EngineDied) from None
         except BaseException:
-            self.close()  # an interrupt in mid-answer leaves a stream that cannot be read on
+            self.close()  # an interrupt: who waited for an answer does not come back for it
             raise
+        if reply is None:
+            raise self._death(f"the sampler's process ended during `{method}`")
         if "error" in reply:
             raise self._error(method, reply["error"])
-        return reply["value"]
+        return reply
 
     def _error(self, method: str, error: dict[str, str]) -> Exception:
         if error["type"] == WeightSyncError.__name__:
@@ -139,21 +187,28 @@ class ChildEngine:
         return SamplerError(f"{message} (log: {self._log_path})")
 
     def _failure(self, message: str, kind: type[SamplerError] = SamplerError) -> SamplerError:
-        """Close, and put the end of the child's log under the message."""
-        process = self.process
-        by_itself = process is not None and process.poll() is not None
-        self.close()
-        if process is not None and process.returncode is not None:
-            message += f" (exit status {process.returncode})"
-            message += f": {describe_end(process.returncode)}" if by_itself and process.returncode < 0 else ""
-        tail = log_tail(self._log_path)
-        return kind(f"{message}. The end of {self._log_path}:\n{tail}" if tail else f"{message}; see {self._log_path}")
+        """Close, and put the end of the child's log under the message. The first failure is everybody's."""
+        with self._ending:
+            if self._failed is not None:
+                return type(self._failed)(str(self._failed))
+            process = self.process
+            by_itself = process is not None and process.poll() is not None
+            self.close()
+            if process is not None and process.returncode is not None:
+                message += f" (exit status {process.returncode})"
+                message += f": {describe_end(process.returncode)}" if by_itself and process.returncode < 0 else ""
+            tail = log_tail(self._log_path)
+            message = f"{message}. The end of {self._log_path}:\n{tail}" if tail else f"{message}; see {self._log_path}"
+            self._failed = kind(message)
+            return self._failed
 
-    def _wait_briefly(self) -> None:
+    def _death(self, message: str) -> SamplerError:
         """A process closes its sockets a moment before it has ended."""
-        with suppress(subprocess.TimeoutExpired):
-            if self.process is not None:
-                self.process.wait(CLOSE_GRACE_S)
+        with self._ending:
+            with suppress(subprocess.TimeoutExpired):
+                if self.process is not None:
+                    self.process.wait(CLOSE_GRACE_S)
+            return self._failure(message, EngineDied)
 
     def _note_segments(self) -> None:
         """Only workers share memory; which of it is theirs can be seen while they live."""
@@ -164,10 +219,10 @@ class ChildEngine:
 
     def _ask_workers_to_end(self) -> None:
         """Workers of a larger engine share memory that only they release; a single process needs no such wait."""
-        if self._section.tensor_parallel == 1 or self.process is None or self._channel is None:
+        if self._section.tensor_parallel == 1 or self.process is None or self._line is None:
             return
         try:
-            self._channel.send({"id": 0, "method": "shutdown", "arguments": {}})
+            self._line.send("shutdown", {}, queue.SimpleQueue())
             self.process.wait(WORKERS_GRACE_S)
         except (ChannelClosed, subprocess.TimeoutExpired):
             pass  # it is ended anyway

@@ -7,10 +7,7 @@ On a GPU the same code runs with other engine arguments (engine_settings.py, `sa
 
 from __future__ import annotations
 
-import time
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,16 +15,19 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from megatron_rl.config.schema import Cache
 from megatron_rl.models.points import Kind, Point
+from megatron_rl.sampler.answering import answer_all
+from megatron_rl.sampler.embedded_answering import EmbeddedAnswering, Meter
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
 from megatron_rl.sampler.lasting_engine import LastingEngine
-from megatron_rl.sampler.protocol import SamplerStats, request_seed
-from megatron_rl.types import Prompt, Rollout, SamplingParams, written
+from megatron_rl.sampler.protocol import SamplerStats
+from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 
 class EmbeddedSampler:
-    """See protocol.Sampler. Start it from a thread that outlives it: the kernel ties the child to that thread."""
+    """See protocol.Sampler. Any thread may ask it; one at a time may update its weights, or close it."""
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class EmbeddedSampler:
     ) -> None:
         self.policy_version = NO_VERSION
         self.last_sync: dict[str, Any] = {}
-        self.stats = SamplerStats()
+        self._meter = Meter()
+        self._keeps_cache = settings.in_flight_cache == Cache.keep
         self._format = settings.quantization.format.value
         self._engine = LastingEngine(settings, hf_folder, log_dir / "sampler.log", worker_extension, note)
 
@@ -60,37 +61,25 @@ class EmbeddedSampler:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
     ) -> list[Rollout]:
-        if not prompts:
-            return []
-        start = time.perf_counter()
-        answer = self._engine.call(
-            "generate",
-            prompts=[prompt.token_ids for prompt in prompts],
-            seeds=[request_seed(seed, first_group + i) for i in range(len(prompts))],
-            samples=params.samples,
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            stop_token_ids=params.stop_token_ids,
-            candidates=params.candidates,
-            policy_version=self.policy_version,
-        )
-        rollouts = unpack(
-            answer,
-            prompts,
-            params.samples,
-            first_group=first_group,
-            version=self.policy_version,
+        return answer_all(self._answering(params, seed, patient=False), prompts, first_group)
+
+    def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> EmbeddedAnswering:
+        return self._answering(params, seed, patient=True)
+
+    def _answering(self, params: SamplingParams, seed: int, patient: bool) -> EmbeddedAnswering:
+        return EmbeddedAnswering(
+            self._engine,
+            params,
+            seed,
+            version=lambda: self.policy_version,
             format=self._format,
+            meter=self._meter,
+            patient=patient,
         )
-        self.stats = replace(
-            self.stats,
-            tokens=self.stats.tokens + sum(answer["lengths"]),
-            seconds=self.stats.seconds + time.perf_counter() - start,
-            restarts=self._engine.restarts,
-        )
-        return rollouts
+
+    @property
+    def stats(self) -> SamplerStats:
+        return SamplerStats(tokens=self._meter.tokens, seconds=self._meter.seconds, restarts=self._engine.restarts)
 
     def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
         answer = self._engine.call("activations", tokens=list(tokens), policy_version=self.policy_version)
@@ -112,7 +101,7 @@ class EmbeddedSampler:
         self._engine.call("update_weights", update_info=update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.last_sync = self._engine.call("finish_weight_update")
+        self.last_sync = self._engine.call("finish_weight_update", keep_cache=self._keeps_cache)
         self.policy_version = self.last_sync["policy_version"]
         if weight_version is not None and weight_version != str(self.policy_version):
             raise WeightSyncError(f"the engine loaded policy version {self.policy_version}, not {weight_version}")
@@ -138,31 +127,3 @@ class EmbeddedSampler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def unpack(
-    answer: dict[str, Any], prompts: Sequence[Prompt], samples: int, *, first_group: int, version: int, format: str
-) -> list[Rollout]:
-    """What the child has packed: tokens and logprobs lie back to back."""
-    tokens, logprobs = memoryview(answer["tokens"]), memoryview(answer["logprobs"])  # four bytes each
-    rollouts = []
-    start = 0
-    for row, (length, finish) in enumerate(zip(answer["lengths"], answer["finish"], strict=True)):
-        index, sample = divmod(row, samples)
-        stop = start + 4 * length
-        rollouts.append(
-            Rollout(
-                prompt=prompts[index],
-                group=first_group + index,
-                sample=sample,
-                token_ids=array("i", tokens[start:stop].tobytes()),
-                logprobs=array("f", logprobs[start:stop].tobytes()),
-                loss_mask=written(length),
-                finish_reason=finish,
-                policy_version=version,
-                format=format,
-                **{name: array("i", answer[name][row]) for name in ("kept_ids", "kept_counts") if name in answer},
-            )
-        )
-        start = stop
-    return rollouts

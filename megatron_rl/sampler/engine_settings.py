@@ -8,9 +8,20 @@ from typing import Any
 
 import torch
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, MAX_SEQUENCES, is_fleet, replica_formats
-from megatron_rl.config.schema import Config, Device, Format, KvCache, QuantizationSection, SamplerSection, Transport
+from megatron_rl.config.schema import (
+    Cache,
+    Config,
+    Device,
+    Format,
+    InFlight,
+    KvCache,
+    QuantizationSection,
+    SamplerSection,
+    Transport,
+)
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
 WORKER_EXTENSION = "megatron_rl.engine.receiver.WorkerExtension"
@@ -34,6 +45,8 @@ class EngineSettings:
     max_tokens: int  # of a prompt and its answer together
     seed: int
     device: Device
+    in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
+    in_flight_cache: Cache = Cache.rebuild
     candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
 
     @classmethod
@@ -47,6 +60,8 @@ class EngineSettings:
             max_tokens=config.rollout.max_prompt_tokens + longest_answer(config.rollout, config.eval),
             seed=config.run.seed,
             device=config.run.device,
+            in_flight=config.rollout.in_flight,
+            in_flight_cache=config.rollout.in_flight_cache,
             candidates=config.rollout.candidates,
         )
 
@@ -78,8 +93,10 @@ def engine_arguments(
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": worker_extension,
-        # which tokens share a batch or a cached prefix changes BF16 rounding; hosts favour exact repetition
-        "enable_prefix_caching": gpu,
+        # which tokens share a batch or a cached prefix changes BF16 rounding; hosts favour exact repetition.
+        # vLLM forgets prefixes only while nothing uses them: where answers keep theirs over an update, new ones could
+        # begin on what the old weights made
+        "enable_prefix_caching": gpu and settings.in_flight_cache == Cache.rebuild,
         "enforce_eager": not gpu,
         # a seeded request whose prompt is cut in two asks its generator for an offset, which only CUDA's have
         "enable_chunked_prefill": gpu,
@@ -94,4 +111,9 @@ def engine_arguments(
         arguments["kv_cache_memory_bytes"] = HOST_CACHE_BYTES
     if sampler.tensor_parallel > 1:
         arguments["distributed_executor_backend"] = "mp"
+    if settings.in_flight_cache == Cache.keep and sampler.vllm.get("enable_prefix_caching"):
+        raise ConfigError(
+            "sampler.vllm.enable_prefix_caching: true does not go with rollout.in_flight_cache: keep, since new "
+            "answers would begin on what old weights have cached: leave it out, or set rollout.in_flight_cache: rebuild"
+        )
     return arguments | sampler.vllm

@@ -28,7 +28,7 @@ class SamplerStats:
     """Totals since `start`."""
 
     tokens: int = 0
-    seconds: float = 0.0  # inside `generate`
+    seconds: float = 0.0  # in which something was open
     retried: int = 0  # prompts that another server had to answer
     restarts: int = 0  # of engines and servers
 
@@ -51,8 +51,10 @@ class Answering(Protocol):
 
 class Sampler(Protocol):
     policy_version: int  # -1: dummy weights, nothing synced yet
-    stats: SamplerStats
     last_sync: dict[str, Any]  # verify_s, load_s and bytes of the last accepted update; of the slowest server
+
+    @property
+    def stats(self) -> SamplerStats: ...
 
     def start(self) -> None: ...
 
@@ -68,7 +70,7 @@ class Sampler(Protocol):
         """Ordered by prompt, then sample; the group of a prompt is `first_group` plus its index."""
         ...
 
-    def answering(self, params: SamplingParams, *, seed: int) -> Answering:
+    def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> Answering:
         """The same, group by group."""
         ...
 

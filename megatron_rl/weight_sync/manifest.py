@@ -22,7 +22,11 @@ BYTES_PER_CHANGE = 3  # of a patch: 16 bits say where, 8 what
 
 
 class WeightSyncError(RuntimeError):
-    """An update that was refused. The engine still serves the version before it."""
+    """An update that did not arrive. The engine still serves the version before it."""
+
+
+class UpdateRefused(WeightSyncError):
+    """By the sampler, as every rank of the learner knows."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from megatron_rl.quantization.error import ErrorSummary
 from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.file_push import FilePush
-from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.manifest import UpdateRefused, WeightSyncError
 from megatron_rl.weight_sync.report import Contribution, SyncReport, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import LearnerWeights, Push, SamplerClient
@@ -112,7 +112,7 @@ class WeightSync:
             return replace(self._push(version), first_failure=first)
         except WeightSyncError as error:
             self.transport.start_over()
-            raise WeightSyncError(f"{error} (sent twice; the first time: {first})") from error
+            raise type(error)(f"{error} (sent twice; the first time: {first})") from error
 
     def _push(self, version: int) -> SyncReport:
         self._again = False
@@ -162,11 +162,17 @@ class WeightSync:
             self.transport.tidy(version, taken=outcome is None)  # before another rank writes anything again
         refused = isinstance(outcome, WeightSyncError)
         waited, message, self._again = exchange([waited, None if outcome is None else str(outcome), refused])[0]
+        if self._again:
+            raise UpdateRefused(message if self._rank == 0 else _not_taken(version, message)) from outcome
         if outcome is not None:
             raise outcome
         if message is not None:
-            raise WeightSyncError(f"the sampler did not take policy version {version}: {message}")
+            raise WeightSyncError(_not_taken(version, message))
         return waited
+
+
+def _not_taken(version: int, why: str) -> str:
+    return f"the sampler did not take policy version {version}: {why}"
 
 
 def _transport(

@@ -133,7 +133,7 @@ def test_broken_yaml_names_the_file(tmp_path: Path) -> None:
 
 
 def test_the_number_of_keys_stays_graspable() -> None:
-    assert len(all_keys()) <= 122
+    assert len(all_keys()) <= 126
 
 
 def test_a_removed_key_says_what_stands_in_its_place(recipe: Path) -> None:
@@ -284,6 +284,30 @@ def test_everything_wrong_is_said_at_once_and_nothing_else(tmp_path: Path) -> No
 def test_bad_overrides(recipe: Path, override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(recipe, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["correction=none"], r"rollout\.ahead: 1 trains on answers of older policies.* use correction=tis"),
+        (["correction=none", "loss.name=reinforce", "correction.anchor=sampler"], "nothing here corrects"),
+        (["sync.every=3", "eval.every=9"], r"sync\.every: 3 with rollout\.ahead: 1: .* at most 2"),
+        (["sampler.sleep=offload"], r"sampler\.sleep: offload with rollout\.ahead: 1"),
+        (["rollout.in_flight=continue", "sync.transport=nccl"], r"in_flight: continue with sync\.transport=nccl"),
+        (["rollout.ahead=65"], r"rollout\.ahead"),
+        (["rollout.in_flight=contine"], r"rollout\.in_flight.*(finish|continue)"),
+    ],
+)
+def test_what_does_not_go_with_rollouts_ahead(recipe: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(recipe, ["rollout.ahead=1", *overrides])
+
+
+def test_what_does_go_with_rollouts_ahead(recipe: Path) -> None:
+    load(recipe, ["rollout.ahead=1", "correction=bypass"])
+    load(
+        recipe, ["rollout.ahead=2", "sync.every=3", "eval.every=9", "rollout.in_flight=continue", "rollout.stale=drop"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_rl.engine.child import Engine
+from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.vllm_receiver import Checked
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import wire

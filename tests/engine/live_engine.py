@@ -14,7 +14,7 @@ from tiny_engine import PROMPTS, make_config
 
 from megatron_rl.config.schema import Config, Format, KvCache
 from megatron_rl.engine import receiver, reload
-from megatron_rl.engine.child import Engine
+from megatron_rl.engine.engine import Engine
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.formats import is_quantized
@@ -113,11 +113,14 @@ class Case:
 
 
 def answers(engine: Engine) -> list[Any]:
-    packed = engine.generate(
-        [list(prompt.token_ids) for prompt in PROMPTS], list(range(len(PROMPTS))),
+    engine.generate(
+        0, prompts=[list(prompt.token_ids) for prompt in PROMPTS], seeds=list(range(len(PROMPTS))),
         samples=2, max_tokens=6, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[],
     )  # fmt: skip
-    return [packed["tokens"].hex(), packed["logprobs"].hex()]
+    said = [reply for _ in range(6) for _, reply in engine.step()]
+    assert not engine.answering, "six tokens each, in six steps"
+    by_place = [(place, row) for reply in said for row, place in enumerate(reply["places"])]
+    return [[reply["tokens"].hex(), reply["logprobs"].hex()] for reply in said] + sorted(by_place)
 
 
 def attempt(call: Callable[[], Any]) -> str:

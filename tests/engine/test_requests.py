@@ -35,6 +35,8 @@ def prompt(ids, **sampling) -> dict:
         (GENERATE, {"token_ids": [0, 100], "sampling_params": SAMPLING}),
         (GENERATE, {"token_ids": [1] * 44, "sampling_params": {"max_tokens": 4}}),
         (RPC, {"method": "weight_sync_state"}),
+        (RPC, {"method": "weight_update_building"}),
+        (RPC, {"method": "guarded_call", "args": ["await_weight_update", {}]}),
         (RPC, {"method": "guarded_call", "args": ["abort_weight_update", {}]}),
         (RPC, {"method": "guarded_call", "args": ["init_weight_transfer_engine", {"init_info": {}}]}),
         (RPC, {"method": "guarded_call", "args": ["update_weights", UPDATE]}),
@@ -167,7 +169,7 @@ def ask(method, path, query=b"", body=(b"",)) -> tuple[int, list[dict]]:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "/pause"), ("POST", "/abort_requests"), ("POST", "/weight_checker"), ("POST", "/scale_elastic_ep"),
+        ("GET", "/is_paused"), ("POST", "/abort_requests"), ("POST", "/weight_checker"), ("POST", "/scale_elastic_ep"),
         ("POST", "/update_weights"), ("GET", "/collective_rpc"), ("POST", "/collective_rpc/"),
         ("POST", "/v1/completions"), ("OPTIONS", "/collective_rpc"), ("PUT", "/health"), ("POST", "//collective_rpc"),
         ("GET", "/docs"),
@@ -188,7 +190,15 @@ def test_other_routes_do_not_exist(method, path):
         ("/wake_up", b"", 200),
         ("/wake_up", b"tags=all", 400),
         ("/reset_prefix_cache", b"", 200),
-        ("/reset_prefix_cache", b"reset_running_requests=true", 400),
+        ("/reset_prefix_cache", b"reset_running_requests=true", 200),
+        ("/reset_prefix_cache", b"reset_external=true", 400),
+        ("/pause", b"mode=keep&clear_cache=false", 200),
+        ("/pause", b"mode=wait&clear_cache=false", 200),
+        ("/pause", b"mode=abort&clear_cache=false", 400),
+        ("/pause", b"mode=keep", 400),
+        ("/pause", b"", 400),
+        ("/resume", b"", 200),
+        ("/resume", b"x=1", 400),
     ],
 )
 def test_queries_are_checked(path, query, status):

@@ -12,7 +12,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from megatron_rl.config.schema import Format
 from megatron_rl.engine import reload
-from megatron_rl.engine.child import Engine
+from megatron_rl.engine.engine import Engine
 from megatron_rl.engine.expectation import cache_scales
 from megatron_rl.models.hf_folder import write_folder
 from megatron_rl.weight_sync.file_transport import version_directory

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,14 +54,16 @@ def moments(seed: int, count: int) -> list[Moment]:
     return [Moment(m.victim, m.line, m.delay_s if m.line else choice.uniform(0, 30)) for m in start]
 
 
-def strike(box: Box, moment: Moment, goes_on: subprocess.Popen[str] | None) -> subprocess.Popen[str] | None:
+def strike(
+    box: Box, moment: Moment, goes_on: subprocess.Popen[str] | None, more: Sequence[str] = ()
+) -> subprocess.Popen[str] | None:
     """Kills a run at a moment, and waits until nothing is left of it.
 
     `goes_on`: the run as the strike before has left it; None: it is started, or goes on from what it has kept. An
     engine is replaced: that run is the one that goes on, and is returned.
     """
     begun = 0.0 if goes_on else time.time()
-    process = goes_on or box.train(*RECIPE)
+    process = goes_on or box.train(*RECIPE, *more)
 
     def there() -> bool:
         return _step(box, begun) >= moment.line or process.poll() is not None
@@ -154,6 +157,12 @@ def miscounted(run: Path, count: int = STEPS) -> list[str]:
     if steps != list(range(1, count + 1)):
         found.append(f"the ledger holds the steps {steps}")
     return found
+
+
+def too_old(run: Path, most: int) -> list[str]:
+    """Steps with an answer of a policy that more updates have gone by since than may."""
+    stale = {line["progress/step"]: line.get("rollout/staleness_max", 0) for line in _lines(run / "metrics.jsonl")}
+    return [f"step {step}: {age} updates" for step, age in stale.items() if age > most]
 
 
 def _lines(path: Path) -> list[dict]:

@@ -16,8 +16,10 @@ from run_factory import make_config, make_scored, make_yaml, quiet
 from megatron_rl.config.schema import Config, IfExists, LogSection, RunSection, Wandb
 from megatron_rl.runs.metrics import UnknownMetricWarning
 from megatron_rl.runs.metrics_file import decode_line, encode_line, read_metrics
+from megatron_rl.runs.progress import Seen
 from megatron_rl.runs.record import PhaseClock, Recorder, SilentRecorder
 from megatron_rl.runs.rollout_file import load_recorded, read_rollouts, recorded_steps
+from megatron_rl.runs.run_data import recorded_breakdowns
 from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, check_run_dir, open_run, read_status, redact
 from megatron_rl.runs.wandb_log import resolve_mode
 from megatron_rl.types import collate
@@ -217,6 +219,25 @@ def test_what_tokens_were_drawn_among_round_trips(tmp_path):
     assert torch.equal(batch.kept_counts_BT, wanted.kept_counts_BT)
     with pytest.raises(ValueError, match="1 of 3 answers do not say"):
         collate([*drawn[:2], scored[2]])
+
+
+def test_the_versions_of_an_answer_that_an_update_came_into_round_trip(tmp_path):
+    recorder = start(tmp_path / "run")
+    scored, prox_BT = make_scored(3)
+    n = len(scored[1].rollout.token_ids)
+    versions = [3] * (n // 2) + [4] * (n - n // 2)
+    scored[1] = replace(scored[1], rollout=replace(scored[1].rollout, versions=versions))
+    recorder.rollouts(1, scored, prox_logprobs_BT=prox_BT)
+    ((_, path),) = recorded_steps(RunDir(tmp_path / "run").rollouts)
+    assert [row["versions"] for row in read_rollouts(path).to_pylist()] == [None, versions, None]
+    recorded = load_recorded(path)
+    assert torch.equal(recorded.batch.versions_BT, collate(scored).versions_BT)
+    assert recorded.batch.token_versions_BT[1, :n].tolist() == versions
+    assert recorded.batch.versions_B.tolist() == [3, 3, 3]
+    metrics = Seen().metrics(recorded.batch, step=6)
+    assert (metrics["rollout/staleness_max"], metrics["rollout/spanning_fraction"]) == (2, pytest.approx(1 / 3))
+    ages = {one.label: one.tokens for one in recorded_breakdowns(path, policy_version=5) if one.by == "staleness"}
+    assert ages == {"1": n - n // 2, "2": int(recorded.batch.mask_BT.sum()) - (n - n // 2)}
 
 
 def test_rollouts_of_the_wrong_shape_are_refused(tmp_path):

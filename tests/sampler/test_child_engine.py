@@ -21,6 +21,7 @@ PATIENCE_S = 30.0
 PARENT = """
 import signal
 import sys
+import time
 from pathlib import Path
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
@@ -39,7 +40,7 @@ try:
     print(sampler._engine.process.pid, flush=True)
     sampler.wait_ready()
     print("ready", flush=True)
-    sampler._engine._channel.receive(600)
+    time.sleep(600)
 except KeyboardInterrupt:
     sampler.close()
     print("closed", flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import Config, InFlight, RolloutSection
 from megatron_rl.preflight.plan.engine_memory import GIB
 from megatron_rl.preflight.plan.phases import PHASES, Memory
 from megatron_rl.preflight.plan.plan import Plan
@@ -52,6 +52,18 @@ def _memory(memory: Memory) -> list[str]:
     return [*lines, f"  {memory.verdict}: {usable}; {less}"]
 
 
+def _ahead(time: StepTime, plan: Plan, rollout: RolloutSection) -> Iterator[str]:
+    learner = time.in_turn - time.rollout - time.sync
+    waits = "learner waits for answers" if time.rollout > learner else "sampler waits for updates"
+    yield (
+        f"ahead     {duration(time.overlap)} of a step overlap, in turns it would take {duration(time.in_turn)}; the "
+        f"{waits}. Batches that wait take {_gib(plan.work.waiting_bytes(rollout.ahead))} GiB of the driver's host"
+    )
+    # an update that comes into the middle of an answer makes the rest of it younger
+    older = min(1.0, learner / time.rollout) if rollout.in_flight is InFlight.continue_ else 1.0
+    yield f"          about {older:.0%} of a batch's tokens are {rollout.ahead} update(s) old, the others younger"
+
+
 def _gib(nbytes: float) -> str:
     if not nbytes:
         return "-"
@@ -65,7 +77,8 @@ def _rest(config: Config, plan: Plan) -> Iterator[str]:
         f"{plan.work.longest:,}, {cache.at_mean:,} at the mean; sampler.vllm.max_num_seqs is {cache.wanted}"
     )
     yield f"save      {_gib(plan.kept_gib * GIB)} GiB, and as much of the hosts' memory together"
-    behind = f"answers are up to {sync.every - 1} update(s) of the sampler old" if sync.every > 1 else ""
+    old = max(config.rollout.ahead, sync.every - 1)
+    behind = f"answers are up to {old} update(s) of the sampler old" if old else ""
     within = f"the last of a step's updates is {learner.n_minibatches - 1} behind them" * (learner.n_minibatches > 1)
     yield f"staleness {'; '.join(filter(None, (behind, within))) or 'none: each answer is of the policy it trains'}"
     if plan.time is None:
@@ -87,6 +100,8 @@ def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
         f"          rollout: {time.decoded} sequences together, {time.decode_s * 1e3:.0f} ms for a token of each; "
         f"update: {time.talking:.0%} in collectives, {time.bubble:.0%} waiting for stages"
     )
+    if time.ahead:
+        yield from _ahead(time, plan, config.rollout)
     word = "less" if time.fp8_s >= 0 else "more"
     yield (
         f"fp8       a learner in FP8 takes about {duration(abs(time.fp8_s))} {word} for {plan.work.tokens / 1e6:.2f} M "

@@ -26,7 +26,7 @@ FP8_GAIN = 0.18  # of the time of the products, at best
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds. Phases follow one another."""
+    """Seconds. Phases follow one another; with `ahead`, rollouts are made while the learner works."""
 
     rollout: float
     prox: float
@@ -38,10 +38,21 @@ class StepTime:
     bubble: float  # share of an update that pipeline stages wait
     talking: float  # share of an update that ranks spend in collectives
     fp8_s: float  # what an FP8 learner takes less than a BF16 one; negative: more
+    ahead: bool = False
+
+    @property
+    def in_turn(self) -> float:
+        """A step whose phases follow one another."""
+        return self.rollout + self.prox + self.update + self.sync + self.save
+
+    @property
+    def overlap(self) -> float:
+        """What the shorter half does while the longer one goes on."""
+        return min(self.rollout, self.prox + self.update + self.save) if self.ahead else 0.0
 
     @property
     def step(self) -> float:
-        return self.rollout + self.prox + self.update + self.sync + self.save
+        return self.in_turn - self.overlap
 
 
 @dataclass(frozen=True)
@@ -151,6 +162,7 @@ def step_time(
         bubble=learned.bubble,
         talking=learned.talking,
         fp8_s=learned.fp8_s,
+        ahead=config.rollout.ahead > 0,
     )
 
 

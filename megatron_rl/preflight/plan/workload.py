@@ -9,6 +9,9 @@ from megatron_rl.models.model import Model
 from megatron_rl.preflight.plan.activations import Pack
 from megatron_rl.preflight.plan.learner_memory import chosen
 
+WAITING_TOKEN = 13  # bytes: id, logprob, mask, text
+WAITING_ANSWER = 4096  # bytes: objects, and what a reward measured
+
 
 @dataclass(frozen=True)
 class Assumptions:
@@ -59,6 +62,10 @@ class Workload:
             longest=rollout.max_prompt_tokens + rollout.max_response_tokens,
             updates=learner.n_minibatches,
         )
+
+    def waiting_bytes(self, ahead: int) -> float:
+        """Of the driver's host, for batches that wait for the learner."""
+        return ahead * self.sequences * (self.response * WAITING_TOKEN + WAITING_ANSWER)
 
     def packs(self, learner: LearnerSection, model: Model) -> int:
         """Micro-batches of an update on one replica."""

@@ -1,15 +1,16 @@
 """Prompts to replicas: the least loaded one answers next, and what a dying one leaves undone goes to the others.
 
-Every job's answers come back exactly once, in the order of the jobs, whichever replica they come from. Every wait has
-a limit: the replica's own deadline for an answer, `TRIES` for a job, `patience_s` while there is no replica.
+Jobs may be added as long as it is open. Every job's answers come back exactly once, whichever replica they come from.
+Every wait has a limit: the replica's own deadline for an answer, `TRIES` for a job, `patience_s` while there is no
+replica.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import Format
@@ -25,6 +26,7 @@ QUEUED = 1.25  # sequences given to a replica, relative to what it decodes at on
 class Job:
     """One prompt to be answered `samples` times by one replica."""
 
+    number: int  # whoever adds it knows it by this
     token_ids: tuple[int, ...]
     seed: int
     name: str = "a prompt"
@@ -35,58 +37,112 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
+    job: Job
     answers: list[Answer]
     format: Format
+    version: int  # the fleet's when the job was given out
+
+
+@dataclass
+class _Open:
+    job: Job
+    tries: int = 0
 
 
 @dataclass(frozen=True)
-class Dispatched:
-    done: list[Done]  # one for each job, in order
-    retried: int
+class _Given:
+    open: _Open
+    replica: Replica
+    since: int  # place of the version in `served`
 
 
 class Dispatcher:
-    """One `generate` call over the fleet."""
+    """Used from the fleet's event loop only."""
 
     def __init__(
         self,
         replicas: Sequence[Replica],
-        jobs: Sequence[Job],
         params: SamplingParams,
         *,
-        version: int,
+        served: Sequence[int],
         max_sequences: int,
         patience_s: float,
-        changed: asyncio.Event,
         on_gone: Callable[[Replica, str], None],
     ) -> None:
-        """`changed` is set whenever a replica comes back or is given up; `on_gone` is told of every failure."""
-        self._replicas, self._jobs, self._params = replicas, jobs, params
-        self._version, self._patience_s = version, patience_s
-        self._room = max(int(QUEUED * max_sequences), params.samples)
-        self._changed, self._on_gone = changed, on_gone
-        self._waiting = deque(range(len(jobs)))
-        self._tries = [0] * len(jobs)
-        self._done: dict[int, Done] = {}
-        self._running: dict[asyncio.Task[list[Answer]], tuple[int, Replica]] = {}
-        self._retried = 0
+        """`served`: the fleet's policy versions so far, the present one last; `on_gone` is told of every failure."""
+        self.retried = 0
+        self.changed = asyncio.Event()  # to be set when a replica comes back, is given up, or has been updated
+        self._replicas, self._params, self._served = replicas, params, served
+        self._room, self._patience_s = max(int(QUEUED * max_sequences), params.samples), patience_s
+        self._on_gone = on_gone
+        self._waiting = deque[_Open]()
+        self._running: dict[asyncio.Task[list[Answer]], _Given] = {}
+        self._load = Counter[str]()  # sequences of its own, by replica: another dispatcher's take no room here
+        self._done: list[Done] = []
+        self._news = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
+        self._closed: str | None = None  # why, where it was not its user
 
-    async def run(self) -> Dispatched:
+    def add(self, jobs: Iterable[Job]) -> None:
+        self._waiting.extend(map(_Open, jobs))
+        self.changed.set()
+        if self._work is None:
+            self._work = asyncio.create_task(self._run())
+            self._work.add_done_callback(self._ended)
+
+    async def finished(self) -> list[Done]:
+        """Those that are complete by now; waits for one. Empty: none is open any more."""
+        while not self._done and self._works and (self._waiting or self._running):
+            self._news.clear()
+            await self._news.wait()
+        if not self._done:
+            self._raise_failure()
+        done, self._done = self._done, []
+        return done
+
+    async def close(self, why: str | None = None) -> None:
+        """Gives up what is open: replicas are told to stop. `why`: an error for whoever still waits."""
+        self._closed = why
+        self._waiting.clear()
+        self._done.clear()
+        if self._work is None:
+            self._news.set()
+            return
+        self._work.cancel()
+        await asyncio.wait([self._work])
+
+    @property
+    def _works(self) -> bool:
+        return self._work is not None and not self._work.done()
+
+    def _ended(self, work: asyncio.Task[None]) -> None:
+        if not work.cancelled():
+            work.exception()  # asyncio complains of those that nobody has asked for
+        self._news.set()
+
+    def _raise_failure(self) -> None:
+        if self._closed:
+            raise SamplerError(self._closed)
+        if self._work is not None and self._work.done() and not self._work.cancelled():
+            self._work.result()
+
+    async def _run(self) -> None:
         try:
-            while len(self._done) < len(self._jobs):
+            while True:
                 self._assign()
-                if not self._running:
+                if self._waiting and not self._running:
                     await self._wait_for_a_replica()
                     continue
-                changed = asyncio.ensure_future(self._changed.wait())
-                await asyncio.wait([*self._running, changed], return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-                self._changed.clear()
+                changed = asyncio.ensure_future(self.changed.wait())
+                try:
+                    await asyncio.wait([*self._running, changed], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changed.cancel()
+                self.changed.clear()
                 for task in [task for task in self._running if task.done()]:
                     self._collect(task)
         finally:
             await self._cancel_all()
-        return Dispatched([self._done[index] for index in range(len(self._jobs))], self._retried)
 
     def _assign(self) -> None:
         while self._waiting:
@@ -94,66 +150,76 @@ class Dispatcher:
             if not usable:
                 return
             replica = min(usable, key=lambda one: (one.load, one.served))
-            index = self._waiting.popleft()
-            job = self._jobs[index]
+            given = _Given(self._waiting.popleft(), replica, len(self._served) - 1)
+            job = given.open.job
             task = asyncio.ensure_future(replica.generate(job.token_ids, job.seed, self._params))
-            replica.load += self._params.samples
+            self._count(replica, self._params.samples)
             replica.running.add(task)
-            self._running[task] = index, replica
+            self._running[task] = given
 
     def _can_take_one(self, replica: Replica) -> bool:
-        fits = replica.load == 0 or replica.load + self._params.samples <= self._room
-        return replica.ready and replica.version == self._version and fits
+        current = replica.ready and not replica.updating and replica.version == self._served[-1]
+        load = self._load[replica.name]
+        return current and (load == 0 or load + self._params.samples <= self._room)
+
+    def _count(self, replica: Replica, sequences: int) -> None:
+        replica.load += sequences
+        self._load[replica.name] += sequences
 
     def _collect(self, task: asyncio.Task[list[Answer]]) -> None:
-        index, replica = self._release(task)
+        given = self._release(task)
+        replica, job = given.replica, given.open.job
         if task.cancelled():  # its supervisor took the replica out
-            self._retry(index, replica.reason)
+            self._retry(given.open, replica.reason)
             return
         try:
             answers = task.result()
         except ReplicaGone as error:
             self._on_gone(replica, str(error))
-            self._retry(index, str(error))
+            self._retry(given.open, str(error))
             return
         except RequestRefused as error:
-            raise SamplerError(f"{self._jobs[index]} cannot be answered: {error}") from None
-        other = {answer.version for answer in answers if answer.token_ids} - {self._version}
+            raise SamplerError(f"{job} cannot be answered: {error}") from None
+        allowed = self._served[given.since :]  # weights that the fleet has had since
+        other = {version for answer in answers for version, _ in answer.spans} - set(allowed)
         if other:
-            reason = f"{replica.name} answered with policy version {min(other)}, not {self._version}"
+            reason = f"{replica.name} answered with policy version {min(other)}, not {' or '.join(map(str, allowed))}"
             self._on_gone(replica, reason)
-            self._retry(index, reason)
+            self._retry(given.open, reason)
             return
         replica.served += len(answers)
-        self._done[index] = Done(answers, replica.format)
+        self._done.append(Done(job, answers, replica.format, allowed[0]))
+        self._news.set()
 
-    def _release(self, task: asyncio.Task[list[Answer]]) -> tuple[int, Replica]:
-        index, replica = self._running.pop(task)
-        replica.running.discard(task)
-        replica.load -= self._params.samples
-        return index, replica
+    def _release(self, task: asyncio.Task[list[Answer]]) -> _Given:
+        given = self._running.pop(task)
+        given.replica.running.discard(task)
+        self._count(given.replica, -self._params.samples)
+        return given
 
-    def _retry(self, index: int, reason: str) -> None:
-        self._tries[index] += 1
-        self._retried += 1
-        if self._tries[index] >= TRIES:
+    def _retry(self, one: _Open, reason: str) -> None:
+        one.tries += 1
+        self.retried += 1
+        if one.tries >= TRIES:
             raise SamplerError(
-                f"{self._jobs[index]} was given up: {TRIES} tries ended with the server, the last one with: {reason}"
+                f"{one.job} was given up: {TRIES} tries ended with the server, the last one with: {reason}"
             )
-        self._waiting.appendleft(index)
+        self._waiting.appendleft(one)
 
     async def _wait_for_a_replica(self) -> None:
-        """Until one is ready; an error where none can be, or none is in time."""
+        """Until one is ready; an error where none can be, or none is in time. An update has limits of its own."""
         deadline = time.monotonic() + self._patience_s
         while not any(self._can_take_one(replica) for replica in self._replicas):
+            if any(replica.updating for replica in self._replicas):
+                deadline = time.monotonic() + self._patience_s
             remaining = deadline - time.monotonic()
             if remaining <= 0 or all(replica.given_up for replica in self._replicas):
-                raise NoServerLeft(self._replicas, self._version, self._patience_s)
+                raise NoServerLeft(self._replicas, self._served[-1], self._patience_s)
             try:
-                await asyncio.wait_for(self._changed.wait(), remaining)
+                await asyncio.wait_for(self.changed.wait(), remaining)
             except TimeoutError:
                 continue
-            self._changed.clear()
+            self.changed.clear()
 
     async def _cancel_all(self) -> None:
         for task in list(self._running):

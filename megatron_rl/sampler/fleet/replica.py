@@ -7,27 +7,27 @@ move through the worker methods that the embedded sampler calls too, by way of /
 from __future__ import annotations
 
 import asyncio
-import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import msgspec
-import numpy as np
 
-from megatron_rl.config.schema import Format
-from megatron_rl.engine.kept import Kept, of_lists
+from megatron_rl.config.schema import Cache, Format, InFlight
 from megatron_rl.processes.process import turns_of
 from megatron_rl.processes.pulse import mark
+from megatron_rl.sampler.fleet.answers import Answer, read_answers
 from megatron_rl.sampler.fleet.server_process import ServerProcess
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import SamplingParams
+from megatron_rl.weight_sync.file_transport import BACKGROUND
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 HEALTH_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 4.0  # of an idle connection: less than a server's own 5 s, or it could end under a request
-MISSING_LOGPROB = -9999.0  # what the server writes for a logprob that is NaN, infinite or not there
+BUILT_POLL_S = 0.05  # between two looks at whether an update is verified
 
 
 class ReplicaGone(SamplerError):
@@ -55,45 +55,22 @@ class _Health(msgspec.Struct):
     error: str = ""
 
 
-class _Candidate(msgspec.Struct):
-    token_id: int
-    logprob: float
-
-
-class _Logprob(msgspec.Struct):
-    logprob: float
-    top_logprobs: list[_Candidate] = []
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob] | None = None
-
-
-class _Span(msgspec.Struct):
-    version: str
-
-
-class _Choice(msgspec.Struct):
-    index: int
-    token_ids: list[int]
-    finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
-
-
-class _Generated(msgspec.Struct):
-    choices: list[_Choice]
-
-
 @dataclass(frozen=True)
-class Answer:
-    """One sampled sequence as a server sent it."""
+class Swap:
+    """What an update does to answers that are being written."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # NaN where there is none
-    finish_reason: str
-    version: int
-    kept: Kept | None = None  # what each token was drawn among; None: among all
+    in_flight: InFlight = InFlight.finish
+    cache: Cache = Cache.rebuild
+
+    @property
+    def pause(self) -> str:
+        """As a server is told: it stops before its next step, or once what it works on is answered."""
+        return "keep" if self.in_flight == InFlight.continue_ else "wait"
+
+    @property
+    def forget(self) -> str:
+        """Cached keys and values of the old weights: all of them, or all but those of answers being written."""
+        return "" if self.cache == Cache.keep else "?reset_running_requests=true"
 
 
 @dataclass
@@ -113,6 +90,8 @@ class Replica:
     restarts: int = 0
     load: int = 0  # sequences it works on
     served: int = 0  # sequences it has answered
+    updating: bool = False  # takes no prompts: new weights are about to be, or just became, the live ones
+    paused_at: float | None = None  # when it stopped in the middle of answers, which `resume` lets go on
     running: set[asyncio.Future[Any]] = field(default_factory=set)  # what has been asked of it, to be cancelled with it
     _session: aiohttp.ClientSession | None = None
 
@@ -147,12 +126,9 @@ class Replica:
         }
         content = await self.post("/inference/v1/generate", body)
         try:
-            generated = msgspec.json.decode(content, type=_Generated)
-        except msgspec.DecodeError as error:
+            answers = read_answers(content, params.candidates)
+        except ValueError as error:
             raise ReplicaGone(f"{self.name} answered with something else than tokens: {error}") from None
-        answers = [
-            _answer(choice, params.candidates) for choice in sorted(generated.choices, key=lambda choice: choice.index)
-        ]
         if len(answers) != distinct:
             raise ReplicaGone(f"{self.name} sent {len(answers)} answers, {distinct} were asked for")
         return [answer for answer in answers for _ in range(params.samples // distinct)]
@@ -172,18 +148,39 @@ class Replica:
         await self.call_workers("start_weight_update")
 
     async def stage_update(self, update_info: Mapping[str, Any]) -> None:
-        """Have the engine verify an update; nothing is loaded yet."""
+        """Have the engine verify an update, while it goes on answering; nothing is loaded yet."""
+        background = {BACKGROUND: True} if self.load else {}
         try:
-            await self.call_workers("update_weights", update_info=dict(update_info))
+            await self.call_workers("update_weights", update_info={**update_info, **background})
+            if background:
+                await self._until_built()
         except WeightSyncError:
             await self.call_workers("abort_weight_update")
             raise
 
+    async def _until_built(self) -> None:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                # a server writes an answer that is neither a list nor a mapping as text
+                while "True" in await self._collective("weight_update_building", []):
+                    await asyncio.sleep(BUILT_POLL_S)
+        except TimeoutError:
+            raise NoAnswer(f"{self.name} did not verify the update within {self.timeout_s:g} s") from None
+        await self.call_workers("await_weight_update")
+
     async def abort_update(self) -> None:
         await self.call_workers("abort_weight_update")
 
-    async def finish_update(self) -> dict[str, Any]:
-        """Load what was verified; afterwards the server stamps its answers with the new version."""
+    async def finish_update(self, swap: Swap) -> dict[str, Any]:
+        """Load what was verified; afterwards the server stamps its tokens with the new version.
+
+        Where answers are being written, they stand still from before the swap until `resume`.
+        """
+        if self.load:
+            self.paused_at = time.perf_counter()
+            await self.post(f"/pause?mode={swap.pause}&clear_cache=false")
+            self.paused_at = time.perf_counter()
+        self.version = NO_VERSION  # until it is known
         try:
             await self._guarded_call("finish_weight_update", {}, again=False)
         finally:
@@ -191,18 +188,26 @@ class Replica:
             versions = sorted({state["policy_version"] for state in states})
             if len(versions) > 1 or any(state["torn"] for state in states):
                 self.take_out("the last weight update stopped half-way: its weights are of no version")
-        await self._stamp(versions[0])
-        self.version = versions[0]
+            else:
+                self.version = versions[0]
+        await self._stamp(versions[0], swap)
         return max(states, key=lambda state: state["load_s"])
+
+    async def resume(self) -> float:
+        """Answers go on; returns how long they stood still. Harmless where they do already."""
+        await self.post("/resume")
+        stood_s = 0.0 if self.paused_at is None else time.perf_counter() - self.paused_at
+        self.paused_at = None
+        return stood_s
 
     async def forget_version(self) -> None:
         """A server that served another run, or missed updates, starts over: any version is newer than none."""
         await self.call_workers("forget_version")
-        await self._stamp(NO_VERSION)
+        await self._stamp(NO_VERSION, Swap())
         self.version = NO_VERSION
 
-    async def _stamp(self, version: int) -> None:
-        await self.post("/reset_prefix_cache")
+    async def _stamp(self, version: int, swap: Swap) -> None:
+        await self.post(f"/reset_prefix_cache{swap.forget}")
         await self.post("/update_weight_version", {"new_version": str(version)})
 
     async def _collective(self, method: str, arguments: list[Any], again: bool = True) -> list[Any]:
@@ -295,31 +300,6 @@ class NoServerLeft(SamplerError):
             "slow, restart servers that were given by address, "
             "and start the run again"
         )
-
-
-def _answer(choice: _Choice, candidates: int) -> Answer:
-    content = (choice.logprobs and choice.logprobs.content) or []
-    if len(content) != len(choice.token_ids):
-        content = [_Logprob(MISSING_LOGPROB)] * len(choice.token_ids)
-    logprobs = tuple(one.logprob if one.logprob > MISSING_LOGPROB else math.nan for one in content)
-    kept = None
-    if candidates:
-        found = ([(top.token_id, top.logprob) for top in one.top_logprobs] for one in content)
-        kept = of_lists(choice.token_ids, found, MISSING_LOGPROB, candidates)
-        logprobs = tuple(np.where(kept.unknown_T, math.nan, logprobs).tolist())
-    versions = {span.version for span in choice.weight_versions or []}
-    return Answer(
-        tuple(choice.token_ids),
-        logprobs,
-        choice.finish_reason or "abort",
-        min((_number(version) for version in versions), default=NO_VERSION),
-        kept,
-    )
-
-
-def _number(version: str) -> int:
-    """A server that stamps something else than a number holds weights that this run never gave it."""
-    return int(version) if version.lstrip("-").isdecimal() else NO_VERSION
 
 
 def _shortened(content: bytes, limit: int = 300) -> str:

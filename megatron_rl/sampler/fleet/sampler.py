@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import queue
 import tempfile
-import time
+import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_rl.config.schema import Format
 from megatron_rl.processes.pulse import waiting
 from megatron_rl.quantization.formats import BY_FORMAT
+from megatron_rl.sampler.answering import answer_all
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
-from megatron_rl.sampler.fleet.dispatch import Done, Job
+from megatron_rl.sampler.fleet.answering import FleetAnswering
 from megatron_rl.sampler.fleet.event_loop import EventLoopThread
 from megatron_rl.sampler.fleet.replica import Replica
 from megatron_rl.sampler.fleet.server_process import server_settings
 from megatron_rl.sampler.fleet.servers import Servers
-from megatron_rl.sampler.protocol import SamplerError, SamplerStats, request_seed
-from megatron_rl.types import Prompt, Rollout, SamplingParams, written
+from megatron_rl.sampler.protocol import SamplerError, SamplerStats
+from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 if TYPE_CHECKING:
@@ -37,7 +38,11 @@ REQUEST_KEY, START_KEY = "sampler.request_timeout_s", "sampler.start_timeout_s"
 
 
 class FleetSampler:
-    """See protocol.Sampler. `note` receives a line whenever a server goes or comes back, from the calling thread."""
+    """See protocol.Sampler. Threads may share it.
+
+    `note` receives a line whenever a server goes or comes back. Only the thread that has launched the sampler passes
+    lines on, and only it says for whom the process waits: neither is made for several.
+    """
 
     def __init__(
         self,
@@ -54,6 +59,7 @@ class FleetSampler:
         self._settings, self._hf_folder, self._log_dir = settings, hf_folder, log_dir
         self._note, self._notes = note, queue.SimpleQueue[str]()
         self._worker_extension = worker_extension
+        self._owner, self._counting = threading.get_ident(), threading.Lock()
         self._loop: EventLoopThread | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._servers: Servers | None = None
@@ -65,6 +71,7 @@ class FleetSampler:
 
     def launch(self) -> None:
         """Start the servers without waiting for them."""
+        self._owner = threading.get_ident()
         self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-fleet-")
         self._loop = EventLoopThread("fleet")
         try:
@@ -83,7 +90,7 @@ class FleetSampler:
             return
         self._starting = False
         try:
-            self._call(lambda servers: servers.first_starts())
+            self.ask(lambda servers: servers.first_starts())
         except BaseException:
             self.close()
             raise
@@ -91,28 +98,17 @@ class FleetSampler:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
     ) -> list[Rollout]:
-        if not prompts:
-            return []
+        return answer_all(self.answering(params, seed=seed), prompts, first_group) if prompts else []
+
+    def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> FleetAnswering:
         self.wait_ready()
-        start = time.perf_counter()
-        jobs = [
-            Job(prompt.token_ids, request_seed(seed, first_group + i), f"prompt {prompt.id}")
-            for i, prompt in enumerate(prompts)
-        ]
-        dispatched, restarted = self._call(lambda servers: servers.answer(jobs, params))
-        rollouts = [
-            rollout
-            for i, (prompt, done) in enumerate(zip(prompts, dispatched.done, strict=True))
-            for rollout in _rollouts(prompt, first_group + i, done, self.policy_version)
-        ]
-        self.stats = replace(
-            self.stats,
-            tokens=self.stats.tokens + sum(len(one.token_ids) for one in rollouts),
-            seconds=self.stats.seconds + time.perf_counter() - start,
-            retried=self.stats.retried + dispatched.retried,
-            restarts=restarted,
-        )
-        return rollouts
+        return FleetAnswering(self.ask, self._count, self.ask(lambda servers: servers.dispatcher(params)), seed)
+
+    def _count(self, tokens: int, seconds: float, retried: int, restarts: int) -> None:
+        with self._counting:
+            self.stats = SamplerStats(
+                self.stats.tokens + tokens, self.stats.seconds + seconds, self.stats.retried + retried, restarts
+            )
 
     def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
         raise SamplerError("a fleet's servers do not show their modules: use the embedded engine (replicas: 0)")
@@ -126,16 +122,16 @@ class FleetSampler:
 
     def start_weight_update(self) -> None:
         self.wait_ready()
-        self._call(lambda servers: servers.updates.begin())
+        self.ask(lambda servers: servers.updates.begin())
 
     def update_weights(self, update_info: Any) -> None:
         """Have every server verify the update; one that refuses it refuses it for all."""
         updates = _by_format(update_info, self._settings.formats)
-        self._call(lambda servers: servers.updates.stage(updates))
+        self.ask(lambda servers: servers.updates.stage(updates))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Every server loads what it verified. Until the next update it is what restarted servers receive."""
-        self.last_sync = self._call(lambda servers: servers.updates.finish())
+        self.last_sync = self.ask(lambda servers: servers.updates.finish())
         self.policy_version = self.last_sync["policy_version"]
         if weight_version is not None and weight_version != str(self.policy_version):
             raise WeightSyncError(f"the fleet loaded policy version {self.policy_version}, not {weight_version}")
@@ -150,7 +146,7 @@ class FleetSampler:
 
     def health(self) -> dict[str, Any]:
         self.wait_ready()
-        return self._call(lambda servers: servers.health())
+        return self.ask(lambda servers: servers.health())
 
     def close(self) -> None:
         """End the servers that were started here; safe to call twice and in any state."""
@@ -176,23 +172,29 @@ class FleetSampler:
     ) -> None:
         self.close()
 
-    def _call(self, ask: Callable[[Servers], Coroutine[Any, Any, T]]) -> T:
+    def ask(self, ask: Callable[[Servers], Coroutine[Any, Any, T]]) -> T:
+        """Of the servers, on their event loop; waits for the answer."""
         if self._loop is None or self._servers is None:
             raise SamplerError("the sampler is not running: it was never started, was closed, or failed before")
         section = self._settings.sampler
         limit_s, key = max((section.request_timeout_s, REQUEST_KEY), (section.start_timeout_s, START_KEY))
+        elsewhere = bool(section.fleet.addresses)
         try:
-            with waiting("server", limit_s, key, elsewhere=bool(section.fleet.addresses)):
+            with waiting("server", limit_s, key, elsewhere=elsewhere) if self._is_owner else nullcontext():
                 return self._loop.call(ask(self._servers), self._pass_on_notes)
         finally:
             self._pass_on_notes()
 
     def _on_all(self, ask: Callable[[Replica], Any]) -> None:
         self.wait_ready()
-        self._call(lambda servers: servers.updates.on_all(ask))
+        self.ask(lambda servers: servers.updates.on_all(ask))
+
+    @property
+    def _is_owner(self) -> bool:
+        return threading.get_ident() == self._owner
 
     def _pass_on_notes(self) -> None:
-        while not self._notes.empty():
+        while self._is_owner and not self._notes.empty():
             self._note(self._notes.get())
 
 
@@ -200,22 +202,3 @@ def _by_format(update_info: Any, formats: Sequence[Format]) -> dict[Format, dict
     if BY_FORMAT in update_info:
         return {Format(name): info for name, info in update_info[BY_FORMAT].items()}
     return dict.fromkeys(formats, update_info)
-
-
-def _rollouts(prompt: Prompt, group: int, done: Done, version: int) -> list[Rollout]:
-    return [
-        Rollout(
-            prompt=prompt,
-            group=group,
-            sample=sample,
-            token_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            loss_mask=written(len(answer.token_ids)),
-            finish_reason=answer.finish_reason,
-            policy_version=answer.version if answer.token_ids else version,
-            format=done.format.value,
-            kept_ids=answer.kept.ids if answer.kept else None,
-            kept_counts=answer.kept.counts if answer.kept else None,
-        )
-        for sample, answer in enumerate(done.answers)
-    ]

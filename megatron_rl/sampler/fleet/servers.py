@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_rl.config.fleet import KEY_VARIABLE, max_sequences
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.fleet.dispatch import Dispatched, Dispatcher, Job
-from megatron_rl.sampler.fleet.replica import Replica
+from megatron_rl.sampler.fleet.dispatch import Dispatcher, Done, Job
+from megatron_rl.sampler.fleet.replica import Replica, Swap
 from megatron_rl.sampler.fleet.server_process import ServerSettings
 from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.sampler.fleet.update import FleetUpdates
@@ -28,6 +28,7 @@ class Servers:
             start_timeout_s=settings.sampler.start_timeout_s,
             max_tokens=settings.max_tokens,
             note=note,
+            swap=Swap(settings.in_flight, settings.in_flight_cache),
         )
         self.replicas: list[Replica] = []
         self.updates = FleetUpdates(self.replicas, self._state)
@@ -53,20 +54,30 @@ class Servers:
         """All of them: a server that is missing from the beginning is a mistake, not an accident."""
         await asyncio.gather(*(supervisor.first_start for supervisor in self._supervisors))
 
-    async def answer(self, jobs: Sequence[Job], params: SamplingParams) -> tuple[Dispatched, int]:
-        """The answers, and how often servers have been restarted so far."""
+    async def dispatcher(self, params: SamplingParams) -> Dispatcher:
         state = self._state
-        dispatched = await Dispatcher(
+        dispatcher = Dispatcher(
             self.replicas,
-            jobs,
             params,
-            version=state.version,
+            served=state.served,
             max_sequences=max_sequences(self._sampler),
             patience_s=state.start_timeout_s,
-            changed=state.changed,
             on_gone=state.take_out,
-        ).run()
-        return dispatched, state.restarted
+        )
+        state.dispatchers.append(dispatcher)
+        return dispatcher
+
+    async def add(self, dispatcher: Dispatcher, jobs: Sequence[Job]) -> None:
+        dispatcher.add(jobs)
+
+    async def finished(self, dispatcher: Dispatcher) -> tuple[list[Done], int]:
+        """And how often servers have been restarted so far."""
+        return await dispatcher.finished(), self._state.restarted
+
+    async def give_up(self, dispatcher: Dispatcher) -> None:
+        if dispatcher in self._state.dispatchers:
+            self._state.dispatchers.remove(dispatcher)
+        await dispatcher.close()
 
     async def health(self) -> dict[str, Any]:
         return {
@@ -86,6 +97,8 @@ class Servers:
 
     async def shut(self) -> None:
         """Stop watching, and hang up. The servers themselves are ended afterwards."""
+        for dispatcher in self._state.dispatchers:
+            await dispatcher.close("the sampler was closed while prompts were being answered")
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.schema import Format
+from megatron_rl.config.schema import Cache, Format
 from megatron_rl.processes.pulse import own
-from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone
+from megatron_rl.sampler.fleet.dispatch import Dispatcher
+from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone, Swap
 from megatron_rl.sampler.fleet.server_process import ServerProcess, ServerSettings
 from megatron_rl.sampler.protocol import MAX_RESTARTS, SamplerError
 from megatron_rl.types import SamplingParams
@@ -34,17 +35,27 @@ class FleetState:
     start_timeout_s: float
     max_tokens: int  # of a prompt and its answer together: what every server must take
     note: Callable[[str], None]
-    version: int = NO_VERSION  # the current policy's
+    swap: Swap = field(default_factory=Swap)
+    served: list[int] = field(default_factory=lambda: [NO_VERSION])  # policy versions so far, the current one last
     kept_update: Mapping[Format, Mapping[str, Any]] = field(default_factory=dict)  # its weights, for re-syncs
     restarted: int = 0  # servers, so far
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # a replica came back, or was given up
+    dispatchers: list[Dispatcher] = field(default_factory=list)  # those that are open
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)  # one update of the fleet, or one re-sync, at a time
+
+    @property
+    def version(self) -> int:
+        return self.served[-1]
+
+    def tell(self) -> None:
+        """Whoever has prompts: a replica came back, was given up, or has been updated."""
+        for dispatcher in self.dispatchers:
+            dispatcher.changed.set()
 
     def take_out(self, replica: Replica, reason: str) -> None:
         if replica.ready:
             self.note(f"{replica.name} is out: {reason}")
         replica.take_out(reason)
-        self.changed.set()
+        self.tell()
 
 
 class Supervisor:
@@ -83,7 +94,7 @@ class Supervisor:
                     self.first_start.set_result(None)
                 await self._watch()
             if replica.given_up:
-                self._state.changed.set()
+                self._state.tell()
                 return
 
     async def _bring_up(self) -> None:
@@ -101,10 +112,12 @@ class Supervisor:
         await self._unless_gone(self._make_current())
         if self.first_start.done():
             state.note(f"{replica.name} is back with policy version {replica.version}")
-        state.changed.set()
+        state.tell()
 
     async def _make_current(self) -> None:
         replica, state = self.replica, self._state
+        if self._own is None:  # whoever used it before may have left in the middle of an update
+            await replica.resume()
         await replica.forget_version()
         await replica.generate((0,), 0, WARM_UP)  # the first generation loads and compiles for seconds
         if replica.process is not None:
@@ -114,7 +127,7 @@ class Supervisor:
                 await replica.call_workers("init_weight_transfer_engine", init_info={})
                 await replica.start_update()
                 await replica.stage_update(state.kept_update[replica.format])
-                await replica.finish_update()
+                await replica.finish_update(state.swap)
             replica.ready, replica.reason = True, ""
 
     async def _until_healthy(self) -> None:
@@ -137,7 +150,8 @@ class Supervisor:
             raise ReplicaGone(
                 f"{replica.address} moves weights for whoever asks, without the key; start it with `megatron-rl serve`"
             )
-        info = (await replica.get("/server_info?config_format=json"))["vllm_config"]["model_config"]
+        config = (await replica.get("/server_info?config_format=json"))["vllm_config"]
+        info, swap = config["model_config"], self._state.swap
         if info["logprobs_mode"] != "processed_logprobs":
             raise ReplicaGone(
                 f"{replica.address} reports {info['logprobs_mode']}: start it with --logprobs-mode processed_logprobs"
@@ -146,6 +160,11 @@ class Supervisor:
             raise ReplicaGone(
                 f"{replica.address} takes {info['max_model_len']} tokens, the recipe needs {self._state.max_tokens}: "
                 f"start it with --max-model-len {self._state.max_tokens}"
+            )
+        if swap.cache == Cache.keep and config["cache_config"]["enable_prefix_caching"]:
+            raise ReplicaGone(
+                f"{replica.address} caches prefixes, which old weights could outlive under rollout.in_flight_cache="
+                "keep: start it with --no-enable-prefix-caching, or use in_flight_cache: rebuild"
             )
 
     async def _unless_gone(self, work: Coroutine[Any, Any, None]) -> None:

@@ -2,7 +2,8 @@
 
 An update has three parts: every server begins it, then every server verifies it, then every server loads it. If one
 refuses it while verifying, none loads it. A server that dies in any part is taken out; its supervisor brings it back
-with the version that the fleet serves by then.
+with the version that the fleet serves by then. Servers go on answering in the first two parts, and stop between two
+steps for the third.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from megatron_rl.config.schema import Format
 from megatron_rl.sampler.fleet.replica import NoServerLeft, Replica, ReplicaGone
 from megatron_rl.sampler.fleet.supervisor import FleetState
 from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.weight_sync.manifest import WeightSyncError
 
 POLL_S = 0.1
 
@@ -90,19 +90,39 @@ class FleetUpdates:
             raise
 
     async def finish(self) -> dict[str, Any]:
+        """No server goes on answering before every one has loaded it: no token is of weights that are taken back."""
         state = self._state
+        updated = [replica for replica in self._replicas if replica.ready]
+        for replica in updated:
+            replica.updating = True
         try:
-            states = await self.on_all(lambda one: one.finish_update())
+            states = await self.on_all(lambda one: one.finish_update(state.swap))
             slowest = max(states, key=lambda answer: answer["load_s"])
-            state.version, state.kept_update = slowest["policy_version"], self._staged
-            return slowest
-        except (WeightSyncError, SamplerError):
-            for replica in self._replicas:
+            state.served.append(slowest["policy_version"])
+            state.kept_update = self._staged
+        except BaseException:  # of every kind: one that was interrupted may have either version
+            for replica in updated:
                 if replica.ready and replica.version != state.version:
                     state.take_out(replica, "it loaded a version that another server could not load")
             raise
         finally:
             self._end()
+            for replica in updated:
+                replica.updating = False
+            stood_s = await self._resume(updated)
+            state.tell()
+        return slowest | {"stood_s": stood_s}
+
+    async def _resume(self, replicas: Sequence[Replica]) -> float:
+        """Those that stand still; how long they did. One that cannot go on is taken out."""
+        standing = [replica for replica in replicas if replica.ready and replica.paused_at is not None]
+        answers = await asyncio.gather(
+            *(self._ask(one, lambda it: it.resume()) for one in standing), return_exceptions=True
+        )
+        for replica, answer in zip(standing, answers, strict=True):
+            if isinstance(answer, BaseException):
+                self._state.take_out(replica, str(answer))
+        return max((answer for answer in answers if isinstance(answer, float)), default=0.0)
 
     def _end(self) -> None:
         self._staged = {}

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.fleet.dispatch import TRIES, Dispatched, Dispatcher, Job
-from megatron_rl.sampler.fleet.replica import Answer, Replica, ReplicaGone, RequestRefused
+from megatron_rl.sampler.fleet.answers import Answer
+from megatron_rl.sampler.fleet.dispatch import TRIES, Dispatcher, Done, Job
+from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone, RequestRefused
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import SamplingParams
 
@@ -24,11 +25,12 @@ class Scripted(Replica):
     refuses: bool = False
     hangs: bool = False
     pause_s: float = 0.0
-    stamp: int = 0
+    spans: tuple = ((0, 2),)
     asked: list[int] = field(default_factory=list)
     most: int = 0
 
     async def generate(self, token_ids, seed, params):
+        spans = self.spans
         self.asked.append(seed)
         self.most = max(self.most, len(self.running))
         await asyncio.sleep(self.pause_s)
@@ -38,7 +40,7 @@ class Scripted(Replica):
             raise ReplicaGone("killed")
         if self.refuses:
             raise SamplerError("refused (400)")
-        return [Answer((*token_ids, sample), (0.0,), "stop", self.stamp) for sample in range(params.samples)]
+        return [Answer((*token_ids, sample), (0.0,), "stop", spans) for sample in range(params.samples)]
 
 
 def replica(name="a", ready=True, version=0, **script) -> Scripted:
@@ -47,49 +49,55 @@ def replica(name="a", ready=True, version=0, **script) -> Scripted:
     return one
 
 
-def run(replicas, count=8, *, version=0, patience_s=0.3, max_sequences=4, during=None) -> Dispatched:
-    async def main() -> Dispatched:
-        changed = asyncio.Event()
+def run(replicas, count=8, *, use=None, served=(0,), patience_s=0.3, max_sequences=4, during=None) -> list[Done]:
+    """`use`: what is done with the dispatcher; else `count` jobs are added and waited for."""
 
+    async def main() -> list[Done]:
         def gone(one: Replica, reason: str) -> None:
             one.take_out(reason)
-            changed.set()
+            dispatcher.changed.set()
 
         dispatcher = Dispatcher(
-            replicas,
-            [Job((index,), index, f"prompt {index}") for index in range(count)],
-            PARAMS,
-            version=version,
-            max_sequences=max_sequences,
-            patience_s=patience_s,
-            changed=changed,
-            on_gone=gone,
+            replicas, PARAMS, served=served, max_sequences=max_sequences, patience_s=patience_s, on_gone=gone
         )
-        helper = asyncio.create_task(during(changed, gone)) if during else None
+        helper = asyncio.create_task(during(dispatcher, gone)) if during else None
         try:
-            return await asyncio.wait_for(dispatcher.run(), 10)
+            async with asyncio.timeout(10):
+                return await (use(dispatcher) if use else all_of(dispatcher, count))
         finally:
+            await dispatcher.close()
+            assert not any(dispatcher._load.values()) and not any(one.running for one in replicas)
             if helper:
                 helper.cancel()
 
     return asyncio.run(main())
 
 
-def tokens(result: Dispatched) -> list[list[tuple[int, ...]]]:
-    return [[answer.token_ids for answer in done.answers] for done in result.done]
+def jobs(*numbers: int) -> list[Job]:
+    return [Job(number, (number,), number, f"prompt {number}") for number in numbers]
+
+
+async def all_of(dispatcher: Dispatcher, count: int) -> list[Done]:
+    dispatcher.add(jobs(*range(count)))
+    done: list[Done] = []
+    while more := await dispatcher.finished():
+        done += more
+    return done
+
+
+def tokens(result: list[Done]) -> list[list[tuple[int, ...]]]:
+    """By job: whichever was ready first."""
+    return [[answer.token_ids for answer in done.answers] for done in sorted(result, key=lambda one: one.job.number)]
 
 
 def expected(count: int) -> list[list[tuple[int, ...]]]:
     return [[(index, 0), (index, 1)] for index in range(count)]
 
 
-def test_work_is_shared_and_comes_back_in_order():
+def test_work_is_shared_and_every_job_comes_back():
     both = [replica("a"), replica("b")]
-    result = run(both, 20)
-    assert tokens(result) == expected(20)
-    assert result.retried == 0
+    assert tokens(run(both, 20)) == expected(20)
     assert all(len(one.asked) >= 8 for one in both)
-    assert all(one.load == 0 and not one.running for one in both)
     assert all(one.most <= 2 for one in both), "no more than it decodes at once, and a little"
 
 
@@ -120,23 +128,40 @@ def test_whoever_dies_every_prompt_is_answered_once(deaths, count, max_sequences
 def test_a_hanging_server_that_is_found_gone_gives_its_prompts_back():
     hanging, other = replica("hanging", hangs=True), replica("other")
 
-    async def find_out(changed, gone):
+    async def find_out(dispatcher, gone):
         await asyncio.sleep(0.05)
         gone(hanging, "did not answer 3 times in a row")
+        await asyncio.sleep(0.05)
+        assert dispatcher.retried == len(hanging.asked) > 0
 
-    result = run([hanging, other], 6, during=find_out)
-    assert tokens(result) == expected(6)
-    assert result.retried == len(hanging.asked) > 0
+    assert tokens(run([hanging, other], 6, during=find_out)) == expected(6)
 
 
 def test_a_server_that_is_behind_is_not_asked_and_one_that_lies_about_it_is_taken_out():
-    behind, lying, current = replica("behind", version=3), replica("lying", version=4, stamp=3), replica("c", version=4)
-    current.stamp = 4
-    result = run([behind, lying, current], 6, version=4)
-    assert tokens(result) == expected(6)
+    behind, lying, current = replica("behind", version=3), replica("lying", version=4), replica("c", version=4)
+    lying.spans, current.spans = ((3, 2),), ((4, 2),)
+    assert tokens(run([behind, lying, current], 6, served=[3, 4])) == expected(6)
     assert behind.asked == []
     assert not lying.ready
     assert "policy version 3, not 4" in lying.reason
+
+
+def test_an_answer_may_be_of_every_version_since_its_job_was_given_out_and_of_no_other():
+    served, one, other = [3, 4], replica("one", version=4, pause_s=0.05), replica("other", version=4, pause_s=0.05)
+    one.spans, other.spans = ((4, 1), (5, 1)), ((3, 1), (4, 1), (5, 1))
+
+    async def update(dispatcher, gone):
+        while not one.asked:
+            await asyncio.sleep(0.001)
+        served.append(5)
+        one.version = other.version = 5
+        one.spans = ((5, 2),)
+        dispatcher.changed.set()
+
+    done = run([one, other], 2, served=served, during=update)
+    assert tokens(done) == expected(2)
+    assert [one.version for one in done] == [4, 5], "drawn again with the new version"
+    assert "answered with policy version 3, not 4 or 5" in other.reason
 
 
 def test_a_refused_request_is_an_error_at_once():
@@ -165,11 +190,11 @@ def test_servers_that_were_given_up_are_not_waited_for():
 def test_a_server_that_comes_back_is_used():
     only = replica(dies_at=2)
 
-    async def restart(changed, gone):
+    async def restart(dispatcher, gone):
         while only.ready:
             await asyncio.sleep(0.01)
         only.dies_at, only.ready, only.version = None, True, 0
-        changed.set()
+        dispatcher.changed.set()
 
     assert tokens(run([only], 6, during=restart, patience_s=5)) == expected(6)
 
@@ -192,3 +217,121 @@ def test_a_refused_prompt_is_named_and_takes_no_server_with_it():
         run(both)
     assert all(one.ready for one in both)
     assert sum(one.asked.count(5) for one in both) == 1
+
+
+def test_what_is_finished_is_handed_out_while_the_rest_is_open_and_more_is_added():
+    fast, slow = replica("fast"), replica("slow", pause_s=0.2)
+
+    async def use(dispatcher: Dispatcher) -> list[Done]:
+        assert await dispatcher.finished() == []
+        dispatcher.add(jobs(0, 1))
+        first = await dispatcher.finished()
+        assert [len(fast.asked), len(slow.asked)] == [1, 1]
+        assert len(first) == 1 and slow.running
+        dispatcher.add(jobs(2))
+        second = await dispatcher.finished()
+        assert [one.job.number for one in second] == [2] and slow.running
+        third = await dispatcher.finished()
+        assert await dispatcher.finished() == []
+        return first + second + third
+
+    assert tokens(run([fast, slow], use=use)) == expected(3)
+
+
+def test_closing_stops_what_is_open_and_ends_every_wait():
+    hanging = replica("hanging", hangs=True)
+
+    async def use(dispatcher: Dispatcher) -> list[Done]:
+        dispatcher.add(jobs(*range(9)))
+        waiting = asyncio.ensure_future(dispatcher.finished())
+        while not hanging.asked:
+            await asyncio.sleep(0.001)
+        await dispatcher.close("the sampler was closed")
+        assert not hanging.running
+        with pytest.raises(SamplerError, match="the sampler was closed"):
+            await waiting
+        await dispatcher.close()
+        assert await dispatcher.finished() == []
+        return []
+
+    run([hanging], use=use)
+
+
+def test_what_is_done_is_handed_out_before_a_failure_is_told():
+    def refusal(token_ids) -> bool:
+        return token_ids == (1,)
+
+    class Strict(Scripted):
+        async def generate(self, token_ids, seed, params):
+            if refusal(token_ids):
+                await asyncio.sleep(0.02)
+                raise RequestRefused("beyond the vocabulary")
+            return await super().generate(token_ids, seed, params)
+
+    one = Strict("a", Format.none, "", "", 1.0)
+    one.ready, one.version = True, 0
+
+    async def use(dispatcher: Dispatcher) -> list[Done]:
+        dispatcher.add(jobs(0, 1))
+        await asyncio.sleep(0.1)
+        first = await dispatcher.finished()
+        for _ in range(2):
+            with pytest.raises(SamplerError, match="prompt 1 of 1 tokens cannot be answered"):
+                await dispatcher.finished()
+        return first
+
+    assert tokens(run([one], use=use)) == expected(1)
+
+
+def test_two_share_the_servers_and_neither_starves():
+    both = [replica("a", hangs=True), replica("b", hangs=True)]
+
+    async def use(dispatcher: Dispatcher) -> list[Done]:
+        dispatcher.add(jobs(*range(100)))
+        while sum(one.load for one in both) < 8:
+            await asyncio.sleep(0.001)
+        for one in both:
+            one.hangs = False
+        other = Dispatcher(both, PARAMS, served=[0], max_sequences=4, patience_s=0.3, on_gone=Replica.take_out)
+        try:
+            assert tokens(await all_of(other, 4)) == expected(4)
+        finally:
+            await other.close()
+        return []
+
+    run(both, use=use)
+
+
+def test_a_server_that_is_updated_takes_no_prompt_and_patience_does_not_run_meanwhile():
+    only = replica(updating=True)
+
+    async def update(dispatcher, gone):
+        await asyncio.sleep(0.4)
+        assert only.asked == []
+        only.updating = False
+        dispatcher.changed.set()
+
+    assert tokens(run([only], 2, patience_s=0.1, during=update)) == expected(2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    deaths=st.lists(st.integers(1, 6), max_size=3),
+    added=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    pauses=st.lists(st.sampled_from([0.0, 0.001, 0.003]), min_size=4, max_size=4),
+)
+def test_whoever_dies_and_whenever_it_was_added_every_prompt_is_answered_once(deaths, added, pauses):
+    replicas = [replica(str(i), dies_at=death, pause_s=pauses[i]) for i, death in enumerate(deaths)]
+    replicas.append(replica("survivor", pause_s=pauses[-1]))
+
+    async def use(dispatcher: Dispatcher) -> list[Done]:
+        done, number = [], 0
+        for count in added:
+            dispatcher.add(jobs(*range(number, number + count)))
+            number += count
+            done += await dispatcher.finished()
+        while more := await dispatcher.finished():
+            done += more
+        return done
+
+    assert tokens(run(replicas, use=use)) == expected(sum(added))

@@ -8,76 +8,45 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
+from live_fleet import (
+    FORMATS,
+    KEY,
+    KEY_VARIABLE,
+    LONG,
+    MANY,
+    PATIENCE_S,
+    SAMPLING,
+    LiveFleet,
+    fleet_settings,
+    flip_a_byte,
+    serve,
+)
 from preloaded import forking
-from tiny_engine import PROMPTS, TinyModel, make_config, make_model, make_settings
+from tiny_engine import PROMPTS, make_model, make_settings
 
-from megatron_rl.config import to_yaml
-from megatron_rl.config.schema import FleetSection, Format, ModelSection
-from megatron_rl.quantization.formats import BY_FORMAT
+from megatron_rl.config.schema import Cache, Format, InFlight
 from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.fleet.replica import Replica
+from megatron_rl.sampler.fleet.replica import Swap
 from megatron_rl.sampler.fleet.sampler import FleetSampler
 from megatron_rl.sampler.fleet.server_process import free_port
 from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.types import Prompt, Rollout, SamplingParams
+from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.probe import BUDGETS
 
 pytestmark = pytest.mark.engine
-
-FORMATS = [Format.int8, Format.none]
-KEY_VARIABLE, KEY = "MEGATRON_RL_FLEET_KEY", "0123456789abcdef" * 2
-SAMPLING = SamplingParams(samples=2, max_tokens=8)
-PATIENCE_S = 150.0
-
-
-@dataclass
-class LiveFleet:
-    sampler: FleetSampler
-    given: subprocess.Popen[bytes]
-    model: TinyModel
-    directory: Path
-    notes: list[str] = field(default_factory=list)
-
-    def update(self, seed: int, fault=None) -> None:
-        """The next version for both formats; `fault` is done to the INT8 one."""
-        version = self.sampler.policy_version + 1
-        infos = {}
-        for format in FORMATS:
-            folder = self.directory / format.value
-            transport.remove_version(folder, version)
-            tensors = self.model.quantized(seed, format).items()
-            manifest = transport.write_version(folder, version, tensors, format=format).manifest
-            if fault is not None and format == Format.int8:
-                fault(manifest)
-            infos[format.value] = transport.update_info(folder, version, 1)
-        self.sampler.start_weight_update()
-        self.sampler.update_weights({BY_FORMAT: infos})
-        self.sampler.finish_weight_update(str(version))
-
-    @property
-    def replicas(self) -> list[Replica]:
-        return self.sampler._servers.replicas
-
-    def rollouts(self, prompts: list[Prompt] = PROMPTS, params: SamplingParams = SAMPLING, seed: int = 1):
-        return self.sampler.generate(prompts, params, seed=seed, first_group=0, step=0)
-
-
-def fleet_settings(**keys) -> EngineSettings:
-    return make_settings(fleet=FleetSection(**keys))
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +56,6 @@ def environment() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         patch.setenv(KEY_VARIABLE, KEY)
         yield
-
-
-def serve(model: TinyModel, folder: Path, port: int) -> subprocess.Popen[bytes]:
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(to_yaml(replace(make_config(), model=ModelSection(path=str(model.folder)))))
-    command = [sys.executable, "-m", "megatron_rl.cli", "serve", str(recipe), "--port", str(port), "--format", "none"]
-    with (folder / "serve.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
 @pytest.fixture(scope="module")
@@ -219,13 +180,6 @@ def test_a_poisoned_prompt_costs_one_refusal(live):
     assert len(live.rollouts()) == 2 * len(PROMPTS)
 
 
-def flip_a_byte(manifest: Path) -> None:
-    (path,) = manifest.parent.glob("*.bin")
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
-
-
 def test_an_update_that_one_server_refuses_reaches_none(live):
     version, before = live.sampler.policy_version, live.rollouts()
     with pytest.raises(WeightSyncError, match=r"server 0 \(int8\): corrupt tensor"):
@@ -239,44 +193,128 @@ def test_an_update_that_one_server_refuses_reaches_none(live):
     assert live.sampler.policy_version == version + 1
 
 
-def until_ready(live: LiveFleet) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not all(replica.ready for replica in live.replicas):
-        assert time.monotonic() < deadline, live.sampler.health()
-        time.sleep(0.1)
+def test_groups_come_as_they_finish_and_equal_the_list(live):
+    answering = live.sampler.answering(SAMPLING, seed=1)
+    assert answering.finished() == []
+    answering.add(MANY[:20], 0)
+    parts = [answering.finished()]
+    answering.add(MANY[20:40], 20)
+    while parts[-1]:
+        parts.append(answering.finished())
+    answering.close()
+    assert len(parts) > 10
+    groups = sorted((group for part in parts for group in part), key=lambda group: group[0].group)
+    assert [[(r.group, r.sample) for r in group] for group in groups] == [[(g, 0), (g, 1)] for g in range(40)]
+    listed = {(r.format, r.group, r.sample): r for r in live.rollouts(MANY[:40])}
+    both = [(r, listed.get((r.format, r.group, r.sample))) for group in groups for r in group]
+    same = [(one, other) for one, other in both if other and one.token_ids == other.token_ids]
+    # what shares a batch with an answer decides its last bits
+    assert len(same) > 0.9 * sum(other is not None for _, other in both) > 0
+    for one, other in same:
+        assert one.logprobs.tolist() == pytest.approx(other.logprobs.tolist(), abs=0.02)
 
 
-def test_a_server_killed_in_mid_generation_loses_no_prompt_and_comes_back_in_sync(live, request):
+def test_closing_ends_what_the_servers_work_on(live):
+    answering = live.sampler.answering(LONG, seed=2)
+    answering.add(MANY, 0)
+    answering.finished()
+    live.on_each("POST", "/pause?mode=keep&clear_cache=false")  # nothing ends by itself from here on
+    try:
+        assert b"false" in live.on_each("POST", "/reset_prefix_cache")[0], "answers hold their places in the cache"
+        answering.close()
+        deadline = time.monotonic() + PATIENCE_S
+        while any(b"true" not in one for one in live.on_each("POST", "/reset_prefix_cache")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        live.on_each("POST", "/resume")
+    assert answering.finished() == []
+    assert not any(one.running or one.load for one in live.replicas)
+
+
+@pytest.mark.parametrize("cache", Cache)
+def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache):
+    live.on_swap(Swap(InFlight.continue_, cache))
+    live.update(3)
+    old = live.sampler.policy_version
+    with live.collecting() as rollouts:
+        live.update(4)
+    live.on_swap(Swap())
+    assert [(r.group, r.sample) for r in rollouts] == [(g, s) for g in range(len(rollouts) // 2) for s in range(2)]
+    assert all(len(r.token_ids) == 24 for r in rollouts)
+    spanning = [r for r in rollouts if r.versions is not None]
+    assert {r.policy_version for r in rollouts} == {old, old + 1}
+    assert {r.format for r in spanning} == {"none", "int8"}
+    for r in spanning:
+        assert len(r.versions) == 24
+        assert set(r.versions) == {old, old + 1}
+        assert list(r.versions) == sorted(r.versions)
+        assert r.policy_version == old
+    found = {"new": [], "old": [], "swapped": []}
+    for r in [r for r in spanning if r.format == "none"]:
+        of_old, of_new, versions = live.reference(3, r), live.reference(4, r), np.array(r.versions)
+        found["old"] += np.abs(of_old - r.logprobs)[versions == old].tolist()
+        found["new"] += np.abs(of_new - r.logprobs)[versions > old].tolist()
+        found["swapped"] += np.abs(of_old - r.logprobs)[versions > old].tolist()
+    means = {name: float(np.mean(values)) for name, values in found.items()}
+    print(f"{cache.value}: {len(spanning)} answers span the update, stood {live.sampler.last_sync['stood_s']:.4f} s")
+    print(means)
+    assert means["old"] < BUDGETS[Format.none]
+    assert means["swapped"] > 10 * BUDGETS[Format.none]
+    assert (means["new"] < BUDGETS[Format.none]) == (cache == Cache.rebuild), means
+    assert 0 < live.sampler.last_sync["stood_s"] < 10
+
+
+def test_an_update_may_wait_for_the_answers_that_are_begun(live):
+    old = live.sampler.policy_version
+    with live.collecting() as rollouts:
+        live.update(5)
+    assert all(r.versions is None for r in rollouts)
+    assert {r.policy_version for r in rollouts} == {old, old + 1}
+    live.rollouts()
+    live.update(6)
+    assert live.sampler.last_sync["stood_s"] == 0, "nothing was open"
+
+
+@pytest.mark.fault("an update refused in the middle of answers", "the answers go on with the version before")
+def test_a_refused_update_harms_no_answer(live):
+    version, retried = live.sampler.policy_version, live.sampler.stats.retried
+    with live.collecting() as rollouts, pytest.raises(WeightSyncError, match=r"server 0 \(int8\): corrupt tensor"):
+        live.update(7, flip_a_byte)
+    assert [(r.group, r.sample) for r in rollouts] == [(g, s) for g in range(len(rollouts) // 2) for s in range(2)]
+    assert {r.policy_version for r in rollouts} == {version}
+    assert all(r.versions is None and r.finish_reason == "length" for r in rollouts)
+    assert live.sampler.stats.retried == retried
+
+
+def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(live, request):
     live.update(8)
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(150)]
-    victim = live.replicas[0]
+    live.on_swap(Swap(InFlight.continue_))
+    old, victim = live.sampler.policy_version, live.replicas[0]
     pid = victim.process.pid
 
     def kill() -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not (victim.running and victim.served) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert victim.running
         os.kill(pid, signal.SIGKILL)
 
-    victim.served = 0
-    killer = threading.Thread(target=kill)
-    killer.start()
-    rollouts = live.rollouts(prompts, replace(SAMPLING, max_tokens=24))
-    killer.join()
-    assert [(r.group, r.sample) for r in rollouts] == [(g, s) for g in range(150) for s in range(2)]
-    assert all(len(r.token_ids) == 24 and r.prompt is prompts[r.group] for r in rollouts)
-    assert {r.policy_version for r in rollouts} == {live.sampler.policy_version}
+    with live.collecting() as rollouts:
+        live.update(9, before_finish=kill)
+    assert [(r.group, r.sample) for r in rollouts] == [(g, s) for g in range(len(rollouts) // 2) for s in range(2)]
+    assert all(len(r.token_ids) == 24 and r.prompt in MANY for r in rollouts)
+    assert {version for r in rollouts for version in r.versions or [r.policy_version]} == {old, old + 1}
+    assert live.sampler.policy_version == old + 1
     assert live.sampler.stats.retried > 0
     assert any("server 0 (int8) is out" in line for line in live.notes)
+    live.on_swap(Swap())
 
     request.getfixturevalue("embedded")
-    until_ready(live)
+    live.until_ready()
     again = live.rollouts()
     assert victim.process.pid != pid
     assert {r.format for r in again} == {"none", "int8"}
     assert {r.policy_version for r in again} == {live.sampler.policy_version}
     assert live.sampler.stats.restarts == 1
-    live.update(9)
+    live.update(10)
     assert {r.policy_version for r in live.rollouts()} == {live.sampler.policy_version}
 
 

@@ -13,11 +13,18 @@ import pytest
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.fleet import replica as module
-from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone, RequestRefused
+from megatron_rl.sampler.fleet.answers import Answer, read_answers
+from megatron_rl.sampler.fleet.replica import NoAnswer, Replica, ReplicaGone, RequestRefused, Swap
 from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.types import SamplingParams
+from megatron_rl.weight_sync.manifest import NO_VERSION
 
-CHOICE = {"index": 0, "token_ids": [5, 6], "finish_reason": "length", "weight_versions": [{"version": "3"}]}
+CHOICE = {
+    "index": 0,
+    "token_ids": [5, 6],
+    "finish_reason": "length",
+    "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+}
 ANSWER = {"choices": [CHOICE | {"logprobs": {"content": [{"logprob": -1.0}, {"logprob": -9999.0}]}}]}
 PARAMS = SamplingParams(samples=1, max_tokens=2)
 RESET, HANG_UP, SILENT = 0, 1, 2  # in the place of a status
@@ -59,7 +66,7 @@ def with_server(replies: list[tuple[int, object]], use: Callable[[Replica, list[
 
 async def generate(replica: Replica, asked: list[str]) -> list[str]:
     (answer,) = await replica.generate((1, 2), 7, PARAMS)
-    assert (answer.token_ids, answer.version, answer.logprobs[0]) == ((5, 6), 3, -1.0)
+    assert (answer.token_ids, answer.spans, answer.logprobs[0]) == ((5, 6), ((3, 2),), -1.0)
     return asked
 
 
@@ -93,10 +100,42 @@ def test_loading_weights_is_asked_for_once():
 
     async def use(replica: Replica, asked: list[str]) -> list[str]:
         with pytest.raises(ReplicaGone):
-            await replica.finish_update()
+            await replica.finish_update(Swap())
         return asked
 
     assert with_server([(HANG_UP, None), (503, {}), (503, {})], use) == ["/collective_rpc"] * 2
+
+
+@pytest.mark.parametrize("load", [0, 2])
+def test_an_update_is_verified_beside_answers_that_are_being_written(load):
+    bodies: list[dict] = []
+
+    async def use(replica: Replica, asked: list[str]) -> None:
+        post = replica.post
+
+        async def noted(path, body=None, *, again=True):
+            bodies.append(body)
+            return await post(path, body, again=again)
+
+        replica.post, replica.load = noted, load
+        await replica.stage_update({"directory": "/sync"})
+
+    replies = [{"results": [None]}, {"results": ["True"]}, {"results": ["False"]}, {"results": [None]}]
+    with_server([(200, content) for content in (replies if load else replies[:1])], use)
+    update, *looks = ((body["method"], *body["args"]) for body in bodies)
+    assert update[2]["update_info"] == ({"directory": "/sync", "background": True} if load else {"directory": "/sync"})
+    expected = [("weight_update_building",)] * 2 + [("guarded_call", "await_weight_update", {})]
+    assert looks == (expected if load else [])
+
+
+@pytest.mark.fault("an update that is verified beside answers never ends", "the server counts as gone")
+def test_a_verification_has_a_limit():
+    async def use(replica: Replica, asked: list[str]) -> None:
+        replica.load, replica.timeout_s = 2, 0.2
+        with pytest.raises(NoAnswer, match=r"did not verify the update within 0\.2 s"):
+            await replica.stage_update({"directory": "/sync"})
+
+    with_server([(200, {"results": [None]}), *[(200, {"results": ["True"]})] * 99], use)
 
 
 @pytest.mark.parametrize(
@@ -154,3 +193,21 @@ def test_a_server_that_is_starved_is_not_hung(monkeypatch, child, works):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_spans_of_versions_become_versions_of_tokens():
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
+
+    def read(spans, tokens=5) -> Answer:
+        choice = CHOICE | {"token_ids": [5] * tokens, "weight_versions": spans}
+        (answer,) = read_answers(json.dumps({"choices": [choice]}).encode(), 0)
+        return answer
+
+    assert (read(spans).oldest, list(read(spans).versions)) == (3, [3, 3, 4, 4, 4])
+    assert read(spans[:1], 2).versions is None
+    assert read(None, 2).spans == ((NO_VERSION, 2),)
+    assert read([{"version": "main", "start": 0, "end": 2}], 2).spans == ((NO_VERSION, 2),)
+    assert read([], 0).spans == read(None, 0).spans == ()
+    for odd in (spans[:1], spans[1:], spans[::-1], [], [spans[0], spans[1] | {"start": 3}], [*spans, spans[1]]):
+        with pytest.raises(ValueError, match="policy versions that do not add up to 5 tokens"):
+            read(odd)

@@ -1,6 +1,7 @@
 """Looks at a server, updates that cannot begin, and what the screen says of them; servers answer as they are told."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_rl.sampler.fleet.replica import Look, Replica, ReplicaGone
 from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.sampler.fleet.update import FleetUpdates
 from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.weight_sync.manifest import WeightSyncError
 
 FINE, BUSY, HUNG = Look(True), Look(True, "its engine is busy"), Look(False, "its engine neither answers nor works")
 HANG_S = 60.0
@@ -111,6 +113,103 @@ def test_an_update_does_not_wait_for_a_server_that_is_out():
         return await answers
 
     assert run(use)[0] == ["other"]
+
+
+@dataclass
+class Swapping(Told):
+    """Loads version 1; as `fails` says it does not."""
+
+    fails: str = ""
+    takes_s: float = 0.0
+    events: list[str] = field(default_factory=list)
+
+    async def finish_update(self, swap):
+        self.paused_at = time.perf_counter()
+        await asyncio.sleep(self.takes_s)
+        if self.fails == "load":
+            raise WeightSyncError(f"{self.name}: finish_weight_update without an accepted update_weights")
+        self.version = 1
+        if self.fails == "stamp":
+            raise ReplicaGone("killed")
+        self.events.append(f"{self.name} loaded")
+        return {"policy_version": 1, "load_s": self.takes_s}
+
+    async def resume(self):
+        if self.fails == "resume":
+            raise ReplicaGone("hung up")
+        self.events.append(f"{self.name} goes on")
+        self.paused_at = None
+        return 0.5
+
+
+def swapped(*fails: str) -> tuple[FleetState, list[Swapping], list[str], Any]:
+    """What became of one server each, and what `finish` returned or raised."""
+    events: list[str] = []
+    servers = [
+        Swapping(f"server {i}", Format.none, "", "", 1.0, version=0, ready=True, fails=how, events=events)
+        for i, how in enumerate(fails)
+    ]
+    servers[-1].takes_s = 0.05
+
+    async def use(state: FleetState) -> tuple[FleetState, Any]:
+        state.served.append(0)
+        try:
+            return state, await FleetUpdates(servers, state).finish()
+        except Exception as error:
+            return state, error
+
+    (state, result), _ = run(use)
+    assert not any(one.updating for one in servers)
+    assert not any(one.ready and one.paused_at is not None for one in servers), "left standing"
+    return state, servers, events, result
+
+
+def test_no_server_goes_on_before_every_one_has_loaded():
+    state, servers, events, result = swapped("", "")
+    assert [event.split()[-1] for event in events] == ["loaded", "loaded", "on", "on"]
+    assert state.served[-2:] == [0, 1]
+    assert result == {"policy_version": 1, "load_s": 0.05, "stood_s": 0.5}
+    assert all(one.ready for one in servers)
+
+
+@pytest.mark.fault(
+    "a server cannot load an update that another has loaded",
+    "it goes on with the version before; the other is taken out, with what it was answering",
+)
+def test_weights_that_are_taken_back_reach_no_answer():
+    state, (loaded, refusing), events, error = swapped("", "load")
+    assert isinstance(error, WeightSyncError)
+    assert state.version == 0
+    assert not loaded.ready
+    assert (refusing.ready, refusing.version) == (True, 0)
+    assert events == ["server 0 loaded", "server 1 goes on"]
+
+
+@pytest.mark.fault("a server dies between loading and going on", "it is taken out; the others go on, updated")
+@pytest.mark.parametrize("when", ["stamp", "resume"])
+def test_a_server_that_dies_in_the_swap_holds_up_nobody(when):
+    state, (dead, other), events, result = swapped(when, "")
+    assert result["policy_version"] == state.version == 1
+    assert not dead.ready
+    assert (other.ready, other.version, events[-1]) == (True, 1, "server 1 goes on")
+
+
+@pytest.mark.fault("an update is interrupted while servers load it", "they are taken out: either version may be live")
+def test_an_interrupted_swap_leaves_no_server_in_doubt():
+    async def use(state: FleetState) -> None:
+        state.served.append(0)
+        one = Swapping("server 0", Format.none, "", "", 1.0, version=0, ready=True, takes_s=HANG_S)
+        one.finish_update = Replica.finish_update.__get__(one)
+        one._guarded_call = one._collective = lambda *words, **more: one.hang()
+        finishing = asyncio.ensure_future(FleetUpdates([one], state).finish())
+        await asyncio.sleep(0.05)
+        finishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await finishing
+        assert not one.ready
+        assert not one.updating
+
+    run(use)
 
 
 @pytest.mark.fault(

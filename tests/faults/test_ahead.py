@@ -1,0 +1,97 @@
+"""Rollouts ahead of the learner, and what happens in the middle of the overlap."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import kills
+import pytest
+from box import Box, wait_for
+
+SECONDS = 600
+ENDLESS = ("run.steps=100000", "checkpoint.every=2", "checkpoint.keep_last=2")
+AHEAD = ("rollout.ahead=2", "rollout.in_flight=continue")
+
+
+def goes_on(box: Box, steps: int = 4) -> None:
+    before = box.steps()
+    wait_for(lambda: box.steps() > before + steps, SECONDS, f"steps after it: {box.screen}")
+
+
+def whole(box: Box) -> None:
+    """Each prompt drawn once, and nothing older than it may be."""
+    assert not kills.too_old(box.run, 2)
+    lines = len((box.run / "ledger.jsonl").read_text().splitlines())
+    assert not kills.miscounted(box.run, lines)
+
+
+@pytest.mark.fault("an engine or a server dies ahead of the learner", "it comes back, and no prompt is lost or doubled")
+@pytest.mark.parametrize("recipe", ["quickstart.yaml", "quickstart_fleet.yaml"])
+def test_a_killed_engine(box: Box, recipe: str) -> None:
+    box.train(*ENDLESS, *AHEAD, recipe=recipe)
+    wait_for(lambda: box.steps() >= 4, SECONDS, f"steps: {box.screen}")
+    for wait_s in (0.0, 0.3):  # wherever in a step that is
+        time.sleep(wait_s)
+        engine = "megatron_rl.engine." + ("server" if "fleet" in recipe else "child")
+        box.processes(engine)[0].kill()
+        goes_on(box)
+    whole(box)
+    assert sum(line.get("rollout/restarts", 0) for line in box.metrics()) >= 2
+
+
+@pytest.mark.fault("an update is refused twice, ahead of the learner", "the run goes on while its batches are young")
+def test_a_refused_update(box: Box) -> None:
+    folder = box.folder / "sync"
+    folder.mkdir()
+    box.train(*ENDLESS, *AHEAD, f"sync.dir={folder}")
+    wait_for(lambda: box.steps() >= 4, SECONDS, f"steps: {box.screen}")
+    enough = threading.Event()
+    thread = threading.Thread(target=flip_every_version, args=(folder, enough))
+    thread.start()
+    try:
+        wait_for(lambda: "is left out" in box.screen, SECONDS, f"a version that is left out: {box.screen}")
+    finally:
+        enough.set()
+        thread.join()
+    goes_on(box)
+    assert max(line.get("sync/refused", 0) for line in box.metrics()) == 1
+    whole(box)
+
+
+def flip_every_version(folder: Path, enough: threading.Event) -> None:
+    seen: set[tuple[str, int]] = set()
+    while not enough.is_set():
+        for manifest in folder.glob("**/manifest-000.json"):
+            try:
+                key = str(manifest), manifest.stat().st_mtime_ns
+                if key in seen:
+                    continue
+                seen.add(key)
+                with (manifest.parent / "bucket-000-0000.bin").open("r+b") as bucket:
+                    byte = bucket.read(1)[0]
+                    bucket.seek(0)
+                    bucket.write(bytes([byte ^ 1]))
+            except OSError:  # taken away meanwhile
+                continue
+        time.sleep(0.0005)
+
+
+@pytest.mark.fault(
+    "USR1, TERM or Ctrl-C ahead of the learner", "what was trained is kept, and the run goes on from there"
+)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_asked_to_stop(box: Box, number: signal.Signals) -> None:
+    run = box.train(*ENDLESS, *AHEAD)
+    wait_for(lambda: box.steps() >= 4, SECONDS, f"steps: {box.screen}")
+    run.send_signal(number)
+    run.wait(SECONDS)
+    wait_for(lambda: not box.processes(), 30, "processes are left")
+    assert box.status()["state"] == "stopped", box.status()
+    step = box.status()["step"]
+    more = ("run.if_exists=resume", f"run.steps={step + 3}", "run.resume_allow=[run.steps]")
+    assert box.train(*ENDLESS, *AHEAD, *more).wait(SECONDS) == 0, box.screen
+    assert not kills.miscounted(box.run, step + 3)
+    assert not kills.too_old(box.run, 2)

@@ -1,0 +1,152 @@
+"""A fleet of two: server 0 samples in INT8, server 1 in BF16; what tests do with it."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tiny_engine import PROMPTS, TinyModel, make_config, make_settings
+from transformers import Qwen3ForCausalLM
+
+from megatron_rl.config import to_yaml
+from megatron_rl.config.schema import FleetSection, Format, ModelSection
+from megatron_rl.quantization.formats import BY_FORMAT
+from megatron_rl.sampler.engine_settings import EngineSettings
+from megatron_rl.sampler.fleet.replica import Replica, Swap
+from megatron_rl.sampler.fleet.sampler import FleetSampler
+from megatron_rl.types import Prompt, Rollout, SamplingParams
+from megatron_rl.weight_sync import file_transport as transport
+
+FORMATS = [Format.int8, Format.none]
+KEY_VARIABLE, KEY = "MEGATRON_RL_FLEET_KEY", "0123456789abcdef" * 2
+SAMPLING = SamplingParams(samples=2, max_tokens=8)
+LONG = replace(SAMPLING, max_tokens=24)
+MANY = [PROMPTS[i % len(PROMPTS)] for i in range(60)]  # more than the servers answer at once
+PATIENCE_S = 150.0
+
+
+@dataclass(eq=False)
+class LiveFleet:
+    sampler: FleetSampler
+    given: subprocess.Popen[bytes]
+    model: TinyModel
+    directory: Path
+    notes: list[str] = field(default_factory=list)
+    peers: dict[int, Qwen3ForCausalLM] = field(default_factory=dict)  # by the seed of their weights
+
+    def update(
+        self,
+        seed: int,
+        fault: Callable[[Path], None] | None = None,
+        before_finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The next version for both formats; `fault` is done to the INT8 one."""
+        version = self.sampler.policy_version + 1
+        infos = {}
+        for format in FORMATS:
+            folder = self.directory / format.value
+            transport.remove_version(folder, version)
+            tensors = self.model.quantized(seed, format).items()
+            manifest = transport.write_version(folder, version, tensors, format=format).manifest
+            if fault is not None and format == Format.int8:
+                fault(manifest)
+            infos[format.value] = transport.update_info(folder, version, 1)
+        self.sampler.start_weight_update()
+        self.sampler.update_weights({BY_FORMAT: infos})
+        before_finish()
+        self.sampler.finish_weight_update(str(version))
+
+    @property
+    def replicas(self) -> list[Replica]:
+        return self.sampler._servers.replicas
+
+    def rollouts(self, prompts: list[Prompt] = PROMPTS, params: SamplingParams = SAMPLING, seed: int = 1):
+        return self.sampler.generate(prompts, params, seed=seed, first_group=0, step=0)
+
+    def on_swap(self, swap: Swap) -> None:
+        """What an update does to open answers from here on."""
+        self.sampler._servers._state.swap = swap
+
+    def on_each(self, method: str, path: str) -> list[bytes]:
+        def ask(one: Replica) -> bytes:
+            return self.sampler.ask(lambda _: one.request(method, path, timeout_s=PATIENCE_S))
+
+        return [ask(one) for one in self.replicas]
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Rollout]]:
+        """Answers, collected by a thread of its own: what is done meanwhile is done in the middle of them.
+
+        A prompt follows every one that is answered until then. At the end all are answered, and here in order.
+        """
+        rollouts: list[Rollout] = []
+        first, over = threading.Event(), threading.Event()
+        answering = self.sampler.answering(LONG, seed=5)
+
+        def collect() -> None:
+            count = 0
+            answering.add(MANY, 0)
+            while groups := answering.finished():
+                rollouts.extend(rollout for group in groups for rollout in group)
+                first.set()
+                if not over.is_set():
+                    answering.add(MANY[: len(groups)], len(MANY) + count)
+                    count += len(groups)
+            assert len(rollouts) == 2 * (len(MANY) + count)
+
+        with ThreadPoolExecutor(1) as pool:
+            collected = pool.submit(collect)
+            try:
+                assert first.wait(PATIENCE_S)
+                yield rollouts
+            finally:
+                over.set()
+                collected.result(PATIENCE_S)
+                answering.close()
+        rollouts.sort(key=lambda one: (one.group, one.sample))
+
+    def reference(self, seed: int, rollout: Rollout) -> np.ndarray:
+        """Logprobs of an answer by another implementation, of the weights before they were quantized."""
+        prompt, answer = list(rollout.prompt.token_ids), list(rollout.token_ids)
+        with torch.no_grad():
+            logits = self._peer(seed)(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        return logits.float().log_softmax(-1)[range(len(answer)), answer].numpy()
+
+    def _peer(self, seed: int) -> Qwen3ForCausalLM:
+        if seed not in self.peers:
+            peer = Qwen3ForCausalLM(self.model.hf).bfloat16().eval()
+            peer.load_state_dict(self.model.weights(seed), strict=False)
+            self.peers[seed] = peer
+        return self.peers[seed]
+
+    def until_ready(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(replica.ready for replica in self.replicas):
+            assert time.monotonic() < deadline, self.sampler.health()
+            time.sleep(0.1)
+
+
+def fleet_settings(**keys) -> EngineSettings:
+    return make_settings(fleet=FleetSection(**keys))
+
+
+def serve(model: TinyModel, folder: Path, port: int) -> subprocess.Popen[bytes]:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(to_yaml(replace(make_config(), model=ModelSection(path=str(model.folder)))))
+    command = [sys.executable, "-m", "megatron_rl.cli", "serve", str(recipe), "--port", str(port), "--format", "none"]
+    with (folder / "serve.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def flip_a_byte(manifest: Path) -> None:
+    (path,) = manifest.parent.glob("*.bin")
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,68 @@
+"""Who is at work when, of some steps of one or several runs, as an SVG.
+
+python tools/figures/lanes_figure.py docs/ahead.svg runs/in_turn runs/ahead_1
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from megatron_rl.runs.lanes import ROWS, Lane
+from megatron_rl.runs.report_figures import GRID, LANE_COLOURS, LANE_NAMES, MUTED, TIME_PHASES
+from megatron_rl.runs.run_data import load_runs
+from megatron_rl.runs.svg import heading, legend, nice_ticks, picture, small
+
+WIDTH, LEFT, RIGHT, TOP = 1000, 84, 16, 70
+ROW, GAP, BETWEEN = 26, 6, 62
+SHOWN = ("sampler", "rewards", "rollout", "prox", "update", "sync")
+
+
+def lanes_svg(titles: Sequence[str], runs: Sequence[Sequence[Lane]]) -> str:
+    """All runs to one scale: what ends earlier was faster."""
+    longest = max(one.end for spans in runs for one in spans)
+    scale = (WIDTH - LEFT - RIGHT) / longest
+    parts = list(legend(LEFT, [(LANE_NAMES.get(lane, lane), _colour(lane)) for lane in SHOWN]))
+    top = TOP
+    for title, spans in zip(titles, runs, strict=True):
+        parts += _chart(top, title, spans, scale)
+        top += len(ROWS) * (ROW + GAP) + BETWEEN
+    return picture(WIDTH, top - BETWEEN + 40, parts)
+
+
+def _chart(top: float, title: str, spans: Sequence[Lane], scale: float) -> Iterable[str]:
+    bottom, end = top + len(ROWS) * (ROW + GAP), max(one.end for one in spans)
+    yield heading(LEFT, top - 12, title)
+    for tick in nice_ticks(0.0, end):
+        if tick <= end:
+            x = LEFT + tick * scale
+            yield f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="{GRID}"/>'
+            yield small(x, bottom + 14, "middle", f"{tick:g} s")
+    for number, row in enumerate(ROWS):
+        y = top + number * (ROW + GAP) + GAP / 2
+        yield small(LEFT - 8, y + ROW / 2 + 4, "end", row)
+        for one in spans:
+            if one.row == row:
+                x, width = LEFT + one.begin * scale, max((one.end - one.begin) * scale, 0.6)
+                yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{ROW}" fill="{_colour(one.lane)}"/>'
+                if one.lane in ("sampler", "update") and width > 24:
+                    middle = f'x="{x + width / 2:.1f}" y="{y + 17:.1f}"'
+                    yield f'<text {middle} fill="#fff" text-anchor="middle">{one.step}</text>'
+
+
+def _colour(lane: str) -> str:
+    return LANE_COLOURS.get(lane) or TIME_PHASES.get(lane, MUTED)
+
+
+def main(arguments: Sequence[str]) -> None:
+    output, *folders = map(Path, arguments)
+    runs = load_runs(folders)
+    without = [run.name for run in runs if not run.lanes]
+    if not runs or without:
+        sys.exit(f"no lanes.jsonl in {', '.join(without)}" if without else __doc__)
+    output.write_text(lanes_svg([run.name for run in runs], [run.lanes for run in runs]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
