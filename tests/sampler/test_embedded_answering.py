@@ -69,6 +69,10 @@ def wait_for(what: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+def versions_of(groups: dict[int, list[Rollout]]) -> set[int]:
+    return {one.policy_version for group in groups.values() for one in group}
+
+
 def essence(rollouts: list[Rollout]) -> list[tuple]:
     return [(one.group, one.sample, one.token_ids, one.logprobs, one.policy_version) for one in rollouts]
 
@@ -175,13 +179,36 @@ def test_a_killed_engine_loses_no_group(live: Live) -> None:
 
     begun, answers = in_the_background(live, rounds=4)
     begun.wait(PATIENCE_S)
-    live.update(2, "killed_while_building")
+    live.update(2, "killed_while_building")  # the main thread waits for the new weights
     groups = answers.result(PATIENCE_S)
     assert live.sampler.stats.restarts == 2
     assert sorted(groups) == list(range(4 * len(PROMPTS)))
-    versions = {one.policy_version for group in groups.values() for one in group}
-    assert versions <= {first, first + 1}, "never of the weights that a new engine starts with"
-    assert first + 1 in versions
+    assert versions_of(groups) <= {first, first + 1}
+
+
+@pytest.mark.fault(
+    "the embedded engine is killed between two calls of an update, while prompts are answered in the background",
+    "the thread that reads the answers starts another one; none is of the weights that it starts with",
+)
+def test_a_new_engine_without_weights_answers_nothing(live: Live) -> None:
+    version, restarts = live.next_version, live.sampler.stats.restarts
+    live.write(3)
+    begun, answers = in_the_background(live, rounds=8)
+    begun.wait(PATIENCE_S)
+    wait_for(lambda: live.sampler.health()["open"] > 0)
+    live.sampler.start_weight_update()
+    live.sampler.update_weights(transport.update_info(live.directory, version, 1, background=True))
+    process = live.sampler._engine.process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    assert live.sampler.health()["policy_version"] == -1
+    assert live.sampler.stats.restarts == restarts + 1
+    assert {live.sampler.health()["open"] for _ in range(200)} == {0}
+    live.sampler.finish_weight_update(str(version))
+    groups = answers.result(PATIENCE_S)
+    assert sorted(groups) == list(range(8 * len(PROMPTS)))
+    assert versions_of(groups) <= {version - 1, version}
+    assert version in versions_of(groups)
 
 
 def test_closing_ends_whoever_waits(live: Live, tmp_path: Path) -> None:
