@@ -180,11 +180,11 @@ class Driver:
         given: dict[str, Any] = {"rebaseline": config.correction.rebaseline, "seed": config.run.seed}
         supervised = config.rollout.source == RolloutSource.dataset
         answers: Answers = AtOnce(DatasetAnswers(scorer.tokenizer)) if supervised else self.sampler
-        if not config.rollout.ahead:
-            return InTurn(Collector(config.rollout, order, answers, scorer, **given))
-        gate = Gate(answers, config.rollout)
-        collector = Collector(config.rollout, order, gate, scorer, **given)
-        return Ahead(collector, gate, config.rollout, config.run.steps, lambda: self.sampler.policy_version)
+        gate = Gate(answers, config.rollout) if config.rollout.ahead else None
+        self._collector = Collector(config.rollout, order, gate or answers, scorer, **given)
+        if gate is None:
+            return InTurn(self._collector)
+        return Ahead(self._collector, gate, config.rollout, config.run.steps, lambda: self.sampler.policy_version)
 
     def _open_sets(self, tokenizer: FolderTokenizer, rewards: RewardPool) -> list[Evaluator]:
         """The held-out sets; those whose reward is the run's share its workers."""

@@ -26,6 +26,7 @@ from megatron_rl.processes.process import (
     die_with_parent,
     hidden,
     interrupt_by_name,
+    keep_freed_memory,
     lasting_output,
     leave_to_the_driver,
     rare_collections,
@@ -48,6 +49,7 @@ def main(run_dir: Path, parent: int) -> None:
     die_with_parent(parent, by=AT_ONCE)
     for name, value in SHORT_SPIN.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
+    keep_freed_memory()
     config = from_mapping(read_yaml((run_dir / "config.yaml").read_text(encoding="utf-8")))
     try:
         run_rank(config, run_dir)

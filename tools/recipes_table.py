@@ -63,6 +63,7 @@ def _row(path: Path, config: Config, machine: str | None) -> tuple[str, ...]:
     axes = (("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("DP", layout.dp))
     servers = f"{size(sampler)} servers of " if is_fleet(sampler) else ""
     shared = ", in turns with the learner" if sampler.sleep != Sleep.none else ""
+    shared += f", up to {config.rollout.ahead} ahead" if config.rollout.ahead else ""
     fp8 = ", learner FP8" if config.learner.megatron.get("fp8") else ""
     said = re.search(r"^# Run: (.*)", path.read_text(encoding="utf-8"), re.M)
     return (

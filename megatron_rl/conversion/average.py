@@ -13,6 +13,8 @@ from megatron_rl.conversion.to_folder import Beside, write_folder
 from megatron_rl.conversion.weights import Get, Weights, digest
 from megatron_rl.models.tensors import torch_dtype
 
+AT_ONCE = 1 << 17  # values that are widened to FP32
+
 
 def average_folder(
     sources: Sequence[Source], shares: Sequence[float], target: Path, note: Callable[[str], None]
@@ -57,15 +59,15 @@ def averaged(models: Sequence[Weights], parts: Sequence[float], names: Sequence[
         gets = [model.open() for model in models]
 
         def made(name: str) -> torch.Tensor:
-            total, read = None, []
+            total, read = torch.full((math.prod(first[name].shape),), -0.0), []  # a sum of nothing that leaves -0 alone
             for get, part in zip(gets, parts, strict=True):
                 tensor = get(name)
                 read.append({name: digest(tensor)})
-                wide = tensor.float() * part
-                total = wide if total is None else total.add_(wide)
-            assert total is not None
+                for some, values in zip(total.split(AT_ONCE), tensor.flatten().split(AT_ONCE), strict=True):
+                    some.add_(values.float().mul_(part))
+                del tensor, values  # before the next one is read
             made_of[name] = read
-            return total.to(torch_dtype(first[name].dtype))
+            return total.to(torch_dtype(first[name].dtype)).view(first[name].shape)
 
         return made
 

@@ -107,7 +107,7 @@ def _compared(name: str, a: Model, b: Model, stored: tuple[Get, Get], plain: tup
     elif held[0] != held[1]:
         model, get, other = (a, stored[0], plain[1]) if held[0] else (b, stored[1], plain[0])
         parts = {part_of(part)[1]: get(part) for part in model.quantized[module]}
-        return _within(name, other(name), parts, model.meaning)
+        return _within(name, other(name), parts, model.meaning, bound)
     return _plain(name, plain[0](name), plain[1](name), bound)
 
 
@@ -122,20 +122,22 @@ def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> C
     return Compared(name, Verdict.within_the_bound if error <= bound else Verdict.differs, error)
 
 
-def _within(name: str, plain_OI: torch.Tensor, parts: Mapping[str, torch.Tensor], known: Meaning) -> Compared:
+def _within(
+    name: str, plain_OI: torch.Tensor, parts: Mapping[str, torch.Tensor], known: Meaning, bound: float
+) -> Compared:
     squared = whole = torch.zeros(())
     beyond = 0
     for some in portions(tuple(plain_OI.shape), known):
-        values_OI, half_OI = restore(parts, some, tuple(plain_OI.shape), known)
+        values_OI, half_steps = restore(parts, some, tuple(plain_OI.shape), known)
         original_OI = plain_OI[some].float()
         distance_OI = (values_OI - original_OI).abs()
-        allowed_OI = half_OI * 1.0001 + original_OI.abs() * ROUNDING
+        allowed_OI = half_steps() * 1.0001 + original_OI.abs() * ROUNDING
         beyond += int((~(distance_OI <= allowed_OI)).sum())  # a NaN is beyond
         squared, whole = squared + distance_OI.square().sum(), whole + original_OI.square().sum()
     error = _relative(squared, whole)
     if beyond:
         said = f"{beyond} of {plain_OI.numel()} values are further off than rounding takes them"
-        return Compared(name, Verdict.differs, error, said)
+        return Compared(name, Verdict.within_the_bound if error <= bound else Verdict.differs, error, said)
     return Compared(name, Verdict.within_a_step, error)
 
 

@@ -17,7 +17,7 @@ from megatron_rl.quantization.formats import BLOCK
 from megatron_rl.quantization.stored_forms import DROPPED, PARTS, QUANTIZED_DTYPES, Meaning, part_of, restore, shape_of
 
 DTYPE = "bfloat16"
-ROWS_ELEMENTS = 1 << 20  # of FP32 values at once
+ROWS_ELEMENTS = 1 << 17  # of FP32 values at once
 
 
 def dequantize_folder(source: Source, target: Path, note: Callable[[str], None]) -> None:

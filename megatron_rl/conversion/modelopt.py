@@ -37,7 +37,7 @@ def modelopt_folder(
 ) -> None:
     """ValueError where a tensor of the result is further from the plain one than the format's rounding."""
     job = {**source.job, "format": format, "rows": [list(row) for row in rows], "ignore": list(ignore)}
-    with begun(target, [source.path], {"command": "quantize", **job}, note) as work:
+    with begun(target, [source.path], {"command": "quantize", **job}, note, {}) as work:
         coverage = _exported(source, work.path, format, rows, ignore)
         note(f"calibrated on {calibrated_on}: {coverage}")
         for name in companions(source.folder):

@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from megatron_rl.conversion.progress import Progress
+from megatron_rl.conversion.side_by_side import GoOn, shared_out, side_by_side
 from megatron_rl.conversion.weights import Weights, content_digest, digest
 from megatron_rl.files import write_whole
 from megatron_rl.models.table import TABLE
@@ -72,11 +73,18 @@ def read_back(output: Weights, expected: Mapping[str, str], where: Path) -> None
     if missing:
         raise ValueError(f"{where} lacks {missing[0]} after it was written")
     with Progress("checked", output.nbytes) as progress:
-        for name, tensor in output.each():
-            if name in expected and digest(tensor) != expected[name]:
-                raise ValueError(f"{where}: {name} reads otherwise than it was written; is the disk sound?")
-            progress.add(tensor.nbytes)
-            del tensor  # before the next one is read
+
+        def check(names: list[str], go_on: GoOn) -> None:
+            get = output.open()
+            for name in names:
+                go_on()
+                tensor = get(name)
+                if name in expected and digest(tensor) != expected[name]:
+                    raise ValueError(f"{where}: {name} reads otherwise than it was written; is the disk sound?")
+                progress.add(tensor.nbytes)
+                del tensor  # before the next one is read
+
+        side_by_side(check, shared_out({name: spec.nbytes for name, spec in output.specs.items()}))
 
 
 def write_outcome(folder: Path, command: str, inputs: Sequence[Path], seen: Seen, **more: Any) -> None:

@@ -35,8 +35,15 @@ def runs(program: Program, source: Source) -> bool:
     if program is Program.learner:
         return source.quantization is None
     if program is Program.transformers:
-        return source.is_folder and source.quantization is None
+        return source.is_folder and (source.quantization is None or _known_to_transformers(source))
     return source.is_folder
+
+
+def _known_to_transformers(source: Source) -> bool:
+    """compressed-tensors, but for experts in INT8: it joins experts as it loads them, and expects those packed."""
+    quantization = source.quantization or {}
+    joined = quantization.get("format") == "int-quantized" and any(".experts." in name for name in source.weights.specs)
+    return quantization.get("quant_method") == "compressed-tensors" and not joined
 
 
 def score(program: Program, source: Source, rows: Rows) -> Scores:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.conversion.outcome import Seen, read_back, write_outcome
 from megatron_rl.conversion.progress import Progress
+from megatron_rl.conversion.side_by_side import GoOn, side_by_side
 from megatron_rl.conversion.weights import Weights, digest, of_checkpoint
 from megatron_rl.conversion.work import begun
 from megatron_rl.models import torch_dist
@@ -18,7 +19,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.torch_dist_index import CheckpointError
 from megatron_rl.models.torch_dist_writer import Block, write_blocks, write_index
 
-FILE_BYTES = 1 << 30  # what an interrupted conversion does again at most
+FILE_BYTES = 1 << 28  # what each thread of an interrupted conversion does again at most
 
 
 def write_checkpoint(
@@ -34,16 +35,19 @@ def write_checkpoint(
 ) -> None:
     """`keep`: puts the rest into the folder. `inputs`: for parity.json."""
     files = _files(weights, shape)
-    with begun(target, inputs, {"command": command, **job}, note) as work:
-        with Progress(command, sum(_nbytes(param, weights) for held in files.values() for param in held)) as progress:
-            for file, held in files.items():
-                if file in work.finished:
-                    progress.add(sum(_nbytes(param, weights) for param in held))
-                    continue
+    sizes = {file: sum(_nbytes(param, weights) for param in held) for file, held in files.items()}
+    with begun(target, inputs, {"command": command, **job}, note, sizes) as work:
+        with Progress(command, sum(sizes.values())) as progress:
+            progress.add(sum(sizes[file] for file in work.finished))
+
+            def write(file: str, go_on: GoOn) -> None:
                 digests: dict[str, str] = {}
-                blocks = _blocks(held, shape, weights, digests, progress)
-                work.finish(file, written=write_blocks(work.path / file, blocks), digests=digests)
-        write_index(work.path, [block for about in work.finished.values() for block in about["written"]])
+                blocks = _blocks(files[file], shape, weights, digests, progress)
+                written = write_blocks(work.path / file, blocks, between=go_on)
+                work.finish(file, written=written, digests=digests)
+
+            side_by_side(write, [file for file in files if file not in work.finished])
+        write_index(work.path, [block for file in files for block in work.finished[file]["written"]])
         keep(work.path)
         seen = Seen.of(work.finished)
         read_back(of_checkpoint(torch_dist.Reader(work.path), shape), seen.digests, work.path)

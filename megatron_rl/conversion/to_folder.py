@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.conversion.outcome import Seen, read_back, write_outcome
 from megatron_rl.conversion.progress import Progress
+from megatron_rl.conversion.side_by_side import GoOn, shared_out, side_by_side
 from megatron_rl.conversion.weights import Weights, digest, of_folder
 from megatron_rl.conversion.work import begun
 from megatron_rl.files import write_whole
@@ -44,11 +45,13 @@ def write_folder(
     """`inputs`, `more`: for parity.json."""
     copied = [name for name in companions(beside.folder) if name not in beside.without]
     headers = _headers(weights, beside)
-    with begun(target, inputs, {"command": command, **job}, note) as work:
+    entries = {file: header_entries(raw, Path(file)).values() for file, raw in headers.items()}
+    sizes = {file: sum(entry.end - entry.start for entry in held) for file, held in entries.items()}
+    with begun(target, inputs, {"command": command, **job}, note, sizes) as work:
         with Progress(command, weights.nbytes) as progress:
             for file, raw in headers.items():
                 if file in work.finished:
-                    progress.add(sum(e.end - e.start for e in header_entries(raw, work.path / file).values()))
+                    progress.add(sizes[file])
                     continue
                 digests = _write_file(work.path / file, raw, weights, progress)
                 made_of = {name: weights.made_of[name] for name in digests if name in weights.made_of}
@@ -93,20 +96,25 @@ def _headers(weights: Weights, beside: Beside) -> dict[str, bytes]:
 
 def _write_file(path: Path, raw: bytes, weights: Weights, progress: Progress) -> dict[str, str]:
     """Digests of the tensors by name; they come in the order in which reading them is cheap."""
-    digests, get = {}, weights.open()
+    digests: dict[str, str] = {}
     with SafetensorsWriter(path, header=raw) as writer:
-        for name in weights.specs:
-            if name not in writer:
-                continue
-            tensor = get(name)
-            try:
-                writer.add(name, tensor)
-            except OSError as error:
-                raise OSError(error.errno, f"{error.strerror}, at the tensor {name}", str(path)) from error
-            digests[name] = digest(tensor)
-            progress.add(tensor.nbytes)
-            del tensor  # before the next one is read
-    return digests
+        held = {name: spec.nbytes for name, spec in weights.specs.items() if name in writer}
+
+        def write(names: list[str], go_on: GoOn) -> None:
+            get = weights.open()
+            for name in names:
+                go_on()
+                tensor = get(name)
+                try:
+                    writer.add(name, tensor)
+                except OSError as error:
+                    raise OSError(error.errno, f"{error.strerror}, at the tensor {name}", str(path)) from error
+                digests[name] = digest(tensor)
+                progress.add(tensor.nbytes)
+                del tensor  # before the next one is read
+
+        side_by_side(write, shared_out(held))
+    return {name: digests[name] for name in held}
 
 
 def _change_config(path: Path, changes: Mapping[str, Any]) -> None:

@@ -6,13 +6,16 @@ each file that is whole. The same command reads it and writes what is missing; t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from megatron_rl.files import remove
@@ -26,12 +29,13 @@ class Work:
 
     def __init__(self, target: Path, path: Path, journal: FileIO, finished: dict[str, Any]) -> None:
         self.target, self.path, self.finished = target, path, finished
-        self._journal = journal
+        self._journal, self._lock = journal, Lock()
 
     def finish(self, name: str, **about: Any) -> None:
-        """The file is whole, and on disk."""
-        self.finished[name] = about
-        self._write({"file": name, "bytes": (self.path / name).stat().st_size, "about": about})
+        """The file is whole, and on disk. Any thread may say so."""
+        with self._lock:
+            self.finished[name] = about
+            self._write({"file": name, "bytes": (self.path / name).stat().st_size, "about": about})
 
     def publish(self) -> None:
         (self.path / JOURNAL).unlink()
@@ -50,10 +54,17 @@ def partial_of(target: Path) -> Path:
 
 
 @contextmanager
-def begun(target: Path, inputs: Sequence[Path], job: Mapping[str, Any], note: Callable[[str], None]) -> Iterator[Work]:
+def begun(
+    target: Path,
+    inputs: Sequence[Path],
+    job: Mapping[str, Any],
+    note: Callable[[str], None],
+    sizes: Mapping[str, int],
+) -> Iterator[Work]:
     """`job`: what is made of what, all that decides the bytes. ValueError in the block: nothing is kept.
 
     Whatever else ends it, a full disk or a kill, leaves what is finished for the next time. `inputs` are only read.
+    `sizes`: bytes that the files will have at least, as far as that is known: OSError where there is no room for them.
     """
     refuse_target(target, inputs)
     path = partial_of(target)
@@ -66,6 +77,7 @@ def begun(target: Path, inputs: Sequence[Path], job: Mapping[str, Any], note: Ca
         except OSError:
             raise ValueError(f"{target} is being written by another process; name another target") from None
         finished = _finished(path, journal, job, note)
+        _refuse_full_disk(path, finished, sizes)
         work = Work(target, path, journal, finished)
         if os.fstat(journal.fileno()).st_size == 0:
             work._write({"job": job})
@@ -83,6 +95,17 @@ def refuse_target(target: Path, inputs: Sequence[Path]) -> None:
     for source in inputs:
         if target.resolve().is_relative_to(source.resolve()):
             raise ValueError(f"{target} lies inside {source}, which is only read: name a target elsewhere")
+
+
+def _refuse_full_disk(path: Path, finished: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    needed = sum(size for name, size in sizes.items() if name not in finished)
+    free = shutil.disk_usage(path).free
+    if needed <= free:
+        return
+    if not finished:
+        remove(path)
+    said = f"{needed / 1e9:.1f} GB are still to be written, {free / 1e9:.1f} GB are free"
+    raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {said}", str(path.parent))
 
 
 def _finished(path: Path, journal: FileIO, job: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Answering:
     def settle(self) -> None:
         """Ends the steps that a scheduler which works ahead has begun: what they draw is of the present weights."""
         core = self._engine.engine_core.engine_core
-        if not core.batch_queue:
+        if not self._open or not core.batch_queue:
             return
         self._engine.sleep(level=0, mode="keep")  # nothing new is scheduled
         while core.batch_queue:

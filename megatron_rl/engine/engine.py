@@ -51,7 +51,7 @@ class Engine:
     def shutdown(self) -> None:
         """Ends the workers in good order: shared memory that they hold outlives a killed process."""
         self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
+        del self.llm, self.answering
         gc.collect()
 
     def health(self) -> dict[str, Any]:

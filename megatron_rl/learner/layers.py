@@ -9,7 +9,7 @@ N sequences of one bucket, L its longest length.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,12 +26,18 @@ from megatron_rl.learner.packing import Bucket, Pack
 from megatron_rl.learner.sampled_layers import ColumnLinear, RowLinear
 from megatron_rl.quantization.host_products import narrowed
 
-ROWS = 1024  # of a block
+BLOCK_ELEMENTS = 1 << 17  # FP32: half a megabyte
 # up to this length the CPU's attention kernel is several times faster in FP32 than in BF16
 FP32_ATTENTION_LENGTH = 384
 # attributes of tensors
 UNROUNDED = "unrounded"  # of a BF16 sum, for the norm that reads it next
 TURNS = "turns"  # of a pack's angles: their cosine and sine
+
+
+def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of each, so many at a time that the steps of a computation find them in the processor's cache."""
+    rows = max(1, BLOCK_ELEMENTS // tensors[0].shape[-1])
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -41,7 +47,7 @@ class _RMSNorm(torch.autograd.Function):
         exact = rows if sum_ is None else sum_.reshape(rows.shape)
         out = torch.empty_like(rows)
         scales = rows.new_empty((len(rows), 1), dtype=torch.float32)
-        for block, result, scale in zip(exact.split(ROWS), out.split(ROWS), scales.split(ROWS), strict=True):
+        for block, result, scale in blocks(exact, out, scales):
             wide = block.float()
             scale.copy_(wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
             result.copy_(wide * scale).mul_(weight_H)
@@ -54,8 +60,7 @@ class _RMSNorm(torch.autograd.Function):
         weight = weight_H.float()
         grad_weight = torch.zeros_like(weight)
         grad_rows = torch.empty_like(rows)
-        blocks = (tensor.split(ROWS) for tensor in (rows, scales, grad.reshape(rows.shape), grad_rows))
-        for block, scale, grad_block, result in zip(*blocks, strict=True):
+        for block, scale, grad_block, result in blocks(rows, scales, grad.reshape(rows.shape), grad_rows):
             normed = block.float() * scale
             wide = grad_block.float()
             product = wide * normed

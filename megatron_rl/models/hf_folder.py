@@ -7,6 +7,7 @@ before the first byte, so tensors may arrive in any order and land at their fina
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from megatron_rl.models.weight_files import (
 )
 
 FILE_BYTES = 5 << 30
-LARGEST_READ = 1 << 30  # the kernel gives no more than 2 GiB at once
+LARGEST_PIECE = 1 << 30  # the kernel reads and writes no more than 2 GiB at once
 _DTYPE_NAMES = {stored: name for name, (stored, _) in DTYPES.items()}  # by their name in safetensors
 
 
@@ -84,7 +85,7 @@ def read_stored(name: str, stored: Stored) -> torch.Tensor:
         file.seek(stored.start)
         view, at = values.numpy().data, 0
         while at < len(view):
-            count = file.readinto(view[at : at + LARGEST_READ])
+            count = file.readinto(view[at : at + LARGEST_PIECE])
             if not count:
                 raise ValueError(f"{stored.file} is cut off in the middle of {name}")
             at += count
@@ -112,8 +113,8 @@ class SafetensorsWriter:
         self.missing = set(self._entries)
         self._base = 8 + len(raw)
         self._whole = ExitStack()
-        self._file = self._whole.enter_context(self._whole.enter_context(replacing(path)).open("wb"))
-        self._file.write(struct.pack("<Q", len(raw)) + raw)
+        self._file = self._whole.enter_context(self._whole.enter_context(replacing(path)).open("wb", buffering=0))
+        self._put(0, memoryview(struct.pack("<Q", len(raw)) + raw))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -125,9 +126,15 @@ class SafetensorsWriter:
         wanted = (torch_dtype(_DTYPE_NAMES[entry.dtype]), entry.shape)
         if (tensor.dtype, tuple(tensor.shape)) != wanted:
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, its place is {wanted[0]} {wanted[1]}")
-        self._file.seek(self._base + entry.start)
-        self._file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._put(self._base + entry.start, values.numpy().data)
         self.missing.discard(name)
+
+    def _put(self, at: int, content: memoryview) -> None:
+        """At a place of its own, so that several threads can write at once."""
+        while content:
+            count = os.pwrite(self._file.fileno(), content[:LARGEST_PIECE], at)
+            at, content = at + count, content[count:]
 
     def close(self) -> None:
         if self.missing:

@@ -38,6 +38,7 @@ def assemble(
         for span in piece.spans:
             target = local.narrow(piece.dim, span.local, span.length)
             target.copy_(full.narrow(piece.dim, span.full, span.length))
+        del full  # before the next one is read
     assert local is not None
     return local
 

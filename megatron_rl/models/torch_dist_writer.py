@@ -79,6 +79,7 @@ def write_blocks(
                     "bytes": file.tell() - begin,
                 }
             )
+            del block  # before the next one is made
             between()
         file.flush()
         os.fsync(file.fileno())

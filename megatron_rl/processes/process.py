@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, TextIO, cast
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 # How often an OpenMP thread looks before it sleeps. By default it spins for milliseconds at every barrier: where
 # another process needs the core, torch then runs 20 times slower than with this, and without one no faster.
@@ -40,6 +41,15 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*usual)
+
+
+def keep_freed_memory() -> None:
+    """What this process frees stays its own, for the next tensors: pages that come back from the kernel come as zeros,
+    one fault each, and a learner's step frees and takes the same gigabytes again.
+    """
+    if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 @contextmanager

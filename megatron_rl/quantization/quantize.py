@@ -79,15 +79,21 @@ def dequantize(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
+    weight_OI = weight_OI.detach()
     rows, columns = weight_OI.shape
-    pad = (0, -columns % BLOCK, 0, -rows % BLOCK)
-    padded_OI = torch.nn.functional.pad(weight_OI.detach().float(), pad)
-    blocks_PBQB = padded_OI.view(padded_OI.shape[0] // BLOCK, BLOCK, padded_OI.shape[1] // BLOCK, BLOCK)
-    amax_PQ = blocks_PBQB.abs().amax(dim=(1, 3))
-    _refuse_non_finite(amax_PQ)
-    scale_PQ = amax_PQ.clamp(min=TINY) / FP8_MAX
-    scaled_OI = (blocks_PBQB / scale_PQ[:, None, :, None]).reshape(padded_OI.shape)[:rows, :columns]
-    return {"weight": scaled_OI.contiguous().to(torch.float8_e4m3fn), "weight_scale": scale_PQ}
+    rounded_OI = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
+    scale_PQ = torch.empty((-(-rows // BLOCK), -(-columns // BLOCK)), device=weight_OI.device)
+    at_once = -(-_rows_at_once(weight_OI) // BLOCK) * BLOCK
+    for start in range(0, rows, at_once):
+        some_OI = weight_OI[start : start + at_once]
+        padded_OI = torch.nn.functional.pad(some_OI.float(), (0, -columns % BLOCK, 0, -len(some_OI) % BLOCK))
+        blocks_PBQB = padded_OI.view(len(padded_OI) // BLOCK, BLOCK, padded_OI.shape[1] // BLOCK, BLOCK)
+        amax_PQ = blocks_PBQB.abs().amax(dim=(1, 3))
+        _refuse_non_finite(amax_PQ)
+        some_PQ = scale_PQ[start // BLOCK :][: len(amax_PQ)].copy_(amax_PQ.clamp(min=TINY) / FP8_MAX)
+        scaled_OI = (blocks_PBQB / some_PQ[:, None, :, None]).view(padded_OI.shape)
+        rounded_OI[start : start + at_once].copy_(scaled_OI[: len(some_OI), :columns])
+    return {"weight": rounded_OI, "weight_scale": scale_PQ}
 
 
 def _rows_at_once(weight_OI: torch.Tensor) -> int:

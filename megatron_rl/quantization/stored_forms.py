@@ -15,7 +15,7 @@ O output features, I input features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +63,8 @@ def shape_of(parts: Mapping[str, tuple[str, tuple[int, ...]]], shape: tuple[int,
 
 def restore(
     parts: Mapping[str, Tensor], rows: slice, shape: tuple[int, ...], meaning: Meaning
-) -> tuple[Tensor, Tensor]:
-    """FP32 values of some rows of the weight, which begin with a block, and how far rounding may have moved each."""
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """FP32 values of some rows of the weight, which begin with a block; how far rounding may have moved each."""
     count = len(range(*rows.indices(shape[0])))
     codes_OI, kind = _codes(parts, rows, shape, meaning)
 
@@ -81,7 +81,7 @@ def restore(
         scale = scale * parts["weight_scale_2"].float()
     if "weight_global_scale" in parts:
         scale = scale / parts["weight_global_scale"].float()
-    return codes_OI * scale, _half_steps(codes_OI, kind) * scale
+    return codes_OI * scale, lambda: _half_steps(codes_OI, kind) * scale
 
 
 def _codes(parts: Mapping[str, Tensor], rows: slice, shape: tuple[int, ...], meaning: Meaning) -> tuple[Tensor, str]:
@@ -112,7 +112,8 @@ def _spread(scale: Tensor, rows: slice, shape: tuple[int, ...], count: int, bloc
         return some if groups == 1 else some.repeat_interleave(-(-shape[1] // groups), 1)[:, : shape[1]]
     high, wide = block
     some = scale[rows.start // high : -(-(rows.start + count) // high)]
-    return some.repeat_interleave(high, 0)[:count].repeat_interleave(wide, 1)[:, : shape[1]]
+    spread = some[:, None, :, None].expand(-1, high, -1, wide)
+    return spread.reshape(len(some) * high, -1)[:count, : shape[1]]
 
 
 def _fp4(packed_OJ: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_rl.config import load
 from megatron_rl.config.schema import CheckpointSection, Config, IfExists
+from megatron_rl.processes.owned_folder import held
 from megatron_rl.processes.process import interrupt_by_name
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.metrics_file import read_metrics
@@ -28,6 +29,7 @@ from megatron_rl.runs.status import known_status, read_status
 REFUSED = 2  # exit status of a command whose configuration is wrong
 IN_VAIN = 2  # attempts in a row that came no further
 PAUSE_S = 5.0
+RELEASE_S = 60.0
 
 
 def keep_going(start: Callable[[Config], int], config: Config, attempts: int, say: Callable[[str], None]) -> int:
@@ -50,8 +52,16 @@ def keep_going(start: Callable[[Config], int], config: Config, attempts: int, sa
         for number in (signal.SIGINT, signal.SIGTERM):  # the handlers are those of the attempt that has ended
             signal.signal(number, interrupt_by_name)
         time.sleep(PAUSE_S)
+        _wait_for_the_last(path)
         config = replace(config, run=replace(config.run, if_exists=IfExists.resume))
     return status
+
+
+def _wait_for_the_last(path: Path) -> None:
+    """Process of the attempt that has ended: a crowded machine takes its time to clear it away."""
+    deadline = time.monotonic() + RELEASE_S
+    while held(path) and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def how_far(path: Path) -> tuple[int, int]:

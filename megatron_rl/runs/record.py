@@ -57,6 +57,9 @@ class SilentRecorder:
     def note(self, text: str) -> None:
         pass
 
+    def spans(self, spans: Sequence[Span]) -> None:
+        pass
+
     def end_early(self, reason: str, *, asked: bool) -> None:
         pass
 

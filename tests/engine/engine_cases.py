@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from checked_cases import run_checked, run_in_place
+from in_flight_cases import run_in_flight
 from live_engine import Case
 from trainer_cases import run_trainer
 from update_cases import run_cache, run_case
@@ -31,6 +32,7 @@ def main() -> None:
         "checked": lambda: run_checked(Case("qwen3", Format.int8, out / "checked")),
         "in_place": lambda: run_in_place(Case("qwen3", Format.none, out / "in_place")),
         "trainer": run_trainer,
+        "in_flight": lambda: run_in_flight(Case("qwen3", Format.none, out / "in_flight")),
         "cache": lambda: run_cache(Case("qwen3", Format.none, out / "cache", kv_cache=KvCache.fp8)),
     }
     if not torch.cpu._is_avx512_supported():

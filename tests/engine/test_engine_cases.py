@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from preloaded import run
@@ -14,6 +15,7 @@ from preloaded import run
 from megatron_rl.weight_sync.buckets import BUCKET_BYTES
 
 PATIENCE_S = 240.0
+BEFORE_UPDATE = 6  # tokens: in_flight_cases.py
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,67 @@ def test_a_request_between_sleep_and_a_completed_sync_is_refused(found: dict) ->
     assert case["new"]
     assert "discarded in sleep" in case["discarded"]
     assert "woke with other versions or scales" in case["lost scale"]
+
+
+def differences(answers: list, reference: list, span: slice) -> list[float]:
+    return [
+        abs(mine - other)
+        for (_, logprobs, _), theirs in zip(answers, reference, strict=True)
+        for mine, other in zip(logprobs[span], theirs[span], strict=True)
+    ]
+
+
+@pytest.mark.engine
+def test_new_weights_come_between_two_tokens(found: dict) -> None:
+    """Each span agrees with its own version's weights in transformers, and with those of the other it does not."""
+    case = found["in_flight"]
+    before = slice(0, BEFORE_UPDATE)
+    after = slice(BEFORE_UPDATE, None)
+    assert case["said"] == ["", "", ""]
+    for name in ("rebuilt", "kept"):
+        answers, (by_first, by_second) = case[name], case[f"{name}, by transformers"]
+        assert [a[1][before] for a in answers] == [a[1][before] for a in case["alone"]], "what was written stays"
+        assert [a[0][before] for a in answers] == [a[0][before] for a in case["alone"]]
+        for tokens, _, ((first, of_first), (second, of_second)) in answers:
+            assert (of_first, of_first + of_second, second - first) == (BEFORE_UPDATE, len(tokens), 1)
+        assert fmean(differences(answers, by_first, before)) < 0.01
+        assert fmean(differences(answers, by_first, after)) > 0.3
+        assert fmean(differences(answers, by_second, before)) > 0.3
+    gap = {
+        name: fmean(differences(case[name], case[f"{name}, by transformers"][1], after)) for name in ("rebuilt", "kept")
+    }
+    assert gap["rebuilt"] < 0.01
+    assert gap["kept"] > 3 * gap["rebuilt"], "keys and values of the old weights show"
+
+
+@pytest.mark.engine
+def test_an_update_of_the_same_weights_changes_no_answer(found: dict) -> None:
+    """What the seeds have come to is kept; only the rounding of keys and values that are computed again differs."""
+    case = found["in_flight"]
+    alone = [(tokens, logprobs) for tokens, logprobs, _ in case["alone"]]
+    assert [(tokens, logprobs) for tokens, logprobs, _ in case["kept, same weights"]] == alone
+    rebuilt = [tokens for tokens, _, _ in case["rebuilt, same weights"]]
+    assert sum(mine == tokens for mine, (tokens, _) in zip(rebuilt, alone, strict=True)) >= len(alone) - 2
+    assert all(len(spans) == 2 for _, _, spans in case["rebuilt, same weights"])
+
+
+@pytest.mark.engine
+def test_a_refused_update_in_mid_answer_changes_nothing(found: dict) -> None:
+    case = found["in_flight"]
+    refused = case["refused"]
+    assert "missing tensor" in refused["said"]
+    assert [answer[:2] for answer in refused["answers"]] == [answer[:2] for answer in case["alone"]]
+    assert {len(spans) for _, _, spans in refused["answers"]} == {1}
+    assert refused["health"]["policy_version"] == case["versions"]
+
+
+@pytest.mark.engine
+def test_answers_in_the_making_and_other_requests(found: dict) -> None:
+    case = found["in_flight"]["beside others"]
+    assert "answers are being written" in case.pop("asleep")
+    assert "was announced last" in case.pop("impatient")
+    assert case.pop("open") == 6
+    assert all(case.values()), case
 
 
 @pytest.mark.engine

@@ -1,5 +1,6 @@
 """The converter is interrupted while it writes; what it has made starts a run, whose model is served quantized."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from box import ROOT, Box, wait_for
 
 from megatron_rl.conversion.work import partial_of
 from megatron_rl.data.toy import write_toy
-from megatron_rl.models.hf_folder import INDEX, write_folder
+from megatron_rl.models.hf_folder import INDEX, HfFolder, write_folder
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.torch_dist import hf_shapes
@@ -21,9 +22,10 @@ def convert(*words: object) -> list[str]:
     return [sys.executable, str(ROOT / "tools" / "convert.py"), *map(str, words)]
 
 
-def model(folder: Path) -> Path:
-    """The toy's, with weights that know nothing."""
-    write_toy(folder)
+def model(folder: Path, like: str | None = None) -> Path:
+    """The toy's, or a small one of a card's family, with weights that know nothing."""
+    card = None if like is None else json.loads((ROOT / "conf" / "model" / f"{like}.json").read_text())
+    write_toy(folder, like=card)
     hf_config = read_hf_config(folder / "model")
     sizes = hf_shapes(ModelShape.from_hf(hf_config))
     write_folder(folder / "model", {name: 0.1 * torch.randn(size) for name, size in sizes.items()}, hf_config)
@@ -74,3 +76,32 @@ def test_a_run_from_an_import(tmp_path: Path) -> None:
         INDEX,
         "model-00001-of-00001.safetensors",
     }
+
+
+LAYOUTS = {
+    "PP2": ("Qwen3-8B", ["learner.tensor_parallel=1", "learner.pipeline_parallel=2"]),
+    "EP2": (
+        "Qwen3-30B-A3B",
+        ["learner.tensor_parallel=1", "learner.data_parallel=2", "learner.expert_parallel=2", "quantization=none"],
+    ),
+}
+
+
+@pytest.mark.fault("an import is trained under another layout", "its checkpoint exports to what the run itself exports")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_import_under_another_layout(tmp_path: Path, layout: str) -> None:
+    like, words = LAYOUTS[layout]
+    origin, imported = model(tmp_path / "data" / "toy", like), tmp_path / "imported"
+    subprocess.run(convert("import", origin, imported), check=True, timeout=300)
+    box = Box(tmp_path)
+    try:
+        ended = ("run.steps=1", "checkpoint.every=1", "rollout.samples_per_prompt=1", "model.init=pretrained")
+        trained = box.train(*ended, f"model.path={imported}", *words, recipe="toy_sft.yaml")
+        assert trained.wait(900) == 0, box.screen
+    finally:
+        box.close()
+    subprocess.run(convert("export", f"{box.run}@1", tmp_path / "out"), check=True, timeout=300)
+    ours, its, before = (HfFolder(folder) for folder in (tmp_path / "out", box.run / "model", origin))
+    assert sorted(ours.names) == sorted(its.names) == sorted(before.names)
+    assert all(torch.equal(ours.read(name), its.read(name)) for name in ours.names)
+    assert any(not torch.equal(ours.read(name), before.read(name).to(ours.read(name))) for name in ours.names)

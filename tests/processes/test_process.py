@@ -66,3 +66,25 @@ def test_no_orphan_of_the_first_second(program: str) -> None:
     assert child.returncode == 1
     os.close(read)
     os.close(write)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
+def test_memory_that_was_freed_is_taken_again_without_faults() -> None:
+    program = """
+import resource, sys
+from megatron_rl.processes.process import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(1 << 26)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+usual = faults()
+keep_freed_memory()
+faults()
+print(usual, faults())
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    usual, kept = map(int, said.split())
+    assert kept < usual / 10

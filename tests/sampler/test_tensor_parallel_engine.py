@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import Live, make_live
+from tiny_engine import PROMPTS, Live, make_live
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.shared_memory import FOLDER, segments_of_session
+from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -61,7 +62,17 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
         with pytest.raises(WeightSyncError, match=f"corrupt tensor {tensors[3].name}"):
             live.load()
         assert answers(live) == first
+        answering = live.sampler.answering(SamplingParams(samples=8, max_tokens=24), seed=7)
+        for group in range(0, 24, 6):
+            answering.add(PROMPTS, group)
         live.update(2)
+        written = []
+        while groups := answering.finished():
+            written += [one for group in groups for one in group]
+        assert len(written) == 24 * 8
+        spanning = [one for one in written if one.versions is not None]
+        assert spanning, "the update came between two tokens"
+        assert all(len(one.versions) == len(one.token_ids) and len(set(one.versions)) == 2 for one in spanning)
         assert answers(live) != first
         session = live.sampler._engine.process.pid
         made |= segments_of_session(session)

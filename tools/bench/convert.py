@@ -1,10 +1,11 @@
 """What conversions cost: time against a copy of the same files, and memory above that of the imported program.
 
-    python tools/bench/convert.py [--gigabytes 4] [--repeats 3]
+    python tools/bench/convert.py [--gigabytes 4] [--repeats 3] [--folder DISK]
 
-A synthetic model of that size, in several files, is imported, exported, quantized and verified, each in a process of
-its own; time and memory count from when that has imported everything. The copy is synced to disk, as the conversions
-are. The best of the repeats is told.
+A synthetic model of that size, in several files, goes through every conversion, each in a process of its own, in turn
+with a copy of the files that are read; time and memory count from when that has imported everything. *Warm*: what is
+read lies in the page cache. *Cold*: it was dropped from there. The copy is synced to disk, as the conversions are. The
+best of the repeats is told, and the most memory, of which pages of mapped files are a part (VmHWM).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import convert
 
-from megatron_rl.conversion import exports, imports, quantize_command, verification  # noqa: F401 - before the measurement
+from megatron_rl.conversion import average, dequantized, exports, imports, quantize_command  # noqa: F401 - not measured
 from megatron_rl.models.hf_folder import HfFolderWriter
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import TensorSpec
@@ -35,35 +36,48 @@ from megatron_rl.runs.console import table
 LAYER_GB = 0.2013  # of the sizes below
 
 
+COMMANDS = {
+    "import": (["import"], ["hf"]),
+    "export": (["export"], ["checkpoint"]),
+    "quantize int8": (["quantize", "--format", "int8"], ["hf"]),
+    "quantize fp8": (["quantize", "--format", "fp8"], ["hf"]),
+    "quantize fp8_block": (["quantize", "--format", "fp8_block"], ["hf"]),
+    "dequantize int8": (["dequantize"], ["int8"]),
+    "dequantize fp8_block": (["dequantize"], ["fp8_block"]),
+    "average of two": (["average"], ["hf", "hf"]),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary one)")
+    parser.add_argument("--warm", action="store_true", help="only what lies in the page cache")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="megatron-rl-bench-", dir=options.folder) as name:
-        folder = Path(name)
-        made(folder / "hf", options.gigabytes)
-        size = sum(file.stat().st_size for file in (folder / "hf").iterdir())
-        copy_s = min(copied(folder) for _ in range(options.repeats))
-        commands = {
-            "import": ["import", "hf", "out"],
-            "export": ["export", "checkpoint", "out"],
-            "quantize int8": ["quantize", "hf", "out", "--format", "int8"],
-            "quantize fp8": ["quantize", "hf", "out", "--format", "fp8"],
-            "verify": ["verify", "hf", "int8", "--report", "out"],
-        }
-        os.chdir(folder)
-        convert.main(["import", "hf", "checkpoint"])
-        convert.main(["quantize", "hf", "int8", "--format", "int8"])
-        rows = [("copy", f"{size / copy_s / 1e6:.0f}", "1.00", "")]
-        for said, words in commands.items():
-            runs = [measured(words) for _ in range(options.repeats)]
-            seconds, peak = min(run[0] for run in runs), max(run[1] for run in runs)
-            rows.append((said, f"{size / seconds / 1e6:.0f}", f"{copy_s / seconds:.2f}", f"{peak / 1e6:.0f}"))
+        os.chdir(name)
+        made(Path("hf"), options.gigabytes)
+        run("import", "hf", "checkpoint")
+        for form in ("int8", "fp8_block"):
+            run("quantize", "hf", form, "--format", form)
+        size = sum(file.stat().st_size for file in Path("hf").iterdir())
+        rows = []
+        for said, ((command, *more), sources) in COMMANDS.items():
+            row, most = [said], 0
+            for cold in (False,) if options.warm else (False, True):
+                copy_s, convert_s = [], []
+                for _ in range(options.repeats):
+                    copy_s.append(copied(sources, cold))
+                    seconds, grown = measured([command, *sources, "out", *more], sources, cold)
+                    convert_s.append(seconds)
+                    most = max(most, grown)
+                row += [f"{min(convert_s):.2f}", f"{min(copy_s) / min(convert_s):.2f}"]
+            rows.append((*row, f"{most / 1e6:.0f}"))
         largest = max(spec.nbytes for spec in specs(options.gigabytes)[0])
         print(f"{size / 1e9:.2f} GB, the largest tensor {largest / 1e6:.0f} MB")
-        print("\n".join(table(("", "MB/s", "of the copy's speed", "MB above the program"), rows)))
+        states = ("warm s", "copy / it") if options.warm else ("warm s", "copy / it", "cold s", "copy / it")
+        print("\n".join(table(("", *states, "MB above the program"), rows)))
 
 
 def specs(gigabytes: float) -> tuple[list[TensorSpec], dict[str, Any]]:
@@ -84,31 +98,53 @@ def made(folder: Path, gigabytes: float) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def copied(folder: Path) -> float:
+def copied(sources: list[str], cold: bool) -> float:
+    """Seconds, in this process."""
+    prepare(sources, cold)
     started = time.perf_counter()
-    (folder / "copy").mkdir()
-    for file in (folder / "hf").iterdir():
-        shutil.copyfile(file, folder / "copy" / file.name)
-        with (folder / "copy" / file.name).open() as opened:
-            os.fsync(opened.fileno())
+    for place, source in enumerate(sources):
+        target = Path("out", str(place))
+        target.mkdir(parents=True)
+        for file in filter(Path.is_file, Path(source).iterdir()):
+            shutil.copyfile(file, target / file.name)
+            with (target / file.name).open() as opened:
+                os.fsync(opened.fileno())
     seconds = time.perf_counter() - started
-    shutil.rmtree(folder / "copy")
+    shutil.rmtree("out")
     return seconds
 
 
-def measured(words: list[str]) -> tuple[float, int]:
+def prepare(sources: list[str], cold: bool) -> None:
+    """The page cache holds the files, or none of them."""
+    for file in (path for source in sources for path in Path(source).iterdir() if path.is_file()):
+        with file.open("rb", buffering=0) as opened:
+            if cold:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while opened.read(1 << 24):
+                    pass
+
+
+def measured(words: list[str], sources: list[str], cold: bool) -> tuple[float, int]:
     """Seconds, and the bytes that a process of its own grew by."""
-    done = subprocess.run([sys.executable, __file__, "--measure", *words], capture_output=True, text=True, check=False)
+    prepare(sources, cold)
+    seconds, grown = json.loads(run(*words))
+    shutil.rmtree("out")
+    return seconds, grown
+
+
+def run(*words: str) -> str:
+    command, env = [sys.executable, __file__, "--measure", *words], os.environ | convert.LARGE_PAGES
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     if done.returncode:
         raise SystemExit(f"{words[0]}: {done.stderr.strip()}")
-    seconds, grown = json.loads(done.stdout.splitlines()[-1])
-    out = Path("out")
-    shutil.rmtree(out) if out.is_dir() else out.unlink()
-    return seconds, grown
+    return done.stdout.splitlines()[-1]
 
 
 def measure(words: list[str]) -> int:
     """In the process of its own."""
+    convert.tune_memory()
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     before, started = held("VmRSS"), time.perf_counter()
     status = convert.main(words)
