@@ -63,7 +63,10 @@ def run(replicas, count=8, *, use=None, served=(0,), patience_s=0.3, max_sequenc
         helper = asyncio.create_task(during(dispatcher, gone)) if during else None
         try:
             async with asyncio.timeout(10):
-                return await (use(dispatcher) if use else all_of(dispatcher, count))
+                done = await (use(dispatcher) if use else all_of(dispatcher, count))
+                if helper:
+                    await helper  # its assertions count
+                return done
         finally:
             await dispatcher.close()
             assert not any(dispatcher._load.values()) and not any(one.running for one in replicas)

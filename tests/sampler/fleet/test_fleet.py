@@ -319,7 +319,8 @@ def test_a_server_killed_in_mid_answer_with_an_update_in_flight_loses_no_prompt(
 
 
 def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets(live, embedded, tmp_path):
-    """Last: it takes the server away from the other fleet, and ends it."""
+    """Last: it takes the server away from the other fleet, which leaves it standing, and ends it."""
+    live.on_each("POST", "/pause?mode=keep&clear_cache=false")
     settings = fleet_settings(addresses=[live.replicas[1].address])
     folder = tmp_path / "sync"
     transport.write_version(folder, 0, live.model.quantized(5, Format.none).items(), format="none")
