@@ -18,6 +18,7 @@ from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,
     AdvantageConfig,
     Anchor,
+    Cache,
     CheckpointSection,
     Config,
     CorrectionConfig,
@@ -200,6 +201,8 @@ def ahead(
         )
     if sampler.sleep is not Sleep.none:
         yield f"sampler.sleep: {sampler.sleep} with {key}: the engine works all the time; use none, or ahead 0"
+    if rollout.in_flight_cache is Cache.keep and rollout.in_flight is not InFlight.continue_:
+        yield "rollout.in_flight_cache: keep with rollout.in_flight=finish: no update meets an answer; leave it out"
     if rollout.in_flight is InFlight.continue_ and not (sync.transport == Transport.file and sync.staged):
         yield (
             f"rollout.in_flight: continue with sync.transport={sync.transport}: weights that arrive in place would be "

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,6 @@ NOT_RUNNING = "the sampler is not running: it was never started, was closed, or 
 
 class EngineDied(SamplerError):
     """Its process has ended by itself, or one of its workers has."""
-
-
-def pulse(limit_s: float, key: str) -> AbstractContextManager[None]:
-    """Says for whom the main thread waits; it alone has a pulse."""
-    main = threading.current_thread() is threading.main_thread()
-    return waiting(ENGINE, limit_s, key) if main else nullcontext()
 
 
 class ChildEngine:
@@ -164,7 +158,7 @@ class ChildEngine:
     def _wait(self, replies: Replies, method: str, timeout_s: float, key: str) -> dict[str, Any]:
         """For a reply; every way in which none comes ends the child and names its log."""
         try:
-            with pulse(timeout_s, key):
+            with waiting(ENGINE, timeout_s, key):
                 reply = replies.get(timeout=timeout_s)
         except queue.Empty:
             raise self._failure(f"the sampler did not answer `{method}` within {key}={timeout_s:g}") from None

@@ -19,7 +19,8 @@ from subprocess import Popen
 from typing import Any
 
 from megatron_rl.config.schema import Transport
-from megatron_rl.sampler.child_engine import NOT_RUNNING, ChildEngine, EngineDied, pulse
+from megatron_rl.processes.pulse import waiting
+from megatron_rl.sampler.child_engine import ENGINE, NOT_RUNNING, ChildEngine, EngineDied
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import MAX_RESTARTS, SamplerError
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -108,7 +109,7 @@ class LastingEngine:
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        with pulse(self._settings.sampler.start_timeout_s, "sampler.start_timeout_s"):
+        with waiting(ENGINE, self._settings.sampler.start_timeout_s, "sampler.start_timeout_s"):
             self._telling.acquire()
         try:
             yield

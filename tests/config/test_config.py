@@ -295,6 +295,7 @@ def test_bad_overrides(recipe: Path, override: str, said: str) -> None:
         (["sampler.sleep=offload"], r"sampler\.sleep: offload with rollout\.ahead: 1"),
         (["rollout.in_flight=continue", "sync.transport=nccl"], r"in_flight: continue with sync\.transport=nccl"),
         (["rollout.ahead=65"], r"rollout\.ahead"),
+        (["rollout.in_flight_cache=keep"], r"in_flight_cache: keep with rollout\.in_flight=finish"),
         (["rollout.in_flight=contine"], r"rollout\.in_flight.*(finish|continue)"),
     ],
 )

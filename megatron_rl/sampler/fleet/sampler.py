@@ -11,7 +11,6 @@ import queue
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -180,7 +179,7 @@ class FleetSampler:
         limit_s, key = max((section.request_timeout_s, REQUEST_KEY), (section.start_timeout_s, START_KEY))
         elsewhere = bool(section.fleet.addresses)
         try:
-            with waiting("server", limit_s, key, elsewhere=elsewhere) if self._is_owner else nullcontext():
+            with waiting("server", limit_s, key, elsewhere=elsewhere):
                 return self._loop.call(ask(self._servers), self._pass_on_notes)
         finally:
             self._pass_on_notes()
