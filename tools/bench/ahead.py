@@ -4,8 +4,8 @@
     python tools/bench/ahead.py rollout [--repeats 7]
 
 `steps` runs a recipe to its end with rollout.ahead=0 and 1 in turn, seed by seed, and prints the median time of a step
-and the last held-out accuracy of each. `rollout` collects batches of a small model at a high temperature, whose answers
-are of very unequal length, twice with one engine: with groups as they finish, and with rounds that wait for their last
+and the last held-out accuracy of each. `rollout` collects batches of a small random model, whose answers are of
+very unequal length, twice with one engine: with groups as they finish, and with rounds that wait for their last
 answer. About half of the groups have no spread and are replaced. The prompts, seeds and groups are the same.
 """
 
@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -57,6 +59,18 @@ class OddLengths:
         return [Score(float(len(task.response) % 6 == 0), Verdict.right) for task in tasks]
 
 
+def with_long_answers(model: Path, folder: Path) -> Path:
+    """The same shape with random weights: at each token an answer ends with about the same small probability."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = AutoConfig.from_pretrained(folder, max_position_embeddings=1024)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 def bench_rollout(repeats: int) -> None:
     from loop import give_weights
 
@@ -66,20 +80,17 @@ def bench_rollout(repeats: int) -> None:
     from megatron_rl.sampler.embedded import EmbeddedSampler
     from megatron_rl.sampler.engine_settings import EngineSettings
 
-    model = Path("runs/toy_sft/model")
-    rollout = RolloutSection(
-        prompts_per_step=64, samples_per_prompt=4, max_prompt_tokens=12, max_response_tokens=500, temperature=2.0
-    )
+    rollout = RolloutSection(prompts_per_step=64, samples_per_prompt=4, max_prompt_tokens=12, max_response_tokens=500)
     sampler_section = SamplerSection(vllm={"max_num_seqs": 128})
     config = Config(data=DataSection(train="data/toy/train.jsonl"), rollout=rollout, sampler=sampler_section)
-    tokenizer = FolderTokenizer(model)
-    dataset = load_dataset("train", config.data, tokenizer, rollout.max_prompt_tokens)
     seconds: dict[str, list[float]] = {"as they finish": [], "whole rounds": []}
-    with (
-        tempfile.TemporaryDirectory() as name,
-        EmbeddedSampler(EngineSettings.from_config(config), model, Path(name)) as sampler,
-    ):
-        give_weights(sampler, model, Path(name))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = with_long_answers(Path("runs/toy_sft/model"), folder / "model")
+        tokenizer = FolderTokenizer(model)
+        dataset = load_dataset("train", config.data, tokenizer, rollout.max_prompt_tokens)
+        sampler = stack.enter_context(EmbeddedSampler(EngineSettings.from_config(config), model, folder))
+        give_weights(sampler, model, folder)
         scorer = Scorer(config.reward, OddLengths(), tokenizer)  # type: ignore[arg-type]
         for repeat in range(repeats + 1):
             drawn = []
