@@ -173,7 +173,12 @@ def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpo
     """
     moved = ""
     while True:
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            if os.path.lexists(path) and not path.is_dir():
+                raise
+            continue  # it was there, and has been moved aside meanwhile
         try:
             lock = hold(path)
         except FileNotFoundError:
