@@ -26,6 +26,7 @@ from megatron_rl.rewards.functions import reads_last
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.task import Task
 from megatron_rl.runs.lanes import Span
+from megatron_rl.sampler.protocol import Answering
 from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict, written
 
 LONGEST_CHARACTER = 5  # tokens: its bytes, and one that the beginning is cut in
@@ -43,16 +44,6 @@ class Generates(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
     ) -> list[Rollout]: ...
-
-
-class Answering(Protocol):
-    """See sampler.protocol."""
-
-    def add(self, prompts: Sequence[Prompt], first_group: int) -> None: ...
-
-    def finished(self) -> list[list[Rollout]]: ...
-
-    def close(self) -> None: ...
 
 
 class Answers(Protocol):

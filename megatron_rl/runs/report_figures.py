@@ -254,6 +254,10 @@ def sync_split(runs: Sequence[RunData]) -> go.Figure | None:
     return _split(runs, {f"sync/{p}": (p.removesuffix("_s"), colour) for p, colour in SYNC_PHASES.items()})
 
 
+def lane_colour(lane: str) -> str:
+    return LANE_COLOURS.get(lane) or TIME_PHASES.get(lane, MUTED)
+
+
 def lanes(runs: Sequence[RunData]) -> go.Figure | None:
     """Who was at work when, for a few steps of one run; pale: the learner waits for answers."""
     spans = runs[0].lanes if len(runs) == 1 else []
@@ -269,7 +273,7 @@ def lanes(runs: Sequence[RunData]) -> go.Figure | None:
                 y=[one.row for one in mine],
                 orientation="h",
                 name=LANE_NAMES.get(lane, lane),
-                marker={"color": LANE_COLOURS.get(lane) or TIME_PHASES.get(lane, MUTED), "line": {"width": 0}},
+                marker={"color": lane_colour(lane), "line": {"width": 0}},
                 customdata=[one.step for one in mine],
                 hovertemplate="step %{customdata}: %{x:.3f} s",
             )

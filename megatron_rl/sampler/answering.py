@@ -1,7 +1,8 @@
-"""From prompts that are being answered to the list that a synchronous caller waits for."""
+"""What both kinds of samplers make of what an engine has answered."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from megatron_rl.sampler.protocol import Answering
@@ -18,3 +19,11 @@ def answer_all(answering: Answering, prompts: Sequence[Prompt], first_group: int
     finally:
         answering.close()
     return [rollout for group in sorted(groups, key=lambda group: group[0].group) for rollout in group]
+
+
+def by_token(spans: Sequence[Sequence[int]]) -> array[int]:
+    """Spans are a version and a number of tokens each."""
+    versions = array("i")
+    for version, tokens in spans:
+        versions.extend(array("i", [version]) * tokens)
+    return versions

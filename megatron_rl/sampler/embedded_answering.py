@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from megatron_rl.sampler.answering import by_token
 from megatron_rl.sampler.child_engine import ChildEngine, EngineDied
 from megatron_rl.sampler.correspondence import Replies
 from megatron_rl.sampler.lasting_engine import LastingEngine
@@ -167,11 +168,3 @@ def unpack(answer: dict[str, Any], prompts: dict[int, Prompt], samples: int, for
             start, row = stop, row + 1
         groups.append(rollouts)
     return groups
-
-
-def by_token(spans: Sequence[Sequence[int]]) -> array[int]:
-    """Spans are a version and a number of tokens each."""
-    versions = array("i")
-    for version, tokens in spans:
-        versions.extend(array("i", [version]) * tokens)
-    return versions

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_rl.runs.lanes import ROWS, Lane
-from megatron_rl.runs.report_figures import GRID, LANE_COLOURS, LANE_NAMES, MUTED, TIME_PHASES
+from megatron_rl.runs.report_figures import GRID, LANE_NAMES, lane_colour
 from megatron_rl.runs.run_data import load_runs
 from megatron_rl.runs.svg import heading, legend, nice_ticks, picture, small
 
@@ -23,7 +23,7 @@ def lanes_svg(titles: Sequence[str], runs: Sequence[Sequence[Lane]]) -> str:
     """All runs to one scale: what ends earlier was faster."""
     longest = max(one.end for spans in runs for one in spans)
     scale = (WIDTH - LEFT - RIGHT) / longest
-    parts = list(legend(LEFT, [(LANE_NAMES.get(lane, lane), _colour(lane)) for lane in SHOWN]))
+    parts = list(legend(LEFT, [(LANE_NAMES.get(lane, lane), lane_colour(lane)) for lane in SHOWN]))
     top = TOP
     for title, spans in zip(titles, runs, strict=True):
         parts += _chart(top, title, spans, scale)
@@ -45,14 +45,11 @@ def _chart(top: float, title: str, spans: Sequence[Lane], scale: float) -> Itera
         for one in spans:
             if one.row == row:
                 x, width = LEFT + one.begin * scale, max((one.end - one.begin) * scale, 0.6)
-                yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{ROW}" fill="{_colour(one.lane)}"/>'
+                fill = lane_colour(one.lane)
+                yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{ROW}" fill="{fill}"/>'
                 if one.lane in ("sampler", "update") and width > 24:
                     middle = f'x="{x + width / 2:.1f}" y="{y + 17:.1f}"'
                     yield f'<text {middle} fill="#fff" text-anchor="middle">{one.step}</text>'
-
-
-def _colour(lane: str) -> str:
-    return LANE_COLOURS.get(lane) or TIME_PHASES.get(lane, MUTED)
 
 
 def main(arguments: Sequence[str]) -> None:

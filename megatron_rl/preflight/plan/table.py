@@ -53,14 +53,13 @@ def _memory(memory: Memory) -> list[str]:
 
 
 def _ahead(time: StepTime, plan: Plan, rollout: RolloutSection) -> Iterator[str]:
-    learner = time.in_turn - time.rollout - time.sync
-    waits = "learner waits for answers" if time.rollout > learner else "sampler waits for updates"
+    waits = "learner waits for answers" if time.rollout > time.learner else "sampler waits for updates"
     yield (
         f"ahead     {duration(time.overlap)} of a step overlap, in turns it would take {duration(time.in_turn)}; the "
         f"{waits}. Batches that wait take {_gib(plan.work.waiting_bytes(rollout.ahead))} GiB of the driver's host"
     )
     # an update that comes into the middle of an answer makes the rest of it younger
-    older = min(1.0, learner / time.rollout) if rollout.in_flight is InFlight.continue_ else 1.0
+    older = min(1.0, time.learner / time.rollout) if rollout.in_flight is InFlight.continue_ else 1.0
     yield f"          about {older:.0%} of a batch's tokens are {rollout.ahead} update(s) old, the others younger"
 
 

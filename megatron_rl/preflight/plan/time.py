@@ -41,14 +41,19 @@ class StepTime:
     ahead: bool = False
 
     @property
+    def learner(self) -> float:
+        """Its part of a step, which rollouts can be made beside."""
+        return self.prox + self.update + self.save
+
+    @property
     def in_turn(self) -> float:
         """A step whose phases follow one another."""
-        return self.rollout + self.prox + self.update + self.sync + self.save
+        return self.rollout + self.learner + self.sync
 
     @property
     def overlap(self) -> float:
         """What the shorter half does while the longer one goes on."""
-        return min(self.rollout, self.prox + self.update + self.save) if self.ahead else 0.0
+        return min(self.rollout, self.learner) if self.ahead else 0.0
 
     @property
     def step(self) -> float:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from megatron_rl.engine.kept import Kept, of_lists
+from megatron_rl.sampler.answering import by_token
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 MISSING_LOGPROB = -9999.0  # what the server writes for a logprob that is NaN, infinite or not there
@@ -66,7 +67,7 @@ class Answer:
         """Of each token; None where they have one in common."""
         if len({version for version, _ in self.spans}) < 2:
             return None
-        return sum((array("i", [version]) * count for version, count in self.spans), array("i"))
+        return by_token(self.spans)
 
 
 def read_answers(content: bytes, candidates: int) -> list[Answer]:
