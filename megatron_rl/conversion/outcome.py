@@ -18,6 +18,7 @@ from megatron_rl.conversion.progress import Progress
 from megatron_rl.conversion.side_by_side import GoOn, shared_out, side_by_side
 from megatron_rl.conversion.weights import Weights, content_digest, digest
 from megatron_rl.files import write_whole
+from megatron_rl.models import memory
 from megatron_rl.models.table import TABLE
 from megatron_rl.models.weight_files import PARITY
 
@@ -75,6 +76,7 @@ def read_back(output: Weights, expected: Mapping[str, str], where: Path) -> None
     with Progress("checked", output.nbytes) as progress:
 
         def check(names: list[str], go_on: GoOn) -> None:
+            memory.reuse()
             get = output.open()
             for name in names:
                 go_on()

@@ -13,7 +13,7 @@ from megatron_rl.conversion.progress import Progress
 from megatron_rl.conversion.side_by_side import GoOn, side_by_side
 from megatron_rl.conversion.weights import Weights, digest, of_checkpoint
 from megatron_rl.conversion.work import begun
-from megatron_rl.models import torch_dist
+from megatron_rl.models import memory, torch_dist
 from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.torch_dist_index import CheckpointError
@@ -41,6 +41,7 @@ def write_checkpoint(
             progress.add(sum(sizes[file] for file in work.finished))
 
             def write(file: str, go_on: GoOn) -> None:
+                memory.reuse()
                 digests: dict[str, str] = {}
                 blocks = _blocks(files[file], shape, weights, digests, progress)
                 written = write_blocks(work.path / file, blocks, between=go_on)

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from megatron_rl.models import memory
 from megatron_rl.models.pickled import Made, read_pickle
 from megatron_rl.models.tensors import DTYPES, torch_dtype
 
@@ -43,7 +44,7 @@ def read_saved(path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int,
                 raise ValueError(f"it holds another tensor than one of {list(size)}")
             window.seek(data.header_offset)
             window.seek(sum(_LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))), io.SEEK_CUR)
-            values = torch.empty(data.file_size, dtype=torch.uint8)
+            values = memory.empty((data.file_size,), torch.uint8)
             if window.readinto(values.numpy()) != data.file_size:
                 raise ValueError("it is cut off")
             return torch.as_strided(values.view(torch_dtype(dtype)), size, stride, start)

@@ -5,10 +5,12 @@ Pure torch, no process group. O output rows, I input columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from megatron_rl.models import memory
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import HfSlice, Param, Span, find
 from megatron_rl.models.shape import ModelShape
@@ -30,11 +32,14 @@ def assemble(
 ) -> torch.Tensor:
     """Cut the shard out of the full tensors behind `param`, in the order of `param.hf`."""
     local: torch.Tensor | None = None
-    for piece, full in zip(param.slices(shape, layout, place), tensors, strict=True):
+    pieces = param.slices(shape, layout, place)
+    for piece, full in zip(pieces, tensors, strict=True):
         if piece.spans == (Span(0, 0, full.shape[piece.dim]),) and tuple(full.shape) == param.local_shape(layout):
             return full  # all of it, as it lies
         if local is None:
-            local = full.new_zeros(param.local_shape(layout))
+            local = memory.empty(param.local_shape(layout), full.dtype)
+            if sum(math.prod(one.local_shape) for one in pieces) < local.numel():
+                local.zero_()
         for span in piece.spans:
             target = local.narrow(piece.dim, span.local, span.length)
             target.copy_(full.narrow(piece.dim, span.full, span.length))

@@ -17,10 +17,14 @@ restarts    under Slurm: how often the job was started again
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import platform
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,14 +37,52 @@ STATUS = "status.json"
 ENDED = ("finished", "stopped", "failed")
 LARGEST = 4000  # bytes: a status fits into one block of a disk
 SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
-_ONE_WRITER = threading.RLock()  # of the threads of a process
+WAIT_S = 1.0  # for another process that writes: it may be stopped, and its launcher has to say so all the same
+_THREADS = threading.RLock()  # one of this process writes
+_LOCKED: list[int] = []  # its lock, by which one process writes
+
+
+@contextmanager
+def _one_writer(path: Path) -> Iterator[None]:
+    """From reading to writing. Launcher and driver both do, and neither may take back what the other has said."""
+    with _THREADS:
+        if _LOCKED:  # a signal in the middle of it, or `beat`
+            yield
+            return
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            yield
+            return
+        _LOCKED.append(folder)
+        try:
+            _wait_for_others(folder)
+            yield
+        finally:
+            _LOCKED.clear()
+            os.close(folder)
+
+
+def _wait_for_others(folder: int) -> None:
+    end = time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        try:
+            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(WAIT_S / 100)
+        except OSError:
+            return None  # a file system without such locks: the last writer is right
+    return None
 
 
 def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
     """Also for a launcher whose driver rank died without a word. An end that nobody wanted always has a cause."""
-    with _ONE_WRITER:
+    with _one_writer(path):
         before = {key: value for key, value in read_status(path).items() if key not in ("cause", "phase")}
-        status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now(), **more}
+        status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now()}
+        if state in ("finished", "stopped"):  # by itself: nobody held it up to the end
+            status["stuck"] = None
+        status |= more
         if state in ("failed", "stopped") and "cause" not in more:
             cause = explain(reason, phase=status.get("phase"), stuck=status.get("stuck"))
             status["cause"] = cause.as_fields()
@@ -49,7 +91,7 @@ def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
 
 def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
     """While the run goes on, as far as it knows."""
-    with _ONE_WRITER:
+    with _one_writer(path):
         status = read_status(path)
         if status and status.get("state") not in ENDED:
             _write(path, {**status, "stuck": stuck})
@@ -67,7 +109,7 @@ def _write(path: Path, status: dict[str, Any]) -> None:
 
 def beat(path: Path, **more: Any) -> None:
     """A sign of life of a run that goes on."""
-    with _ONE_WRITER:
+    with _one_writer(path):
         status = read_status(path)
         if status.get("state") not in ENDED:
             mark_status(path, "running", **{"time": status.get("time", now()), **more})

@@ -19,6 +19,10 @@ pytestmark = pytest.mark.skipif(
     reason="needs root and Debian's slurm-wlm and munge",
 )
 END_S = 400
+LISTENING = (
+    "env",
+    "--default-signal=INT",
+)  # what is started in the background ignores it, and a shell cannot undo that
 
 
 class Rehearsal:
@@ -32,7 +36,7 @@ class Rehearsal:
         settings += [f"data.eval={toy / 'test.jsonl'}"]
         with (box.folder / "screen").open("w") as screen:
             self.process = subprocess.Popen(
-                ["slurm/rehearse.sh", "slurm/dapo_int8.sbatch", "recipes/quickstart.yaml", *settings],
+                [*LISTENING, "slurm/rehearse.sh", "slurm/dapo_int8.sbatch", "recipes/quickstart.yaml", *settings],
                 cwd=ROOT, env=os.environ | {"TMPDIR": str(box.tmp)}, stdout=screen, stderr=screen,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip

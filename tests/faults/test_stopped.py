@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import time
@@ -102,7 +103,8 @@ def test_a_stopped_server(box: Box) -> None:
     process = running_fleet(box, 1000)
     server = sorted(box.processes("megatron_rl.engine.server"), key=lambda one: one.create_time())[0]
     server.suspend()
-    wait_for(lambda: f"stuck    server 0 (int8) (process {server.pid} on " in log(box), NAMED_S, "it is named")
+    named = re.compile(rf"stuck    server 0 \(\w+\) \(process {server.pid} on ")
+    wait_for(lambda: named.search(log(box)), NAMED_S, "it is named")
     wait_for(lambda: "is back with policy version" in box.screen, START_S, "it starts again")
     assert engines(box)
     ends_well(box, process)

@@ -1,6 +1,6 @@
 """What conversions cost: time against a copy of the same files, and memory above that of the imported program.
 
-    python tools/bench/convert.py [--gigabytes 4] [--repeats 3] [--folder DISK]
+    python tools/bench/convert.py [--gigabytes 4] [--repeats 3] [--folder DISK] [--only import export]
 
 A synthetic model of that size, in several files, goes through every conversion, each in a process of its own, in turn
 with a copy of the files that are read; time and memory count from when that has imported everything. *Warm*: what is
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary one)")
     parser.add_argument("--warm", action="store_true", help="only what lies in the page cache")
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS), metavar="CONVERSION")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="megatron-rl-bench-", dir=options.folder) as name:
         os.chdir(name)
@@ -63,7 +64,8 @@ def main() -> None:
             run("quantize", "hf", form, "--format", form)
         size = sum(file.stat().st_size for file in Path("hf").iterdir())
         rows = []
-        for said, ((command, *more), sources) in COMMANDS.items():
+        for said in options.only:
+            (command, *more), sources = COMMANDS[said]
             row, most = [said], 0
             for cold in (False,) if options.warm else (False, True):
                 copy_s, convert_s = [], []

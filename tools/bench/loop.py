@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_rl.collect import AtOnce, Collector, Scorer
+from megatron_rl.collect import Collector, Scorer
 from megatron_rl.config.schema import Config, DataSection, RolloutSection, SamplerSection
 from megatron_rl.data.prompts import Dataset, FolderTokenizer, PromptOrder, load_dataset
 from megatron_rl.models.hf_folder import HfFolder
@@ -100,7 +100,7 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
         try:
             order = PromptOrder(dataset, config.run.seed, config.data.shuffle)
             scorer = Scorer(config.reward, rewards, tokenizer)
-            collector = Collector(config.rollout, order, AtOnce(sampler), scorer, rebaseline=True, seed=config.run.seed)
+            collector = Collector(config.rollout, order, sampler, scorer, rebaseline=True, seed=config.run.seed)
             for repeat in range(repeats + 1):
                 before = sampler.stats
                 start = time.perf_counter()
