@@ -1,6 +1,6 @@
 """A whole GRPO step against TRL's, on the same model, prompts and lengths, in turn; and where ours spends its time.
 
-    python tools/bench/step.py [--shape toy] [--shape large] [--rounds 5] [--ranks 2]
+    python tools/bench/step.py [--shape toy] [--shape large] [--rounds 5] [--ranks 2] [--tensor-parallel 1]
 
 Ours is a run as `megatron-rl train` starts it, BF16 learner and INT8 sampler, whose loop waits for its turn between two
 steps. TRL (1.16) is put into build/trl where it is missing, with what it needs beside this project's packages; the
@@ -89,6 +89,14 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Of the learner."""
+
+    ranks: int
+    tensor_parallel: int
+
+
+@dataclass(frozen=True)
 class Machine:
     """What it does at best, with all of its cores."""
 
@@ -163,7 +171,7 @@ def texts(work: Workload) -> list[str]:
 # our side
 
 
-def recipe(work: Workload, folder: Path, model: Path, ranks: int) -> dict[str, Any]:
+def recipe(work: Workload, folder: Path, model: Path, tensor_parallel: int) -> dict[str, Any]:
     (folder / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts(work))
     )
@@ -182,7 +190,7 @@ def recipe(work: Workload, folder: Path, model: Path, ranks: int) -> dict[str, A
         "quantization": {"format": "int8"},
         "reward": {"name": f"{HERE / 'step_trl.py'}:varied"},
         "optim": {"lr": 1e-6},
-        "learner": {"tensor_parallel": ranks},
+        "learner": {"tensor_parallel": tensor_parallel},
         "sync": {"verify_every": 0},
         "eval": {"every": 0},
         "checkpoint": {"every": 0},
@@ -242,18 +250,18 @@ class Side:
 
 
 @contextmanager
-def ours(work: Workload, folder: Path, model: Path, ranks: int) -> Iterator[tuple[Side, RunDir]]:
-    config = from_mapping(recipe(work, folder, model, ranks))
+def ours(work: Workload, folder: Path, model: Path, layout: Layout) -> Iterator[tuple[Side, RunDir]]:
+    config = from_mapping(recipe(work, folder, model, layout.tensor_parallel))
     run, _ = open_run(folder / "ours", IfExists.refuse, to_yaml(config))
     store, log = folder / "store", folder / "ours.log"
     processes = []
     assert run.lock is not None
-    for number in range(ranks):
+    for number in range(layout.ranks):
         with log.open("a") as errors:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, __file__, "--rank-of", str(run.path)],
-                    env={**os.environ, **launch.rank_environment(number, ranks, store)},
+                    env={**os.environ, **launch.rank_environment(number, layout.ranks, store)},
                     stdin=subprocess.DEVNULL if number else subprocess.PIPE,
                     stdout=errors if number else subprocess.PIPE,
                     stderr=errors,
@@ -319,13 +327,13 @@ def fastest_trl(work: Workload, folder: Path, model: Path, threads: int) -> tupl
     return fastest, sides[fastest]
 
 
-def measure(work: Workload, ranks: int, rounds: int, machine: Machine) -> None:
+def measure(work: Workload, layout: Layout, rounds: int, machine: Machine) -> None:
     with tempfile.TemporaryDirectory(prefix="megatron-rl-bench-") as name:
         folder = Path(name)
         model = write_model(folder / "model", work)
         precision, trl = fastest_trl(work, folder, model, torch.get_num_threads())
         try:
-            with ours(work, folder, model, ranks) as (our, run):
+            with ours(work, folder, model, layout) as (our, run):
                 for _ in range(WARM_UP):
                     our.step()
                 for _ in range(rounds):
@@ -373,12 +381,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=2, help="of the learner, under tensor parallelism")
+    parser.add_argument("--ranks", type=int, default=2, help="of the learner")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="of these ranks; they are replicas otherwise")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
         be_rank(options.rank_of)
         return
+    layout = Layout(options.ranks, options.tensor_parallel)
     install_trl()
     machine = Machine.measured()
     speeds = (
@@ -389,7 +399,7 @@ def main() -> None:
         work = SHAPES[shape]
         weights = (work.layer_weights + work.head_weights) / 1e6
         print(f"{shape}: {weights:.1f}M parameters, {work.answers} answers of {work.response_tokens} tokens")
-        measure(work, options.ranks, options.rounds, machine)
+        measure(work, layout, options.rounds, machine)
 
 
 if __name__ == "__main__":
