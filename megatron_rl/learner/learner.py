@@ -68,9 +68,12 @@ from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.processes.pulse import mark
+from megatron_rl.quantization.host_products import has_fp8
 from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
 from megatron_rl.types import Batch, OwnPass, Targets
+
+MIRRORED = ({Format.int8}, {Format.fp8})  # formats of engines that it can compute as
 
 
 class Learner:
@@ -120,7 +123,7 @@ class Learner:
         if learner.forward is Forward.as_sampler and quantization.format != Format.none:
             self._as_sampler = self._computes_as(quantization)
             self._arithmetic = Arithmetic.sampler
-        elif self._mirrors_engine and self._formats in ({Format.int8}, {Format.fp8}):
+        elif self._mirrors_engine and self._formats in MIRRORED:
             self._as_sampler = self._computes_as(quantization)
         self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         settings = optimizer_config(optim, learner.precision, self.megatron_config.params_dtype)
@@ -272,7 +275,7 @@ class Learner:
         with the sampler's arithmetic are as far from the sampler's as the engines differ otherwise. To that comes how
         far tensor parallelism takes a BF16 learner from an engine on one rank.
         """
-        if not self._mirrors_engine or self._formats not in ({Format.none}, {Format.int8}, {Format.fp8}):
+        if not self._mirrors_engine or self._formats not in ({Format.none}, *MIRRORED):
             return None
         found = self._logprobs_by(Arithmetic.plain, batch)
         if self._as_sampler is None:

@@ -24,6 +24,7 @@ import torch
 from megatron_rl.quantization.formats import FP8_MAX, INT8_MAX
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+CPU_FLAGS = Path("/proc/cpuinfo")
 _REGISTERED: list[torch.library.Library] = []  # a kernel lives as long as its library
 
 
@@ -36,8 +37,7 @@ def has_bf16() -> bool:
 
 def has_fp8() -> bool:
     """Whether vLLM leaves FP8 products to this processor: another arithmetic than `Fp8Weight`'s."""
-    flags = Path("/proc/cpuinfo")
-    return flags.exists() and "amx_fp8" in flags.read_text().split()
+    return CPU_FLAGS.exists() and "amx_fp8" in CPU_FLAGS.read_text().split()
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
