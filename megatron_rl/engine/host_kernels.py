@@ -95,6 +95,8 @@ def products_are_exact() -> bool:
 class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
     """FP8 values, BF16 arithmetic: weights per output channel, activations per token."""
 
+    dnnl_handler: Any
+
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
         if not current_platform.is_cpu():
