@@ -166,7 +166,8 @@ class Learner:
     def _mirrors_engine(self) -> bool:
         """Whether its layers round where the engine's BF16 layers do, or can be made to."""
         plain = self.device.type == "cpu" and self.learner.precision is Precision.bf16
-        return plain and self._engine_tp in (1, self.layout.tp)
+        known = Format.fp8 not in self._formats or not has_fp8()
+        return plain and known and self._engine_tp in (1, self.layout.tp)
 
     def _computes_as(self, quantization: QuantizationSection) -> AsSampler:
         if self.device.type != "cpu":

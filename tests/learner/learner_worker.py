@@ -48,6 +48,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_writer import write_blocks, write_index
+from megatron_rl.quantization import host_products
 from megatron_rl.rollout_correction import correct
 from megatron_rl.types import Targets
 
@@ -323,8 +324,11 @@ def straight_through(learner: Learner, job: dict[str, Any]) -> dict[str, bool]:
 
 
 def refused(job: dict[str, Any]) -> str:
-    """The error that a configuration is refused with. `reversed`: with the ranks in another order than megatron's."""
-    place = Layout.place
+    """The error that a configuration is refused with. `reversed`: with the ranks in another order than megatron's;
+    `cpuinfo`: on another processor.
+    """
+    place, flags = Layout.place, host_products.CPU_FLAGS
+    host_products.CPU_FLAGS = Path(job.get("cpuinfo", flags))
     if job.get("reversed"):
         Layout.place = lambda layout, rank: place(layout, layout.world - 1 - rank)
     try:
@@ -333,7 +337,7 @@ def refused(job: dict[str, Any]) -> str:
         leave()
         return str(error)
     finally:
-        Layout.place = place
+        Layout.place, host_products.CPU_FLAGS = place, flags
     return ""
 
 

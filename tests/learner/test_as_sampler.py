@@ -67,7 +67,13 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ]
     jobs.append({**_pair("one", precision="fp32"), "name": "pair of fp32"})
     jobs.append(_job("qwen3", {}, 1, "partly", kind="refused", ignore=["model.layers.1.self_attn.k_proj"]))
-    return cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one_rank"))
+    folder = tmp_path_factory.mktemp("one_rank")
+    (folder / "cpuinfo").write_text("flags : fpu amx_tile amx_fp8\n")
+    elsewhere = {"kind": "refused", "cpuinfo": str(folder / "cpuinfo"), "precision": "bf16"}
+    jobs += [
+        _job("fp8", {}, 1, f"elsewhere {forward}", forward=forward, **elsewhere) for forward in ("bf16", "as_sampler")
+    ]
+    return cases.run_ranks(1, jobs, folder)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +141,11 @@ def test_gradients_are_those_of_plain_layers(precision: str, format: str, one: d
     found = one[f"gradients {format} {precision}"]
     assert len(found) == 4 * cases.TINY["num_hidden_layers"]
     assert all(found.values()), found
+
+
+def test_where_vllm_leaves_fp8_to_the_processor_it_is_refused(one: dict[str, Any]) -> None:
+    assert "this processor multiplies FP8 itself" in one["elsewhere as_sampler"]
+    assert one["elsewhere bf16"] == "", "a plain learner has no part in it"
 
 
 def test_a_part_of_a_joined_matrix_is_refused(one: dict[str, Any]) -> None:
