@@ -256,8 +256,8 @@ def as_sampler(
     formats = sorted({*fleet.replica_formats(sampler, quantization), quantization.format})
     if len(formats) > 1:
         yield f"learner.forward: as_sampler follows one format, the fleet has {', '.join(formats)}; use bf16"
-    elif formats[0] not in (Format.none, Format.int8, Format.int4):
-        yield f"learner.forward: as_sampler with quantization.format={formats[0]}: built for int8 so far; use bf16"
+    elif formats[0] == Format.fp8_block:
+        yield "learner.forward: as_sampler with quantization.format=fp8_block: built for int8 and fp8 so far; use bf16"
     ours, theirs = learner.tensor_parallel, sampler.tensor_parallel
     if ours % theirs and theirs % ours:
         yield (

@@ -10,8 +10,8 @@ oneDNN's products are exact everywhere.
 FP8: vLLM multiplies FP8 matrices element by element on hosts, ten times slower than BF16. Every FP8 value is
 exact in BF16, so `RoundedFp8Kernel` holds the FP8-rounded weight as BF16, rounds activations to FP8 as vLLM
 does, and multiplies in BF16 with FP32 accumulation. The numbers agree up to one more BF16 rounding of the output.
-oneDNN has no BF16 products for processors without AVX-512: there torch multiplies, as it does for BF16 models, through
-FP32 (quantization/host_products.py).
+oneDNN has no BF16 products for processors without AVX-512: there the FP8 values are held and multiplied in FP32
+(quantization/host_products.py).
 
 Attention: vLLM 0.32's kernel for AMX tiles trusts a tile configuration that oneDNN's products have replaced in the
 meantime, and ends the process with an illegal instruction on a prompt of one token. Its AVX-512 kernel takes its
@@ -95,6 +95,8 @@ def products_are_exact() -> bool:
 class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
     """FP8 values, BF16 arithmetic: weights per output channel, activations per token."""
 
+    dnnl_handler: Any
+
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
         if not current_platform.is_cpu():
@@ -113,25 +115,31 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        weight_KN = layer.weight.data.to(torch.bfloat16)
-        self.weight_NK = None if torch.cpu._is_avx512_supported() else weight_KN.t().contiguous()
-        if self.weight_NK is None:
-            self.dnnl_handler = ops.create_onednn_mm(weight_KN, PRIMITIVE_CACHE)
-        self.scale_N = layer.weight_scale.data.reshape(-1)
+        weight_KN, scale_N1 = layer.weight.data, layer.weight_scale.data
+        if torch.cpu._is_avx512_supported():
+            self.dnnl_handler = ops.create_onednn_mm(weight_KN.to(torch.bfloat16), PRIMITIVE_CACHE)
+            self.scale_N = scale_N1.reshape(-1)
+        else:
+            self.dnnl_handler = host_products.Fp8Weight(weight_KN.t(), scale_N1)
         layer.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
 
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        x_MK = x.reshape(-1, x.shape[-1])
-        rounded_MK, scale_M1 = self.quant_fp8(x_MK)
-        rounded_MK = rounded_MK.to(torch.bfloat16)
-        if self.weight_NK is None:
-            out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK, None)
+        rounded_MK, scale_M1 = self.quant_fp8(x.reshape(-1, x.shape[-1]))
+        if isinstance(self.dnnl_handler, host_products.Fp8Weight):
+            out_MN = self.dnnl_handler.product(rounded_MK, scale_M1, bias, x.dtype)
         else:
-            out_MN = torch.nn.functional.linear(rounded_MK, self.weight_NK)
+            out_MN = self._onednn_product(rounded_MK, scale_M1, bias)
+        return out_MN.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+    def _onednn_product(
+        self, rounded_MK: torch.Tensor, scale_M1: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As `host_products.Fp8Weight`'s, but for the order of the sums."""
+        out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK.to(torch.bfloat16), None)
         scaled_MN = (out_MN * scale_M1).mul_(self.scale_N)
         if bias is not None:
             scaled_MN += bias
-        return scaled_MN.to(x.dtype).reshape(*x.shape[:-1], -1)
+        return scaled_MN
 
     def apply_scaled_mm(
         self,

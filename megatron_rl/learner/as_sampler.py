@@ -14,8 +14,8 @@ from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.mapping import Param, find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.table import Split
-from megatron_rl.quantization.formats import is_quantized
-from megatron_rl.quantization.host_products import Int8Weight
+from megatron_rl.quantization.formats import QUANTIZED, is_quantized
+from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight, SampledWeight
 from megatron_rl.quantization.quantize import quantize, row_amax
 from megatron_rl.quantization.smoothing import Smoothing
 
@@ -109,8 +109,9 @@ class AsSampler:
         sizes = [len(layer.weight) for _, layer in rows]
         return {param.megatron: amax for (param, _), amax in zip(rows, flat.split(sizes), strict=True)}
 
-    def _parts(self, param: Param, made: dict[str, Tensor]) -> Iterator[Int8Weight]:
+    def _parts(self, param: Param, made: dict[str, Tensor]) -> Iterator[SampledWeight]:
         codes, scale = made["weight"], made["weight_scale"]
+        kind = Int8Weight if QUANTIZED[self._format].integer else Fp8Weight
         here = max(1, self._engine_tp // self._model.layout.tp) if param.row.split is Split.row else 1
         for part in codes.chunk(here, 1):
-            yield Int8Weight(part, scale)
+            yield kind(part, scale)

@@ -68,9 +68,12 @@ from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.processes.pulse import mark
+from megatron_rl.quantization.host_products import has_fp8
 from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
 from megatron_rl.types import Batch, OwnPass, Targets
+
+MIRRORED = ({Format.int8}, {Format.fp8})  # formats of engines that it can compute as
 
 
 class Learner:
@@ -120,7 +123,7 @@ class Learner:
         if learner.forward is Forward.as_sampler and quantization.format != Format.none:
             self._as_sampler = self._computes_as(quantization)
             self._arithmetic = Arithmetic.sampler
-        elif self._mirrors_engine and self._formats == {Format.int8}:
+        elif self._mirrors_engine and self._formats in MIRRORED:
             self._as_sampler = self._computes_as(quantization)
         self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         settings = optimizer_config(optim, learner.precision, self.megatron_config.params_dtype)
@@ -163,11 +166,17 @@ class Learner:
     def _mirrors_engine(self) -> bool:
         """Whether its layers round where the engine's BF16 layers do, or can be made to."""
         plain = self.device.type == "cpu" and self.learner.precision is Precision.bf16
-        return plain and self._engine_tp in (1, self.layout.tp)
+        known = Format.fp8 not in self._formats or not has_fp8()
+        return plain and known and self._engine_tp in (1, self.layout.tp)
 
     def _computes_as(self, quantization: QuantizationSection) -> AsSampler:
         if self.device.type != "cpu":
             raise ValueError("learner.forward=as_sampler is built for hosts so far; use bf16 here")
+        if quantization.format == Format.fp8 and has_fp8():
+            raise ValueError(
+                "learner.forward=as_sampler with quantization.format=fp8: this processor multiplies FP8 itself, and "
+                "vLLM leaves it to it; use bf16, or quantization=int8"
+            )
         layers = AsSampler(self.model, self.groups, quantization.format, quantization.ignore, self._engine_tp)
         for chunk, module in enumerate(self.modules):
             layers.watch(module, self._first_layer(chunk))
@@ -267,7 +276,7 @@ class Learner:
         with the sampler's arithmetic are as far from the sampler's as the engines differ otherwise. To that comes how
         far tensor parallelism takes a BF16 learner from an engine on one rank.
         """
-        if not self._mirrors_engine or self._formats not in ({Format.none}, {Format.int8}):
+        if not self._mirrors_engine or self._formats not in ({Format.none}, *MIRRORED):
             return None
         found = self._logprobs_by(Arithmetic.plain, batch)
         if self._as_sampler is None:

@@ -1,8 +1,9 @@
 """Linear layers that compute what the sampler computes: `learner.forward=as_sampler` (docs/one_arithmetic.md).
 
-Weights are quantized as a sync quantizes them, activations per token as the engine does, and INT8 products are exact:
-the outputs are the engine's own to the last bit, whatever the batch and the layout. Gradients are those of the plain
-layer (straight-through): symmetric scales from the largest magnitude clip nothing.
+Weights are quantized as a sync quantizes them, activations per token as the engine does. INT8 products are exact: the
+outputs are the engine's own to the last bit, whatever the batch and the layout. FP8 products are summed in FP32, as the
+engine's: the same but for the order of the sums. Gradients are those of the plain layer (straight-through): symmetric
+scales from the largest magnitude clip nothing.
 
 An engine under tensor parallelism quantizes each of its slices of a row-parallel input by itself, rounds what comes
 out, and adds. So does this, whatever the learner's own layout: several slices on a rank, or several ranks to a slice.
@@ -24,15 +25,14 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from megatron_rl.quantization.formats import INT8_MAX
-from megatron_rl.quantization.host_products import Int8Weight, int8_codes
+from megatron_rl.quantization.host_products import SampledWeight
 
 
 @dataclass(frozen=True)
 class Sampled:
     """One layer's quantized weight on this rank."""
 
-    parts: tuple[Int8Weight, ...]  # for each of the engine's slices of the inputs that this rank holds
+    parts: tuple[SampledWeight, ...]  # for each of the engine's slices of the inputs that this rank holds
     calm_K: Tensor | None = None  # smoothing: the weight was multiplied by it, so inputs are divided
 
     def calmed(self, x_MK: Tensor) -> Tensor:
@@ -61,8 +61,9 @@ class _Column(torch.autograd.Function):
         ctx.use_bias, ctx.allreduce_dgrad, ctx.sequence_parallel = bias is not None, allreduce_dgrad, sequence_parallel
         ctx.tp_group = tp_group
         whole = gather_from_sequence_parallel_region(input, group=tp_group) if sequence_parallel else input
-        codes_MK, scale_M1 = int8_codes(sampled.calmed(whole.flatten(0, -2)))
-        out_MN = sampled.parts[0].product(codes_MK, scale_M1, bias, input.dtype)
+        (weight_NK,) = sampled.parts
+        codes_MK, scale_M1 = weight_NK.codes(sampled.calmed(whole.flatten(0, -2)))
+        out_MN = weight_NK.product(codes_MK, scale_M1, bias, input.dtype)
         return out_MN.view(*whole.shape[:-1], -1)
 
     @staticmethod
@@ -139,23 +140,24 @@ def _whole_slices(x_MK: Tensor, sampled: Sampled) -> Tensor:
     """FP32: the rounded outputs of this rank's slices, added."""
     total = None
     for x, weight in zip(x_MK.chunk(len(sampled.parts), 1), sampled.parts, strict=True):
-        rounded = weight.product(*int8_codes(x), None, x_MK.dtype).float()
+        rounded = weight.product(*weight.codes(x), None, x_MK.dtype).float()
         total = rounded if total is None else total.add_(rounded)
     assert total is not None
     return total
 
 
-def _shared_slices(x_MK: Tensor, weight: Int8Weight, slices: int, group: Any) -> Tensor:
+def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any) -> Tensor:
     """FP32: as above, of all slices, where several ranks hold the inputs of one. Sums of INT32 have no order."""
     mine = group.rank() * slices // group.size()
-    amax_SM = x_MK.new_zeros((slices, len(x_MK)), dtype=torch.float32)
-    amax_SM[mine] = x_MK.float().abs().amax(1)
-    dist.all_reduce(amax_SM, dist.ReduceOp.MAX, group)
-    codes_MK, _ = int8_codes(x_MK, amax_SM[mine].unsqueeze(1))
-    sums_SMN = torch.zeros((slices, len(x_MK), weight.n), dtype=torch.int32, device=x_MK.device)
-    sums_SMN[mine] = weight.int_sums(codes_MK)
+    amax_SM1 = x_MK.new_zeros((slices, len(x_MK), 1), dtype=torch.float32)
+    amax_SM1[mine] = x_MK.float().abs().amax(1, keepdim=True)
+    dist.all_reduce(amax_SM1, dist.ReduceOp.MAX, group)
+    codes_MK, _ = weight.codes(x_MK, amax_SM1[mine])
+    sums_MN = weight.addable_sums(codes_MK)
+    sums_SMN = sums_MN.new_zeros((slices, *sums_MN.shape))
+    sums_SMN[mine] = sums_MN
     dist.all_reduce(sums_SMN, group=group)
-    total_MN = torch.zeros(sums_SMN.shape[1:], dtype=torch.float32, device=x_MK.device)
-    for scale_M, sums_MN in zip(amax_SM / INT8_MAX, sums_SMN, strict=True):
-        total_MN += weight.scaled(sums_MN.float(), scale_M.unsqueeze(1), None, x_MK.dtype)
+    total_MN = torch.zeros(sums_MN.shape, dtype=torch.float32, device=x_MK.device)
+    for scale_M1, sums_MN in zip(weight.scale(amax_SM1), sums_SMN, strict=True):
+        total_MN += weight.scaled(sums_MN.float(), scale_M1, None, x_MK.dtype)
     return total_MN

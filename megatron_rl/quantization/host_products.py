@@ -5,6 +5,9 @@ times slower than FP32 (docs/decisions/host_kernels.md has the figures).
 
 INT8: sums of INT8 products are exact whatever their order, in FP32 as well, as long as they stay below 2^24.
 
+FP8: every value is exact in BF16 and in FP32, and so is every product; sums in FP32, rounded to BF16 once. Their order
+shows where a sum falls beside the middle between two BF16 values: in one output of ten thousand or fewer.
+
 Shapes: M tokens, K input features, N output features.
 """
 
@@ -13,13 +16,15 @@ from __future__ import annotations
 import functools
 import platform
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rl.quantization.formats import INT8_MAX
+from megatron_rl.quantization.formats import FP8_MAX, INT8_MAX
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+CPU_FLAGS = Path("/proc/cpuinfo")
 _REGISTERED: list[torch.library.Library] = []  # a kernel lives as long as its library
 
 
@@ -28,6 +33,11 @@ def has_bf16() -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
         return True  # not known to be slow
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def has_fp8() -> bool:
+    """Whether vLLM leaves FP8 products to this processor: another arithmetic than `Fp8Weight`'s."""
+    return CPU_FLAGS.exists() and "amx_fp8" in CPU_FLAGS.read_text().split()
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -67,12 +77,17 @@ def _through_fp32(product: Any) -> Any:
 
 
 EXACT_K = 1 << 10  # 128 * 127 times so many stays below 2^24
+LEAST_FP8_SCALE = 1 / (FP8_MAX * 512)  # vLLM's, of rows that are zero or next to it
 LEAST = -128.0  # what x86 converts to: of nothing else than zero over zero, or a negative number over it
 
 
 def has_int8() -> bool:
     """Whether torch multiplies INT8 with instructions for it here."""
     return torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def int8_scale(amax: torch.Tensor) -> torch.Tensor:
+    return amax / INT8_MAX
 
 
 def int8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +97,7 @@ def int8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple
     `amax_M1`: the largest magnitude of each token, where others hold more of its features.
     """
     wide_MK = x_MK.float()
-    scale_M1 = (wide_MK.abs().amax(1, keepdim=True) if amax_M1 is None else amax_M1) / INT8_MAX
+    scale_M1 = int8_scale(wide_MK.abs().amax(1, keepdim=True) if amax_M1 is None else amax_M1)
     inverse_M1 = 1 / scale_M1
     codes_MK = (wide_MK * inverse_M1).round_()
     if not bool(inverse_M1.isfinite().all()):  # zeros and what is next to them: such a scale makes nothing of any code
@@ -95,6 +110,8 @@ class Int8Weight:
 
     Where torch has no INT8 products worth the name, the codes are held and multiplied in FP32.
     """
+
+    codes, scale = staticmethod(int8_codes), staticmethod(int8_scale)
 
     def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
         self.n = len(codes_NK)
@@ -122,9 +139,9 @@ class Int8Weight:
         """Exact, then rounded to FP32."""
         if self._codes_KN is None and len(self._parts) == 1:
             return torch.nn.functional.linear(codes_MK.float(), self._parts[0])
-        return self.int_sums(codes_MK).float()
+        return self.addable_sums(codes_MK).float()
 
-    def int_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
+    def addable_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
         """Exact, INT32."""
         if self._codes_KN is not None:
             return torch._int_mm(codes_MK, self._codes_KN)
@@ -132,3 +149,55 @@ class Int8Weight:
         for some, part in zip(codes_MK.split(EXACT_K, dim=1), self._parts, strict=True):
             total_MN += torch.nn.functional.linear(some.float(), part).to(torch.int32)
         return total_MN
+
+
+def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
+    return (amax / FP8_MAX).clamp(min=LEAST_FP8_SCALE)
+
+
+def fp8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `int8_codes`, of FP8: as vLLM makes them for its kernels on hosts."""
+    scale_M1 = fp8_scale(x_MK.abs().amax(1, keepdim=True).float() if amax_M1 is None else amax_M1)
+    # the largest of a row may come out a rounding beyond FP8's largest
+    codes_MK = (x_MK.float() * scale_M1.reciprocal()).clamp_(-FP8_MAX, FP8_MAX)
+    return codes_MK.to(torch.float8_e4m3fn), scale_M1
+
+
+class Fp8Weight:
+    """A weight of FP8 codes with a scale per output feature, for FP8 activations with one per token.
+
+    The codes are held in the type that this processor multiplies best.
+    """
+
+    codes, scale = staticmethod(fp8_codes), staticmethod(fp8_scale)
+
+    def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
+        self.n = len(codes_NK)
+        held = torch.bfloat16 if has_bf16() else torch.float32
+        self._codes_NK = codes_NK.to(held, memory_format=torch.contiguous_format)
+        self._scale_N = scale_N1.detach().reshape(-1).clone()
+
+    def product(
+        self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if dtype == self._codes_NK.dtype:
+            sums_MN = torch.nn.functional.linear(codes_MK.to(dtype), self._codes_NK)
+        else:
+            sums_MN = self.addable_sums(codes_MK)
+        return self.scaled(sums_MN, scale_M1, bias_N, dtype)
+
+    def scaled(
+        self, sums_MN: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The sums are rounded, then scaled in FP32: the token's scale first."""
+        out_MN = (sums_MN.to(dtype) * scale_M1).mul_(self._scale_N)
+        if bias_N is not None:
+            out_MN += bias_N
+        return out_MN.to(dtype)
+
+    def addable_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
+        """FP32."""
+        return torch.nn.functional.linear(codes_MK.float(), self._codes_NK.float())
+
+
+SampledWeight = Int8Weight | Fp8Weight

@@ -245,7 +245,7 @@ _TABLE: list[Metric] = [
         ("clamped_fraction", "mean", "", "fraction of weight values beyond what their scale can express"),
         ("probe_abs_diff", "last", "nats", "mean absolute logprob difference on freshly sampled tokens, right after"),
         ("probe_diff", "last", "nats", "the same with its sign, learner less sampler"),
-        ("probe_floor", "last", "nats", "the same if the sampler held BF16 weights (hosts; BF16 and INT8)"),
+        ("probe_floor", "last", "nats", "the same if the sampler held BF16 weights (hosts; BF16, INT8 and FP8)"),
         ("probe_floor_diff", "last", "nats", "that with its sign"),
         ("probe_over_floor", "last", "", "probe_abs_diff over probe_floor: 1 is as good as BF16"),
         ("probe_budget", "last", "nats", "what that difference may be for this pair of formats"),

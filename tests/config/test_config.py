@@ -217,14 +217,16 @@ def test_a_bad_value_is_refused_alone_and_in_words(tmp_path: Path, section: str,
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["quantization=fp8"], "as_sampler with quantization.format=fp8: built for int8 so far; use bf16"),
+        (["quantization=fp8_block"], "as_sampler with quantization.format=fp8_block: built for int8 and fp8 so far"),
         (["learner.tensor_parallel=2", "sampler.tensor_parallel=3"], "one has to divide the other"),
         (["run.device=cuda"], "use bf16 with run.device=cuda"),
+        (["run.device=cuda", "quantization=fp8"], "use bf16 with run.device=cuda"),
         (["sampler.fleet.replicas=2", "sampler.fleet.formats=[int8, none]"], "the fleet has int8, none; use bf16"),
     ],
 )
 def test_where_the_learner_cannot_compute_as_the_sampler(recipe: Path, overrides: list[str], said: str) -> None:
     load(recipe, ["learner.forward=as_sampler", "quantization=int8"])
+    load(recipe, ["learner.forward=as_sampler", "quantization=fp8"])
     load(recipe, ["learner.forward=as_sampler", "quantization=none"])
     with pytest.raises(ConfigError) as caught:
         load(recipe, ["learner.forward=as_sampler", "quantization=int8", *overrides])

@@ -1,11 +1,14 @@
-"""Prints, as JSON, how far our host kernels are from the vLLM kernels they replace, and which attention is chosen.
+"""Prints, as JSON, how far our host kernels are from the vLLM kernels they replace, where the learner's layers differ
+from them, and which attention is chosen.
 
 A process of its own: vLLM changes the threads and settings of whoever imports it.
 """
 
 import json
+from collections.abc import Iterator
 
 import torch
+from vllm import _custom_ops as ops
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS as FP8_KERNELS
 from vllm.model_executor.kernels.linear import _POSSIBLE_INT8_KERNELS as INT8_KERNELS
@@ -18,11 +21,12 @@ from vllm.v1.attention.backends import cpu_attn
 
 from megatron_rl.config.schema import Format
 from megatron_rl.engine import host_kernels
-from megatron_rl.quantization.host_products import Int8Weight, int8_codes
-from megatron_rl.quantization.quantize import quantize
+from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight
+from megatron_rl.quantization.quantize import quantize, row_amax
 
 NAMES = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
 FP8_NAMES = ["weight", "weight_scale", "input_scale", "input_scale_ub"]
+NORMAL = 1e-36  # nothing is made of what lies below
 
 
 def layer_with(tensors: dict[str, torch.Tensor], transposed: bool, bias: torch.Tensor) -> torch.nn.Module:
@@ -60,33 +64,67 @@ def exactly(int8: dict[str, torch.Tensor], x: torch.Tensor, bias: torch.Tensor |
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-def of_the_learner(
-    tensors: dict[str, torch.Tensor], inputs: list[torch.Tensor], bias: torch.Tensor
-) -> list[torch.Tensor]:
-    """As `learner.forward=as_sampler` computes it."""
-    weight = Int8Weight(tensors["weight"], tensors["weight_scale"])
-    return [weight.product(*int8_codes(x), b, x.dtype) for x in inputs for b in (None, bias)]
+ODD = {
+    "ties of INT8": lambda x: (torch.arange(len(x)) % 255 - 126.5).index_fill(0, torch.tensor(0), 127),
+    "ties of FP8": lambda x: (17 + 2 * torch.arange(len(x)) % 16).index_fill(0, torch.tensor(0), 448),
+    "zeros": lambda x: 0 * x,
+    "one huge value": lambda x: x.index_fill(0, torch.tensor(5), 1e30),
+    "subnormals": lambda x: x * 1e-39,
+    "next to zero": lambda x: x * 1e-7,  # below the least scale of FP8
+    "positive": torch.abs,
+    "negative": lambda x: -x.abs(),
+    "ones": torch.ones_like,
+    "every other": lambda x: x * (torch.arange(len(x)) % 2),
+    "a ramp": lambda x: torch.linspace(-1, 1, len(x)),
+}
 
 
 def odd_inputs(features: int) -> torch.Tensor:
-    """Rows that rounding may treat apart: ties, zeros, one huge value, subnormals, one sign, the smallest steps."""
-    rows = torch.randn(9, features)
-    rows[0] = torch.arange(features) % 255 - 127 + 0.5  # ties, once scaled
-    rows[0, 0] = 127
-    rows[1] = 0
-    rows[2, 5] = 1e30
-    rows[3] *= 1e-39
-    rows[4] = rows[4].abs()
-    rows[5] = -rows[5].abs()
-    rows[6] = 1.0
-    rows[7, ::2] = 0
-    rows[8] = torch.linspace(-1, 1, features)
-    return rows
+    """Rows that rounding may treat apart, in the order of `ODD`."""
+    return torch.stack([make(torch.randn(features)).bfloat16() for make in ODD.values()])
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """To the last bit, but for tokens below the normal numbers: processors differ in the codes that overflow there."""
-    return bool(((a == b) | ((a.float() - b.float()).abs() < 1e-36)).all())
+def learner_differs(kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor, name: str) -> Iterator[str]:
+    """Where `learner.forward=as_sampler` would compute something else than the engine's layer."""
+    integer = tensors["weight"].dtype == torch.int8
+    weight = (Int8Weight if integer else Fp8Weight)(tensors["weight"], tensors["weight_scale"])
+    layer, features = layer_with(tensors, not integer, bias), tensors["weight"].shape[1]
+    kernel.process_weights_after_loading(layer)
+    random = torch.randn(40, features) * torch.logspace(-2, 2, 40).unsqueeze(1)
+    for x, rows in ((odd_inputs(features), list(ODD)), (random, [f"random row {row}" for row in range(40)])):
+        codes, scale = weight.codes(x)
+        theirs, their_scale, *_ = ops.onednn_scaled_int8_quant(x, None, None, True) if integer else kernel.quant_fp8(x)
+        apart = (codes.view(torch.uint8) != theirs.view(torch.uint8)).any(1) & (their_scale > NORMAL).flatten()
+        yield from (f"{name}: the codes of {row}" for row, bad in zip(rows, apart, strict=True) if bad)
+        for b in (None, bias):
+            found, wanted = weight.product(codes, scale, b, x.dtype), kernel.apply_weights(layer, x, b)
+            exact = integer or isinstance(kernel.dnnl_handler, Fp8Weight)  # or summed in another order
+            apart = ~(same(found, wanted) if exact else next_to(found, wanted))
+            yield from (f"{name}: the outputs of {row}" for row, bad in zip(rows, apart, strict=True) if bad)
+
+
+def alone(kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor) -> float:
+    """The share of outputs that change where each token is computed by itself, as engines do when they sample."""
+    weight = tensors["weight"]
+    layer, x = layer_with(tensors, weight.dtype != torch.int8, bias), torch.randn(40, weight.shape[1])
+    kernel.process_weights_after_loading(layer)
+    together = kernel.apply_weights(layer, x, None)
+    one_by_one = torch.cat([kernel.apply_weights(layer, row, None) for row in x.split(1)])
+    return float((one_by_one != together).float().mean())
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Row by row to the last bit, but for tokens below the normal numbers: processors differ in the codes that
+    overflow there.
+    """
+    return ((a == b) | ((a.float() - b.float()).abs() < NORMAL)).all(1)
+
+
+def next_to(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Row by row, whether a few differ, by a rounding of BF16."""
+    apart = a != b
+    rounding = (a.float() - b.float()).abs() <= b.float().abs() * 2**-7
+    return (rounding | ~apart).all(1) & (apart.float().mean(1) < 0.01)
 
 
 def relative(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
@@ -121,12 +159,20 @@ def main() -> None:
     unrounded = [x @ weight_OI.t() + b for x in inputs for b in (torch.zeros(320), bias)]
     mine = outputs_of(chosen_int8(int8_config, NAMES), layer_with(int8, False, bias), inputs, bias)
     exact = [exactly(int8, x, b) for x in inputs for b in (None, bias)]
-    long = quantize(torch.randn(320, 2500), Format.int8)
-    learner_equal = True
-    for tensors, odd in ((int8, odd_inputs(192)), (long, odd_inputs(2500))):
-        engine = outputs_of(chosen_int8(int8_config, NAMES), layer_with(tensors, False, bias), [odd], bias)
-        learner_equal &= all(map(same, engine, of_the_learner(tensors, [odd], bias)))
-    learner_equal &= all(map(same, mine, of_the_learner(int8, inputs, bias)))
+    differs, changed = [], {}
+    for format, make in (
+        (Format.int8, lambda: chosen_int8(int8_config, NAMES)),
+        (Format.fp8, lambda: chosen(config, FP8_NAMES)),
+    ):
+        long_OI = torch.randn(320, 2500)
+        layers = {
+            "a layer of 192 features": quantize(weight_OI, format),
+            "a layer of 2500 features": quantize(long_OI, format),
+            "a row-parallel half": quantize(long_OI[:, 1250:], format, row_amax(long_OI)),
+        }
+        for name, tensors in layers.items():
+            differs += learner_differs(make(), tensors, bias, f"{format}, {name}")
+        changed[format] = alone(make(), layers["a layer of 2500 features"], bias)
     theirs = outputs_of(OneDnnInt8Kernel(int8_config, NAMES), layer_with(int8, False, bias), inputs, bias)
     print(
         json.dumps(
@@ -137,7 +183,8 @@ def main() -> None:
                 "int8_kernel": chosen_int8.__name__,
                 "int8_is_exact": all(torch.equal(a, b) for a, b in zip(mine, exact, strict=True)),
                 "int8_equal": all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)),
-                "learner_equal": learner_equal,
+                "learner_differs": differs,
+                "changed_alone": changed,
                 "onednn_is_exact": host_kernels.products_are_exact(),
                 "has_tiles": torch.cpu._is_amx_tile_supported(),
                 "attention": [vllms_attention, cpu_attn._get_attn_isa(*attention)],

@@ -123,6 +123,12 @@ def main() -> None:
                 found[f"int8 {forward}"] = int8.walk(learner)
                 if forward is Forward.bf16:
                     found["faults"] = int8.faults(learner)
+    (out / "fp8").mkdir()
+    fp8 = Case(out / "fp8", Format.fp8)
+    with closing(fp8.live.sampler):
+        for forward in Forward:
+            with fp8.learner(forward) as learner:
+                found[f"fp8 {forward}"] = fp8.walk(learner)
     (out / "none").mkdir()
     bf16 = Case(out / "none", Format.none)
     with closing(bf16.live.sampler), bf16.learner(Forward.bf16) as learner:

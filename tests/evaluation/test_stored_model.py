@@ -127,8 +127,8 @@ def test_sets_are_named_by_file_name_or_preset() -> None:
         (["mismatch", "nowhere"], "nowhere: no such folder"),
         (["mismatch", "MODEL", "-n", "0"], "--sequences: 0, expected 1 or more"),
         (
-            ["mismatch", "MODEL", "--format", "fp8", "--forward", "as_sampler"],
-            "as_sampler with quantization.format=fp8",
+            ["mismatch", "MODEL", "--format", "fp8_block", "--forward", "as_sampler"],
+            "as_sampler with quantization.format=fp8_block",
         ),
         (["mismatch", "MODEL", "sampler.tensor_parallel=2"], "mismatch: an engine of sampler.tensor_parallel=2"),
     ],

@@ -48,6 +48,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_writer import write_blocks, write_index
+from megatron_rl.quantization import host_products
 from megatron_rl.rollout_correction import correct
 from megatron_rl.types import Targets
 
@@ -65,7 +66,7 @@ def build(job: dict[str, Any]) -> Learner:
     )
     config = Config(
         quantization=QuantizationSection(
-            Format.int8,
+            Format(job.get("format", "int8")),
             smoothing=job.get("smoothing"),
             kv_cache=KvCache(job.get("kv_cache", "none")),
             ignore=job.get("ignore", []),
@@ -317,13 +318,17 @@ def straight_through(learner: Learner, job: dict[str, Any]) -> dict[str, bool]:
                 passes.append((out.detach(), *torch.autograd.grad(out, (mine, layer.weight), grad)))
             (out, *mine), (plain, *theirs) = passes
             found[name] = all(map(torch.equal, mine, theirs)) and not torch.equal(out, plain)
-            found[name] &= float((out - plain).norm() / plain.norm()) < 0.02
+            rounding = 0.05 if job.get("format") == "fp8" else 0.02
+            found[name] &= float((out - plain).norm() / plain.norm()) < rounding
     return found
 
 
 def refused(job: dict[str, Any]) -> str:
-    """The error that a configuration is refused with. `reversed`: with the ranks in another order than megatron's."""
-    place = Layout.place
+    """The error that a configuration is refused with. `reversed`: with the ranks in another order than megatron's;
+    `cpuinfo`: on another processor.
+    """
+    place, flags = Layout.place, host_products.CPU_FLAGS
+    host_products.CPU_FLAGS = Path(job.get("cpuinfo", flags))
     if job.get("reversed"):
         Layout.place = lambda layout, rank: place(layout, layout.world - 1 - rank)
     try:
@@ -332,7 +337,7 @@ def refused(job: dict[str, Any]) -> str:
         leave()
         return str(error)
     finally:
-        Layout.place = place
+        Layout.place, host_products.CPU_FLAGS = place, flags
     return ""
 
 

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.ranks
-MODELS = {"qwen3": cases.QWEN3, "qwen2": cases.QWEN2, "experts": cases.QWEN3_MOE}
+MODELS = {
+    "qwen3": cases.QWEN3, "qwen2": cases.QWEN2, "experts": cases.QWEN3_MOE, "fp8": cases.QWEN3, "fp8_qwen2": cases.QWEN2
+}  # fmt: skip
 EXPERTS = ["re:.*experts.*"]
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3": {
         "tp2": {"tensor_parallel": 2},
@@ -24,9 +27,14 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "qwen2": {"tp2": {"tensor_parallel": 2}},
     "experts": {"ep2": {"data_parallel": 2, "expert_parallel": 2}},
+    "fp8_qwen2": {"tp2": {"tensor_parallel": 2}},
 }
+LAYOUTS["qwen3"]["tp2_recompute"] = {"tensor_parallel": 2, "megatron": RECOMPUTE}
+LAYOUTS["fp8"] = LAYOUTS["qwen3"]
 SLICES = (1, 2)
+FORMATS = {"qwen3": "int8", "fp8": "fp8"}  # of the same model
 PAIRS = [("tp2", "bf16"), ("tp2", "as_sampler"), ("tp2_sp", "bf16"), ("dp2", "bf16")]
+PAIRS_OF = [(at, forward, model) for model in FORMATS for at, forward in PAIRS]
 PRECISIONS = ("fp32", "bf16")
 PLACES = [(model, layout, slices) for model in MODELS for layout in LAYOUTS[model] for slices in SLICES]
 
@@ -34,12 +42,12 @@ PLACES = [(model, layout, slices) for model in MODELS for layout in LAYOUTS[mode
 def _job(model: str, layout: dict[str, Any], slices: int, name: str, **more: Any) -> dict[str, Any]:
     return {
         "name": name, "hf": MODELS[model], "layout": layout, "engine_tp": slices, "forward": "as_sampler", "steps": 2,
-        "ignore": EXPERTS, **more,
+        "ignore": EXPERTS, "format": "fp8" if model.startswith("fp8") else "int8", **more,
     }  # fmt: skip
 
 
-def _pair(at: str, forward: str = "bf16", slices: int = 1, **more: Any) -> dict[str, Any]:
-    job = _job("qwen3", LAYOUTS["qwen3"].get(at, {}), slices, f"pair {at} {forward} {slices}", **more)
+def _pair(at: str, forward: str = "bf16", slices: int = 1, model: str = "qwen3", **more: Any) -> dict[str, Any]:
+    job = _job(model, LAYOUTS[model].get(at, {}), slices, f"pair {at} {forward} {slices} {model}", **more)
     return {**job, "kind": "bf16_pair", "forward": forward, "precision": more.get("precision", "bf16")}
 
 
@@ -48,23 +56,31 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs = [_job(model, {}, slices, f"{model} {slices}") for model in MODELS for slices in SLICES]
     jobs.append(_job("qwen3", {}, 1, "plain", forward="bf16"))
     jobs.append(_job("qwen3", {}, 1, "ignored", ignore=["re:.*"]))
-    jobs += [
-        _job("qwen3", {}, 2, f"gradients {kind}", kind="straight_through", precision=kind) for kind in ("fp32", "bf16")
-    ]
-    jobs += [
-        _pair("one"),
-        _pair("one", "as_sampler"),
-        _pair("one", slices=2),
-        {**_pair("one", precision="fp32"), "name": "pair of fp32"},
-    ]
+    for model, format in FORMATS.items():
+        for precision in PRECISIONS:
+            name = f"gradients {format} {precision}"
+            jobs.append(_job(model, {}, 2, name, kind="straight_through", precision=precision))
+        jobs += [
+            _pair("one", model=model),
+            _pair("one", "as_sampler", model=model),
+            _pair("one", slices=2, model=model),
+        ]
+    jobs.append({**_pair("one", precision="fp32"), "name": "pair of fp32"})
     jobs.append(_job("qwen3", {}, 1, "partly", kind="refused", ignore=["model.layers.1.self_attn.k_proj"]))
-    return cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one_rank"))
+    folder = tmp_path_factory.mktemp("one_rank")
+    (folder / "cpuinfo").write_text("flags : fpu amx_tile amx_fp8\n")
+    elsewhere = {"kind": "refused", "cpuinfo": str(folder / "cpuinfo"), "precision": "bf16"}
+    jobs += [
+        _job("fp8", {}, 1, f"elsewhere {forward}", forward=forward, **elsewhere) for forward in ("bf16", "as_sampler")
+    ]
+    return cases.run_ranks(1, jobs, folder)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs = [_job(model, LAYOUTS[model][at], slices, f"{model} {at} {slices}") for model, at, slices in PLACES]
-    jobs += [_pair(at, forward) for at, forward in PAIRS] + [_pair("tp2", slices=2)]
+    jobs += [_pair(at, forward, model=model) for at, forward, model in PAIRS_OF]
+    jobs += [_pair("tp2", slices=2, model=model) for model in FORMATS]
     return cases.run_ranks(2, jobs, tmp_path_factory.mktemp("two_ranks"))
 
 
@@ -82,20 +98,21 @@ def test_every_layout_computes_the_same(
         assert here["optim/grad_norm"] == pytest.approx(there["optim/grad_norm"], rel=1e-2)
 
 
-def test_it_is_another_arithmetic_and_a_close_one(one: dict[str, Any]) -> None:
+@pytest.mark.parametrize("model", FORMATS)
+def test_it_is_another_arithmetic_and_a_close_one(model: str, one: dict[str, Any]) -> None:
     plain = torch.tensor(one["plain"]["logprobs"])
-    quantized, slices = (torch.tensor(one[f"qwen3 {slices}"]["logprobs"]) for slices in SLICES)
+    quantized, slices = (torch.tensor(one[f"{model} {slices}"]["logprobs"]) for slices in SLICES)
     assert 1e-4 < (quantized - plain).abs().mean() < 0.1
     assert (quantized - slices).abs().mean() > 1e-5, "two slices have scales of their own"
 
 
-@pytest.mark.parametrize(("at", "forward"), PAIRS)
+@pytest.mark.parametrize(("at", "forward", "model"), PAIRS_OF)
 def test_a_bf16_pair_differs_by_what_tensor_parallelism_rounds(
-    at: str, forward: str, one: dict[str, Any], two: dict[str, Any]
+    at: str, forward: str, model: str, one: dict[str, Any], two: dict[str, Any]
 ) -> None:
-    """One BF16 rank is what a BF16 engine on one rank would be; one rank with INT8 codes, what the sampler is."""
-    engine, found = one["pair one bf16 1"], two[f"pair {at} {forward} 1"]
-    plain = two[f"pair {at} bf16 1"]
+    """One BF16 rank is what a BF16 engine on one rank would be; one rank with the sampler's codes, what it is."""
+    engine, found = one[f"pair one bf16 1 {model}"], two[f"pair {at} {forward} 1 {model}"]
+    plain = two[f"pair {at} bf16 1 {model}"]
     assert engine["same"] and found["same"]
     between = torch.tensor(plain["own"]) - torch.tensor(engine["own"])  # of two BF16 engines
     told = torch.tensor(found["paired"]) - torch.tensor(engine["paired"])  # of a stand-in, and the sampler
@@ -106,22 +123,29 @@ def test_a_bf16_pair_differs_by_what_tensor_parallelism_rounds(
         assert torch.corrcoef(torch.stack((told.flatten(), between.flatten())))[0, 1] > 0.8
 
 
-def test_a_pair_on_one_layout_differs_by_nothing(one: dict[str, Any], two: dict[str, Any]) -> None:
-    assert one["pair one bf16 1"]["paired"] == one["pair one as_sampler 1"]["own"]
-    assert one["pair one bf16 2"]["paired"] is None, "an engine in two parts, a learner in one"
+@pytest.mark.parametrize("model", FORMATS)
+def test_a_pair_on_one_layout_differs_by_nothing(model: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert one[f"pair one bf16 1 {model}"]["paired"] == one[f"pair one as_sampler 1 {model}"]["own"]
+    assert one[f"pair one bf16 2 {model}"]["paired"] is None, "an engine in two parts, a learner in one"
     assert one["pair of fp32"]["paired"] is None
-    assert two["pair tp2 bf16 2"]["paired"] is not None
+    assert two[f"pair tp2 bf16 2 {model}"]["paired"] is not None
 
 
 def test_ignored_layers_are_plain(one: dict[str, Any]) -> None:
     assert one["ignored"]["logprobs"] == one["plain"]["logprobs"]
 
 
+@pytest.mark.parametrize("format", FORMATS.values())
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_gradients_are_those_of_plain_layers(precision: str, one: dict[str, Any]) -> None:
-    found = one[f"gradients {precision}"]
+def test_gradients_are_those_of_plain_layers(precision: str, format: str, one: dict[str, Any]) -> None:
+    found = one[f"gradients {format} {precision}"]
     assert len(found) == 4 * cases.TINY["num_hidden_layers"]
     assert all(found.values()), found
+
+
+def test_where_vllm_leaves_fp8_to_the_processor_it_is_refused(one: dict[str, Any]) -> None:
+    assert "this processor multiplies FP8 itself" in one["elsewhere as_sampler"]
+    assert one["elsewhere bf16"] == "", "a plain learner has no part in it"
 
 
 def test_a_part_of_a_joined_matrix_is_refused(one: dict[str, Any]) -> None:

@@ -1,9 +1,12 @@
-"""BF16 products by way of FP32: rounded once, as a processor with BF16 instructions does."""
+"""BF16 products by way of FP32: rounded once, as a processor with BF16 instructions does. INT8 and FP8 layers."""
 
 import pytest
 import torch
 
-from megatron_rl.quantization.host_products import PRODUCTS, Int8Weight, _through_fp32
+from megatron_rl.config.schema import Format
+from megatron_rl.quantization import host_products
+from megatron_rl.quantization.host_products import PRODUCTS, Fp8Weight, Int8Weight, _through_fp32, fp8_codes
+from megatron_rl.quantization.quantize import quantize
 
 SHAPES = {
     "mm": [(5, 48), (48, 7)],
@@ -53,3 +56,54 @@ def test_int8_sums_are_exact(features, codes):
         right.fill_(127 if codes == "largest" else -127)
     exact = (left.long() @ right.long().t()).float()
     assert torch.equal(Int8Weight(right, torch.ones(9, 1)).sums(left), exact)
+
+
+def test_fp8_codes_clip_nothing_and_the_largest_of_a_token_is_the_largest_code():
+    """So that gradients that pass them by are those of rounding alone."""
+    torch.manual_seed(1)
+    x_MK = torch.randn(4000, 48) * torch.logspace(-3, 30, 4000).unsqueeze(1)
+    x_MK[0] = 0
+    codes_MK, scale_M1 = fp8_codes(x_MK.bfloat16())
+    assert (codes_MK[1:].float().abs().amax(1) == 448).all()
+    assert not codes_MK[0].float().any()
+    error = (codes_MK.double() * scale_M1 - x_MK.bfloat16().double()).abs()
+    # half a step: of three bits after the leading one, or of the subnormal ones
+    assert (error <= (x_MK.bfloat16().double().abs() * 2**-4).maximum(scale_M1 * 2**-10) * (1 + 1e-6)).all()
+
+
+def test_fp8_codes_of_next_to_nothing_have_the_least_scale():
+    codes_MK, scale_M1 = fp8_codes(torch.tensor([[1e-9, -1e-5], [1e-39, 0]]))
+    assert scale_M1.flatten().tolist() == [pytest.approx(1 / (448 * 512))] * 2
+    assert codes_MK[0].float().tolist() == [0, -2.25]
+    assert not codes_MK[1].float().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_fp8_sums_are_rounded_once_and_add_up_over_parts(dtype, has_bf16, monkeypatch):
+    monkeypatch.setattr(host_products, "has_bf16", lambda: has_bf16)
+    torch.manual_seed(1)
+    made = quantize(torch.randn(9, 200), Format.fp8)
+    weight, bias_N = Fp8Weight(made["weight"], made["weight_scale"]), torch.randn(9).to(dtype)
+    codes_MK, scale_M1 = weight.codes(torch.randn(6, 200).to(dtype))
+    exact_MN = codes_MK.double() @ made["weight"].double().t()
+    found_MN = weight.product(codes_MK, scale_M1, bias_N, dtype)
+    assert found_MN.dtype == dtype
+    wanted_MN = (exact_MN.to(dtype).float() * scale_M1 * made["weight_scale"].flatten() + bias_N).to(dtype)
+    assert torch.allclose(found_MN, wanted_MN, rtol=1e-6, atol=1e-6)
+    parts = [
+        Fp8Weight(part, made["weight_scale"]).addable_sums(codes)
+        for part, codes in zip(made["weight"].split(100, 1), codes_MK.split(100, 1), strict=True)
+    ]
+    assert torch.allclose(weight.scaled(sum(parts), scale_M1, bias_N, dtype), wanted_MN, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"), [("avx512f amx_tile amx_fp8", True), ("avx2 amx_fp16", False), (None, False)]
+)
+def test_a_processor_with_fp8_products_is_known(flags, has, tmp_path, monkeypatch):
+    path = tmp_path / "cpuinfo"
+    if flags is not None:
+        path.write_text(f"flags\t\t: fpu {flags} sse\n")
+    monkeypatch.setattr(host_products, "CPU_FLAGS", path)
+    assert host_products.has_fp8() is has

@@ -1,6 +1,6 @@
 """What `learner.forward=as_sampler` costs: a pass for logprobs and an update, against the plain layers, in turn.
 
-    python tools/bench/as_sampler.py [--hidden 768] [--layers 8] [--rounds 5]
+    python tools/bench/as_sampler.py [--format int8] [--hidden 768] [--layers 8] [--rounds 5]
 
 One learner, on one rank, computes either way. To quantize the weights again after an update is part of the next pass.
 """
@@ -12,19 +12,20 @@ import statistics
 
 from checkpoint import make_learner, make_targets, seconds
 
-from megatron_rl.config.schema import Forward
+from megatron_rl.config.schema import Format, Forward
 from megatron_rl.learner.learner import Learner
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--format", default="int8", choices=("int8", "fp8"))
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    learner = make_learner(options.hidden, options.layers, Forward.as_sampler)
+    learner = make_learner(options.hidden, options.layers, Forward.as_sampler, Format(options.format))
     targets = make_targets(options.rows, options.tokens)
     parameters = sum(parameter.numel() for _, parameter in learner.named_parameters())
     layers = learner._as_sampler
@@ -35,7 +36,7 @@ def main() -> None:
             times = (seconds(lambda: learner.logprobs(targets.batch)), seconds(lambda: learner.update(targets)))
             if number:  # the first of each makes its room in memory
                 held.append(times)
-    print(f"{parameters / 1e6:.1f}M parameters, {options.rows} rows of {2 * options.tokens} tokens")
+    print(f"{options.format}, {parameters / 1e6:.1f}M parameters, {options.rows} rows of {2 * options.tokens} tokens")
     for place, name in enumerate(("logprobs", "update")):
         plain, sampled = ([times[place] for times in held] for held in taken.values())
         ratio = statistics.median(a / b for a, b in zip(sampled, plain, strict=True))

@@ -92,7 +92,7 @@ def seconds(work: object) -> float:
     return time.perf_counter() - start
 
 
-def make_learner(hidden: int, layers: int, forward: Forward = Forward.bf16) -> Learner:
+def make_learner(hidden: int, layers: int, forward: Forward = Forward.bf16, format: Format = Format.int8) -> Learner:
     hf = {
         "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
         "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64,
@@ -100,7 +100,7 @@ def make_learner(hidden: int, layers: int, forward: Forward = Forward.bf16) -> L
         "tie_word_embeddings": True, "initializer_range": 0.02,
     }  # fmt: skip
     section = LearnerSection(forward=forward)
-    config = Config(learner=section, optim=OptimSection(lr=1e-5), quantization=QuantizationSection(Format.int8))
+    config = Config(learner=section, optim=OptimSection(lr=1e-5), quantization=QuantizationSection(format))
     names = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
     sections = {name: getattr(config, name) for name in names}
     learner = Learner(Model.of(hf, Layout.from_config(section)), **sections)
