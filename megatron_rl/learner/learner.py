@@ -55,7 +55,7 @@ from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
 from megatron_rl.learner.cache_stats import CacheStats
 from megatron_rl.learner.forward_clock import ForwardClock
 from megatron_rl.learner.kept_logprobs import kept_logprobs_and_entropy, truncation
-from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
+from megatron_rl.learner.logprobs import VocabShare, logprobs_alone, logprobs_and_entropy
 from megatron_rl.learner.minibatch import loss_inputs
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
@@ -307,7 +307,10 @@ class Learner:
             self.weights_changed()
 
     def _collect(self, batch: Batch, mine: Pack, logits_NV: Tensor, non_loss_data: bool = True) -> Tensor:
-        logprobs_N, _ = self._logprobs_and_entropy(logits_NV, mine)
+        if mine.kept_NK is None:
+            logprobs_N = logprobs_alone(logits_NV, mine.labels_N, self.share, self.rollout.temperature)
+        else:
+            logprobs_N, _ = self._logprobs_and_entropy(logits_NV, mine)
         return mine.matrix(logprobs_N)[:, : batch.mask_BT.shape[1]].cpu()
 
     def _logprobs_and_entropy(self, logits_NV: Tensor, mine: Pack) -> tuple[Tensor, Tensor]:

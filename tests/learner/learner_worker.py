@@ -39,7 +39,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
 )
 from megatron_rl.distributed import exchange
-from megatron_rl.learner import state
+from megatron_rl.learner import logprobs, state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
@@ -149,6 +149,33 @@ def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     return {
         "found": [*found, router_flips(learner, batch, chosen_BSLK), router_flips(learner, batch, -1 - 0 * chosen_BSLK)]
     }
+
+
+def statistics(learner: Learner, job: dict[str, Any]) -> dict[str, list[int]]:
+    """How many statistics of the logits each kind of pass asks for: the third is for entropy."""
+    asked: set[int] = set()
+    combined = logprobs.combined
+
+    def listening(stats_SN: torch.Tensor, group: Any) -> Any:
+        asked.add(len(stats_SN))
+        return combined(stats_SN, group)
+
+    def taken() -> list[int]:
+        found = sorted(asked)
+        asked.clear()
+        return found
+
+    logprobs.combined = listening
+    try:
+        batch = make_batch()
+        anchor_BT, prox = learner.logprobs(batch), taken()
+        learner.keep_reference()
+        learner.reference_logprobs(batch)
+        reference = taken()
+        learner.update(make_targets(batch, anchor_BT))
+        return {"prox": prox, "reference": reference, "update": taken()}
+    finally:
+        logprobs.combined = combined
 
 
 def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
@@ -340,6 +367,7 @@ KINDS = {
     "train": train,
     "nonfinite": nonfinite,
     "rejected": rejected,
+    "statistics": statistics,
     "flips": flips,
     "bf16_pair": bf16_pair,
     "one_update": one_update,

@@ -1,0 +1,16 @@
+"""How many logits are worked on in FP32 at once, by device. Torch-free: the plan of memory reckons with the same bytes."""
+
+# 8 MiB stay in a host's cache; a GPU is busy longer with 256 MiB than a launch takes
+HOST_BYTES = 8 << 20
+DEVICE_BYTES = 256 << 20
+FP32 = 4
+COPIES = 4  # alive at most: a chunk and its gradient, while the next chunk is converted and divided
+
+
+def chunk_bytes(host: bool) -> int:
+    return HOST_BYTES if host else DEVICE_BYTES
+
+
+def chunk_rows(columns: int, host: bool) -> int:
+    """Of logits with so many columns; one at least."""
+    return max(1, chunk_bytes(host) // (FP32 * max(1, columns)))
