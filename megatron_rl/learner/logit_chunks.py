@@ -1,4 +1,4 @@
-"""How many logits are worked on in FP32 at once, by device. Torch-free: the plan of memory reckons with the same bytes."""
+"""How many logits are worked on in FP32 at once, by device. Torch-free: the plan of memory reckons with it too."""
 
 # 8 MiB stay in a host's cache; a GPU is busy longer with 256 MiB than a launch takes
 HOST_BYTES = 8 << 20

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.learner.one_copy import in_one_copy
 from megatron_rl.types import Batch
 
 # a bucket takes sequences down to this share of its longest one
@@ -55,8 +56,10 @@ class Pack:
         return len(self.blanks) == 0
 
     def to(self, device: torch.device) -> Pack:
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return Pack(**{**vars(self), **moved})
+        """What padded buckets are read by stays: only attention on a host looks at it."""
+        stays = ("padded_index_X", "packed_index_S", "blanks")
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name not in stays}
+        return Pack(**{**vars(self), **in_one_copy(tensors, device)})
 
     def matrix(self, values_N: Tensor) -> Tensor:
         """Per-token values as [len(rows), horizon], zero where there is no response token."""
