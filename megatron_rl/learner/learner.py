@@ -59,6 +59,7 @@ from megatron_rl.learner.logprobs import VocabShare, logprobs_alone, logprobs_an
 from megatron_rl.learner.minibatch import loss_inputs
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
+from megatron_rl.learner.operations import attention_share
 from megatron_rl.learner.optimizer import clip, optimizer_config
 from megatron_rl.learner.packing import Pack, assign_rows, pack
 from megatron_rl.learner.schedule import learning_rate
@@ -342,6 +343,8 @@ class Learner:
             at_least=2 * layout.pp if layout.pp > 1 else 1,  # fewer would leave stages idle
             same_count=layout.ep > 1,  # expert-parallel replicas exchange tokens in every micro-batch
             count_multiple=layout.pp if layout.chunks > 1 else 1,  # an interleaved schedule works in rounds
+            attention=attention_share(self.model),
+            in_step=layout.pp > 1 or layout.ep > 1,
         )
         multiple = limits.pack_multiple(learner)
         mine = shares[self.place.dp]

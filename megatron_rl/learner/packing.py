@@ -74,42 +74,66 @@ def assign_rows(
     at_least: int = 1,
     same_count: bool = False,
     count_multiple: int = 1,
+    attention: float = 0.0,
+    in_step: bool = False,
 ) -> list[list[list[int]]]:
-    """Row numbers per replica and micro-batch, balanced by tokens; a micro-batch may be empty.
+    """Row numbers per replica and micro-batch; a micro-batch may be empty.
 
     A micro-batch holds at most `budget` tokens unless a single row is longer. `at_least` micro-batches are
     made where there are rows enough; `same_count` gives every replica equally many, and the number is
     rounded up to a multiple of `count_multiple`.
+
+    Replicas wait for the slowest: they are balanced by cost, which is a row's length and `attention` times its
+    square. The micro-batches of a replica are balanced by tokens, which takes the least memory; with `in_step`, where
+    others wait for each of them, by cost too, as far as the budget lets them, and the costly ones come first.
     """
-    shares = _spread(range(len(lengths)), lengths, replicas)
-    packs = [_fit(share, lengths, budget, at_least) for share in shares]
+    costs = [length + attention * length**2 for length in lengths]
+    by = costs if in_step else lengths
+    shares = _spread(range(len(lengths)), costs, replicas)
+    packs = [_fit(share, lengths, by, budget, at_least) for share in shares]
     most = max(len(share) for share in packs)
     counts = [most if same_count else len(share) for share in packs]
     counts = [-(-count // count_multiple) * count_multiple for count in counts]
-    return [
-        share if len(share) == count else _spread(rows, lengths, count)
+    packs = [
+        share if len(share) == count else _within(rows, lengths, by, budget, count) or _spread(rows, lengths, count)
         for share, rows, count in zip(packs, shares, counts, strict=True)
     ]
+    return [_costly_first(share, costs) for share in packs] if in_step else packs
 
 
-def _fit(rows: Sequence[int], lengths: Sequence[int], budget: int, at_least: int) -> list[list[int]]:
+def _costly_first(packs: list[list[int]], costs: Sequence[float]) -> list[list[int]]:
+    return sorted(packs, key=lambda rows: -sum(costs[row] for row in rows))
+
+
+def _fit(
+    rows: Sequence[int], lengths: Sequence[int], by: Sequence[float], budget: int, at_least: int
+) -> list[list[int]]:
     tokens = sum(lengths[row] for row in rows)
     count = max(1, min(max(-(-tokens // budget), at_least), len(rows)))  # more than there are rows would be empty
-    while True:
-        packs = _spread(rows, lengths, count)
+    while (packs := _within(rows, lengths, by, budget, count)) is None:
+        count += 1
+    return packs
+
+
+def _within(
+    rows: Sequence[int], lengths: Sequence[int], by: Sequence[float], budget: int, count: int
+) -> list[list[int]] | None:
+    """So many micro-batches, alike in `by`, or in length where only that keeps to the budget. None: neither does."""
+    for weights in (lengths,) if by is lengths else (by, lengths):
+        packs = _spread(rows, weights, count)
         if all(len(pack) <= 1 or sum(lengths[row] for row in pack) <= budget for pack in packs):
             return packs
-        count += 1
+    return None
 
 
-def _spread(rows: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """The longest row left goes to the emptiest bin; rows keep their order inside a bin."""
+def _spread(rows: Sequence[int], by: Sequence[float], count: int) -> list[list[int]]:
+    """The largest row left goes to the emptiest bin; rows keep their order inside a bin."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0, index) for index in range(count)]
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+    heap = [(0.0, index) for index in range(count)]
+    for row in sorted(rows, key=lambda row: (-by[row], row)):
         load, index = heapq.heappop(heap)
         bins[index].append(row)
-        heapq.heappush(heap, (load + lengths[row], index))
+        heapq.heappush(heap, (load + by[row], index))
     return [sorted(rows) for rows in bins]
 
 
