@@ -23,11 +23,7 @@ from torch import Tensor
 from megatron_rl.learner.parallel import LearnerRank, leave  # patches the host before megatron is imported
 
 from megatron.core import parallel_state  # isort: skip
-from megatron.core.distributed import (  # isort: skip
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -60,7 +56,7 @@ from megatron_rl.learner.minibatch import loss_inputs
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.operations import attention_share
-from megatron_rl.learner.optimizer import clip, optimizer_config
+from megatron_rl.learner.optimizer import clip, optimizer_config, replicas_config
 from megatron_rl.learner.packing import Pack, assign_rows, pack
 from megatron_rl.learner.schedule import learning_rate
 from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
@@ -175,11 +171,11 @@ class Learner:
         return layers
 
     def _wrapped(self, module: PolicyModel, chunk: int) -> DistributedDataParallel:
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         inner = module.to(self.device)
         if self.learner.precision is Precision.bf16:
             inner = Float16Module(self.megatron_config, inner)
-        return DistributedDataParallel(self.megatron_config, ddp_config, inner, disable_bucketing=chunk > 0)
+        sums = replicas_config(self.optim, self.layout.dp)
+        return DistributedDataParallel(self.megatron_config, sums, inner, disable_bucketing=chunk > 0)
 
     # weights
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
+from replicas_worker import replicas
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
 
@@ -77,7 +78,7 @@ def build(job: dict[str, Any]) -> Learner:
             kl_coef=job.get("kl_coef", 0.0),
             kl_on=KlOn(job.get("kl_on", "trained")),
         ),
-        optim=OptimSection(lr=1e-3, warmup_steps=2),
+        optim=OptimSection(lr=1e-3, warmup_steps=2, megatron=job.get("optim", {})),
         rollout=RolloutSection(temperature=0.8, **({"top_k": 5, "top_p": 0.7} if job.get("kept") else {})),
     )
     model = Model.of(job["hf"], Layout.from_config(learner))
@@ -367,6 +368,7 @@ KINDS = {
     "train": train,
     "nonfinite": nonfinite,
     "rejected": rejected,
+    "replicas": replicas,
     "statistics": statistics,
     "flips": flips,
     "bf16_pair": bf16_pair,
