@@ -340,7 +340,7 @@ class Learner:
             same_count=layout.ep > 1,  # expert-parallel replicas exchange tokens in every micro-batch
             count_multiple=layout.pp if layout.chunks > 1 else 1,  # an interleaved schedule works in rounds
             attention=attention_share(self.model),
-            in_step=layout.pp > 1 or layout.ep > 1,
+            in_step=layout.pp > 1,
         )
         multiple = limits.pack_multiple(learner)
         mine = shares[self.place.dp]

@@ -80,39 +80,44 @@ def assign_rows(
     """Row numbers per replica and micro-batch; a micro-batch may be empty.
 
     A micro-batch holds at most `budget` tokens unless a single row is longer. `at_least` micro-batches are
-    made where there are rows enough; `same_count` gives every replica equally many, and the number is
-    rounded up to a multiple of `count_multiple`.
+    made where there are rows enough, and their number is rounded up to a multiple of `count_multiple`.
 
-    Replicas wait for the slowest: they are balanced by cost, which is a row's length and `attention` times its
-    square. The micro-batches of a replica are balanced by tokens, which takes the least memory; with `in_step`, where
-    others wait for each of them, by cost too, as far as the budget lets them, and the costly ones come first.
+    Who waits for whom decides what is balanced. Replicas wait for the slowest of them: they are alike in cost, which
+    is a row's length and `attention` times its square. The micro-batches of a replica wait for nobody and are alike
+    in tokens, which takes the least memory; with `in_step`, where stages wait for each of them, in cost, as far as
+    the budget lets them. With `same_count` replicas wait for each other in every micro-batch: all have equally many,
+    and those that run at the same time are alike in cost.
     """
     costs = [length + attention * length**2 for length in lengths]
+    rows = range(len(lengths))
+    if same_count:
+        packs = _fit(rows, lengths, costs, budget, at_least, count_multiple, replicas)
+        packs.sort(key=lambda pack: -sum(costs[row] for row in pack))
+        return [packs[replica::replicas] for replica in range(replicas)]
     by = costs if in_step else lengths
-    shares = _spread(range(len(lengths)), costs, replicas)
-    packs = [_fit(share, lengths, by, budget, at_least) for share in shares]
-    most = max(len(share) for share in packs)
-    counts = [most if same_count else len(share) for share in packs]
-    counts = [-(-count // count_multiple) * count_multiple for count in counts]
-    packs = [
-        share if len(share) == count else _within(rows, lengths, by, budget, count) or _spread(rows, lengths, count)
-        for share, rows, count in zip(packs, shares, counts, strict=True)
-    ]
-    return [_costly_first(share, costs) for share in packs] if in_step else packs
-
-
-def _costly_first(packs: list[list[int]], costs: Sequence[float]) -> list[list[int]]:
-    return sorted(packs, key=lambda rows: -sum(costs[row] for row in rows))
+    shares = _spread(rows, costs, replicas)
+    return [_fit(share, lengths, by, budget, at_least, count_multiple) for share in shares]
 
 
 def _fit(
-    rows: Sequence[int], lengths: Sequence[int], by: Sequence[float], budget: int, at_least: int
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    by: Sequence[float],
+    budget: int,
+    at_least: int,
+    multiple: int = 1,
+    together: int = 1,
 ) -> list[list[int]]:
+    """The least number of micro-batches that keep to the budget, of `together` replicas."""
     tokens = sum(lengths[row] for row in rows)
-    count = max(1, min(max(-(-tokens // budget), at_least), len(rows)))  # more than there are rows would be empty
-    while (packs := _within(rows, lengths, by, budget, count)) is None:
+    most = -(-len(rows) // together)  # more than there are rows would be empty
+    count = max(1, min(max(-(-tokens // (budget * together)), at_least), most))
+    while (packs := _within(rows, lengths, by, budget, count * together)) is None:
         count += 1
-    return packs
+    if count % multiple == 0:
+        return packs
+    count = -(-count // multiple) * multiple * together
+    return _within(rows, lengths, by, budget, count) or _spread(rows, lengths, count)
 
 
 def _within(

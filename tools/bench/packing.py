@@ -55,15 +55,31 @@ class Case:
     stages: int = 1
     experts: bool = False  # over all replicas
 
-    def packs(self, lengths: Sequence[int], budget: int, attention: float) -> list[list[list[int]]]:
+    @property
+    def at_least(self) -> int:
+        return 2 * self.stages if self.stages > 1 else 1
+
+    def by_tokens(self, lengths: Sequence[int], budget: int) -> list[list[list[int]]]:
+        """Replicas alike in tokens, and so the micro-batches of each; equally many where they wait for each other."""
+        shares = assign_rows(lengths, self.replicas, budget, self.at_least)
+        most = max(map(len, shares)) if self.experts else self.at_least
+        found = []
+        for share in shares:
+            rows = sorted(row for pack in share for row in pack)
+            (packs,) = assign_rows([lengths[row] for row in rows], 1, budget, max(most, self.at_least))
+            found.append([[rows[place] for place in pack] for pack in packs])
+        return found
+
+    def by_cost(self, lengths: Sequence[int], budget: int, attention: float) -> list[list[list[int]]]:
+        """As the learner does."""
         return assign_rows(
             lengths,
             self.replicas,
             budget,
-            at_least=2 * self.stages if self.stages > 1 else 1,
+            at_least=self.at_least,
             same_count=self.experts,
             attention=attention,
-            in_step=bool(attention) and (self.experts or self.stages > 1),
+            in_step=self.stages > 1,
         )
 
 
@@ -102,7 +118,7 @@ def reckon(case: Case, samples: int, longest: int, budget: int) -> tuple[float, 
     for _ in range(samples):
         lengths = lengths_of(case.rows, longest, random)
         costs = [length + attention * length**2 for length in lengths]
-        both = [case.packs(lengths, budget, share) for share in (0.0, attention)]
+        both = (case.by_tokens(lengths, budget), case.by_cost(lengths, budget, attention))
         counts = [sum(map(len, packs)) / case.replicas for packs in both]
         found.append((*(waiting(case, packs, costs) for packs in both), *counts))
     tokens, cost, before, after = (statistics.fmean(column) for column in zip(*found, strict=True))
@@ -149,7 +165,7 @@ def measure(rounds: int) -> None:
     lengths = lengths_of(case.rows, 4096, random)
     whole, attention = targets_of(lengths, random), attention_share(model)
     costs = [length + attention * length**2 for length in lengths]
-    ways = {name: case.packs(lengths, 8192, share) for name, share in (("tokens", 0.0), ("cost", attention))}
+    ways = {"tokens": case.by_tokens(lengths, 8192), "cost": case.by_cost(lengths, 8192, attention)}
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, packs in ways.items():
