@@ -10,8 +10,11 @@ import torch.distributed as dist
 from learner_cases import make_batch, make_targets
 from safetensors.torch import save_file
 
+from megatron_rl.config.schema import OptimSection
 from megatron_rl.distributed import exchange
+from megatron_rl.learner import host
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.optimizer import replicas_config
 
 from megatron.core import parallel_state  # isort: skip
 
@@ -47,7 +50,21 @@ def replicas(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         {f"{step}.{name}": value for step, found in enumerate(gradients) for name, value in found.items()},
         f"{job['gradients']}.{learner.rank}",
     )
-    return {"steps": steps, "orders": exchange([orders, len(groups)]), "after": learner.logprobs(batch).tolist()}
+    return {
+        "steps": steps,
+        "orders": exchange([orders, len(groups)]),
+        "after": learner.logprobs(batch).tolist(),
+        "by_default": [_by_default(on_host, count) for on_host in (True, False) for count in (1, 2)],
+    }
+
+
+def _by_default(on_host: bool, count: int) -> bool:
+    """Whether gradients of so many replicas travel while backward goes on."""
+    truth, host.ON_HOST = host.ON_HOST, on_host
+    try:
+        return replicas_config(OptimSection(megatron={"clip_grad": 0.5}), count).overlap_grad_reduce
+    finally:
+        host.ON_HOST = truth
 
 
 def _whole_gradient(learner: Learner, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -74,6 +74,11 @@ def test_buckets_leave_once_each_after_the_last_loss(case: str, found: dict[str,
                 assert told == (at_end if way == "plain" or step == 0 else at_end[::-1]), (way, step)
 
 
+def test_gradients_overlap_by_default_between_gpus(found: dict[str, Any]) -> None:
+    """On a host, one replica and two; on GPUs, one and two."""
+    assert found["dp2 plain"]["by_default"] == [False, False, False, True]
+
+
 def test_there_are_several_buckets_and_micro_batches(found: dict[str, Any]) -> None:
     assert all(groups > 3 for _, groups in found["dp2 overlap"]["orders"])
     losses = [order[1].split().count("loss") for order, _ in found["dp2 overlap"]["orders"]]
