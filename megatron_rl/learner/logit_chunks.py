@@ -4,7 +4,7 @@
 HOST_BYTES = 8 << 20
 DEVICE_BYTES = 256 << 20
 FP32 = 4
-COPIES = 4  # alive at most: a chunk and its gradient, while the next chunk is converted and divided
+COPIES = 4  # alive at most: a chunk, probabilities, what entropy adds, and the next chunk
 
 
 def chunk_bytes(host: bool) -> int:

@@ -60,7 +60,7 @@ class _Logprobs(torch.autograd.Function):
             factor = -grad_logprobs_N[rows, None]
             if grad_entropy_N is not None:
                 # dH/dx = -p (x - E[x])
-                factor = factor - grad_entropy_N[rows, None] * (scaled - mean_N[rows, None])
+                factor = (scaled - mean_N[rows, None]).mul_(-grad_entropy_N[rows, None]).add_(factor)
             grad = prob.mul_(factor)
             if ctx.share.real:
                 at_label = torch.where(held_N[rows], grad_logprobs_N[rows], 0.0)
@@ -77,7 +77,9 @@ def chunks(logits_NV: Tensor, share: VocabShare, temperature: float) -> Iterator
     for start in range(0, len(logits_NV), step):
         rows = slice(start, start + step)
         chunk = logits_NV[rows, : share.real].float()
-        yield rows, chunk if temperature == 1 else chunk / temperature
+        if temperature != 1:
+            chunk = chunk / temperature if logits_NV.dtype == torch.float32 else chunk.div_(temperature)
+        yield rows, chunk
 
 
 def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor, entropy: bool = True) -> Tensor:

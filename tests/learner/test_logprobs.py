@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.learner import logit_chunks
 from megatron_rl.learner import logprobs as module
@@ -90,6 +94,30 @@ def test_chunks_hold_as_many_bytes_as_the_device_likes() -> None:
         assert nbytes - 4 * 37_984 < sizes[0] <= nbytes
         assert sum(sizes) == 2 * logits.numel() * logits.element_size()
     assert logit_chunks.chunk_rows(1 << 40, host=True) == 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_more_copies_are_alive_than_the_plan_counts(
+    temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, columns = 640, 1000
+    chunk = 64 * columns * logit_chunks.FP32
+    monkeypatch.setattr(logit_chunks, "HOST_BYTES", chunk)
+    logits = torch.randn(rows, columns).to(dtype).requires_grad_()
+    labels, share = torch.zeros(rows, dtype=torch.int64), VocabShare.of(0, 1, columns, columns, None)
+    logprobs_N, entropy_N = logprobs_and_entropy(logits, labels, share, temperature)
+    forward = _most_memory(lambda: logprobs_and_entropy(logits, labels, share, temperature))
+    backward = _most_memory((logprobs_N + entropy_N).sum().backward) - logits.nbytes  # the gradient itself
+    assert 1.5 * chunk < max(forward, backward) < (logit_chunks.COPIES + 0.1) * chunk
+
+
+def _most_memory(work: Callable[[], object]) -> int:
+    """Bytes allocated at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def test_bf16_logits_lose_nothing_more() -> None:
