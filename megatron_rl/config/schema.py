@@ -503,9 +503,11 @@ class OptimSection:
     min_lr: float = field(default=0.0, metadata=NOT_NEGATIVE)
     warmup_steps: int = field(default=10, metadata=NOT_NEGATIVE)
     decay: Decay = Decay.constant
-    megatron: dict[str, Any] = field(  # OptimizerConfig fields
+    # fields of OptimizerConfig, and of DistributedDataParallelConfig, such as overlap_grad_reduce
+    megatron: dict[str, Any] = field(
         default_factory=dict,
         metadata=inside(
+            bucket_size=SIZE,
             clip_grad=at_least(0, "0 (off) or more"),
             weight_decay=NOT_NEGATIVE,
             adam_beta1=SHARE,

@@ -30,11 +30,12 @@ class _KeptLogprobs(torch.autograd.Function):
         label_N = scaled_NK.masked_fill(~at_label_NK, 0.0).sum(1)
         log_sum_N = scaled_NK.logsumexp(1)
         mean_N = _mean(scaled_NK, log_sum_N)
-        log_norm_N, label_N, mean_N = combined(torch.stack((log_sum_N, label_N, mean_N)), share.group)
-        ctx.save_for_backward(scaled_NK, local_NK, at_label_NK, log_norm_N, mean_N)
+        log_norm_N, label_N, expected_N = combined(torch.stack((log_sum_N, label_N, mean_N)), share.group)
+        assert expected_N is not None
+        ctx.save_for_backward(scaled_NK, local_NK, at_label_NK, log_norm_N, expected_N)
         ctx.columns, ctx.dtype, ctx.temperature = logits_NV.shape[1], logits_NV.dtype, temperature
         ctx.set_materialize_grads(False)
-        return label_N - log_norm_N, log_norm_N - mean_N
+        return label_N - log_norm_N, log_norm_N - expected_N
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> Any:

@@ -23,11 +23,7 @@ from torch import Tensor
 from megatron_rl.learner.parallel import LearnerRank, leave  # patches the host before megatron is imported
 
 from megatron.core import parallel_state  # isort: skip
-from megatron.core.distributed import (  # isort: skip
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -55,11 +51,12 @@ from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
 from megatron_rl.learner.cache_stats import CacheStats
 from megatron_rl.learner.forward_clock import ForwardClock
 from megatron_rl.learner.kept_logprobs import kept_logprobs_and_entropy, truncation
-from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
+from megatron_rl.learner.logprobs import VocabShare, logprobs_alone, logprobs_and_entropy
 from megatron_rl.learner.minibatch import loss_inputs
 from megatron_rl.learner.model import PolicyModel, build, transformer_config
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
-from megatron_rl.learner.optimizer import clip, optimizer_config
+from megatron_rl.learner.operations import attention_share
+from megatron_rl.learner.optimizer import clip, optimizer_config, replicas_config
 from megatron_rl.learner.packing import Pack, assign_rows, pack
 from megatron_rl.learner.schedule import learning_rate
 from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
@@ -183,11 +180,11 @@ class Learner:
         return layers
 
     def _wrapped(self, module: PolicyModel, chunk: int) -> DistributedDataParallel:
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         inner = module.to(self.device)
         if self.learner.precision is Precision.bf16:
             inner = Float16Module(self.megatron_config, inner)
-        return DistributedDataParallel(self.megatron_config, ddp_config, inner, disable_bucketing=chunk > 0)
+        sums = replicas_config(self.optim, self.layout.dp)
+        return DistributedDataParallel(self.megatron_config, sums, inner, disable_bucketing=chunk > 0)
 
     # weights
 
@@ -316,7 +313,10 @@ class Learner:
             self.weights_changed()
 
     def _collect(self, batch: Batch, mine: Pack, logits_NV: Tensor, non_loss_data: bool = True) -> Tensor:
-        logprobs_N, _ = self._logprobs_and_entropy(logits_NV, mine)
+        if mine.kept_NK is None:
+            logprobs_N = logprobs_alone(logits_NV, mine.labels_N, self.share, self.rollout.temperature)
+        else:
+            logprobs_N, _ = self._logprobs_and_entropy(logits_NV, mine)
         return mine.matrix(logprobs_N)[:, : batch.mask_BT.shape[1]].cpu()
 
     def _logprobs_and_entropy(self, logits_NV: Tensor, mine: Pack) -> tuple[Tensor, Tensor]:
@@ -348,6 +348,8 @@ class Learner:
             at_least=2 * layout.pp if layout.pp > 1 else 1,  # fewer would leave stages idle
             same_count=layout.ep > 1,  # expert-parallel replicas exchange tokens in every micro-batch
             count_multiple=layout.pp if layout.chunks > 1 else 1,  # an interleaved schedule works in rounds
+            attention=attention_share(self.model),
+            in_step=layout.pp > 1,
         )
         multiple = limits.pack_multiple(learner)
         mine = shares[self.place.dp]

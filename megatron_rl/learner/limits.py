@@ -66,10 +66,55 @@ _FIXED = frozenset(
     }
 )  # fmt: skip
 
+# ... or that would fail on the first pack, if not before
+_UNFIT = {
+    "gradient_accumulation_fusion": "the output layer's sums would need kernels of Apex, which is not part of the set",
+    "tp_comm_overlap": "its buffers are made for one length, and packs differ in length",
+    **dict.fromkeys(
+        ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"),
+        "a graph is recorded for one length, and packs differ in length",
+    ),
+    **dict.fromkeys(
+        ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+        "it needs a schedule that takes the model apart, which ours is not written for",
+    ),
+}
+
 _OPTIMIZER_OWNED = frozenset({"optimizer", "lr", "min_lr", "fp16", "bf16", "params_dtype", "use_distributed_optimizer"})
+# fields of DistributedDataParallelConfig that the learner decides, and one of OptimizerConfig that belongs to them
+_REPLICAS_OWNED = {
+    **dict.fromkeys(
+        ("overlap_param_gather", "align_param_gather", "overlap_param_gather_with_optimizer_step"),
+        "sync, checkpoints and prox read weights right after an update, before a forward pass would gather them",
+    ),
+    **dict.fromkeys(
+        ("grad_reduce_in_fp32", "reduce_scatter_with_fp32_accumulation"), "gradients travel and add up in FP32"
+    ),
+    "average_in_collective": "losses come divided by counts of the whole minibatch: gradients add up",
+    **dict.fromkeys(
+        ("check_for_nan_in_grad", "check_for_large_grads"),
+        "learner.on_nonfinite decides what follows from a gradient that is not finite",
+    ),
+    **dict.fromkeys(
+        ("num_distributed_optimizer_instances", "delay_wgrad_compute"), "the learner is written for one value of it"
+    ),
+    **dict.fromkeys(
+        ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "keep_fp8_transpose_cache"),
+        "weights kept in FP8 are not built",
+    ),
+    **dict.fromkeys(
+        (
+            "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "gradient_reduce_div_fusion",
+            "suggested_communication_unit_size", "preserve_fp32_weights", "fsdp_double_buffer",
+            "outer_dp_sharding_strategy", "fsdp_manual_registration",
+        ),
+        "FSDP is not built",
+    ),
+}  # fmt: skip
 _TRANSFORMER = ("model_parallel_config.py", "transformer/transformer_config.py")
 _OPTIMIZER = ("optimizer/optimizer_config.py",)
-_CLASSES = ("ModelParallelConfig", "TransformerConfig", "OptimizerConfig")
+_REPLICAS = ("distributed/distributed_data_parallel_config.py",)
+_CLASSES = ("ModelParallelConfig", "TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
 
 
 def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
@@ -244,6 +289,7 @@ def passed_through(learner: LearnerSection) -> Iterator[str]:
     owned = {key: f"follows from {key_of_ours}; set that, and remove this" for key, key_of_ours in _BY_KEY.items()}
     owned |= dict.fromkeys(_BY_MODEL, "follows from the model's config.json; remove it")
     owned |= dict.fromkeys(_FIXED, "the learner is written for one value of it; remove it")
+    owned |= {key: f"{reason}; remove it" for key, reason in _UNFIT.items()}
     yield from _passed("learner.megatron", "TransformerConfig", given, _TRANSFORMER, owned)
 
     rest = [key for key in ("recompute_method", "recompute_num_layers") if given.get(key) is None]
@@ -255,8 +301,11 @@ def passed_through(learner: LearnerSection) -> Iterator[str]:
 
 
 def optimizer_fields(optim: OptimSection) -> Iterator[str]:
+    """Of OptimizerConfig, and of DistributedDataParallelConfig, which says how replicas add their gradients up."""
     owned = dict.fromkeys(_OPTIMIZER_OWNED, "is set by the learner itself; remove it")
-    yield from _passed("optim.megatron", "OptimizerConfig", optim.megatron, _OPTIMIZER, owned)
+    owned |= {key: f"{reason}; remove it" for key, reason in _REPLICAS_OWNED.items()}
+    classes = "OptimizerConfig or DistributedDataParallelConfig"
+    yield from _passed("optim.megatron", classes, optim.megatron, _OPTIMIZER + _REPLICAS, owned)
 
 
 def _passed(

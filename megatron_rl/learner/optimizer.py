@@ -1,19 +1,22 @@
-"""megatron-core's optimizer: its settings, and clipping by a norm that is already known."""
+"""megatron-core's optimizer and its sums of gradients over replicas: their settings, and clipping by a known norm."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from megatron_rl.learner import host  # noqa: F401 - before megatron
+from megatron_rl.learner import host  # before megatron
 
+from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_rl.config.schema import OptimSection, Precision
 
-# where `optim.megatron` names no others
+# of OptimizerConfig, where `optim.megatron` names no others
 DEFAULTS = {"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_eps": 1e-8, "clip_grad": 1.0}
 
 
@@ -25,8 +28,25 @@ def optimizer_config(optim: OptimSection, precision: Precision, params_dtype: to
         bf16=precision is Precision.bf16,
         params_dtype=params_dtype,
         use_distributed_optimizer=True,
-        **{**DEFAULTS, **optim.megatron},
+        **{**DEFAULTS, **_those_of(OptimizerConfig, optim.megatron)},
     )
+
+
+def replicas_config(optim: OptimSection, replicas: int) -> DistributedDataParallelConfig:
+    """How replicas add gradients up. On GPUs a bucket travels as soon as backward has filled it; on hosts, where the
+    same cores compute and send, all of them travel at the end.
+    """
+    given = _those_of(DistributedDataParallelConfig, optim.megatron)
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        **{"overlap_grad_reduce": replicas > 1 and not host.ON_HOST, **given},
+    )
+
+
+def _those_of(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(config)}
+    return {name: value for name, value in given.items() if name in names}
 
 
 def clip(optimizer: Any, norm: float, limit: float) -> None:

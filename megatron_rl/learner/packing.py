@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.learner.one_copy import in_one_copy
 from megatron_rl.types import Batch
 
 # a bucket takes sequences down to this share of its longest one
@@ -55,8 +56,10 @@ class Pack:
         return len(self.blanks) == 0
 
     def to(self, device: torch.device) -> Pack:
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return Pack(**{**vars(self), **moved})
+        """What padded buckets are read by stays: only attention on a host looks at it."""
+        stays = ("padded_index_X", "packed_index_S", "blanks")
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name not in stays}
+        return Pack(**{**vars(self), **in_one_copy(tensors, device)})
 
     def matrix(self, values_N: Tensor) -> Tensor:
         """Per-token values as [len(rows), horizon], zero where there is no response token."""
@@ -71,42 +74,71 @@ def assign_rows(
     at_least: int = 1,
     same_count: bool = False,
     count_multiple: int = 1,
+    attention: float = 0.0,
+    in_step: bool = False,
 ) -> list[list[list[int]]]:
-    """Row numbers per replica and micro-batch, balanced by tokens; a micro-batch may be empty.
+    """Row numbers per replica and micro-batch; a micro-batch may be empty.
 
     A micro-batch holds at most `budget` tokens unless a single row is longer. `at_least` micro-batches are
-    made where there are rows enough; `same_count` gives every replica equally many, and the number is
-    rounded up to a multiple of `count_multiple`.
+    made where there are rows enough, and their number is rounded up to a multiple of `count_multiple`.
+
+    Who waits for whom decides what is balanced. Replicas wait for the slowest of them: they are alike in cost, which
+    is a row's length and `attention` times its square. The micro-batches of a replica wait for nobody and are alike
+    in tokens, which takes the least memory; with `in_step`, where stages wait for each of them, in cost, as far as
+    the budget lets them. With `same_count` replicas wait for each other in every micro-batch: all have equally many,
+    and those that run at the same time are alike in cost.
     """
-    shares = _spread(range(len(lengths)), lengths, replicas)
-    packs = [_fit(share, lengths, budget, at_least) for share in shares]
-    most = max(len(share) for share in packs)
-    counts = [most if same_count else len(share) for share in packs]
-    counts = [-(-count // count_multiple) * count_multiple for count in counts]
-    return [
-        share if len(share) == count else _spread(rows, lengths, count)
-        for share, rows, count in zip(packs, shares, counts, strict=True)
-    ]
+    costs = [length + attention * length**2 for length in lengths]
+    rows = range(len(lengths))
+    if same_count:
+        packs = _fit(rows, lengths, costs, budget, at_least, count_multiple, replicas)
+        packs.sort(key=lambda pack: -sum(costs[row] for row in pack))
+        return [packs[replica::replicas] for replica in range(replicas)]
+    by = costs if in_step else lengths
+    shares = _spread(rows, costs, replicas)
+    return [_fit(share, lengths, by, budget, at_least, count_multiple) for share in shares]
 
 
-def _fit(rows: Sequence[int], lengths: Sequence[int], budget: int, at_least: int) -> list[list[int]]:
+def _fit(
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    by: Sequence[float],
+    budget: int,
+    at_least: int,
+    multiple: int = 1,
+    together: int = 1,
+) -> list[list[int]]:
+    """The least number of micro-batches that keep to the budget, of `together` replicas."""
     tokens = sum(lengths[row] for row in rows)
-    count = max(1, min(max(-(-tokens // budget), at_least), len(rows)))  # more than there are rows would be empty
-    while True:
-        packs = _spread(rows, lengths, count)
+    most = -(-len(rows) // together)  # more than there are rows would be empty
+    count = max(1, min(max(-(-tokens // (budget * together)), at_least), most))
+    while (packs := _within(rows, lengths, by, budget, count * together)) is None:
+        count += 1
+    if count % multiple == 0:
+        return packs
+    count = -(-count // multiple) * multiple * together
+    return _within(rows, lengths, by, budget, count) or _spread(rows, lengths, count)
+
+
+def _within(
+    rows: Sequence[int], lengths: Sequence[int], by: Sequence[float], budget: int, count: int
+) -> list[list[int]] | None:
+    """So many micro-batches, alike in `by`, or in length where only that keeps to the budget. None: neither does."""
+    for weights in (lengths,) if by is lengths else (by, lengths):
+        packs = _spread(rows, weights, count)
         if all(len(pack) <= 1 or sum(lengths[row] for row in pack) <= budget for pack in packs):
             return packs
-        count += 1
+    return None
 
 
-def _spread(rows: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """The longest row left goes to the emptiest bin; rows keep their order inside a bin."""
+def _spread(rows: Sequence[int], by: Sequence[float], count: int) -> list[list[int]]:
+    """The largest row left goes to the emptiest bin; rows keep their order inside a bin."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0, index) for index in range(count)]
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+    heap = [(0.0, index) for index in range(count)]
+    for row in sorted(rows, key=lambda row: (-by[row], row)):
         load, index = heapq.heappop(heap)
         bins[index].append(row)
-        heapq.heappush(heap, (load + lengths[row], index))
+        heapq.heappush(heap, (load + by[row], index))
     return [sorted(rows) for rows in bins]
 
 

@@ -60,6 +60,7 @@ EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         },
     },
 }  # fmt: skip
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 20_000}  # the second update sends each as it fills
 SCALES = ("tensorwise", "blockwise")
 PLACES = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts]
 EXPERT_PLACES = [(ranks, name) for ranks, layouts in EXPERT_LAYOUTS.items() for name in layouts]
@@ -110,6 +111,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
             jobs = [_job(name, DENSE, layout) for name, layout in layouts.items()]
             jobs += [_job(f"experts_{name}", EXPERTS, layout) for name, layout in EXPERT_LAYOUTS[ranks].items()]
             if ranks == 2:
+                jobs.append(_job("dp2_buckets", DENSE, layouts["dp2"], optim=BUCKETS))
                 jobs += [{**_fp8(scales, data_parallel=2), "name": f"fp8_{scales}_dp2"} for scales in SCALES]
                 jobs += [{**_fp8(scales, tensor_parallel=2), "name": f"fp8_{scales}_tp2_sp"} for scales in SCALES]
             found[ranks] = cases.run_ranks(ranks, jobs, tmp_path_factory.mktemp("ranks"), timeout=600)
@@ -163,6 +165,11 @@ def test_a_step_is_the_same_on_every_layout(
     ranks: int, layout: str, one: dict[str, Any], more: dict[int, dict[str, Any]]
 ) -> None:
     _same(_of(more, ranks)[layout], one["dense"])
+
+
+def test_gradients_may_travel_while_backward_goes_on(more: dict[int, dict[str, Any]]) -> None:
+    found = _of(more, 2)
+    _same(found["dp2_buckets"], found["dp2"])
 
 
 @pytest.mark.parametrize(("ranks", "layout"), EXPERT_PLACES)

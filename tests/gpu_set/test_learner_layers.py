@@ -64,3 +64,9 @@ def test_fp8_takes_the_packs(recipe: str, kind: str, ranks: list[dict[str, Any]]
     for found in ranks:
         assert found[f"fp8 {recipe}"]["recipe"] == kind
         assert found[f"fp8 {recipe}"]["packs"] == ranks[0][f"fp8 {recipe}"]["packs"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_replicas_send_gradients_while_backward_goes_on(family: str, ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found[f"replicas {family}"] == {"overlap": len(ranks) > 1, "left": []}

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
+from replicas_worker import replicas
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
 
@@ -39,7 +40,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
 )
 from megatron_rl.distributed import exchange
-from megatron_rl.learner import state
+from megatron_rl.learner import logprobs, state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
@@ -78,7 +79,7 @@ def build(job: dict[str, Any]) -> Learner:
             kl_coef=job.get("kl_coef", 0.0),
             kl_on=KlOn(job.get("kl_on", "trained")),
         ),
-        optim=OptimSection(lr=1e-3, warmup_steps=2),
+        optim=OptimSection(lr=1e-3, warmup_steps=2, megatron=job.get("optim", {})),
         rollout=RolloutSection(temperature=0.8, **({"top_k": 5, "top_p": 0.7} if job.get("kept") else {})),
     )
     model = Model.of(job["hf"], Layout.from_config(learner))
@@ -150,6 +151,33 @@ def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     return {
         "found": [*found, router_flips(learner, batch, chosen_BSLK), router_flips(learner, batch, -1 - 0 * chosen_BSLK)]
     }
+
+
+def statistics(learner: Learner, job: dict[str, Any]) -> dict[str, list[int]]:
+    """How many statistics of the logits each kind of pass asks for: the third is for entropy."""
+    asked: set[int] = set()
+    combined = logprobs.combined
+
+    def listening(stats_SN: torch.Tensor, group: Any) -> Any:
+        asked.add(len(stats_SN))
+        return combined(stats_SN, group)
+
+    def taken() -> list[int]:
+        found = sorted(asked)
+        asked.clear()
+        return found
+
+    logprobs.combined = listening
+    try:
+        batch = make_batch()
+        anchor_BT, prox = learner.logprobs(batch), taken()
+        learner.keep_reference()
+        learner.reference_logprobs(batch)
+        reference = taken()
+        learner.update(make_targets(batch, anchor_BT))
+        return {"prox": prox, "reference": reference, "update": taken()}
+    finally:
+        logprobs.combined = combined
 
 
 def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
@@ -345,6 +373,8 @@ KINDS = {
     "train": train,
     "nonfinite": nonfinite,
     "rejected": rejected,
+    "replicas": replicas,
+    "statistics": statistics,
     "flips": flips,
     "bf16_pair": bf16_pair,
     "one_update": one_update,

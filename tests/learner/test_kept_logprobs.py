@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.learner import logprobs as module
+from megatron_rl.learner import logit_chunks
 from megatron_rl.learner.kept_logprobs import kept_logprobs_and_entropy, truncation
 from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
 
@@ -70,7 +70,7 @@ def test_a_token_alone_is_certain_and_teaches_nothing() -> None:
 @pytest.mark.parametrize(("k", "p"), [(1, 1.0), (5, 1.0), (5, 0.7), (VOCAB, 0.5)])
 def test_truncation(k: int, p: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the filters as an engine applies them: the k highest, of those the first whose mass reaches p."""
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS_HOST", chunk)
+    monkeypatch.setattr(logit_chunks, "HOST_BYTES", 4 * chunk)
     logits_NV, labels_N, kept_NK = example()
     logprobs_N, _ = kept_logprobs_and_entropy(logits_NV, labels_N, kept_NK, WHOLE, 0.8)
     found = truncation(logits_NV, labels_N, logprobs_N, WHOLE, 0.8, k, p)

@@ -123,6 +123,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         *_one_update(),
         _flips(folders["qwen3_moe"]),
         *({"name": on, "kind": "rejected", "hf": cases.QWEN3, "kl_coef": 0.1, "kl_on": on} for on in KlOn),
+        {"name": "statistics", "kind": "statistics", "hf": cases.QWEN3},
         {**bad, "name": "raise"},
         {**bad, "name": "skip", "on_nonfinite": "skip"},
         *({"name": f"no_{n}", "kind": "refused", "hf": hf, "layout": at} for n, (hf, at, _) in REFUSED.items()),
@@ -362,6 +363,10 @@ def test_router_flips_are_counted_layer_by_layer(layout: str, one: dict[str, Any
 
 def test_warmup_is_applied(one: dict[str, Any]) -> None:
     assert [step["optim/lr"] for step in one["fp32"]["steps"]] == pytest.approx([5e-4, 1e-3, 1e-3])
+
+
+def test_entropy_is_computed_where_it_is_looked_at(one: dict[str, Any]) -> None:
+    assert one["statistics"] == {"prox": [2], "reference": [2], "update": [3]}
 
 
 def test_entropy_bonus_raises_entropy(one: dict[str, Any]) -> None:

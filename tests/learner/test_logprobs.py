@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import accumulate
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from megatron_rl.learner import logit_chunks
 from megatron_rl.learner import logprobs as module
-from megatron_rl.learner.logprobs import VocabShare, logprobs_and_entropy
+from megatron_rl.learner.logprobs import VocabShare, logprobs_alone, logprobs_and_entropy
 
 VOCAB, COLUMNS, ROWS = 11, 13, 17
 
@@ -27,7 +32,7 @@ def _reference(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 40, 1 << 20])
 def test_values_and_gradients(temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS_HOST", chunk)
+    monkeypatch.setattr(logit_chunks, "HOST_BYTES", 4 * chunk)
     logits, labels, of_logprob, of_entropy = _inputs()
     mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
     found = logprobs_and_entropy(mine, labels, VocabShare.of(0, 1, VOCAB, COLUMNS, None), temperature)
@@ -49,6 +54,70 @@ def test_each_output_has_a_gradient_of_its_own() -> None:
         logprobs_and_entropy(mine, labels, share)[which].sum().backward()
         _reference(theirs, labels, 1.0)[which].sum().backward()
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_entropy_the_logprobs_are_the_same(
+    temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, combined = [], module.combined
+    monkeypatch.setattr(module, "combined", lambda stats, group: asked.append(len(stats)) or combined(stats, group))
+    logits, labels, of_logprob, _ = _inputs()
+    share = VocabShare.of(0, 1, VOCAB, COLUMNS, None)
+    both, alone = logits.to(dtype).requires_grad_(), logits.to(dtype).requires_grad_()
+    wanted, _ = logprobs_and_entropy(both, labels, share, temperature)
+    found = logprobs_alone(alone, labels, share, temperature)
+    assert torch.equal(found, wanted)
+    for value in (wanted, found):
+        (value * of_logprob).sum().backward()
+    assert torch.equal(alone.grad, both.grad)  # type: ignore[arg-type]
+    assert asked == [3, 2]
+
+
+def test_nothing_writes_to_the_logits() -> None:
+    """At temperature 1 a chunk of FP32 logits is the logits themselves."""
+    logits, labels, of_logprob, of_entropy = _inputs()
+    mine = logits.clone().requires_grad_()
+    logprobs_N, entropy_N = logprobs_and_entropy(mine, labels, VocabShare.of(0, 1, VOCAB, COLUMNS, None))
+    (logprobs_N * of_logprob + entropy_N * of_entropy).sum().backward()
+    assert torch.equal(mine.detach(), logits)
+
+
+def test_chunks_hold_as_many_bytes_as_the_device_likes() -> None:
+    share = VocabShare.of(0, 4, 151_936, 37_984, None)
+    for device, nbytes in (("cpu", 8 << 20), ("meta", 64 << 20)):
+        logits = torch.empty(4000, 37_984, dtype=torch.bfloat16, device="meta")
+        if device == "cpu":
+            logits = torch.empty(100, 37_984, dtype=torch.bfloat16)
+        sizes = [chunk.numel() * chunk.element_size() for _, chunk in module.chunks(logits, share, 1.0)]
+        assert nbytes - 4 * 37_984 < sizes[0] <= nbytes
+        assert sum(sizes) == 2 * logits.numel() * logits.element_size()
+    assert logit_chunks.chunk_rows(1 << 40, host=True) == 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_more_copies_are_alive_than_the_plan_counts(
+    temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, columns = 640, 1000
+    chunk = 64 * columns * logit_chunks.FP32
+    monkeypatch.setattr(logit_chunks, "HOST_BYTES", chunk)
+    logits = torch.randn(rows, columns).to(dtype).requires_grad_()
+    labels, share = torch.zeros(rows, dtype=torch.int64), VocabShare.of(0, 1, columns, columns, None)
+    logprobs_N, entropy_N = logprobs_and_entropy(logits, labels, share, temperature)
+    forward = _most_memory(lambda: logprobs_and_entropy(logits, labels, share, temperature))
+    backward = _most_memory((logprobs_N + entropy_N).sum().backward) - logits.nbytes  # the gradient itself
+    assert 1.5 * chunk < max(forward, backward) < (logit_chunks.COPIES + 0.1) * chunk
+
+
+def _most_memory(work: Callable[[], object]) -> int:
+    """Bytes allocated at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def test_bf16_logits_lose_nothing_more() -> None:

@@ -11,14 +11,22 @@ from learner_cases import make_batch
 from megatron_rl.learner.packing import Pack, assign_rows, pack
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=40)
+ATTENTION = st.sampled_from([0.0, 1e-3, 0.05, 1.0])
 
 
 @settings(deadline=None)
-@given(LENGTHS, st.integers(1, 4), st.integers(1, 150), st.integers(1, 4), st.booleans())
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 150), st.integers(1, 4), st.booleans(), ATTENTION, st.booleans())
 def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
-    lengths: list[int], replicas: int, budget: int, at_least: int, same_count: bool
+    lengths: list[int],
+    replicas: int,
+    budget: int,
+    at_least: int,
+    same_count: bool,
+    attention: float,
+    in_step: bool,
 ) -> None:
-    shares = assign_rows(lengths, replicas, budget, at_least, same_count)
+    asked = {"at_least": at_least, "same_count": same_count, "attention": attention, "in_step": in_step}
+    shares = assign_rows(lengths, replicas, budget, **asked)
     assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
     assert len(shares) == replicas
     assert all(share for share in shares)
@@ -30,7 +38,7 @@ def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
             assert len(group) <= 1 or sum(lengths[row] for row in group) <= budget
     if same_count:
         assert len({len(share) for share in shares}) == 1
-    assert assign_rows(lengths, replicas, budget, at_least, same_count) == shares
+    assert assign_rows(lengths, replicas, budget, **asked) == shares
 
 
 @given(LENGTHS, st.integers(1, 3), st.integers(20, 150), st.integers(1, 3))
@@ -46,6 +54,62 @@ def test_replicas_get_similar_loads() -> None:
     lengths = [100, 90, 10, 10, 10, 10, 80, 70, 5, 5]
     loads = [sum(lengths[row] for group in share for row in group) for share in assign_rows(lengths, 2, 1000)]
     assert max(loads) - min(loads) <= 10
+
+
+def _costs(lengths: list[int], attention: float) -> list[float]:
+    return [length + attention * length**2 for length in lengths]
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 150), ATTENTION, st.booleans())
+def test_replicas_differ_by_one_row_s_cost_at_most(
+    lengths: list[int], replicas: int, budget: int, attention: float, in_step: bool
+) -> None:
+    costs = _costs(lengths, attention)
+    shares = assign_rows(lengths, replicas, budget, attention=attention, in_step=in_step)
+    loads = [sum(costs[row] for group in share for row in group) for share in shares]
+    assert max(loads) - min(loads) <= max(costs, default=0) * (1 + 1e-9)
+
+
+@given(LENGTHS, st.integers(1, 150), st.integers(1, 4), ATTENTION)
+def test_a_replica_alone_is_packed_by_tokens(lengths: list[int], budget: int, at_least: int, attention: float) -> None:
+    """Nobody waits for any of its micro-batches."""
+    by_tokens = assign_rows(lengths, 1, budget, at_least)
+    assert assign_rows(lengths, 1, budget, at_least, attention=attention) == by_tokens
+
+
+@given(LENGTHS, st.integers(1, 150), st.integers(1, 4), ATTENTION)
+def test_microbatches_of_like_cost_are_no_more_of_them(
+    lengths: list[int], budget: int, at_least: int, attention: float
+) -> None:
+    (by_tokens,) = assign_rows(lengths, 1, budget, at_least)
+    (by_cost,) = assign_rows(lengths, 1, budget, at_least, attention=attention, in_step=True)
+    assert len(by_cost) == len(by_tokens)
+
+
+def test_long_rows_weigh_more_than_their_tokens() -> None:
+    """By tokens the long row's replica would get as many tokens as the other, and far more to do."""
+    lengths, attention = [64, *[8] * 30], 1 / 16
+    slowest = {}
+    for share in (0.0, attention):
+        shares = assign_rows(lengths, 2, 1000, attention=share)
+        loads = [sum(_costs(lengths, attention)[row] for group in packs for row in group) for packs in shares]
+        slowest[share] = max(loads) / (sum(loads) / 2)
+    assert slowest[0.0] > 1.2
+    assert slowest[attention] < 1.02
+
+
+def test_what_runs_at_the_same_time_is_alike() -> None:
+    """Experts' replicas wait for each other in every micro-batch, not only at the end of an update."""
+    random = torch.Generator().manual_seed(3)
+    lengths = torch.empty(32).log_normal_(3, 1.2, generator=random).long().clamp(1, 400).tolist()
+    costs = _costs(lengths, 0.02)
+
+    def waited(attention: float, same_count: bool) -> float:
+        shares = assign_rows(lengths, 4, 150, at_least=2, same_count=same_count, attention=attention)
+        of_packs = [[sum(costs[row] for row in group) for group in share] for share in shares]
+        return sum(max(together) for together in zip(*of_packs, strict=True)) / (sum(costs) / 4)
+
+    assert waited(0.02, same_count=True) < min(waited(0.0, same_count=True), waited(0.02, same_count=False)) - 0.03
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 7])

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.config import foreign
-from megatron_rl.learner.limits import _CLASSES, _OPTIMIZER, _TRANSFORMER
+from megatron_rl.learner.limits import _CLASSES, _OPTIMIZER, _REPLICAS, _REPLICAS_OWNED, _TRANSFORMER
 
 
 def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
@@ -56,7 +56,20 @@ MISTAKES = [
     ("optim.megatron.weight_decay=.inf", "optim.megatron.weight_decay is inf: give a finite number"),
     ("optim.megatron.clip_grad=x", "optim.megatron.clip_grad is x: give a finite number"),
     ("optim.megatron.loss_scale=x", "optim.megatron.loss_scale is 'x': use a number"),
-    ("optim.megatron.beta1=0.9", "optim.megatron.beta1: megatron-core's OptimizerConfig has no such field"),
+    ("optim.megatron.beta1=0.9", "optim.megatron.beta1: megatron-core's OptimizerConfig or"),
+    ("optim.megatron.overlap_grad_reducs=true", "did you mean optim.megatron.overlap_grad_reduce?"),
+    ("optim.megatron.overlap_grad_reduce=2", "optim.megatron.overlap_grad_reduce is 2: use true or false"),
+    ("optim.megatron.bucket_size=0", "optim.megatron.bucket_size: 0, expected a whole number of 1 or more"),
+    ("optim.megatron.overlap_param_gather=true", "optim.megatron.overlap_param_gather: sync, checkpoints and prox"),
+    ("optim.megatron.grad_reduce_in_fp32=false", "optim.megatron.grad_reduce_in_fp32: gradients travel and add up"),
+    ("optim.megatron.average_in_collective=true", "optim.megatron.average_in_collective: losses come divided"),
+    ("optim.megatron.check_for_nan_in_grad=true", "check_for_nan_in_grad: learner.on_nonfinite decides"),
+    ("optim.megatron.use_megatron_fsdp=true", "optim.megatron.use_megatron_fsdp: FSDP is not built; remove it"),
+    ("optim.megatron.use_distributed_optimizer=false", "use_distributed_optimizer: is set by the learner itself"),
+    ("learner.megatron.gradient_accumulation_fusion=true", "gradient_accumulation_fusion: the output layer's sums"),
+    ("learner.megatron.tp_comm_overlap=true", "learner.megatron.tp_comm_overlap: its buffers are made for one length"),
+    ("learner.megatron.cuda_graph_impl=local", "learner.megatron.cuda_graph_impl: a graph is recorded for one length"),
+    ("learner.megatron.overlap_moe_expert_parallel_comm=true", "it needs a schedule that takes the model apart"),
     ("optim.lr=.inf", "optim.lr is inf: give a finite number"),
     ("optim.lr=.nan", "optim.lr is nan: give a finite number"),
     ("optim.min_lr=1", "optim.min_lr: 1 is above optim.lr: 0.001"),
@@ -101,6 +114,7 @@ def test_late_mistakes(place: Path, capsys: pytest.CaptureFixture[str], override
         "learner.megatron={recompute_modules: [core_attn], recompute_granularity: selective, hidden_dropout: 0}",
         "learner.megatron={deterministic_mode: true, attention_softmax_in_fp32: true, cpu_offloading_num_layers: 0}",
         "optim.megatron={adam_beta1: 0, adam_eps: 1e-15, decoupled_weight_decay: false, loss_scale: null}",
+        "optim.megatron={overlap_grad_reduce: true, bucket_size: 1000000, pad_buckets_for_high_nccl_busbw: true}",
         "quantization.ignore=[lm_head, 're:.*down_proj', model.layers.1.self_attn.q_proj]",
         "run.seed=4294967295",
         "run.stop=null; run.stop.eval/reward_mean=3",
@@ -114,12 +128,19 @@ def test_the_sources_are_the_packages() -> None:
     """What is read from source is what the classes have; vLLM's own import takes seconds, so its file stands for it."""
     from dataclasses import fields
 
+    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    for files, real in ((_TRANSFORMER, TransformerConfig), (_OPTIMIZER, OptimizerConfig)):
+    sources = (
+        (_TRANSFORMER, TransformerConfig),
+        (_OPTIMIZER, OptimizerConfig),
+        (_REPLICAS, DistributedDataParallelConfig),
+    )
+    for files, real in sources:
         read = foreign.fields_of("megatron.core", files, _CLASSES)
         assert {field.name for field in fields(real) if not field.name.startswith("_")} <= read.keys()
+    assert foreign.fields_of("megatron.core", _OPTIMIZER + _REPLICAS, _CLASSES).keys() >= _REPLICAS_OWNED.keys()
     arguments = foreign.fields_of("vllm", ("engine/arg_utils.py",), ("EngineArgs",))
     assert {"max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes", "hf_overrides"} <= arguments.keys()
     assert foreign.fields_of("no_such_package", (), ()) is None

@@ -163,7 +163,7 @@ ADVICE = [
 SECTIONS = "|".join(field.name for field in fields(Config))
 MEGATRON = {
     "learner.megatron": ("transformer/transformer_config.py", "model_parallel_config.py"),
-    "optim.megatron": ("optimizer/optimizer_config.py",),
+    "optim.megatron": ("optimizer/optimizer_config.py", "distributed/distributed_data_parallel_config.py"),
 }
 
 
@@ -171,7 +171,7 @@ def passed_through(key: str) -> bool:
     section, _, name = key.rpartition(".")
     if section == "sampler.vllm":
         return name in (fields_of("vllm", ("engine/arg_utils.py",), ("EngineArgs",)) or {})
-    classes = ("TransformerConfig", "ModelParallelConfig", "OptimizerConfig")
+    classes = ("TransformerConfig", "ModelParallelConfig", "OptimizerConfig", "DistributedDataParallelConfig")
     return section in MEGATRON and name in (fields_of("megatron.core", MEGATRON[section], classes) or {})
 
 

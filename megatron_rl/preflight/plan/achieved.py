@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import Config, RolloutSource
+from megatron_rl.learner.operations import operations
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.plan.engine_memory import GIB
 from megatron_rl.preflight.plan.roles import roles
 from megatron_rl.preflight.plan.time import TERA
-from megatron_rl.preflight.plan.workload import operations
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import LearnerSection, OptimSection
-from megatron_rl.learner import limits
+from megatron_rl.learner import limits, logit_chunks
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.plan import activations
@@ -16,7 +16,6 @@ MASTERS_AND_MOMENTS = 12  # bytes for each parameter: FP32 copy, two moments; on
 MOMENTS = 8  # an FP32 learner needs no copy
 GRADIENT = 4  # summed in FP32, a whole one on every rank
 FP8_COPIES = 2  # bytes for each element of a matrix: as it is, and transposed
-LOGIT_CHUNKS = 3 * (8 << 20)  # FP32 copies of some rows: learner/logprobs.py
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class LearnerMemory:
     recomputed: float  # layers that backward computes again
     gradients_of_layer: float  # what comes and goes inside a layer
     forward: float  # what comes and goes inside a pass without a gradient, logits included
+    logit_chunks: float  # FP32 copies of some rows of logits
 
     @property
     def static(self) -> float:
@@ -42,7 +42,7 @@ class LearnerMemory:
     @property
     def of_logits(self) -> float:
         """At the end of a forward pass: logits, their gradient, and what is worked on in FP32."""
-        return self.head + 2 * self.logits + LOGIT_CHUNKS if self.logits else 0.0
+        return self.head + 2 * self.logits + self.logit_chunks
 
     @property
     def dynamic(self) -> float:
@@ -72,6 +72,7 @@ def of_stage(
     norms, logits = activations.head(shape, layout, training, pack) if last else (0.0, 0.0)
     weights = training.width * mine.count
     cast = FP8_COPIES * mine.linear if training.fp8 else 0
+    copies = logit_chunks.COPIES * min(logit_chunks.chunk_bytes(host), logits / training.width * logit_chunks.FP32)
     step = _step(model, training, pack)
     return LearnerMemory(
         stage=stage,
@@ -84,7 +85,8 @@ def of_stage(
         logits=logits,
         recomputed=pack.tokens * again,
         gradients_of_layer=step,
-        forward=pack.tokens * kept.layer + step + (norms + logits + LOGIT_CHUNKS if last else 0),
+        forward=pack.tokens * kept.layer + step + norms + logits + copies,
+        logit_chunks=copies,
     )
 
 

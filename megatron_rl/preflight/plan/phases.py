@@ -14,7 +14,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.placement import RANK_GIB
 from megatron_rl.preflight.plan.engine_memory import GIB, EngineMemory
-from megatron_rl.preflight.plan.learner_memory import LOGIT_CHUNKS, LearnerMemory
+from megatron_rl.preflight.plan.learner_memory import LearnerMemory
 from megatron_rl.preflight.plan.weights import BF16, EngineWeights
 
 PHASES = ("rollout", "prox", "update", "sync", "save")
@@ -67,7 +67,7 @@ def learner_phases(memory: LearnerMemory, model: Model, host: bool = False) -> d
         "reference policy": memory.reference,
         **({"process": RANK_GIB * GIB} if host else runtime),
     }
-    logits = 2 * memory.logits + LOGIT_CHUNKS if memory.logits else 0.0
+    logits = 2 * memory.logits + memory.logit_chunks
     at_logits = memory.of_logits >= memory.recomputed + memory.gradients_of_layer
     update = {
         "activations": memory.activations + (memory.head if at_logits else 0.0),

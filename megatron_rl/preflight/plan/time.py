@@ -8,6 +8,7 @@ from math import log2
 from megatron_rl.config import prox_pass
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.schema import Config, Format, Transport
+from megatron_rl.learner.operations import Operations, operations
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Gpu
@@ -16,7 +17,7 @@ from megatron_rl.preflight.plan.engine_memory import EngineMemory
 from megatron_rl.preflight.plan.learner_memory import GRADIENT, MASTERS_AND_MOMENTS, chosen
 from megatron_rl.preflight.plan.roles import Roles
 from megatron_rl.preflight.plan.weights import BF16, EngineWeights, held
-from megatron_rl.preflight.plan.workload import Assumptions, Operations, Workload, operations
+from megatron_rl.preflight.plan.workload import Assumptions, Workload
 
 TERA, GIGA = 1e12, 1e9
 # verl's pull request 7519 (Qwen3-8B): even at so many tokens of a step, 12 to 18 % of an update at 3.4 million

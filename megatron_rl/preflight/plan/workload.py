@@ -1,4 +1,4 @@
-"""What a step has to do: sequences, tokens, micro-batches, and how many operations a token costs."""
+"""What a step has to do: sequences, tokens, micro-batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from megatron_rl.config.schema import LearnerSection, RolloutSection
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.plan.activations import Pack
-from megatron_rl.preflight.plan.learner_memory import chosen
 
 WAITING_TOKEN = 13  # bytes: id, logprob, mask, text
 WAITING_ANSWER = 4096  # bytes: objects, and what a reward measured
@@ -80,33 +79,3 @@ class Workload:
         tokens = max(self.longest, min(learner.tokens_per_microbatch, rows * self.longest))
         share = 1 - self.prompt / max(self.longest, 1)  # prompts may be short
         return Pack(tokens, max(tokens * share, 1), self.longest)
-
-
-@dataclass(frozen=True)
-class Operations:
-    """Of a token's forward pass, in floating-point operations."""
-
-    dense: float  # in matrices that every token meets
-    experts: float
-    head: float  # only for tokens of answers
-    attention: float  # at the mean length
-
-    @property
-    def body(self) -> float:
-        return self.dense + self.experts + self.attention
-
-
-def operations(model: Model, length: float) -> Operations:
-    """A matrix costs two for each element; attention looks back at half of the sequence, twice."""
-    shape = model.shape
-    projections = shape.hidden * (2 * shape.size("q") + 2 * shape.size("kv"))
-    if shape.experts:
-        mlp, experts = shape.hidden * shape.experts, 3 * shape.hidden * shape.expert_ffn * chosen(model)
-    else:
-        mlp, experts = 3 * shape.hidden * shape.ffn, 0
-    return Operations(
-        dense=2.0 * shape.layers * (projections + mlp),
-        experts=2.0 * shape.layers * experts,
-        head=2.0 * shape.hidden * shape.vocab,
-        attention=2.0 * shape.layers * shape.size("q") * length,
-    )

@@ -1,0 +1,100 @@
+"""What goes to a device goes in one copy, and is the same there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from learner_cases import make_batch, make_targets, with_kept
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.learner.minibatch import loss_inputs
+from megatron_rl.learner.one_copy import ALIGNMENT, buffer, in_one_copy, views
+from megatron_rl.learner.packing import Pack, pack
+
+HOST, DEVICE = torch.device("cpu"), torch.device("meta")  # the latter has shapes and no content
+OF_HOSTS = ("padded_index_X", "packed_index_S", "blanks")
+
+
+class Copies(TorchDispatchMode):
+    """Counts what is moved to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and "device" in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_kind_of_tensor_comes_back() -> None:
+    tensors = {
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "flags": torch.tensor([[True, False, True]]),
+        "none": torch.zeros(0, 3, dtype=torch.int64),
+        "numbers": torch.arange(7, dtype=torch.int64),
+        "one": torch.tensor(3.5),
+        "bf16": torch.randn(3, 3).bfloat16(),
+        "a view": torch.randn(4, 6)[:, 1:4],
+        "a column": torch.randn(4, 6).t()[2],
+    }
+    held = buffer(tensors)
+    found = views(held, tensors)
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        if tensor.numel():
+            assert (found[name].data_ptr() - held.data_ptr()) % ALIGNMENT == 0, name
+            assert found[name].untyped_storage().data_ptr() == held.data_ptr(), name
+
+
+def test_on_a_host_nothing_is_copied() -> None:
+    tensors = {"tokens": torch.arange(5), "mask": torch.ones(3, dtype=torch.bool)}
+    found = in_one_copy(tensors, HOST)
+    assert all(found[name] is tensor for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_pack_moves_in_one_copy(kept: bool) -> None:
+    made = pack(with_kept(make_batch()) if kept else make_batch(), [0, 2, 3, 7])
+    with Copies() as copies:
+        moved = made.to(DEVICE)
+    assert copies.count == 1
+    for name, value in vars(made).items():
+        there = getattr(moved, name)
+        if not isinstance(value, torch.Tensor):
+            assert there == value, name
+        elif name in OF_HOSTS:
+            assert there is value, name
+        else:
+            assert (there.device.type, there.dtype, there.shape) == ("meta", value.dtype, value.shape), name
+    assert (moved.kept_NK is None) is (not kept)
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
+    batch = make_batch()
+    targets = make_targets(batch, torch.rand(batch.mask_BT.shape) if anchored else None)  # type: ignore[arg-type]
+    mine = pack(batch, [1, 4, 6])
+    logprobs_bT = torch.zeros(3, mine.horizon)
+    with Copies() as copies:
+        moved = loss_inputs(targets, mine, logprobs_bT, DEVICE)
+    assert copies.count == 1
+    here = loss_inputs(targets, mine, logprobs_bT, HOST)
+    for name, value in vars(here).items():
+        there = getattr(moved, name)
+        if name == "logprobs_BT" or value is None:
+            assert there is value, name
+        else:
+            assert (there.device.type, there.dtype, there.shape) == ("meta", value.dtype, value.shape), name
+    _check_rows(here, targets, mine)
+
+
+def _check_rows(found: Any, targets: Any, mine: Pack) -> None:
+    rows = list(mine.rows)
+    assert torch.equal(found.weights_BT, targets.weights_BT[rows, : mine.horizon])
+    assert torch.equal(found.prompt_ids_B, targets.batch.groups_B[rows])
+    assert torch.equal(found.advantages_B, targets.advantages_B[rows])
+    assert found.mask_BT.dtype == torch.bool and found.entropy_BT is None
