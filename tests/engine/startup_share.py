@@ -1,6 +1,6 @@
 """Asks vLLM whether it would start with a share of a GPU: `python startup_share.py CASES_JSON`.
 
-A case is [share, free bytes, all bytes]. Prints what it answers: the bytes that it would take, or what it says against it.
+A case is [share, free bytes, all bytes]. Prints the bytes that it would take, or what it says against them.
 """
 
 import json
