@@ -14,7 +14,7 @@ from megatron_rl.models.mapping import parameters
 from megatron_rl.models.model import Model
 from megatron_rl.preflight import disk
 from megatron_rl.preflight.machine import Machine
-from megatron_rl.preflight.plan import learner_memory, phases
+from megatron_rl.preflight.plan import learner_memory, phases, replicas
 from megatron_rl.preflight.plan.activations import Pack
 from megatron_rl.preflight.plan.engine_memory import GIB, EngineMemory, of_engine, utilization
 from megatron_rl.preflight.plan.learner_memory import LearnerMemory
@@ -75,6 +75,9 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
     if machine.gpu is not None:
         weights = engine_weights(model.shape, format, config.quantization.ignore)
         time = step_time(config, model, machine.gpu, found, engine, weights, assumed)
+    notes = list(_notes(found, model, machine, engine, work, config, memory))
+    if machine.gpu is not None and time is not None and limit:
+        notes += replicas.faster(config, model, machine.gpu, found, longest(config), limit, time, assumed)
     count = parameters(model.shape)
     return Plan(
         parameters=count,
@@ -90,7 +93,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
         kept_gib=disk.PARAMETER[config.learner.precision] * count / GIB,
         assumed=assumed,
         problems=tuple(problems),
-        notes=tuple(_notes(found, model, machine, engine, work, config, memory)),
+        notes=tuple(notes),
     )
 
 
