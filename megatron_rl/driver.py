@@ -27,6 +27,7 @@ from megatron_rl.models.kept_state import look_into
 from megatron_rl.preflight.machine import detect
 from megatron_rl.preflight.plan.achieved import Achieved, memory_peaks
 from megatron_rl.preflight.plan.kept import keep
+from megatron_rl.preflight.plan.workload import PROBE_PROMPTS, PROBE_TOKENS
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs import checkpoints
@@ -43,9 +44,7 @@ from megatron_rl.sampler.protocol import Sampler, SamplerStats
 from megatron_rl.sampler.sleep_schedule import SleepSchedule
 from megatron_rl.types import Batch, Rollout, Scored, collate
 
-PROBE_PROMPTS = 64  # one answer each: where a format errs at a prompt, it errs in all of its answers
 PROBE_SAMPLES = 1
-PROBE_TOKENS = 128  # of a response, at most
 LOOK_TOKENS = 32  # of a prompt, and of its answer, whose values are compared at every point
 CALIBRATION_PROMPTS = 64
 
@@ -174,6 +173,7 @@ class Driver:
             max_response_tokens=min(config.rollout.max_response_tokens, PROBE_TOKENS),
         )
         self._probe_params = sampling_params(short, tokenizer.stop_token_ids)
+        self._sleep_schedule.sleep()  # vLLM has measured what it may take: now the learner may take what it needs
 
     def _open_batches(self, order: PromptOrder) -> Ahead | InTurn:
         config, scorer = self._config, self._scorer

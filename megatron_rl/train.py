@@ -266,10 +266,10 @@ def publish(
     first: bool = False,
 ) -> dict[str, float]:
     """The policy into the sampler, where it is due; then, where that is due, the proof that it arrived."""
+    learner.make_room()  # without a sync the engine wakes for its next answers
     if step % section.every and step != end and not first:  # the last evaluation is of the last policy
         return {}
     with driver.recorder.phase("sync"):
-        learner.make_room()
         try:
             with driver.syncing():
                 report = sync.push(step)

@@ -7,12 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands.recipe import recipe_arguments, rewards_beside
 from megatron_rl.config import ConfigError, cluster, load, read, to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.processes import slurm
+
+if TYPE_CHECKING:
+    from megatron_rl.preflight.checks import Checked
 
 
 def add(commands: Any) -> None:
@@ -62,19 +65,16 @@ def _own_machine(options: argparse.Namespace) -> str:
 
 def check_run(config: Config, found: Sequence[str] = ()) -> None:
     """Everything that `run` checks before it starts or writes anything."""
-    from megatron_rl.preflight.checks import check
-
-    check(config, found)
+    _checked(config, found)
     _check_place(config)
 
 
 def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
     """What a run would do, here or on a machine that is only named."""
-    from megatron_rl.preflight.checks import check
     from megatron_rl.preflight.machine import named
     from megatron_rl.preflight.summary import describe
 
-    checked = check(config, found, named(on) if on else None)
+    checked = _checked(config, found, on=named(on) if on else None)
     if on is None:
         _check_place(config)
     print(describe(config, checked))
@@ -85,9 +85,7 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
     """Checks a configuration, then runs it; `found` are the problems that its file has by itself."""
     if attempts < 1 or (attempts > 1 and ranks != "local"):
         raise ConfigError(f"--attempts {attempts}: at least 1, and for --ranks local; a batch script queues again")
-    from megatron_rl.preflight.checks import check
-
-    checked, first = check(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
+    checked, first = _checked(config, found, here=ranks == "local"), ranks == "local" or _rank(ranks) == 0
     for note in checked.notes if first else ():
         print(f"note: {note}", file=sys.stderr)
     _check_place(config, writes=first)
@@ -103,6 +101,17 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
     with entered():
         run_rank(config, Path(config.run.root) / str(config.run.name))
     return 0
+
+
+def _checked(config: Config, found: Sequence[str], **given: Any) -> Checked:
+    """What can be checked, then what can be reckoned: a plan is of sizes that go together."""
+    from megatron_rl.preflight.checks import check
+    from megatron_rl.preflight.plan.plan import share_problems
+
+    checked = check(config, found, **given)
+    if problems := share_problems(config, checked.policy.hf_config, checked.machine):
+        raise ConfigError("\n".join(problems))
+    return checked
 
 
 def _ranks_of_starter(config: Config, ranks: str) -> None:

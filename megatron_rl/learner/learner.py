@@ -45,6 +45,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
     Sleep,
 )
+from megatron_rl.distributed import exchange
 from megatron_rl.learner import limits, weights
 from megatron_rl.learner.activation_stats import ActivationStats
 from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
@@ -476,7 +477,7 @@ class Learner:
         """On every rank, before an engine that slept takes its memory on these devices back."""
         if self.device.type != "cpu" and self.engine_sleeps:
             torch.cuda.empty_cache()
-            self.broadcast()  # no rank is still holding on when the driver goes ahead
+            exchange(None)  # no rank is still holding on when the driver goes ahead
 
     def close(self) -> None:
         leave()

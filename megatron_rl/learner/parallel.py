@@ -47,15 +47,15 @@ class LearnerRank:
         self.layout = layout
         self._check(learner)
         self.place = layout.place(self.rank)
-        self.device = _device()
         _limit_threads(int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
         with _meeting():
-            self._find_others(learner)
+            _join(self.rank, self.world_size, self._limit)
+            self.device = _device()  # rank 0 comes when an engine that shares the GPUs sleeps: none is touched before
+            self._form_groups(learner)
         require_same_place(self.place, megatron_place())
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
-    def _find_others(self, learner: LearnerSection) -> None:
-        _join(self.rank, self.world_size, self._limit)
+    def _form_groups(self, learner: LearnerSection) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=learner.tensor_parallel,
             pipeline_model_parallel_size=learner.pipeline_parallel,

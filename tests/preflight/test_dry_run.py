@@ -1,6 +1,7 @@
 """What learner and engine would refuse later, and machines that are only named: found by the dry run, all at once."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -143,10 +144,15 @@ def test_shares_and_sleep_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    dry_run(capsys, "dapo_int8.yaml", "1x8xH100", "learner.data_parallel=2")  # it names gpu_memory_utilization
-    alone = ["learner.data_parallel=2", "sampler.vllm.gpu_memory_utilization=null", "sampler.sleep=offload"]
-    dry_run(capsys, "dapo_int8.yaml", "1x8xH100", *alone)
-    dry_run(capsys, "dapo_int8.yaml", "2x8xH100", "learner.data_parallel=4")
+    together, share = ("learner.data_parallel=2", "sampler.sleep=offload"), "sampler.vllm.gpu_memory_utilization"
+    recipe = str(ROOT / "recipes" / "dapo_int8.yaml")
+    for overrides in (together[:1], together, (*together, f"{share}=null")):
+        (line,) = refused(capsys, recipe, "--on", "1x8xH100", *overrides)
+        value, largest = re.search(rf"{share}: (\S+), .* the largest that fits is (\S+)", line).groups()
+        assert value == ("null" if overrides[-1].endswith("null") else "0.9")
+        dry_run(capsys, "dapo_int8.yaml", "1x8xH100", *overrides, f"{share}={largest}")
+    dry_run(capsys, "dapo_int8.yaml", "1x8xH200", *together, f"{share}=0.7")  # more memory
+    dry_run(capsys, "dapo_int8.yaml", "2x8xH100", "learner.data_parallel=4", f"{share}=0.6")
 
 
 def test_a_machine_elsewhere_is_for_dry_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

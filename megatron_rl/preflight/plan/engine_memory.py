@@ -1,4 +1,14 @@
-"""Bytes on one GPU of an engine, and how many tokens and sequences its cache holds."""
+"""Bytes on one GPU of an engine, and how many tokens and sequences its cache holds.
+
+As vLLM 0.32 reckons (v1/worker/gpu_worker.py, v1/worker/utils.py, utils/mem_utils.py): a worker makes its CUDA context
+and NCCL's buffers, and looks at the memory; gpu_memory_utilization times all of it has to be free then, or the start
+ends. Out of that come the weights, the most that a profiling run takes, CUDA graphs, and the cache, which gets the rest
+(or kv_cache_memory_bytes; the share has to be free then, too). So context and NCCL lie beside the share, and what
+another process takes while the engine profiles is taken from the cache.
+
+Asleep (device_allocator/sleep_mode_backend.py, cumem.py) all of the share is given back. Graphs and workspaces wake
+with the weights, the cache apart from them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +25,9 @@ from megatron_rl.preflight.plan.weights import BF16, engine_weights
 
 GIB = 1 << 30
 UTILIZATION = 0.92  # vLLM's own, where sampler.vllm.gpu_memory_utilization names no other
-RUNTIME = 3 * GIB  # CUDA's context, NCCL, CUDA graphs
+CONTEXT = 0.8 * GIB  # CUDA's own, with the kernels of torch, Transformer Engine and cuBLAS
+COMMUNICATOR = 0.3 * GIB  # NCCL's buffers for a group of ranks
+RUNTIME = 2 * GIB  # CUDA graphs, workspaces of kernels
 HOST_RUNTIME = 1.8 * GIB  # of an engine without a GPU, as measured
 ASLEEP = 2 * GIB  # what of them stays
 BATCHED = 4096  # tokens of a step at least: sampler/engine_settings.py
@@ -26,15 +38,13 @@ FP32 = 4
 class EngineMemory:
     """Of one GPU."""
 
+    context: float  # CUDA and NCCL, beside its share of the memory
     weights: float
-    runtime: float  # context, NCCL, graphs, and what a step of the largest batch needs
+    runtime: float  # graphs, and what a step of the largest batch needs
     cache: float
+    unused: float  # of the share, which has to be free at the start: where the cache's size is given
     token: float  # bytes of the cache for one token
     asleep: float  # what it keeps while it sleeps
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.runtime + max(self.cache, 0)
 
     @property
     def tokens(self) -> int:
@@ -58,11 +68,15 @@ def of_engine(
     token = cache_token(shape, tp, quantization.kv_cache)
     cache = given.get("kv_cache_memory_bytes")
     if host:
-        runtime, cache = HOST_RUNTIME, cache or HOST_CACHE_BYTES
-    elif cache is None:
-        share = float(given.get("gpu_memory_utilization") or UTILIZATION)
-        cache = share * capacity - weights - runtime if capacity else 0.0
-    return EngineMemory(weights, runtime, float(cache), token, ASLEEP)
+        return EngineMemory(0.0, weights, HOST_RUNTIME, float(cache or HOST_CACHE_BYTES), 0.0, token, ASLEEP)
+    rest = utilization(sampler) * capacity - weights - runtime if capacity else 0.0
+    cache = rest if cache is None else float(cache)
+    context = CONTEXT + COMMUNICATOR * (tp > 1)
+    return EngineMemory(context, weights, runtime, cache, max(rest - cache, 0.0), token, ASLEEP)
+
+
+def utilization(sampler: SamplerSection) -> float:
+    return float(sampler.vllm.get("gpu_memory_utilization") or UTILIZATION)
 
 
 def cache_token(shape: ModelShape, tp: int, cache: KvCache) -> float:

@@ -1,11 +1,15 @@
-"""The memory of each kind of GPU in each phase of a step, by what it is for, and whether it is there."""
+"""The memory of each kind of GPU at each moment of a run, by what it is for, and whether it is there.
+
+Where an engine sleeps (`sampler.sleep`) it starts alone, and sleeps before the learner is built. It is awake from one
+sync to the end of the next rollout: probe, evaluation and save included.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
+from math import floor, prod
 
 from megatron_rl.config.schema import Sleep, SyncSection, Transport
 from megatron_rl.models.layout import Layout
@@ -13,15 +17,16 @@ from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.placement import RANK_GIB
-from megatron_rl.preflight.plan.engine_memory import GIB, EngineMemory
+from megatron_rl.preflight.plan.engine_memory import COMMUNICATOR, CONTEXT, GIB, EngineMemory
 from megatron_rl.preflight.plan.learner_memory import LearnerMemory
 from megatron_rl.preflight.plan.weights import BF16, EngineWeights
 
-PHASES = ("rollout", "prox", "update", "sync", "save")
+PHASES = ("rollout", "prox", "update", "sync", "save")  # of a step, that take time
+MOMENTS = ("start", "rollout", "prox", "update", "sync", "probe", "save")
+CACHE = "engine: cache"
+SHARE = ("engine: weights", "engine: runtime", CACHE, "engine: unused")  # what gpu_memory_utilization is a share for
 USABLE = 0.99  # of what a GPU is sold with
 TIGHT = 0.05  # of it: a smaller margin is called tight
-CONTEXT = 0.8 * GIB  # CUDA's own, with the kernels of torch, Transformer Engine and cuBLAS
-COMMUNICATOR = 0.3 * GIB  # NCCL's buffers for a group of ranks
 SLACK = 0.06  # of what comes and goes: what torch's allocator holds and cannot use
 BUCKETS = 2 * (64 << 20)  # weight_sync/buckets.py
 
@@ -57,8 +62,13 @@ class Memory:
         return "tight" if self.margin < TIGHT * self.limit else "fits"
 
 
-def learner_phases(memory: LearnerMemory, model: Model, host: bool = False) -> dict[str, dict[str, float]]:
-    """Of a GPU that works for the learner alone, or of a rank on a host."""
+def learner_phases(
+    memory: LearnerMemory, model: Model, probe: float, host: bool = False, waits: bool = False
+) -> dict[str, dict[str, float]]:
+    """Of a GPU that works for the learner alone, or of a rank on a host.
+
+    `probe`: what comes and goes in its forward pass. `waits`: until an engine that has started sleeps.
+    """
     runtime = {"CUDA, NCCL": CONTEXT + COMMUNICATOR * communicators(model.layout)}
     held = {
         "weights": memory.weights,
@@ -75,13 +85,16 @@ def learner_phases(memory: LearnerMemory, model: Model, host: bool = False) -> d
         "recomputed layers": 0.0 if at_logits else memory.recomputed + memory.gradients_of_layer,
     }
     passing = {
+        "start": {},
         "rollout": {},
         "prox": {"forward pass": memory.forward, "reference policy": memory.reference},
         "update": update,
         "sync": {"sync": staging(model)},
+        "probe": {"forward pass": probe},
         "save": {},
     }
-    return {phase: _together(held, passing[phase]) for phase in PHASES}
+    found = {moment: _together(held, passing[moment]) for moment in MOMENTS}
+    return found | ({"start": {}} if waits else {})
 
 
 def _together(held: Mapping[str, float], passing: Mapping[str, float]) -> dict[str, float]:
@@ -113,16 +126,32 @@ def engine_phases(
     engine: EngineMemory, weights: EngineWeights, sync: SyncSection, sleep: Sleep
 ) -> dict[str, dict[str, float]]:
     """What an engine adds to its GPU."""
-    awake = {"engine: weights": engine.weights, "engine: runtime": engine.runtime, "engine: cache": engine.cache}
+    loaded = {"engine: weights": engine.weights, "engine: runtime": engine.runtime}
+    loaded |= {"engine: CUDA, NCCL": engine.context} if engine.context else {}
+    awake = loaded | {CACHE: engine.cache}
+    start = awake | ({"engine: unused": engine.unused} if engine.unused else {})
     whole = weights.whole + weights.split + weights.key_value
     staged = {"engine: next weights": float(whole)} if sync.staged and sync.transport != Transport.file else {}
-    asleep = {"engine: asleep": engine.asleep}
     if sleep == Sleep.none:
-        return {phase: awake | (staged if phase == "sync" else {}) for phase in PHASES}
-    at_sync = {"engine: weights": engine.weights, "engine: runtime": engine.runtime} | staged
-    return {"rollout": awake, "prox": asleep, "update": asleep, "sync": at_sync, "save": asleep}
+        return dict.fromkeys(MOMENTS, awake) | {"start": start, "sync": awake | staged}
+    asleep = {"engine: asleep": engine.asleep}
+    learning = {"prox": asleep, "update": asleep, "sync": loaded | staged}
+    return dict.fromkeys(MOMENTS, awake) | {"start": start} | learning
 
 
 def joined(*each: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Phases of learner and engine on one GPU."""
-    return {phase: {part: n for one in each for part, n in one[phase].items()} for phase in PHASES}
+    """Moments of learner and engine on one GPU."""
+    return {moment: {part: n for one in each for part, n in one[moment].items()} for moment in MOMENTS}
+
+
+def largest_share(memory: Memory, spare: float = 0.0) -> float | None:
+    """The largest sampler.vllm.gpu_memory_utilization, in hundredths, that leaves every moment room.
+
+    `spare`: of the GPU's memory, to be left over. None: no cache that grows with it, or the memory is not known. A
+    moment without the cache is the same with every value.
+    """
+    moments = [parts for parts in memory.phases.values() if CACHE in parts]
+    if memory.limit is None or not moments:
+        return None
+    beside = max(sum(nbytes for part, nbytes in parts.items() if part not in SHARE) for parts in moments)
+    return floor((1 - spare - beside / memory.limit) * 100) / 100

@@ -8,20 +8,23 @@ from typing import Any
 
 from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.fleet import distinct_formats, max_sequences
-from megatron_rl.config.schema import Config, Device, Format
+from megatron_rl.config.schema import Config, Device, Format, Sleep
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.model import Model
 from megatron_rl.preflight import disk
 from megatron_rl.preflight.machine import Machine
-from megatron_rl.preflight.plan import learner_memory, phases
-from megatron_rl.preflight.plan.engine_memory import GIB, EngineMemory, of_engine
+from megatron_rl.preflight.plan import learner_memory, phases, replicas
+from megatron_rl.preflight.plan.activations import Pack
+from megatron_rl.preflight.plan.engine_memory import GIB, EngineMemory, of_engine, utilization
 from megatron_rl.preflight.plan.learner_memory import LearnerMemory
-from megatron_rl.preflight.plan.phases import Memory, engine_phases, joined, learner_phases
+from megatron_rl.preflight.plan.phases import CACHE, Memory, engine_phases, joined, largest_share, learner_phases
 from megatron_rl.preflight.plan.roles import Roles, roles
 from megatron_rl.preflight.plan.time import StepTime, step_time
 from megatron_rl.preflight.plan.weights import engine_weights
-from megatron_rl.preflight.plan.workload import Assumptions, Workload
+from megatron_rl.preflight.plan.workload import Assumptions, Workload, probe_pack
+
+SHARE_KEY = "sampler.vllm.gpu_memory_utilization"
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,14 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
     format = distinct_formats(config.sampler, config.quantization)[0]
     engine = of_engine(model, config.sampler, config.quantization, format, longest(config), limit, host)
     memory = _memory(config, model, machine, found, work, engine, format, limit)
-    problems = [*_too_much(config, memory), *_too_little(engine, work, limit)]
+    problems = [*_too_much(memory, _shares(config, engine, memory, work)), *_too_little(engine, work, limit)]
     time = None
     if machine.gpu is not None:
         weights = engine_weights(model.shape, format, config.quantization.ignore)
         time = step_time(config, model, machine.gpu, found, engine, weights, assumed)
+    notes = list(_notes(found, model, machine, engine, work, config, memory))
+    if machine.gpu is not None and time is not None and limit:
+        notes += replicas.faster(config, model, machine.gpu, found, longest(config), limit, time, assumed)
     count = parameters(model.shape)
     return Plan(
         parameters=count,
@@ -87,8 +93,16 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
         kept_gib=disk.PARAMETER[config.learner.precision] * count / GIB,
         assumed=assumed,
         problems=tuple(problems),
-        notes=tuple(_notes(found, model, machine, engine, work, config, memory)),
+        notes=tuple(notes),
     )
+
+
+def share_problems(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> list[str]:
+    """Of sampler.vllm.gpu_memory_utilization, where GPUs are shared: what a run would find out at its first sync."""
+    if not machine.gib or not roles(Layout.from_config(config.learner), config.sampler, machine.gpus).shared:
+        return []
+    made = plan(config, hf_config, machine)
+    return [line for line in made.problems if line.startswith(SHARE_KEY)]
 
 
 def longest(config: Config) -> int:
@@ -107,7 +121,11 @@ def _memory(
     limit: float | None,
 ) -> list[Memory]:
     host = machine.kind == Device.cpu
-    of_learner = learner_phases(heaviest(config, model, work, host), model, host)
+    probe = max(
+        one.forward for one in _stages(config, model, probe_pack(config.rollout, config.learner, model), 1, host)
+    )
+    waits = config.sampler.sleep != Sleep.none
+    of_learner = learner_phases(heaviest(config, model, work, host), model, probe, host, waits)
     weights = engine_weights(model.shape, format, config.quantization.ignore)
     of_engine = engine_phases(engine, weights, config.sync, config.sampler.sleep)
     kinds = {"learner": of_learner, "learner and engine": joined(of_learner, of_engine), "engine": of_engine}
@@ -117,16 +135,14 @@ def _memory(
 
 def heaviest(config: Config, model: Model, work: Workload, host: bool) -> LearnerMemory:
     """The pipeline stage that needs the most."""
-    of_stages = learner_memory.stages(
-        model,
-        config.learner,
-        config.optim,
-        work.worst_pack(config.learner, model),
-        work.packs(config.learner, model),
-        host=host,
-        reference=bool(config.loss.kl_coef),
-    )
+    packs = work.packs(config.learner, model)
+    of_stages = _stages(config, model, work.worst_pack(config.learner, model), packs, host)
     return max(of_stages, key=lambda one: one.static + max(one.dynamic, one.forward))
+
+
+def _stages(config: Config, model: Model, pack: Pack, packs: int, host: bool) -> list[LearnerMemory]:
+    given = {"host": host, "reference": bool(config.loss.kl_coef)}
+    return learner_memory.stages(model, config.learner, config.optim, pack, packs, **given)
 
 
 def _cache(config: Config, engine: EngineMemory, work: Workload) -> Cache:
@@ -134,18 +150,37 @@ def _cache(config: Config, engine: EngineMemory, work: Workload) -> Cache:
     return Cache(tokens, int(tokens / work.longest), int(tokens / work.length), max_sequences(config.sampler))
 
 
-def _too_much(config: Config, memory: Sequence[Memory]) -> list[str]:
-    found = []
+def _shares(config: Config, engine: EngineMemory, memory: Sequence[Memory], work: Workload) -> dict[str, str]:
+    """By kind of GPU: what is wrong with the engine's share of it, where another value would do."""
+    found = {}
+    given, least = config.sampler.vllm, engine.weights + engine.runtime + work.longest * engine.token
     for one in memory:
-        if one.margin is not None and one.margin < 0 and one.limit is not None:
+        largest = largest_share(one)
+        if largest is None or one.limit is None or CACHE not in one.phases[one.peak_phase] or one.peak <= one.limit:
+            continue
+        if given.get("kv_cache_memory_bytes") is None and largest * one.limit >= least:
+            beside = sum(n for part, n in one.phases[one.peak_phase].items() if not part.startswith("engine: "))
+            keeps = f"the learner keeps {beside / GIB:.1f}" if beside else "the rest is the engine's own, too"
+            found[one.kind] = (
+                f"{SHARE_KEY}: {given.get('gpu_memory_utilization') or 'null'}, so that an engine takes "
+                f"{utilization(config.sampler):.0%} of {one.limit / GIB:.1f} GiB and {engine.context / GIB:.1f} beside "
+                f"it, but in {one.peak_phase} {keeps}; the largest that fits is {largest:.2f}"
+            )
+    return found
+
+
+def _too_much(memory: Sequence[Memory], shares: Mapping[str, str]) -> Iterator[str]:
+    for one in memory:
+        if one.kind in shares:
+            yield shares[one.kind]
+        elif one.margin is not None and one.margin < 0 and one.limit is not None:
             parts = sorted(one.phases[one.peak_phase].items(), key=lambda part: -part[1])[:3]
             most = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in parts)
-            found.append(
+            yield (
                 f"memory: a GPU of {one.kind} needs {one.peak / GIB:.1f} GiB in {one.peak_phase}, and has "
                 f"{one.limit / GIB:.1f}; the most of it: {most} GiB. `megatron-rl plan --suggest` looks for layouts "
                 "that fit"
             )
-    return found
 
 
 def _notes(
@@ -176,7 +211,7 @@ def _too_little(engine: EngineMemory, work: Workload, limit: float | None) -> li
     if limit is None or engine.tokens >= work.longest:
         return []
     return [
-        f"sampler.vllm.gpu_memory_utilization: {engine.tokens:,} tokens of cache are left beside "
+        f"{SHARE_KEY}: {engine.tokens:,} tokens of cache are left beside "
         f"{engine.weights / GIB:.1f} GiB of weights, and one prompt with its answer takes {work.longest:,}; raise "
         "it, or sampler.tensor_parallel"
     ]

@@ -16,7 +16,7 @@ from megatron_rl.preflight.machine import Machine
 from megatron_rl.preflight.plan import candidates
 from megatron_rl.preflight.plan.candidates import SPLIT, Candidate, with_share
 from megatron_rl.preflight.plan.engine_memory import GIB
-from megatron_rl.preflight.plan.phases import TIGHT, USABLE
+from megatron_rl.preflight.plan.phases import TIGHT, USABLE, largest_share
 from megatron_rl.preflight.plan.plan import Plan, heaviest, plan
 from megatron_rl.preflight.plan.time import learning
 from megatron_rl.preflight.plan.workload import Assumptions, Workload
@@ -93,12 +93,7 @@ def _with_room(
         return candidate
     alone = plan(with_share(candidate, base, SPLIT).config, hf_config, machine, assumed)
     (memory,) = [one for one in alone.memory if one.kind == "learner and engine"]
-    phases = {
-        phase: sum(nbytes for part, nbytes in parts.items() if not part.startswith("engine"))
-        for phase, parts in memory.phases.items()
-    }
-    awake = phases["rollout"] if candidate.way == "in turns" else max(phases.values())
-    share = int(20 * ((USABLE * (1 - TIGHT)) - awake / (machine.gib * GIB))) / 20
+    share = int(20 * (largest_share(memory, TIGHT) or 0)) / 20
     return with_share(candidate, base, min(share, SPLIT)) if share >= LEAST_SHARE else None
 
 

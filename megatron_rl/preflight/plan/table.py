@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_rl.config.schema import Config, InFlight, RolloutSection
 from megatron_rl.preflight.plan.engine_memory import GIB
-from megatron_rl.preflight.plan.phases import PHASES, Memory
+from megatron_rl.preflight.plan.phases import MOMENTS, PHASES, Memory
 from megatron_rl.preflight.plan.plan import Plan
 from megatron_rl.preflight.plan.time import FP8_PAYS, StepTime
 from megatron_rl.runs.console import duration, table
@@ -38,10 +38,10 @@ def _who(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _memory(memory: Memory) -> list[str]:
-    parts = dict.fromkeys(part for phase in PHASES for part in memory.phases[phase])
-    head = (f"{memory.what}: {memory.kind} ({memory.gpus})", *PHASES)
-    rows = [(part, *(_gib(memory.phases[phase].get(part, 0.0)) for phase in PHASES)) for part in parts]
-    rows.append(("all, in GiB", *(_gib(sum(memory.phases[phase].values())) for phase in PHASES)))
+    parts = dict.fromkeys(part for phase in MOMENTS for part in memory.phases[phase])
+    head = (f"{memory.what}: {memory.kind} ({memory.gpus})", *MOMENTS)
+    rows = [(part, *(_gib(memory.phases[phase].get(part, 0.0)) for phase in MOMENTS)) for part in parts]
+    rows.append(("all, in GiB", *(_gib(sum(memory.phases[phase].values())) for phase in MOMENTS)))
     most = sorted(memory.phases[memory.peak_phase].items(), key=lambda part: -part[1])[:3]
     told = ", ".join(f"{part} {nbytes / memory.peak:.0%}" for part, nbytes in most)
     lines = table(head, rows)

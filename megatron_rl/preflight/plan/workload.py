@@ -8,6 +8,8 @@ from megatron_rl.config.schema import LearnerSection, RolloutSection
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.plan.activations import Pack
 
+PROBE_PROMPTS = 64  # one answer each: where a format errs at a prompt, it errs in all of its answers
+PROBE_TOKENS = 128  # of a response, at most
 WAITING_TOKEN = 13  # bytes: id, logprob, mask, text
 WAITING_ANSWER = 4096  # bytes: objects, and what a reward measured
 
@@ -79,3 +81,11 @@ class Workload:
         tokens = max(self.longest, min(learner.tokens_per_microbatch, rows * self.longest))
         share = 1 - self.prompt / max(self.longest, 1)  # prompts may be short
         return Pack(tokens, max(tokens * share, 1), self.longest)
+
+
+def probe_pack(rollout: RolloutSection, learner: LearnerSection, model: Model) -> Pack:
+    """The fullest of a probe's forward pass: short answers, to prompts of any length."""
+    response = min(PROBE_TOKENS, rollout.max_response_tokens)
+    longest, rows = rollout.max_prompt_tokens + response, -(-PROBE_PROMPTS // model.layout.dp)
+    tokens = max(longest, min(learner.tokens_per_microbatch, rows * longest))
+    return Pack(tokens, min(tokens, rows * response), longest)

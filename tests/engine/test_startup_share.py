@@ -1,0 +1,41 @@
+"""vLLM's own look at the memory when an engine starts, against the plan's moment of that name."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from preloaded import run
+
+from megatron_rl.config import load
+from megatron_rl.preflight.files import read_card
+from megatron_rl.preflight.machine import named
+from megatron_rl.preflight.plan.phases import SHARE, Memory, largest_share
+from megatron_rl.preflight.plan.plan import plan
+
+ROOT = Path(__file__).parents[2]
+
+
+def engine_alone(recipe: str, overrides: list[str]) -> Memory:
+    config = load(ROOT / "recipes" / recipe, overrides)
+    made = plan(config, read_card(config.model.path), named("1x8xH100-80"))
+    return next(one for one in made.memory if one.kind == "engine")
+
+
+@pytest.mark.engine
+def test_vllm_starts_with_the_largest_share_of_the_plan_and_not_with_the_next() -> None:
+    given = ["sampler.vllm.kv_cache_memory_bytes=1000000000"]  # the share is looked at all the same
+    share = largest_share(memory := engine_alone("dapo_int8.yaml", []))
+    assert share is not None
+    assert memory.limit is not None
+    start = memory.phases["start"]
+    assert sum(start.values()) == pytest.approx(sum(engine_alone("dapo_int8.yaml", given).phases["start"].values()))
+    total, free = int(memory.limit), int(memory.limit - sum(n for part, n in start.items() if part not in SHARE))
+    cases = [[share, free, total], [round(share + 0.01, 2), free, total], [0.9, free, total]]
+    command = [sys.executable, str(ROOT / "tests" / "engine" / "startup_share.py"), json.dumps(cases)]
+    done = run("vllm", command, timeout=120)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")] or [done.stderr[-2000:]]
+    fits, refused, taken = json.loads(line.removeprefix("ANSWERS "))
+    assert fits == pytest.approx(share * total)
+    assert "is less than desired GPU memory utilization" in refused
+    assert taken == pytest.approx(sum(n for part, n in start.items() if part in SHARE))

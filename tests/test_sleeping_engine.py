@@ -1,0 +1,69 @@
+"""A run whose engine shares devices with the learner: who takes memory when, on two real ranks and a real engine."""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from preloaded import run
+
+from megatron_rl.data.toy import write_toy
+
+ROOT = Path(__file__).parent.parent
+RECIPE = """
+base: {root}/recipes/quickstart.yaml
+run: {{steps: 2, name: sleeps}}
+model: {{path: {folder}/toy/model, init: random}}
+data: {{train: {folder}/toy/train.jsonl, eval: {folder}/toy/test.jsonl}}
+rollout: {{prompts_per_step: 8, samples_per_prompt: 4, max_gen_batches: 1, dynamic_sampling: false}}
+sampler: {{sleep: {mode}, vllm: {{max_num_seqs: 32}}}}
+eval: {{every: 0}}
+log: {{record_every: 0}}
+"""
+Done = tuple[float, str]
+
+
+@pytest.fixture(scope="module", params=["discard", "offload"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[list[Done]]]:
+    """vLLM's level of sleep, and what each rank did."""
+    folder = tmp_path_factory.mktemp(request.param)
+    write_toy(folder / "toy")
+    (folder / "sleeps.yaml").write_text(RECIPE.format(root=ROOT, folder=folder, mode=request.param))
+
+    def rank(number: int) -> CompletedProcess[str]:
+        place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        place["MEGATRON_RL_RENDEZVOUS"] = f"file://{folder}/meeting"
+        command = [sys.executable, str(ROOT / "tests" / "sleeping_rank.py"), folder / "sleeps.yaml", folder / "run"]
+        env = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        return run("megatron", command, cwd=folder, env=env, timeout=300)
+
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(rank, range(2)))
+    for one in found:
+        assert one.returncode == 0, one.stdout[-2000:] + one.stderr[-4000:]
+    words = [[line.split(maxsplit=2) for line in one.stdout.splitlines() if line.startswith("DID ")] for one in found]
+    level = {"offload": 1, "discard": 2}[request.param]
+    return level, [[(float(when), what) for _, when, what in one] for one in words]
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+def test_the_engine_sleeps_before_any_rank_touches_its_device(ranks: tuple[int, list[list[Done]]]) -> None:
+    level, (driver, follower) = ranks
+    assert [what for _, what in driver[:5]] == [
+        "launch", f"sleep {level}", "device", "build", "wake ['weights']"
+    ]  # fmt: skip
+    asleep = driver[1][0]
+    assert [what for _, what in follower] == ["device", "build"]
+    assert all(when > asleep for when, _ in follower)
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+def test_it_wakes_for_each_sync_and_sleeps_while_the_learner_works(ranks: tuple[int, list[list[Done]]]) -> None:
+    level, (driver, _) = ranks
+    sync = ["wake ['weights']", "finish_weight_update", "wake ['kv_cache']"]
+    calls = [what for _, what in driver[4:] if what != "generate"]
+    assert calls == [*sync, f"sleep {level}", *sync, f"sleep {level}", *sync]
