@@ -86,6 +86,22 @@ def test_microbatches_of_like_cost_are_no_more_of_them(
     assert len(by_cost) == len(by_tokens)
 
 
+def test_the_budget_goes_before_cost() -> None:
+    """Of like cost the three shorter rows would be one pack of 29 tokens; one more pack would cost more."""
+    assert assign_rows([12, 12, 5, 20], 1, 25, attention=1.0, in_step=True) == [[[2, 3], [0, 1]]]
+    assert assign_rows([12, 12, 5, 20], 1, 29, attention=1.0, in_step=True) == [[[3], [0, 1, 2]]]
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 150), ATTENTION)
+def test_replicas_that_wait_in_every_microbatch_begin_with_the_costly_ones(
+    lengths: list[int], replicas: int, budget: int, attention: float
+) -> None:
+    shares = assign_rows(lengths, replicas, budget, same_count=True, attention=attention)
+    costs = _costs(lengths, attention)
+    in_turn = [sum(costs[row] for row in group) for together in zip(*shares, strict=True) for group in together]
+    assert in_turn == sorted(in_turn, reverse=True)
+
+
 def test_long_rows_weigh_more_than_their_tokens() -> None:
     """By tokens the long row's replica would get as many tokens as the other, and far more to do."""
     lengths, attention = [64, *[8] * 30], 1 / 16
