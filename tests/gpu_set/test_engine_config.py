@@ -26,6 +26,7 @@ from megatron_rl.sampler.model_folder import write_engine_folder
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])
+COLOCATED = [path for path in RECIPES if load(path).sampler.sleep != Sleep.none]
 
 
 def engine_config(config: Config, folder: Path, device: Device, patch: pytest.MonkeyPatch) -> Any:
@@ -89,7 +90,9 @@ def test_an_engine_that_sleeps_has_memory_that_it_can_give_back(
 
 
 @pytest.mark.parametrize(("device", "machine"), [(H100, "H100-80"), (B200, "B200")], ids=["H100", "B200"])
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if load(path).sampler.sleep != Sleep.none], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if load(path).sampler.sleep != Sleep.none], ids=lambda recipe: recipe.stem
+)
 def test_an_engine_starts_alone_with_the_share_that_the_plan_finds(
     recipe: Path, device: Device, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
