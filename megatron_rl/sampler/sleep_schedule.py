@@ -1,4 +1,5 @@
-"""When an engine that shares a GPU with the learner sleeps: from the last answer of a step to the next sync.
+"""When an engine that shares a GPU with the learner sleeps: from its start to the first sync, so that it starts alone,
+and from the last answer of a step to the next sync.
 
 Order at a sync: wake weights, sync, wake cache. The cache's memory is free while the update is staged, and nothing
 can be asked of the engine before the new version is complete.
@@ -30,7 +31,7 @@ class SleepSchedule:
         self._asleep = False
 
     def sleep(self) -> None:
-        """After the last request before a sync; an earlier request needs `wake`."""
+        """Once it has started, and after the last request before a sync; an earlier request needs `wake`."""
         if self._level is not None and not self._asleep:
             self._sampler.sleep(self._level)
             self._asleep = True

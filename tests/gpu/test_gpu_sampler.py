@@ -33,6 +33,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
+from megatron_rl.preflight.plan.engine_memory import ASLEEP, CONTEXT
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import SamplerError
@@ -207,6 +208,30 @@ def test_sleep_gives_memory_back_and_a_sync_brings_the_weights(sleep: Sleep, for
     with schedule.syncing():
         run.sync.push(run.version)
     assert run.answers() == first
+
+
+def test_the_share_is_taken_given_back_and_taken_again(runs: Any) -> None:
+    """What the plan reckons with, on any device: start alone, asleep beside an update, awake beside the rest."""
+    config, share = make_config(Transport.ipc), 0.5
+    vllm = {**config.sampler.vllm, "gpu_memory_utilization": share}
+    torch.ones(1, device="cuda")  # this process's own context comes first
+    free, total = torch.cuda.mem_get_info()
+    run = runs(replace(config, sampler=replace(config.sampler, vllm=vllm)))
+    assert free - torch.cuda.mem_get_info()[0] == pytest.approx(share * total, abs=2 * CONTEXT)
+    first = run.push(1)
+    schedule = SleepSchedule(run.sampler, Sleep.discard)
+    schedule.sleep()
+    assert free - torch.cuda.mem_get_info()[0] <= ASLEEP
+    update = torch.empty(int(free - ASLEEP - share * total / 2), dtype=torch.uint8, device="cuda")
+    with pytest.raises(SamplerError, match="less than desired GPU memory utilization"):
+        runs(replace(config, sampler=replace(config.sampler, vllm=vllm)))  # started now it would have no place
+    del update
+    torch.cuda.empty_cache()
+    kept = torch.empty(int(free - share * total - ASLEEP), dtype=torch.uint8, device="cuda")
+    with schedule.syncing():
+        run.sync.push(run.version)
+    assert run.answers() == first
+    assert len(kept)
 
 
 def test_an_fp8_cache_has_the_scales_of_its_version(runs: Any) -> None:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pretended
 import pytest
 from pretended import B200, H100, Device
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.worker.utils import request_memory
 
 from megatron_rl.config import cluster, load
 from megatron_rl.config.schema import Config, Sleep, Transport
+from megatron_rl.preflight.files import read_card
+from megatron_rl.preflight.machine import named
+from megatron_rl.preflight.plan.phases import SHARE, largest_share
+from megatron_rl.preflight.plan.plan import plan
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])
+COLOCATED = [path for path in RECIPES if load(path).sampler.sleep != Sleep.none]
 
 
 def engine_config(config: Config, folder: Path, device: Device, patch: pytest.MonkeyPatch) -> Any:
@@ -45,6 +53,7 @@ def test_every_recipe_s_engine(recipe: Path, device: Device, tmp_path: Path, mon
     assert made.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
     assert made.scheduler_config.max_num_seqs == config.sampler.vllm.get("max_num_seqs")
     assert made.weight_transfer_config.backend == config.sync.transport
+    assert made.cache_config.gpu_memory_utilization == config.sampler.vllm["gpu_memory_utilization"]
 
 
 def test_what_offline_nodes_would_wait_for_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +87,33 @@ def test_an_engine_that_sleeps_has_memory_that_it_can_give_back(
     config = load(ROOT / "recipes" / "dapo-qwen3_8b-1n8g-int8-colocated.yaml", [f"sampler.sleep={sleep}"])
     made = engine_config(config, tmp_path, H100, monkeypatch)
     assert made.model_config.enable_sleep_mode
+
+
+@pytest.mark.parametrize(("device", "machine"), [(H100, "H100-80"), (B200, "B200")], ids=["H100", "B200"])
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if load(path).sampler.sleep != Sleep.none], ids=lambda recipe: recipe.stem
+)
+def test_an_engine_starts_alone_with_the_share_that_the_plan_finds(
+    recipe: Path, device: Device, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own look at the memory, with what the plan says is free: the largest share passes, the next does not."""
+    config, where = load(recipe), f"1x{named(str(cluster(recipe)[1])).gpus}x{machine}"
+    found = plan(config, read_card(config.model.path), named(where)).memory
+    (memory,) = [one for one in found if one.kind == "learner and engine"]
+    share = largest_share(memory)
+    assert share is not None
+    assert memory.limit is not None
+    beside = sum(n for part, n in memory.phases["start"].items() if part not in SHARE)
+    alone = largest_share(replace(memory, phases={"start": memory.phases["start"]}))
+    assert alone is not None
+    assert share < alone  # the learner's part in the other moments
+    format = "none" if machine == "B200" else config.quantization.format  # INT8 has no kernel there
+    word = [f"sampler.vllm.gpu_memory_utilization={share}", f"quantization={format}"]
+    made = engine_config(load(recipe, word), tmp_path, device, monkeypatch)
+    snapshot: Any = SimpleNamespace(
+        total_memory=int(memory.limit), free_memory=int(memory.limit - beside), device_="cuda:0"
+    )
+    assert request_memory(snapshot, made.cache_config) == pytest.approx(share * memory.limit)
+    made.cache_config.gpu_memory_utilization = round(alone + 0.01, 2)
+    with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+        request_memory(snapshot, made.cache_config)

@@ -75,6 +75,13 @@ def test_it_imports_in_a_process_of_its_own(module: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_a_rank_s_imports_leave_the_devices_to_the_engine() -> None:
+    """An engine that shares them starts first; the ranks wait for it with everything imported."""
+    said = "import torch, megatron_rl.learner.host, megatron_rl.train; assert not torch.cuda.is_initialized()"
+    done = subprocess.run([sys.executable, "-c", said], env=pretended.environment(ROOT), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_megatron_core_finds_transformer_engine() -> None:
     extension = importlib.import_module("megatron.core.extensions.transformer_engine")
     assert extension.HAVE_TE

@@ -43,7 +43,7 @@ class Memory:
 
     @property
     def peak_phase(self) -> str:
-        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+        return max(self.phases, key=lambda phase: (sum(self.phases[phase].values()), phase != "start"))
 
     @property
     def peak(self) -> float:
