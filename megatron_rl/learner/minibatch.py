@@ -5,6 +5,8 @@ B rows of the minibatch, b rows of a micro-batch, T response positions.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,5 +31,5 @@ def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch
     }
     cut = {name: values_B[rows] for name, values_B in of_rows.items()}
     cut |= {name: matrix_BT[rows, : mine.horizon] for name, matrix_BT in matrices.items() if matrix_BT is not None}
-    absent = dict.fromkeys(("anchor_logprobs_BT", "ref_logprobs_BT", "selected_BT", "entropy_BT"))
-    return LossInputs(logprobs_BT=logprobs_bT, **{**absent, **in_one_copy(cut, device)})
+    there: dict[str, Any] = dict.fromkeys(("anchor_logprobs_BT", "ref_logprobs_BT", "selected_BT", "entropy_BT"))
+    return LossInputs(logprobs_BT=logprobs_bT, **(there | in_one_copy(cut, device)))
