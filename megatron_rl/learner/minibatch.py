@@ -31,11 +31,5 @@ def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch
     }
     cut = {name: values_B[rows] for name, values_B in of_rows.items()}
     cut |= {name: matrix_BT[rows, : mine.horizon] for name, matrix_BT in matrices.items() if matrix_BT is not None}
-<<<<<<< HEAD
-    absent = ("anchor_logprobs_BT", "ref_logprobs_BT", "selected_BT", "entropy_BT")
-    given: dict[str, Any] = dict.fromkeys(absent) | in_one_copy(cut, device)
-    return LossInputs(logprobs_BT=logprobs_bT, **given)
-=======
     there: dict[str, Any] = dict.fromkeys(("anchor_logprobs_BT", "ref_logprobs_BT", "selected_BT", "entropy_BT"))
     return LossInputs(logprobs_BT=logprobs_bT, **(there | in_one_copy(cut, device)))
->>>>>>> speed
