@@ -217,7 +217,10 @@ def test_a_bad_value_is_refused_alone_and_in_words(tmp_path: Path, section: str,
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["quantization.format=fp8_block"], "as_sampler with quantization.format=fp8_block: built for int8 and fp8 so far"),
+        (
+            ["quantization.format=fp8_block"],
+            "as_sampler with quantization.format=fp8_block: built for int8 and fp8 so far",
+        ),
         (["learner.tensor_parallel=2", "sampler.tensor_parallel=3"], "one has to divide the other"),
         (["run.device=cuda"], "use bf16 with run.device=cuda"),
         (["run.device=cuda", "quantization=fp8"], "use bf16 with run.device=cuda"),
