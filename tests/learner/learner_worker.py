@@ -141,6 +141,20 @@ def bf16_pair(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def noise(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """How far one rounding more moves its logprobs, twice; and that nothing else has come of it."""
+    batch = make_batch()
+    before_BT = learner.logprobs(batch)
+    learner.take_activation_amax(), learner.take_cache_amax()
+    moved_BT, again_BT = (learner.logprobs_rounded_again(batch) for _ in range(2))
+    return {
+        "noise": float((moved_BT - before_BT)[batch.mask_BT].abs().mean()),
+        "repeats": torch.equal(moved_BT, again_BT),
+        "seen": bool(learner.take_activation_amax().any() or learner.take_cache_amax().any()),
+        "same": torch.equal(before_BT, learner.logprobs(batch)),
+    }
+
+
 def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """Against the choices of another engine, and against those with one expert of two tokens exchanged."""
     batch, chosen_BSLK = make_batch(), load_file(job["chosen"])["chosen"]
@@ -377,6 +391,7 @@ KINDS = {
     "statistics": statistics,
     "flips": flips,
     "bf16_pair": bf16_pair,
+    "noise": noise,
     "one_update": one_update,
     "emptiness": emptiness,
     "broadcast": broadcast,
