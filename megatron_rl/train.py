@@ -64,7 +64,7 @@ def train(
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
     with ExitStack() as last, ExitStack() as word, driving as driver:
         word.callback(said)
-        model = Model.read(config.model.folder, config.learner)
+        model = Model.read(config.model.folder, config.learner, config.model.head_precision)
         learner = Learner(
             model,
             run=config.run,

@@ -152,6 +152,8 @@ class ModelSection:
     # `tools/convert.py import` made of one
     path: str = ""
     init: ModelInit = ModelInit.pretrained
+    # of the logits, in the learner and in the engines that a run starts; weights stay in BF16
+    head_precision: Precision = Precision.bf16
 
     @property
     def folder(self) -> Path:

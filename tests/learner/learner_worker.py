@@ -82,7 +82,7 @@ def build(job: dict[str, Any]) -> Learner:
         optim=OptimSection(lr=1e-3, warmup_steps=2, megatron=job.get("optim", {})),
         rollout=RolloutSection(temperature=0.8, **({"top_k": 5, "top_p": 0.7} if job.get("kept") else {})),
     )
-    model = Model.of(job["hf"], Layout.from_config(learner))
+    model = Model.of(job["hf"], Layout.from_config(learner), Precision(job.get("head", "bf16")))
     if "dump" in job and os.environ["RANK"] == "0":  # what a run leaves beside its dumps
         run = Path(job["dump"]).parent
         run.mkdir(parents=True, exist_ok=True)
@@ -153,6 +153,21 @@ def noise(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "seen": bool(learner.take_activation_amax().any() or learner.take_cache_amax().any()),
         "same": torch.equal(before_BT, learner.logprobs(batch)),
     }
+
+
+def wide(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """Two updates, and whether the output layer gives the FP32 product of what goes in; False where it rounds."""
+    exact = []
+
+    def look(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        weight = kwargs["weight"] if kwargs["weight"] is not None else layer.weight
+        product = args[0].float().matmul(weight.float().t())
+        exact.append(output[0].dtype == torch.float32 and torch.equal(output[0], product))
+
+    for module in learner.modules:
+        if module.post_process:
+            module.output_layer.register_forward_hook(look, with_kwargs=True)
+    return train(learner, job) | {"exact": [all(part) for part in exchange(exact)]}
 
 
 def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
@@ -392,6 +407,7 @@ KINDS = {
     "flips": flips,
     "bf16_pair": bf16_pair,
     "noise": noise,
+    "wide": wide,
     "one_update": one_update,
     "emptiness": emptiness,
     "broadcast": broadcast,
