@@ -21,10 +21,13 @@ from megatron_rl.config.schema import (
     Config,
     EvalSection,
     Format,
+    Forward,
     KvCache,
+    LearnerSection,
     LossConfig,
     ModelInit,
     ModelSection,
+    Precision,
     QuantizationSection,
     RewardSection,
     SyncSection,
@@ -48,6 +51,7 @@ from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import layer_probe, probe
 from megatron_rl.weight_sync.export import leave_models
 from megatron_rl.weight_sync.manifest import UpdateRefused
+from megatron_rl.weight_sync.probe_budget import Arithmetic
 from megatron_rl.weight_sync.push import WeightSync
 
 ROUTED_ROWS = 8  # of a probe's answers, one request each
@@ -60,7 +64,7 @@ def train(
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
     with ExitStack() as last, ExitStack() as word, driving as driver:
         word.callback(said)
-        model = Model.read(config.model.folder, config.learner)
+        model = Model.read(config.model.folder, config.learner, config.model.head_precision)
         learner = Learner(
             model,
             run=config.run,
@@ -287,13 +291,30 @@ def publish(
             if section.probe_layers:
                 metrics |= compare_layers(step, driver, learner, sync)
             batch, formats = heard(learner, lambda: driver.probe(step))
-            fp8 = limits.fp8(learner.learner) is not None
-            about = probe.Probe(step, learner.shape.vocab, learner.shape.tied, section.probe_budget, fp8)
             logprobs_BT = learner.logprobs(batch)
+            about = probe_of(step, section, learner, batch, logprobs_BT)
             metrics |= probe.check_formats(batch, logprobs_BT, formats, about)
             metrics |= probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
             metrics |= flips(batch.rows(torch.arange(min(len(batch), ROUTED_ROWS))), driver, learner)
     return metrics
+
+
+def probe_of(step: int, section: SyncSection, learner: Learner, batch: Batch, logprobs_BT: torch.Tensor) -> probe.Probe:
+    """What may be found is measured first, without the sampler; the noise is that of these weights and tokens alone."""
+    about = probe.Probe(
+        step, learner.shape.vocab, learner.shape.tied, section.budget, learner=_arithmetic(learner.learner)
+    )
+    if section.budget is not None:
+        return about
+    return replace(about, noise=probe.noise(logprobs_BT, learner.logprobs_rounded_again(batch), batch.mask_BT))
+
+
+def _arithmetic(learner: LearnerSection) -> Arithmetic:
+    if limits.fp8(learner) is not None:
+        return Arithmetic.fp8
+    if learner.forward is Forward.as_sampler:
+        return Arithmetic.sampler
+    return Arithmetic.fp32 if learner.precision is Precision.fp32 else Arithmetic.bf16
 
 
 def compare_layers(step: int, driver: Driver | Follower, learner: Learner, sync: WeightSync) -> dict[str, float]:

@@ -17,6 +17,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("mismatch", help="where learner and sampler differ, point by point of a forward pass")
     model_arguments(parser)
     parser.add_argument("--forward", choices=("bf16", "as_sampler"), help="the learner's (default: the run's, or bf16)")
+    parser.add_argument("--head", choices=("bf16", "fp32"), help="logits of both (default: the run's, or bf16)")
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="for the engine to answer (default: the run's recorded rollouts, "
         "or random tokens)",
@@ -62,4 +63,9 @@ def _as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
     if recorded.quantization.smoothing:
         print("note: the engine is served without the run's quantization.smoothing", file=sys.stderr)
     forward = options.forward or recorded.learner.forward.value
-    return [f"learner.forward={forward}", f"learner.precision={recorded.learner.precision.value}"]
+    head = options.head or recorded.model.head_precision.value
+    return [
+        f"learner.forward={forward}",
+        f"learner.precision={recorded.learner.precision.value}",
+        f"model.head_precision={head}",
+    ]

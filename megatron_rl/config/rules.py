@@ -291,6 +291,9 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
             f"sampler.devices: {','.join(uneven)!r} are {len(uneven)} GPUs for "
             f"sampler.tensor_parallel={sampler.tensor_parallel}; name as many"
         )
+    overrides = sampler.vllm.get("hf_overrides")
+    if isinstance(overrides, Mapping) and "head_dtype" in overrides:
+        yield "sampler.vllm.hf_overrides.head_dtype: model.head_precision sets it, in the learner too; remove it"
     for name in sorted(OWNED_ARGUMENTS & set(sampler.vllm)):
         yield f"sampler.vllm.{name}: is set by the sampler itself; remove it"
 

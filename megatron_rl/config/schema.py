@@ -19,6 +19,7 @@ from megatron_rl.loss.table import LOSSES
 SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
 
+AUTO = "auto"
 POSITIVE = at_least(1)
 NOT_NEGATIVE = at_least(0)
 ABOVE_0 = above(0)
@@ -151,6 +152,8 @@ class ModelSection:
     # `tools/convert.py import` made of one
     path: str = ""
     init: ModelInit = ModelInit.pretrained
+    # of the logits, in the learner and in the engines that a run starts; weights stay in BF16
+    head_precision: Precision = Precision.bf16
 
     @property
     def folder(self) -> Path:
@@ -283,12 +286,20 @@ class SyncSection:
     full_every: int = field(default=1, metadata=POSITIVE)
     # the logprob probe: after the first sync, then every so many; 0: the first only
     verify_every: int = field(default=10, metadata=NOT_NEGATIVE)
-    probe_budget: float | None = field(default=None, metadata=ABOVE_0)  # null: by the formats of both sides
+    # nats; auto (or null): so many times what one rounding does to this policy (weight_sync/probe_budget.py)
+    probe_budget: Any | None = field(
+        default=AUTO, metadata=need(lambda nats: nats == AUTO or _is_weight(nats), "use auto, or nats above 0")
+    )
     # with the probe, both engines' values at every point of one answer's forward pass (docs/one_arithmetic.md)
     probe_layers: bool = False
     # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the
     # next request, which takes no memory and cannot fall back on the version before
     staged: bool = True
+
+    @property
+    def budget(self) -> float | None:
+        """In nats, where it is not measured."""
+        return None if self.probe_budget in (None, AUTO) else float(self.probe_budget)
 
 
 VERIFIERS = ("exact_match", "math_dapo", "math_verify", "reasoning_gym")

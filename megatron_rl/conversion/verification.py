@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.schema import Format
 from megatron_rl.conversion.comparison import Compared, Verdict, compare
 from megatron_rl.conversion.inspection import describe
 from megatron_rl.conversion.outcome import WORST, mapping_version, versions
@@ -22,8 +21,10 @@ from megatron_rl.conversion.sources import Source
 from megatron_rl.conversion.weights import content_digest, files_of
 from megatron_rl.files import write_whole
 from megatron_rl.runs.console import table
-from megatron_rl.weight_sync.probe import BUDGETS, ProbeResult
+from megatron_rl.weight_sync.probe import ProbeResult
 from megatron_rl.weight_sync.probe import compare as compare_logprobs
+
+PLAIN_GATE, QUANTIZED_GATE = 0.02, 0.08  # nats, mean |d|
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,8 @@ def _compared(one: Scores, other: Scores, budget: float) -> ProbeResult:
 
 
 def _gate(one: Source, other: Source) -> float:
-    """That of the probe: BF16's where both are plain, else that of the quantized formats."""
     plain = one.quantization is None and other.quantization is None
-    return BUDGETS[Format.none if plain else Format.fp8]
+    return PLAIN_GATE if plain else QUANTIZED_GATE
 
 
 def write_report(verified: Verified, sources: Sequence[Source], path: Path, **asked: Any) -> None:

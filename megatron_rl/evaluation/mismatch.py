@@ -48,7 +48,7 @@ class _Seen:
 
 def measure(config: Config, stored: StoredModel, wanted: Wanted, folder: Path, note: Callable[[str], None]) -> str:
     """The table. `folder` gets the numbers and a page."""
-    model = Model.read(stored.folder, config.learner)
+    model = Model.read(stored.folder, config.learner, config.model.head_precision)
     room = min(wanted.tokens, EngineSettings.from_config(config).max_tokens - 1)  # to which the engine adds a token
     rollouts = recorded(wanted, room)
     asked = [] if rollouts else prompts(config, stored.folder, model.shape.vocab, wanted, room)
@@ -81,6 +81,7 @@ def _summary(config: Config, stored: StoredModel, seen: _Seen) -> dict[str, Any]
         "format": config.quantization.format.value,
         "forward": config.learner.forward.value,
         "precision": config.learner.precision.value,
+        "head_precision": config.model.head_precision.value,
         "sequences": seen.sequences,
         "tokens": walk.tokens,
         "kl": whole,

@@ -59,6 +59,7 @@ from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.operations import attention_share
 from megatron_rl.learner.optimizer import clip, optimizer_config, replicas_config
 from megatron_rl.learner.packing import Pack, assign_rows, pack
+from megatron_rl.learner.rounding import rounded_again
 from megatron_rl.learner.schedule import learning_rate
 from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
 from megatron_rl.models.hf_folder import HfFolder
@@ -283,6 +284,15 @@ class Learner:
             return self._logprobs_by(Arithmetic.sampler, batch)
         found -= self._logprobs_by(Arithmetic.engine_bf16, batch)
         return found.add_(self._logprobs_by(Arithmetic.sampler, batch))
+
+    def logprobs_rounded_again(self, batch: Batch) -> Tensor:
+        """As `logprobs`, with one more rounding on every weight (learner/rounding.py); nothing of it stays."""
+        try:
+            with rounded_again(self.named_parameters()):
+                self.weights_changed()
+                return self.logprobs_unseen(batch)
+        finally:
+            self.weights_changed()
 
     def _logprobs_by(self, arithmetic: Arithmetic, batch: Batch) -> Tensor:
         present, self._arithmetic = self._arithmetic, arithmetic

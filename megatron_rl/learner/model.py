@@ -35,6 +35,7 @@ from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
 from megatron_rl.learner.layers import UNROUNDED, HostSpecProvider, PackedRows, RMSNorm, add, rotary
 from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.wide_head import widen
 from megatron_rl.models.mapping import find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
@@ -217,6 +218,8 @@ def build(
     mark_experts(policy, shape)
     frequencies = rope_frequencies(model.hf_config, shape.head_dim)
     policy.rotary_pos_emb.inv_freq = frequencies.to(policy.rotary_pos_emb.inv_freq.device)
+    if last and model.head is Precision.fp32 and config.params_dtype is torch.bfloat16:
+        widen(policy.output_layer)
     if last and config.sequence_parallel:
         # it sees whole, already gathered rows: see PolicyModel.forward
         policy.output_layer.sequence_parallel = False

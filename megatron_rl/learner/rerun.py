@@ -98,7 +98,7 @@ def _one_rank(config: Config) -> Config:
 
 def _learner(config: Config) -> Learner:
     sections = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
-    model = Model.read(config.model.folder, config.learner)
+    model = Model.read(config.model.folder, config.learner, config.model.head_precision)
     return Learner(model, **{name: getattr(config, name) for name in sections})
 
 

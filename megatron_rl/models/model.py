@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import LearnerSection
+from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.files import read_json
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.shape import ModelShape
@@ -18,19 +18,20 @@ LARGEST_CONFIG = 1 << 20
 
 @dataclass(frozen=True)
 class Model:
-    """Made once, from config.json and the learner's section, and handed down."""
+    """Made once, from config.json and the recipe's sections, and handed down."""
 
     shape: ModelShape
     layout: Layout
     hf_config: Mapping[str, Any]
+    head: Precision = Precision.bf16  # of the logits
 
     @classmethod
-    def of(cls, hf_config: Mapping[str, Any], layout: Layout) -> Model:
-        return cls(ModelShape.from_hf(hf_config), layout, dict(hf_config))
+    def of(cls, hf_config: Mapping[str, Any], layout: Layout, head: Precision = Precision.bf16) -> Model:
+        return cls(ModelShape.from_hf(hf_config), layout, dict(hf_config), head)
 
     @classmethod
-    def read(cls, folder: Path | str, learner: LearnerSection) -> Model:
-        return cls.of(read_hf_config(folder), Layout.from_config(learner))
+    def read(cls, folder: Path | str, learner: LearnerSection, head: Precision = Precision.bf16) -> Model:
+        return cls.of(read_hf_config(folder), Layout.from_config(learner), head)
 
 
 def read_hf_config(path: Path | str, key: str = "model.path") -> dict[str, Any]:

@@ -145,8 +145,8 @@ ROWS = (
         "probe",
         raised("SyncMismatch"),
         "sampler and learner disagree after a sync",
-        "The reason says what the numbers look like. Compare with quantization.format=none; keep the worst layers in "
-        "BF16 with quantization.ignore; raise sync.probe_budget only where the format alone explains the difference.",
+        "The reason says what the numbers look like, and what to try. Compare with quantization.format=none; a number "
+        "in sync.probe_budget is for a difference that the format alone explains.",
         ENGINE,
     ),
     Row(

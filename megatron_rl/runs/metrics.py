@@ -249,6 +249,7 @@ _TABLE: list[Metric] = [
         ("probe_floor_diff", "last", "nats", "that with its sign"),
         ("probe_over_floor", "last", "", "probe_abs_diff over probe_floor: 1 is as good as BF16"),
         ("probe_budget", "last", "nats", "what that difference may be for this pair of formats"),
+        ("probe_noise", "last", "nats", "what one rounding more of its weights does to the learner's own logprobs"),
         (
             "router_flips",
             "last",

@@ -18,6 +18,7 @@ from megatron_rl.config.schema import (
     Format,
     InFlight,
     KvCache,
+    Precision,
     QuantizationSection,
     SamplerSection,
     Transport,
@@ -30,6 +31,7 @@ NOTHING_TO_FETCH = {
     "kernel_config": {"enable_flashinfer_autotune": False},
     "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
 }
+HEAD = "head_dtype"  # read from the model's config.json, where vLLM looks for it
 VLLM_WORKER_EXTENSION = "megatron_rl.engine.vllm_receiver.WorkerExtension"
 
 
@@ -47,6 +49,7 @@ class EngineSettings:
     device: Device
     in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
     in_flight_cache: Cache = Cache.rebuild
+    head: Precision = Precision.bf16  # of the logits
     candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
 
     @classmethod
@@ -62,6 +65,7 @@ class EngineSettings:
             device=config.run.device,
             in_flight=config.rollout.in_flight,
             in_flight_cache=config.rollout.in_flight_cache,
+            head=config.model.head_precision,
             candidates=config.rollout.candidates,
         )
 
@@ -116,4 +120,7 @@ def engine_arguments(
             "sampler.vllm.enable_prefix_caching: true does not go with rollout.in_flight_cache: keep, since new "
             "answers would begin on what old weights have cached: leave it out, or set rollout.in_flight_cache: rebuild"
         )
-    return arguments | sampler.vllm
+    given = dict(sampler.vllm)
+    if settings.head is Precision.fp32:
+        given["hf_overrides"] = {**(given.get("hf_overrides") or {}), HEAD: "float32"}
+    return arguments | given

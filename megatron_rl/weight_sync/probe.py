@@ -16,11 +16,17 @@ import torch
 
 from megatron_rl.config.schema import Format, format_number
 from megatron_rl.types import Batch
+from megatron_rl.weight_sync.probe_budget import Arithmetic, Budget, measured, set_by_hand
 
-BUDGETS = {Format.none: 0.02, Format.int8: 0.08, Format.int4: 0.8, Format.fp8: 0.08, Format.fp8_block: 0.08}
-FP8_LEARNER = 0.06  # more where the learner rounds to eight bits as well
 MAX_MISSING = 0.01  # share of tokens without a sampler logprob
 CONSTANT_STD = 1e-4
+WHERE = "On hosts sync.probe_layers=true names the first point that differs."
+WAYS_OUT = (
+    "`megatron-rl mismatch` on the model says at which point of a forward pass the difference enters. Then try "
+    "quantization.smoothing=0.5 (int8: outliers), learner.forward=as_sampler (hosts, int8), quantization.ignore for "
+    "the worst layers, model.head_precision=fp32 (logits of both in FP32); a number of nats in sync.probe_budget where "
+    "the difference is known and meant."
+)
 UNIFORM_MARGIN = 0.15  # nats between the sampler's mean logprob and a uniform guess
 
 
@@ -58,13 +64,17 @@ class Probe:
     version: int  # the policy just synced
     vocab: int
     tied: bool
-    budget: float | None = None  # in place of the formats' own
-    fp8_learner: bool = False
+    budget: float | None = None  # nats; None: by the noise
+    noise: float = math.nan  # nats: how far one rounding more moves the learner's logprobs
+    learner: Arithmetic = Arithmetic.bf16
 
-    def budget_of(self, format: Format) -> float:
+    def budget_of(self, format: Format) -> Budget:
         if self.budget is not None:
-            return self.budget
-        return round(BUDGETS[format] + FP8_LEARNER * self.fp8_learner, 6)
+            return set_by_hand(self.budget)
+        return measured(self.noise, format, self.learner)
+
+    def metrics(self) -> dict[str, float]:
+        return {} if self.budget is not None else {"sync/probe_noise": self.noise}
 
 
 def compare(
@@ -86,6 +96,11 @@ def compare(
     )
 
 
+def noise(logprobs_BT: torch.Tensor, rounded_again_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+    """Mean |difference| of the learner's own logprobs, without and with one rounding more on its weights."""
+    return compare(rounded_again_BT, logprobs_BT, mask_BT, math.inf).mean_abs
+
+
 def check(
     sampler_logprobs_BT: torch.Tensor,
     learner_logprobs_BT: torch.Tensor,
@@ -97,15 +112,16 @@ def check(
 
     Both logprobs must be of the version just synced.
     """
-    result = compare(sampler_logprobs_BT, learner_logprobs_BT, mask_BT, probe.budget_of(format))
+    budget = probe.budget_of(format)
+    result = compare(sampler_logprobs_BT, learner_logprobs_BT, mask_BT, budget.nats)
     if result.ok:
         return result
     causes = diagnose(sampler_logprobs_BT[mask_BT].cpu(), result, probe)
     raise SyncMismatch(
         f"after the sync of policy version {probe.version} ({format.value}) sampler and learner disagree: mean "
-        f"|difference| {result.mean_abs:.4g} nats over {result.tokens} tokens, budget {result.budget:g} (largest "
-        f"{result.max_abs:.3g}, mean signed {result.mean:+.3g}; {result.missing} sampler and {result.learner_missing} "
-        f"learner logprobs missing or NaN). {' '.join(causes)}"
+        f"|difference| {result.mean_abs:.4g} nats over {result.tokens} tokens, budget {result.budget:.3g} "
+        f"({budget.origin}); largest {result.max_abs:.3g}, mean signed {result.mean:+.3g}, {result.missing} sampler "
+        f"and {result.learner_missing} learner logprobs missing or NaN. {' '.join(causes)}"
     )
 
 
@@ -138,9 +154,10 @@ def check_formats(
     if not results:
         raise ValueError(f"the probe needs rollouts of {', '.join(formats)} engines, the batch holds none")
     worst = max(results.values(), key=lambda result: result.mean_abs / result.budget)
+    told = worst.metrics() | probe.metrics()
     if len(formats) == 1:
-        return worst.metrics()
-    return worst.metrics() | {f"sync/probe_abs_diff/{one}": result.mean_abs for one, result in results.items()}
+        return told
+    return told | {f"sync/probe_abs_diff/{one}": result.mean_abs for one, result in results.items()}
 
 
 def above_floor(batch: Batch, learner_BT: torch.Tensor, paired_BT: torch.Tensor | None) -> dict[str, float]:
@@ -176,14 +193,13 @@ def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> list[s
     elif result.mean_abs > 10 * result.budget and probe.tied:
         causes.append(
             "Logits of another model: with tied embeddings, a lm_head that was not refreshed after the embedding "
-            "changed looks like this; so does a layer loaded under another's name."
+            f"changed looks like this; so does a layer loaded under another's name. {WHERE}"
         )
     elif result.mean_abs > 10 * result.budget:
-        causes.append("Logits of another model: a parameter was loaded under another's name, or not at all.")
+        causes.append(f"Logits of another model: a parameter was loaded under another's name, or not at all. {WHERE}")
     elif not causes:
         causes.append(
             "A moderate excess: an older version still served, a temperature or top-p applied on one side only, or a "
-            "model that this format does not suit (then quantization.ignore its worst layers, or raise "
-            "sync.probe_budget)."
+            f"model that this format does not suit. {WAYS_OUT}"
         )
     return causes

@@ -13,17 +13,16 @@ import pytest
 import torch
 from models import config_of, convert, done, made, tensors_of
 
-from megatron_rl.config.schema import Format
 from megatron_rl.conversion import scores, verification
 from megatron_rl.conversion.prompts import token_rows
 from megatron_rl.conversion.scores import Program, Scores
 from megatron_rl.conversion.sources import Source, find
+from megatron_rl.conversion.verification import PLAIN_GATE, QUANTIZED_GATE
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import write_folder
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.torch_dist import hf_shapes
-from megatron_rl.weight_sync.probe import BUDGETS
 
 MODELOPT = ("modelopt_fp8_kv", "modelopt_nvfp4")
 NEW = {"phi3": "Phi3ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM"}  # families that nothing else here starts
@@ -80,9 +79,9 @@ def test_plain_weights(folders: Path, rows: list[tuple[int, ...]], answers: dict
     """Transformers, learner and vLLM agree."""
     source = find(str(folders / "hf"))
     for program in (Program.transformers, Program.learner):
-        assert distance(scores.score(program, source, rows), answers["hf"]) < BUDGETS[Format.none]
+        assert distance(scores.score(program, source, rows), answers["hf"]) < PLAIN_GATE
     of_checkpoint = scores.score(Program.learner, find(str(folders / "checkpoint")), rows)
-    assert distance(of_checkpoint, answers["hf"]) < BUDGETS[Format.none]
+    assert distance(of_checkpoint, answers["hf"]) < PLAIN_GATE
 
 
 @pytest.mark.engine
@@ -91,14 +90,14 @@ def test_families_that_are_rows(
     folders: Path, rows: list[tuple[int, ...]], answers: dict[str, Scores | str], family: str
 ) -> None:
     by_learner = scores.score(Program.learner, find(str(folders / family)), rows)
-    assert distance(by_learner, answers[family]) < BUDGETS[Format.none]
-    assert 0 < distance(answers[family], answers[f"{family}-int8"]) < BUDGETS[Format.int8]
+    assert distance(by_learner, answers[family]) < PLAIN_GATE
+    assert 0 < distance(answers[family], answers[f"{family}-int8"]) < QUANTIZED_GATE
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", ["int8", "smooth", "fp8"])
 def test_quantized_weights(answers: dict[str, Scores | str], name: str) -> None:
-    assert 0 < distance(answers["hf"], answers[name]) < BUDGETS[Format.int8]
+    assert 0 < distance(answers["hf"], answers[name]) < QUANTIZED_GATE
 
 
 @pytest.mark.engine
@@ -111,7 +110,7 @@ def test_modelopt_s_folders_load_up_to_the_kernel(
     if isinstance(said, str):
         assert re.search(r"_C::\w*(fp8|fp4|scaled)|kernel|capability", said), said
     else:
-        assert distance(answers["hf"], said) < BUDGETS[Format.fp8]
+        assert distance(answers["hf"], said) < QUANTIZED_GATE
     done("dequantize", folders / name, tmp_path / "plain")
     done("verify", folders / "hf", folders / name, "--report", tmp_path / "parity.json")
     assert tensors_of(tmp_path / "plain").keys() == tensors_of(folders / "hf").keys()
@@ -133,7 +132,7 @@ def test_verify_with_logprobs(
     done(*words, *report, "--programs", "vllm")
     (pair,) = json.loads((tmp_path / "parity.json").read_text())["logprobs"]
     assert pair["ok"]
-    assert pair["budget"] == BUDGETS[Format.int8]
+    assert pair["budget"] == QUANTIZED_GATE
     assert convert.main([str(word) for word in [*words, *report, "--programs", "learner,vllm"]]) == 1
     said = json.loads((tmp_path / "parity.json").read_text())
     assert said["verdict"] == "not verified"

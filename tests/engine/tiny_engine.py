@@ -18,6 +18,7 @@ from megatron_rl.config.schema import (
     Config,
     Device,
     Format,
+    Precision,
     QuantizationSection,
     RolloutSection,
     RunSection,
@@ -149,10 +150,10 @@ def startable() -> Iterator[None]:
         yield
 
 
-def make_live(folder: Path, format: Format, tied: bool, **sampler) -> Live:
+def make_live(folder: Path, format: Format, tied: bool, head: Precision = Precision.bf16, **sampler) -> Live:
     """Not yet started."""
     model = make_model(folder / "hf", tied)
-    settings = make_settings(format, **sampler)
+    settings = replace(make_settings(format, **sampler), head=head)
     engine = EmbeddedSampler(settings, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension")
     return Live(engine, model, format, folder)
 

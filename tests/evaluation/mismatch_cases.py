@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tiny_engine import Live, make_config, make_live, startable
 from transformers import Qwen3ForCausalLM
 
-from megatron_rl.config.schema import Format, Forward, LearnerSection
+from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision
 from megatron_rl.evaluation.walk import Walk
 from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.learner import Learner
@@ -36,8 +36,9 @@ THEIRS = {
 
 
 class Case:
-    def __init__(self, folder: Path, format: Format) -> None:
-        self.live: Live = make_live(folder, format, tied=True)
+    def __init__(self, folder: Path, format: Format, head: Precision = Precision.bf16) -> None:
+        self.head = head
+        self.live: Live = make_live(folder, format, tied=True, head=head)
         with startable():
             self.live.sampler.start()
         self.live.update(SEED)
@@ -49,7 +50,7 @@ class Case:
         config, section = make_config(self.live.format), LearnerSection(forward=forward)
         names = ("run", "optim", "loss", "correction", "rollout", "quantization")
         given = {name: getattr(config, name) for name in names} | {"learner": section}
-        with closing(Learner(Model.read(self.live.model.folder, section), **given)) as learner:
+        with closing(Learner(Model.read(self.live.model.folder, section, self.head), **given)) as learner:
             learner.load_hf(self.live.model.folder)
             yield learner
 
@@ -62,6 +63,7 @@ class Case:
             "entered": {str(point): entered for point, entered in walk.entered().items()},
             "own": {str(point): found.own.max for point, found in walk.points.items()},
             "apart": {str(point): found.apart.max for point, found in walk.points.items()},
+            "rounded logits": _rounded(self.values(self.rollouts[0])["lm_head"]),
             "left alone": before == [learner.logprobs(_batch(one)).tolist() for one in self.rollouts],
         }
 
@@ -109,6 +111,10 @@ class Case:
         return found
 
 
+def _rounded(values: torch.Tensor) -> bool:
+    return bool((values == values.bfloat16()).all())
+
+
 def _batch(rollout: Rollout) -> Any:
     return collate([Scored(rollout, reward=0.0)])
 
@@ -129,6 +135,13 @@ def main() -> None:
         for forward in Forward:
             with fp8.learner(forward) as learner:
                 found[f"fp8 {forward}"] = fp8.walk(learner)
+    (out / "wide").mkdir()
+    wide = Case(out / "wide", Format.none, Precision.fp32)
+    with closing(wide.live.sampler), wide.learner(Forward.bf16) as learner:
+        found["fp32 logits"] = wide.walk(learner)
+        wide.live.update(SEED + 1)
+        wide.live.update(SEED)
+        found["fp32 logits, again"] = wide.walk(learner)
     (out / "none").mkdir()
     bf16 = Case(out / "none", Format.none)
     with closing(bf16.live.sampler), bf16.learner(Forward.bf16) as learner:

@@ -48,7 +48,14 @@ def test_the_difference_of_a_quantized_engine_enters_in_its_quantized_layers(cas
     assert walk["apart"]["layers.1.post_norm"] > 0.01 > ROUNDINGS > walk["own"]["layers.1.post_norm"]
 
 
-@pytest.mark.parametrize("case", ["int8 as_sampler", "fp8 as_sampler", "bf16"])
+def test_logits_in_fp32_are_rounded_by_neither_side(found: dict) -> None:
+    assert found["bf16"]["rounded logits"]
+    assert not found["fp32 logits"]["rounded logits"]
+    assert found["fp32 logits"]["own"]["lm_head"] < 1e-5
+    assert found["fp32 logits, again"] == found["fp32 logits"], "after other weights, and a tied head, the same"
+
+
+@pytest.mark.parametrize("case", ["int8 as_sampler", "fp8 as_sampler", "bf16", "fp32 logits"])
 def test_one_arithmetic_leaves_roundings(case: str, found: dict) -> None:
     walk = found[case]
     assert max(walk["own"].values()) < ROUNDINGS

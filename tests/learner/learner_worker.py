@@ -82,7 +82,7 @@ def build(job: dict[str, Any]) -> Learner:
         optim=OptimSection(lr=1e-3, warmup_steps=2, megatron=job.get("optim", {})),
         rollout=RolloutSection(temperature=0.8, **({"top_k": 5, "top_p": 0.7} if job.get("kept") else {})),
     )
-    model = Model.of(job["hf"], Layout.from_config(learner))
+    model = Model.of(job["hf"], Layout.from_config(learner), Precision(job.get("head", "bf16")))
     if "dump" in job and os.environ["RANK"] == "0":  # what a run leaves beside its dumps
         run = Path(job["dump"]).parent
         run.mkdir(parents=True, exist_ok=True)
@@ -139,6 +139,35 @@ def bf16_pair(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         "paired": None if paired_BT is None else paired_BT.tolist(),
         "same": torch.equal(own_BT, learner.logprobs(batch)),
     }
+
+
+def noise(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """How far one rounding more moves its logprobs, twice; and that nothing else has come of it."""
+    batch = make_batch()
+    before_BT = learner.logprobs(batch)
+    learner.take_activation_amax(), learner.take_cache_amax()
+    moved_BT, again_BT = (learner.logprobs_rounded_again(batch) for _ in range(2))
+    return {
+        "noise": float((moved_BT - before_BT)[batch.mask_BT].abs().mean()),
+        "repeats": torch.equal(moved_BT, again_BT),
+        "seen": bool(learner.take_activation_amax().any() or learner.take_cache_amax().any()),
+        "same": torch.equal(before_BT, learner.logprobs(batch)),
+    }
+
+
+def wide(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+    """Two updates, and whether the output layer gives the FP32 product of what goes in; False where it rounds."""
+    exact = []
+
+    def look(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        weight = kwargs["weight"] if kwargs["weight"] is not None else layer.weight
+        product = args[0].float().matmul(weight.float().t())
+        exact.append(output[0].dtype == torch.float32 and torch.equal(output[0], product))
+
+    for module in learner.modules:
+        if module.post_process:
+            module.output_layer.register_forward_hook(look, with_kwargs=True)
+    return train(learner, job) | {"exact": [all(part) for part in exchange(exact)]}
 
 
 def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
@@ -377,6 +406,8 @@ KINDS = {
     "statistics": statistics,
     "flips": flips,
     "bf16_pair": bf16_pair,
+    "noise": noise,
+    "wide": wide,
     "one_update": one_update,
     "emptiness": emptiness,
     "broadcast": broadcast,

@@ -7,7 +7,7 @@ import pytest
 from tiny_engine import make_config
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import Cache, Device, EvalSection, FleetSection, Format
+from megatron_rl.config.schema import Cache, Device, EvalSection, FleetSection, Format, ModelSection, Precision
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 
 
@@ -22,6 +22,17 @@ def test_arguments_follow_the_config(tmp_path):
     passed = replace(settings, sampler=replace(settings.sampler, vllm={"block_size": 32, "enforce_eager": False}))
     assert engine_arguments(passed, tmp_path)["block_size"] == 32
     assert engine_arguments(passed, tmp_path)["enforce_eager"] is False
+
+
+def test_logits_are_in_fp32_where_the_learner_s_are(tmp_path):
+    config = make_config(vllm={"hf_overrides": {"rope_theta": 5000.0}})
+    assert engine_arguments(EngineSettings.from_config(config), tmp_path)["hf_overrides"] == {"rope_theta": 5000.0}
+    wide = EngineSettings.from_config(replace(config, model=ModelSection(head_precision=Precision.fp32)))
+    both = {"rope_theta": 5000.0, "head_dtype": "float32"}
+    assert engine_arguments(wide, tmp_path)["hf_overrides"] == both
+    assert config.sampler.vllm == {"hf_overrides": {"rope_theta": 5000.0}}, "the recipe is left as it is"
+    wide = EngineSettings.from_config(replace(make_config(), model=ModelSection(head_precision=Precision.fp32)))
+    assert engine_arguments(wide, tmp_path)["hf_overrides"] == {"head_dtype": "float32"}
 
 
 def test_on_gpus_nothing_is_compiled_or_downloaded_at_the_start(tmp_path):

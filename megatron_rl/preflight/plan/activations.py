@@ -14,6 +14,7 @@ from typing import Any
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
 from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 
 FP32, INT64, BOOL = 4, 8, 1  # bytes
@@ -168,8 +169,10 @@ def of_layers(kept: Kept, training: Training, layers: int, alive: float) -> tupl
     return alive / at_once * kept.input, at_once * kept.layer - kept.input
 
 
-def head(shape: ModelShape, layout: Layout, training: Training, pack: Pack) -> tuple[float, float]:
+def head(model: Model, training: Training, pack: Pack) -> tuple[float, float]:
     """Bytes of the last stage's end: the final norm with the output layer's input, and the logits."""
+    shape, layout = model.shape, model.layout
+    width = FP32 if model.head is Precision.fp32 else training.width
     norm = pack.tokens * (shape.hidden * training.width + FP32) / training.sp
     rows = pack.responses * (shape.hidden * training.width + 3 * INT64 + BOOL + 5 * FP32)
-    return norm + rows, pack.responses * layout.padded_vocab(shape.vocab) / layout.tp * training.width
+    return norm + rows, pack.responses * layout.padded_vocab(shape.vocab) / layout.tp * width

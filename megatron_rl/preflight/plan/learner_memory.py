@@ -69,7 +69,7 @@ def of_stage(
     kept = activations.kept(shape, chosen(model), layout, training, pack)
     alive = activations.in_flight(layout, stage, packs, layers)
     waiting, again = activations.of_layers(kept, training, layers, alive)
-    norms, logits = activations.head(shape, layout, training, pack) if last else (0.0, 0.0)
+    norms, logits = activations.head(model, training, pack) if last else (0.0, 0.0)
     weights = training.width * mine.count
     cast = FP8_COPIES * mine.linear if training.fp8 else 0
     copies = logit_chunks.COPIES * min(logit_chunks.chunk_bytes(host), logits / training.width * logit_chunks.FP32)

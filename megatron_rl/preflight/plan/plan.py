@@ -62,7 +62,7 @@ class Plan:
 
 def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed: Assumptions | None = None) -> Plan:
     assumed = assumed or Assumptions()
-    model = Model.of(hf_config, Layout.from_config(config.learner))
+    model = Model.of(hf_config, Layout.from_config(config.learner), config.model.head_precision)
     found = roles(model.layout, config.sampler, machine.gpus)
     work = Workload.of(config.rollout, config.learner, assumed)
     host = machine.kind == Device.cpu

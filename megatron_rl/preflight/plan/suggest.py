@@ -74,7 +74,7 @@ def _best_learners(
     work = Workload.of(config.rollout, config.learner, assumed)
     for learner in candidates.learners(config, Model.of(hf_config, Layout()), ranks, machine.gpus):
         changed = replace(config, learner=learner)
-        model = Model.of(hf_config, Layout.from_config(learner))
+        model = Model.of(hf_config, Layout.from_config(learner), config.model.head_precision)
         memory = heaviest(changed, model, work, host=False)
         needed = memory.static + max(memory.dynamic, memory.forward)
         if needed < limit:

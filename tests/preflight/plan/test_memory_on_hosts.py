@@ -44,6 +44,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int], str]] =
     "pp2, recomputed": (LARGE, {"pipeline_parallel": 2, "megatron": FULL}, SHORT, "bf16"),
     "dp2, attention recomputed": (SMALL, {"data_parallel": 2, "megatron": SELECTIVE}, SHORT, "bf16"),
     "dp2, fp32": (LARGE, {"data_parallel": 2}, SHORT, "fp32"),
+    "tp2, logits in fp32": (LARGE, {"tensor_parallel": 2}, SHORT, "bf16"),
 }
 
 
@@ -52,10 +53,14 @@ def budget(rows: dict[str, int]) -> int:
     return (4 if rows is SHORT else 1) * (rows["prompt"] + rows["response"])
 
 
+def head(name: str) -> Precision:
+    return Precision.fp32 if name.endswith("logits in fp32") else Precision.bf16
+
+
 def predicted(name: str, stage: int) -> dict[str, float]:
     hf, section, rows, precision = LAYOUTS[name]
     learner = LearnerSection(**section, precision=Precision(precision), tokens_per_microbatch=budget(rows))
-    model = Model.of(hf, Layout.from_config(learner))
+    model = Model.of(hf, Layout.from_config(learner), head(name))
     length = rows["prompt"] + rows["response"]
     in_pack = budget(rows) // length
     pack = Pack(tokens=budget(rows), responses=in_pack * rows["response"], longest=length)
@@ -72,6 +77,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     for name, (hf, section, rows, precision) in LAYOUTS.items():
         layout = {**section, "tokens_per_microbatch": budget(rows)}
         job = {"name": name, "kind": "memory", "hf": hf, "layout": layout, "batch": rows, "precision": precision}
+        job["head"] = head(name).value
         jobs.append(job)
     return cases.run_ranks(2, jobs, tmp_path_factory.mktemp("memory"))
 

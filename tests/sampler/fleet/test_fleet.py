@@ -44,9 +44,9 @@ from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.probe import BUDGETS
 
 pytestmark = pytest.mark.engine
+CLOSE = 0.02  # nats: what two BF16 engines with the same weights are apart at most
 
 
 @pytest.fixture(scope="module")
@@ -259,9 +259,9 @@ def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache
     means = {name: float(np.mean(values)) for name, values in found.items()}
     print(f"{cache.value}: {len(spanning)} answers span the update, stood {live.sampler.last_sync['stood_s']:.4f} s")
     print(means)
-    assert means["old"] < BUDGETS[Format.none]
-    assert means["swapped"] > 10 * BUDGETS[Format.none]
-    assert (means["new"] < BUDGETS[Format.none]) == (cache == Cache.rebuild), means
+    assert means["old"] < CLOSE
+    assert means["swapped"] > 10 * CLOSE
+    assert (means["new"] < CLOSE) == (cache == Cache.rebuild), means
     assert 0 < live.sampler.last_sync["stood_s"] < 10
 
 

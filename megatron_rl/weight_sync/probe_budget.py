@@ -1,0 +1,70 @@
+"""How far sampler and learner may be apart after a sync: so many times what one rounding does to this policy.
+
+What a format adds grows with the model: with its depth, its width, how sure it is. So does the noise of one rounding
+more, which the learner tells of its own weights (learner/rounding.py): a sampler that holds others does not raise it by
+what is wrong with them. It may answer with tokens that the policy finds odd, and odd tokens are noisier: hence an end
+to every budget, whatever the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_rl.config.schema import Format
+
+
+@dataclass(frozen=True)
+class Limit:
+    times: float  # the noise
+    most: float  # nats, whatever the noise
+
+
+# three times or more the worst that was measured (docs/weight_sync.md); not measured: blocks, whose scales are finer
+# than those of rows, and learners in FP8
+LIMITS: Mapping[Format, Limit] = {
+    Format.none: Limit(6, 0.1),
+    Format.int8: Limit(10, 0.3),
+    Format.int4: Limit(60, 1.0),
+    Format.fp8: Limit(24, 0.4),
+    Format.fp8_block: Limit(24, 0.4),
+}
+FP8_LEARNER = Limit(24, 0.4)  # more, where the learner rounds to eight bits as well
+FP32_LEARNER = 2  # times as many: it rounds nothing else, so that its noise is about half of a BF16 learner's
+LEAST = 0.02  # nats: of a policy that is all but certain, single tokens make the mean
+
+
+@dataclass(frozen=True)
+class Budget:
+    nats: float
+    origin: str
+
+
+def set_by_hand(nats: float) -> Budget:
+    return Budget(nats, "sync.probe_budget")
+
+
+class Arithmetic(StrEnum):
+    """The learner's."""
+
+    bf16 = "a BF16 learner"
+    fp32 = "an FP32 learner"
+    fp8 = "an FP8 learner"
+    sampler = "a learner that computes as the sampler does"  # then its format tells them apart no more than BF16
+
+
+def measured(noise: float, format: Format, learner: Arithmetic) -> Budget:
+    limit = LIMITS[Format.none if learner is Arithmetic.sampler else format]
+    if learner is Arithmetic.fp8:
+        limit = Limit(limit.times + FP8_LEARNER.times, limit.most + FP8_LEARNER.most)
+    elif learner is Arithmetic.fp32:
+        limit = Limit(limit.times * FP32_LEARNER, limit.most)
+    pair = f"{'BF16' if format == Format.none else format.upper()} weights in the sampler, {learner}"
+    told = f"sync.probe_budget=auto: {limit.times:g} times the learner's noise of {noise:.3g}; {pair}"
+    nats = limit.times * noise
+    if nats > limit.most:
+        return Budget(limit.most, f"{told}, at most {limit.most:g}")
+    if nats < LEAST:
+        return Budget(LEAST, f"{told}, at least {LEAST:g}")
+    return Budget(nats, told)

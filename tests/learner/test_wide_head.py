@@ -1,0 +1,89 @@
+"""`model.head_precision=fp32`: logits that nothing rounds, on every layout, and gradients of the plain output layer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import learner_cases as cases
+import pytest
+import torch
+
+pytestmark = pytest.mark.ranks
+TIED, OWN_HEAD = cases.QWEN3, cases.QWEN2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel": 2},
+    "tp2_sp": {"tensor_parallel": 2, "megatron": {"sequence_parallel": True}},
+    "pp2": {"pipeline_parallel": 2},
+}
+
+
+def _job(name: str, hf: dict[str, Any], head: str = "fp32", **more: Any) -> dict[str, Any]:
+    job = {"kind": "wide", "name": name, "hf": hf, "head": head, "precision": "bf16", "steps": 2}
+    return {**job, "forward": "bf16", **more}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    models = {"tied": TIED, "own": OWN_HEAD}
+    jobs = [_job(f"{name} {head}", hf, head) for name, hf in models.items() for head in ("bf16", "fp32")]
+    jobs += [_job("whole bf16", TIED, "bf16", precision="fp32"), _job("whole fp32", TIED, precision="fp32")]
+    one = cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one"))
+    jobs = [_job(f"{name} {at}", hf, layout=LAYOUTS[at]) for name, hf in models.items() for at in LAYOUTS]
+    return one | cases.run_ranks(2, jobs, tmp_path_factory.mktemp("two"))
+
+
+def logprobs(case: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(case["logprobs"])
+
+
+def norm(case: dict[str, Any]) -> float:
+    """Of the first update's gradient: what comes after has gone through BF16 roundings of its own."""
+    return case["steps"][0]["optim/grad_norm"]
+
+
+@pytest.mark.parametrize("model", ["tied", "own"])
+def test_logits_are_the_products_of_what_goes_in(model: str, found: dict[str, Any]) -> None:
+    assert found[f"{model} bf16"]["exact"] == [False]
+    assert found[f"{model} fp32"]["exact"] == [True]
+    for at in LAYOUTS:
+        assert found[f"{model} {at}"]["exact"] == [True, True]
+
+
+@pytest.mark.parametrize("model", ["tied", "own"])
+@pytest.mark.parametrize("at", LAYOUTS)
+def test_every_layout_computes_and_learns_the_same(model: str, at: str, found: dict[str, Any]) -> None:
+    here, there = found[f"{model} {at}"], found[f"{model} fp32"]
+    assert (logprobs(here) - logprobs(there)).abs().mean() < 0.02  # of BF16 layers, whose halves are rounded
+    assert norm(here) == pytest.approx(norm(there), rel=0.03)
+
+
+@pytest.mark.parametrize("model", ["tied", "own"])
+def test_gradients_are_those_of_the_plain_layer(model: str, found: dict[str, Any]) -> None:
+    wide, plain = found[f"{model} fp32"], found[f"{model} bf16"]
+    assert 1e-4 < (logprobs(wide) - logprobs(plain)).abs().mean() < 0.02
+    assert norm(wide) == pytest.approx(norm(plain), rel=0.01)
+
+
+def test_a_learner_in_fp32_has_such_logits_already(found: dict[str, Any]) -> None:
+    assert found["whole fp32"]["logprobs"] == found["whole bf16"]["logprobs"]
+
+
+ON_CUDA = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from megatron_rl.learner.wide_head import _Wide
+
+with FakeTensorMode():
+    rows = torch.empty(5, 1, 64, dtype=torch.bfloat16, device="cuda")
+    weight = torch.empty(48, 64, dtype=torch.bfloat16, device="cuda")
+    logits = _Wide.apply(rows, weight, None)
+    print(logits.dtype, tuple(logits.shape), logits.device.type)
+"""
+
+
+def test_on_a_gpu_no_copy_of_the_weight_is_made_for_it() -> None:
+    """Type and shape of the one product that hosts do not have; nothing is computed."""
+    done = subprocess.run([sys.executable, "-c", ON_CUDA], capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout.strip() == "torch.float32 (5, 1, 48) cuda", done.stderr[-2000:]
