@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,8 +43,10 @@ def replicas(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         group.start_grad_sync = noting("bucket", group.start_grad_sync)
     prepare, learner.optimizer.prepare_grads = learner.optimizer.prepare_grads, summed
     steps, orders = [], []
-    for _ in range(job["steps"]):
-        steps.append(learner.update(targets))
+    for step in range(job["steps"]):
+        # fewer rows, and so another number of micro-batches, than in the first
+        fewer_BT = targets.mask_BT & (torch.arange(len(batch)) < len(batch) - 6 * step)[:, None]
+        steps.append(learner.update(replace(targets, mask_BT=fewer_BT, denominator_mask_BT=fewer_BT)))
         orders.append(" ".join(events))
         events.clear()
     save_file(

@@ -80,9 +80,10 @@ def test_gradients_overlap_by_default_between_gpus(found: dict[str, Any]) -> Non
 
 
 def test_there_are_several_buckets_and_micro_batches(found: dict[str, Any]) -> None:
-    assert all(groups > 3 for _, groups in found["dp2 overlap"]["orders"])
-    losses = [order[1].split().count("loss") for order, _ in found["dp2 overlap"]["orders"]]
-    assert min(losses) > 1
+    """Not as many in every update: what a bucket waits for is its weights, not a number of micro-batches."""
+    for order, groups in found["dp2 overlap"]["orders"]:
+        losses = [events.split().count("loss") for events in order]
+        assert groups > 3 and losses[0] > 1 and len(set(losses)) > 1
 
 
 def test_a_checkpoint_of_many_buckets_is_any_learner_s(found: dict[str, Any]) -> None:
