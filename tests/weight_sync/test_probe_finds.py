@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
 def test_an_engine_that_is_right_passes_with_room(case: str, found: dict) -> None:
     right = found[case]["none"]
     assert right["said"] == ""
-    assert 0 < right["d"] < right["budget"] / 2
+    assert 0 < right["d"] < right["budget"] / 1.5
 
 
 @pytest.mark.fault("one layer of the engine holds other weights", "the probe stops the run, whatever its noise")
