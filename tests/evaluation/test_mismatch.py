@@ -14,7 +14,7 @@ from preloaded import run
 pytestmark = pytest.mark.engine
 
 QUANTIZED = ("qkv", "o_proj", "gate_up", "down")  # of which a quantized engine's values are not those of BF16 weights
-ROUNDINGS = 2**-7  # what sums of another order may come to, at one value of many: the last place of a BF16 number below 2
+ROUNDINGS = 2**-7  # what sums of another order may come to, at one value of many: BF16's last place, below 2
 
 
 @pytest.fixture(scope="module")
