@@ -23,9 +23,9 @@ CONSTANT_STD = 1e-4
 WHERE = "On hosts sync.probe_layers=true names the first point that differs."
 WAYS_OUT = (
     "`megatron-rl mismatch` on the model says at which point of a forward pass the difference enters. Then try "
-    "quantization.smoothing=0.5 (int8: outliers), learner.forward=as_sampler (hosts, int8), quantization.ignore for "
-    "the worst layers, model.head_precision=fp32 (logits of both in FP32); a number of nats in sync.probe_budget where "
-    "the difference is known and meant."
+    "quantization.smoothing=0.5 (int8: outliers), learner.forward=as_sampler (hosts, int8 and fp8), "
+    "quantization.ignore for the worst layers, model.head_precision=fp32 (logits of both in FP32); a number of nats in "
+    "sync.probe_budget where the difference is known and meant."
 )
 UNIFORM_MARGIN = 0.15  # nats between the sampler's mean logprob and a uniform guess
 

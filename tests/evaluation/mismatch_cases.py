@@ -121,20 +121,15 @@ def _batch(rollout: Rollout) -> Any:
 
 def main() -> None:
     out, found = Path(sys.argv[1]), dict[str, Any]()
-    (out / "int8").mkdir()
-    int8 = Case(out / "int8", Format.int8)
-    with closing(int8.live.sampler):
-        for forward in Forward:
-            with int8.learner(forward) as learner:
-                found[f"int8 {forward}"] = int8.walk(learner)
-                if forward is Forward.bf16:
-                    found["faults"] = int8.faults(learner)
-    (out / "fp8").mkdir()
-    fp8 = Case(out / "fp8", Format.fp8)
-    with closing(fp8.live.sampler):
-        for forward in Forward:
-            with fp8.learner(forward) as learner:
-                found[f"fp8 {forward}"] = fp8.walk(learner)
+    for format in (Format.int8, Format.fp8):
+        (out / format.value).mkdir()
+        case = Case(out / format.value, format)
+        with closing(case.live.sampler):
+            for forward in Forward:
+                with case.learner(forward) as learner:
+                    found[f"{format} {forward}"] = case.walk(learner)
+                    if (format, forward) == (Format.int8, Forward.bf16):
+                        found["faults"] = case.faults(learner)
     (out / "wide").mkdir()
     wide = Case(out / "wide", Format.none, Precision.fp32)
     with closing(wide.live.sampler), wide.learner(Forward.bf16) as learner:
