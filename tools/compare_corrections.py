@@ -9,8 +9,8 @@ they stand: those that have finished are not run again.
 
 Each run is `megatron-rl train RECIPE run.name=... key=value ...` under one WANDB_RUN_GROUP. All are checked before the
 first starts. A run that fails does not stop the next ones: it is named at the end, and the exit status is 1. Ctrl-C
-stops the run in progress and still writes the report of what there is; after USR1 the run in progress finishes its
-step, and none follows.
+stops the runs in progress and still writes the report of what there is; after USR1 the runs in progress finish their
+step, and none follows. With `--jobs N` so many run at a time on a host, each on its share of the cores.
 
     python tools/compare_corrections.py recipes/dapo_int8.yaml --corrections none tis --slurm slurm/dapo_int8.sbatch
 
@@ -23,26 +23,26 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grid as grids
 import starts
-from grid import Experiment, Grid, tag
+from grid import Experiment, Grid, tags
 from jobs import queue
-from run_in_turn import Runner
+from run_in_turn import FINISHED, NOT_STARTED, Job, Runner
 
 from megatron_rl.config import ConfigError, load, to_yaml
 from megatron_rl.config.bounds import is_folder_name
-from megatron_rl.config.schema import Config, IfExists
+from megatron_rl.config.schema import Config, Device, IfExists
 from megatron_rl.data.prompts import check_datasets
 from megatron_rl.preflight.checks import check
+from megatron_rl.preflight.machine import detect
 from megatron_rl.processes.process import lasting_output
 from megatron_rl.quickstart import TASKS
 from megatron_rl.rewards.own import RECIPE_FOLDER
 from megatron_rl.runs.comparison import Cell, Comparison, Result
-from megatron_rl.runs.comparison_docs import write_docs
+from megatron_rl.runs.comparison_docs import check_pages, write_docs
 from megatron_rl.runs.comparison_findings import said
 from megatron_rl.runs.comparison_report import write_comparison
 from megatron_rl.runs.comparison_wandb import log_comparison
@@ -53,7 +53,6 @@ from megatron_rl.runs.run_dir import RunDir, check_run_dir
 from megatron_rl.runs.status import known_status
 
 INTERRUPTED = 130
-NOT_STARTED, FINISHED = "not started", "finished"
 DOCS = Path("docs")
 TRAIN = (sys.executable, "-m", "megatron_rl.cli", "train")
 
@@ -62,6 +61,11 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     """`train`: the command that runs one experiment; the settings of another one than ours are its own affair."""
     options = parse(argv)
     grid, ours = options.grid, train is TRAIN
+    try:
+        check_pages(options.write_docs or (), grid.group)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     experiments = grid.experiments(options.size)
     if options.summary:
         states = {each: str(known_status(options.root / each.name).get("state", NOT_STARTED)) for each in experiments}
@@ -85,9 +89,9 @@ def main(argv: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     seeds = list(dict.fromkeys(each.seed for each in left))
     if options.slurm:
         return queue(left, runs, seeds, options, argv)
-    runner = Runner(train)
-    if status := starts.make(grid, options.root, seeds, runner):
-        return INTERRUPTED if runner.interrupted else status
+    runner = Runner(train, options.root / f"{grid.group}_logs", options.jobs)
+    if not starts.make(grid, options.root, seeds, runner):
+        return INTERRUPTED if runner.interrupted else 1
     if options.starts:
         return 0
     outcomes = dict.fromkeys(done, FINISHED) | run_all(left, runs, len(done), runner, grid.axes)
@@ -104,24 +108,21 @@ def run_all(
     runner: Runner,
     axes: Mapping[str, object],
 ) -> dict[Experiment, str]:
-    """One after the other; how each has ended."""
-    outcomes, begun, total = {}, time.monotonic(), done + len(left)
-    for number, experiment in enumerate(left, start=1):
-        if runner.interrupted or runner.last:
-            outcomes[experiment] = NOT_STARTED
-            continue
-        print(f"[{done + number}/{total}] {experiment.name}", flush=True)
-        start = time.monotonic()
-        tag(experiment, axes)
-        status = runner.run(runs[experiment])
-        outcome = FINISHED if status == 0 else f"failed, exit status {status}"
-        outcomes[experiment] = "stopped" if runner.interrupted else outcome
-        now = time.monotonic()
-        rest = duration((now - begun) / number * (len(left) - number))
-        goes_on = number < len(left) and not (runner.interrupted or runner.last)
+    """In turn, as many at a time as the runner takes; how each has ended."""
+    total, taken = done + len(left), list[float]()
+    places = {each.name: f"[{done + number}/{total}]" for number, each in enumerate(left, start=1)}
+
+    def ended(job: Job, outcome: str, seconds: float) -> None:
+        taken.append(seconds)
+        rest = duration(sum(taken) / len(taken) * (len(left) - len(taken)) / runner.at_once)
+        goes_on = len(taken) < len(left) and not (runner.interrupted or runner.last)
         after = f", about {rest} left" if goes_on else ""
-        print(f"[{done + number}/{total}] {outcomes[experiment]} in {duration(now - start)}{after}", flush=True)
-    return outcomes
+        which = f"{job.name} " if runner.log_of(job.name) else ""
+        print(f"{places[job.name]} {which}{outcome} in {duration(seconds)}{after}", flush=True)
+
+    jobs = [Job(each.name, runs[each], tags(each, axes)) for each in left]
+    outcomes = runner.run(jobs, lambda job: print(f"{places[job.name]} {runner.told(job)}", flush=True), ended)
+    return {each: outcomes[each.name] for each in left}
 
 
 def arguments_of(experiment: Experiment, options: argparse.Namespace, model: Sequence[str] = ()) -> list[str]:
@@ -182,6 +183,8 @@ def mistakes(options: argparse.Namespace, here: bool = True) -> list[str]:
                 check(config)
             except ConfigError as error:
                 found |= dict.fromkeys(str(error).splitlines())
+    if here and not found and options.jobs > 1 and detect(configs[-1].run.device).kind == Device.cuda:
+        found["--jobs: runs that share the GPUs of a machine would take each other's memory; leave it out"] = None
     if here and not found:
         try:
             check_datasets(configs[-1])
@@ -210,7 +213,7 @@ def summarize(grid: Grid, outcomes: Mapping[Experiment, str], options: argparse.
     write_comparison(comparison, list(runs.values()), options.output)
     print(f"report {options.output}")
     if options.write_docs is not None:
-        for path in write_docs(comparison, options.write_docs or [DOCS / f"{grid.group}.md"], DOCS):
+        for path in write_docs(comparison, options.write_docs, DOCS):
             print(f"wrote  {path}")
     if where := log_comparison(comparison, list(runs.values()), root / f"{grid.group}_comparison"):
         print(f"wandb  {where}")
@@ -255,6 +258,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         size.add_argument(f"--{name}", dest="size", action="store_const", const=name, default="default", help=about)
     parser.add_argument("--dry-run", action="store_true", help="check all runs, list them, start none")
     parser.add_argument("--starts", action="store_true", help="only the warm starts of a grid")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each on cores of its own")
     parser.add_argument("--slurm", type=Path, metavar="SCRIPT", help="queue each run with this batch script")
     parser.add_argument(
         "--sbatch", default="", metavar="OPTIONS", help="more options for it: --sbatch='--time=1:00:00'"
@@ -267,8 +271,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args([word for word in argv if word not in overrides])
     options.overrides = overrides
     _choose_grid(options, parser)
+    if not 1 <= options.jobs <= len(os.sched_getaffinity(0)):
+        parser.error(f"--jobs {options.jobs}: expected 1 to {len(os.sched_getaffinity(0))}, the cores that are here")
+    if options.slurm and options.jobs > 1:
+        parser.error("--jobs: with --slurm each run is a job of its own; leave it out")
     group = options.grid.group
     options.output = options.output or options.root / f"{group}.html"
+    if options.write_docs == []:
+        options.write_docs = [DOCS / f"{group}.md"]
     for name in (experiment.name for experiment in options.grid.experiments(options.size)):
         if not is_folder_name(name):
             parser.error(f"--group {options.group!r}: {name!r} cannot be the name of a folder")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,9 +77,9 @@ class Grid:
         return Experiment(name, labels, seed, (*overrides, *([] if seed is None else [f"run.seed={seed}"])))
 
 
-def tag(experiment: Experiment, axes: Mapping[str, object]) -> None:
-    """For W&B: the labels of the run that starts next."""
-    os.environ["WANDB_TAGS"] = ",".join(f"{axis}:{label}" for axis, label in zip(axes, experiment.labels, strict=True))
+def tags(experiment: Experiment, axes: Mapping[str, object]) -> dict[str, str]:
+    """For W&B: the labels of a run, in its environment."""
+    return {"WANDB_TAGS": ",".join(f"{axis}:{label}" for axis, label in zip(axes, experiment.labels, strict=True))}
 
 
 def of_corrections(recipe: Path, group: str, corrections: Sequence[str], seeds: Sequence[int]) -> Grid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import starts
-from grid import Experiment, tag
+from grid import Experiment, tags
 
 # site lines that are empty mean: as the cluster does by itself
 SBATCH = """source slurm/site.env; mkdir -p runs/slurm
@@ -36,9 +37,9 @@ def queue(
     jobs: list[str] = []
     for experiment in left:
         recipe, *overrides = runs[experiment]
-        tag(experiment, options.grid.axes)
         words = ["slurm/submit", script, f"recipe={recipe}", *overrides, *given]
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
+        named = os.environ | tags(experiment, options.grid.axes)
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=named)
         queued = re.search(r"^job (\d+) is queued", done.stdout, re.M)
         if done.returncode or queued is None:
             print(

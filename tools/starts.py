@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grid import Grid
-from run_in_turn import Runner
+from run_in_turn import FINISHED, Job, Runner
 
 from megatron_rl.models.outliers import with_outliers
 from megatron_rl.models.weight_files import SINGLE
@@ -39,19 +39,26 @@ def missing(grid: Grid, root: Path, seeds: Sequence[int | None]) -> list[int | N
     return [seed for seed in seeds if grid.task is not None and not (model_of(grid, root, seed) / SINGLE).is_file()]
 
 
-def make(grid: Grid, root: Path, seeds: Sequence[int | None], runner: Runner) -> int:
-    """Those that are missing; the exit status of the first that fails, else 0."""
-    for seed in missing(grid, root, seeds):
-        run = root / _name(grid, seed)
-        if known_status(run).get("state") != "finished":
-            print(f"[start] {run.name}", flush=True)
-            status = runner.run(arguments(grid, root, seed))
-            if status or known_status(run).get("state") != "finished":
-                print(f"{run.name}: the warm start did not finish, exit status {status}; see {run}/logs", flush=True)
-                return status or 1
-        if grid.outliers is not None:
+def make(grid: Grid, root: Path, seeds: Sequence[int | None], runner: Runner) -> bool:
+    """Those that are missing; whether all are there then."""
+    wanted = missing(grid, root, seeds)
+    runs = [root / _name(grid, seed) for seed in wanted]
+    unfinished = {run.name: seed for run, seed in zip(runs, wanted, strict=True) if not _has_finished(run)}
+    outcomes = runner.run(
+        [Job(name, arguments(grid, root, seed)) for name, seed in unfinished.items()],
+        lambda job: print(f"[start] {runner.told(job)}", flush=True),
+    )
+    for run, seed in zip(runs, wanted, strict=True):
+        if not _has_finished(run):
+            where = runner.log_of(run.name) or run / "logs"
+            print(f"{run.name}: the warm start did not finish, {outcomes[run.name]}; see {where}", flush=True)
+        elif grid.outliers is not None:
             with_outliers(RunDir(run).model, model_of(grid, root, seed), grid.outliers.factor, grid.outliers.channels)
-    return 0
+    return not missing(grid, root, seeds)
+
+
+def _has_finished(run: Path) -> bool:
+    return known_status(run).get("state") == FINISHED
 
 
 def _name(grid: Grid, seed: int | None) -> str:

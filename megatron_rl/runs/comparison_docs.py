@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
@@ -22,17 +22,28 @@ from megatron_rl.runs.comparison import NUMBERS, Comparison
 from megatron_rl.runs.comparison_findings import TEST, said
 from megatron_rl.runs.comparison_svg import comparison_svg
 
+BLOCKS = ("table", "findings", "figure")
 SHOWN = ("accuracy_area", "accuracy", "abs_difference", "k3_kl", "sample_size", "step_s")
 
 
 def write_docs(comparison: Comparison, pages: list[Path], folder: Path) -> list[Path]:
     """The blocks of these pages, the figure and the numbers; returns what was written."""
+    stored = comparison.as_json()
+    comparison = Comparison.from_json(stored)  # numbers as they are stored: rounded
     texts = {page: with_blocks(page.read_text(encoding="utf-8"), comparison, page, folder) for page in pages}
-    stored = json.dumps(comparison.as_json(), indent=1) + "\n"
-    texts |= {folder / f"{comparison.name}.svg": comparison_svg(comparison), folder / f"{comparison.name}.json": stored}
+    texts[folder / f"{comparison.name}.svg"] = comparison_svg(comparison)
+    texts[folder / f"{comparison.name}.json"] = json.dumps(stored, indent=1) + "\n"
     for path, text in texts.items():
         write_whole(path, text)
     return list(texts)
+
+
+def check_pages(pages: Iterable[Path], name: str) -> None:
+    """Before the runs, what would keep their results from being written."""
+    for page in pages:
+        if not page.is_file():
+            raise ConfigError(f"--write-docs {page}: no such page")
+        _check_blocks(page.read_text(encoding="utf-8"), name, page)
 
 
 def stored(path: Path) -> Comparison:
@@ -47,13 +58,20 @@ def with_blocks(text: str, comparison: Comparison, page: Path, folder: Path) -> 
         "figure": lambda: f"![{_caption(comparison)}]({os.path.relpath(folder, page.parent)}/{comparison.name}.svg)"
         .replace("(./", "("),
     }  # fmt: skip
-    name = re.escape(comparison.name)
-    found = re.compile(rf"(<!-- {name}: (\w+) -->\n).*?(<!-- /{name} -->)", re.S)
-    kinds = [match[2] for match in found.finditer(text)]
-    if not kinds or (wrong := [kind for kind in kinds if kind not in blocks]):
-        what = f"a block of kind {wrong[0]}" if kinds else f"no block such as <!-- {comparison.name}: table -->"
-        raise ConfigError(f"{page}: {what}, expected {', '.join(blocks)}, closed by <!-- /{comparison.name} -->")
-    return found.sub(lambda match: f"{match[1]}{blocks[match[2]]()}\n{match[3]}", text)
+    _check_blocks(text, comparison.name, page)
+    return _found(comparison.name).sub(lambda match: f"{match[1]}{blocks[match[2]]()}\n{match[3]}", text)
+
+
+def _found(name: str) -> re.Pattern[str]:
+    name = re.escape(name)
+    return re.compile(rf"(<!-- {name}: (\w+) -->\n).*?(<!-- /{name} -->)", re.S)
+
+
+def _check_blocks(text: str, name: str, page: Path) -> None:
+    kinds = [match[2] for match in _found(name).finditer(text)]
+    if not kinds or (wrong := [kind for kind in kinds if kind not in BLOCKS]):
+        what = f"a block of kind {wrong[0]}" if kinds else f"no block such as <!-- {name}: table -->"
+        raise ConfigError(f"{page}: {what}, expected {', '.join(BLOCKS)}, closed by <!-- /{name} -->")
 
 
 def _table(comparison: Comparison) -> str:

@@ -39,7 +39,7 @@ def _memory(kinds: Sequence[Mapping[str, Any]]) -> go.Figure | None:
             x=[[of for of, _, _ in places], [phase for _, phase, _ in places]],
             y=[nbytes / GIB for _, _, nbytes in places],
             name=part,
-            marker={"color": PALETTE[number % len(PALETTE)]},
+            marker=_fill(number),
             hovertemplate="%{y:.3g} GiB",
         )
     for limit in {kind["limit"] for kind in kinds if kind["limit"]}:
@@ -48,6 +48,12 @@ def _memory(kinds: Sequence[Mapping[str, Any]]) -> go.Figure | None:
         return None
     layout(figure, y_title="GiB", legend=True, hover="closest")
     return figure.update_layout(barmode="stack")
+
+
+def _fill(number: int) -> dict[str, Any]:
+    """A colour of its own; beyond the palette, its colours again, hatched."""
+    hatched = {"pattern": {"shape": "/"}} if number >= len(PALETTE) else {}
+    return {"color": PALETTE[number % len(PALETTE)], **hatched}
 
 
 def _time(run: RunData, planned: Mapping[str, float]) -> go.Figure | None:

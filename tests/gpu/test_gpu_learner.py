@@ -61,6 +61,7 @@ EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 20_000}  # the second update sends each as it fills
+WIDE_HEAD = {"kind": "wide", "head": "fp32"}  # logits that nothing rounds
 SCALES = ("tensorwise", "blockwise")
 PLACES = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts]
 EXPERT_PLACES = [(ranks, name) for ranks, layouts in EXPERT_LAYOUTS.items() for name in layouts]
@@ -97,6 +98,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _job("experts", EXPERTS),
         _job("unpacked", DENSE, {"tokens_per_microbatch": 1}),
         _job("recompute", DENSE, {"megatron": RECOMPUTE}),
+        _job("wide", DENSE, **WIDE_HEAD),
         *(_fp8(scales) for scales in SCALES),
     ]
     return cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one_rank"), timeout=600)
@@ -112,6 +114,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
             jobs += [_job(f"experts_{name}", EXPERTS, layout) for name, layout in EXPERT_LAYOUTS[ranks].items()]
             if ranks == 2:
                 jobs.append(_job("dp2_buckets", DENSE, layouts["dp2"], optim=BUCKETS))
+                jobs.append(_job("wide", DENSE, layouts["tp2_sp"], **WIDE_HEAD))
                 jobs += [{**_fp8(scales, data_parallel=2), "name": f"fp8_{scales}_dp2"} for scales in SCALES]
                 jobs += [{**_fp8(scales, tensor_parallel=2), "name": f"fp8_{scales}_tp2_sp"} for scales in SCALES]
             found[ranks] = cases.run_ranks(ranks, jobs, tmp_path_factory.mktemp("ranks"), timeout=600)
@@ -170,6 +173,15 @@ def test_a_step_is_the_same_on_every_layout(
 def test_gradients_may_travel_while_backward_goes_on(more: dict[int, dict[str, Any]]) -> None:
     found = _of(more, 2)
     _same(found["dp2_buckets"], found["dp2"])
+
+
+def test_logits_in_fp32_are_the_products_of_what_goes_in(one: dict[str, Any], more: dict[int, dict[str, Any]]) -> None:
+    """A product with FP32 results from BF16 matrices, which only GPUs have."""
+    assert one["wide"]["exact"] == [True]
+    _close(_logprobs(one["wide"]), _logprobs(one["dense"]), 0.02)
+    split = _of(more, 2)["wide"]
+    assert split["exact"] == [True, True]
+    _close(_logprobs(split), _logprobs(one["wide"]), 0.02)
 
 
 @pytest.mark.parametrize(("ranks", "layout"), EXPERT_PLACES)

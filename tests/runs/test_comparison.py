@@ -1,6 +1,5 @@
 """What a comparison says of its runs, and how it is drawn: never more than the seeds can tell."""
 
-import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -176,15 +175,14 @@ def test_a_page_without_its_markers_is_refused_and_nothing_is_written(recorded, 
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
 
 
-def test_the_numbers_in_the_docs_are_the_commands_own():
-    """docs/evidence.json is what the runs came to; every block that shows it is written from it."""
-    numbers = ROOT / "docs" / "evidence.json"
-    if not numbers.is_file():
-        pytest.skip("the grid has not been run")
+@pytest.mark.parametrize("name", ["evidence", "evidence_hot"])
+def test_the_numbers_in_the_docs_are_the_commands_own(name):
+    """docs/NAME.json is what the runs came to; every block that shows it is written from it."""
+    numbers = ROOT / "docs" / f"{name}.json"
     comparison = stored(numbers)
-    assert (ROOT / "docs" / "evidence.svg").read_text() == comparison_svg(comparison)
-    pages = [page for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if "<!-- evidence: " in page.read_text()]
-    assert pages
+    assert comparison.name == name
+    assert (ROOT / "docs" / f"{name}.svg").read_text() == comparison_svg(comparison)
+    pages = [page for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if f"<!-- {name}: " in page.read_text()]
+    assert ROOT / "docs" / "evidence.md" in pages
     for page in pages:
         assert with_blocks(page.read_text(), comparison, page, ROOT / "docs") == page.read_text()
-    assert json.loads(numbers.read_text())["name"] == "evidence"

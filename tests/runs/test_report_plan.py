@@ -35,6 +35,8 @@ def test_memory_and_time_are_drawn(run: Path) -> None:
                 if (of, at) == (kind["of"], phase)
             )
             assert drawn == pytest.approx(sum(parts.values()) / 2**30)
+    fills = [(bar.marker.color, bar.marker.pattern.shape) for bar in memory.data]
+    assert len({*fills}) == len(fills) > 8
     assert [line.y0 for line in memory.layout.shapes] == [pytest.approx(planned["memory"][0]["limit"] / 2**30)]
     asked, measured = time.data
     assert asked.y[0] == planned["seconds"]["rollout"]

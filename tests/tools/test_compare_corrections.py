@@ -35,9 +35,10 @@ signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 options = dict(word.split("=", 1) for word in sys.argv[2:])
 name = options["run.name"]
-text = "run: {name: " + name + "}\\narguments: " + repr(sys.argv[1:])
+text = "run: {name: " + name + "}\\narguments: " + repr(sys.argv[1:]) + "\\ntags: " + os.environ.get("WANDB_TAGS", "")
 with Recorder(LogSection(), text, Path(options["run.root"]) / name, 2, PlainDisplay(2, StringIO())) as recorder:
     recorder.log(0, {"eval/accuracy": 0.25})
+    print("on cores", sorted(os.sched_getaffinity(0)))
     correction = options.get("correction")
     if correction == "broken" or sys.argv[1] == os.environ.get("BROKEN"):
         raise RuntimeError("no such luck")
@@ -132,7 +133,7 @@ def test_a_grid_goes_on_where_it_stands(tool, place, grid_file, capfd):
     config = (place / "runs/grid_coarse_none_s2/config.yaml").read_text()
     for word in ("run.if_exists=resume", "a.b=2", "correction=none", "run.seed=2"):
         assert f"'{word}'" in config
-    assert os.environ["WANDB_TAGS"] == "sampler:coarse,correction:other"
+    assert "tags: sampler:coarse,correction:none" in config
     page = (place / "runs/grid.html").read_text()
     assert "2 of 2" in page
     assert "not judged: other (0 of 2 runs finished)" in page
@@ -195,6 +196,24 @@ def test_without_its_start_no_run_begins(tool, place, grid_file, model, monkeypa
     assert len(begun(capfd.readouterr().out)) == 3
 
 
+@pytest.mark.fault("a page for a grid's results is missing or has no place for them", "no run is started")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no such page"),
+        ("nothing", "no block such as"),
+        ("<!-- grid: tabel -->\n<!-- /grid -->", "of kind tabel"),
+    ],
+)
+def test_a_page_is_looked_at_before_the_first_run(tool, place, grid_file, monkeypatch, capsys, text, said):
+    monkeypatch.setattr(tool.Runner, "run", lambda self, *_: pytest.fail("a run was started"))
+    if text is not None:
+        (place / "page.md").write_text(text)
+    words = [str(grid_file), "--root", str(place / "runs"), "--write-docs", str(place / "page.md")]
+    assert tool.main(words, [sys.executable, str(place / "trainer.py")]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_what_a_grid_says_goes_into_a_page(tool, place, grid_file, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setattr(tool, "DOCS", place)
@@ -211,8 +230,8 @@ def test_what_a_grid_says_goes_into_a_page(tool, place, grid_file, monkeypatch, 
     assert (place / "grid.json").is_file()
 
 
-def started(place, *corrections) -> tuple[subprocess.Popen, Path]:
-    """The tool as a process whose first run has written a line, and that run's directory."""
+def started(place, *corrections, at_once=1):
+    """The tool as a process whose first runs have each written a line, and these runs' directories."""
     code = (
         "import sys, os, importlib.util as u; sys.path.insert(0, os.path.dirname(sys.argv[1])); "
         "s = u.spec_from_file_location('compare_corrections', sys.argv[1]); "
@@ -220,13 +239,18 @@ def started(place, *corrections) -> tuple[subprocess.Popen, Path]:
         "sys.exit(m.main(sys.argv[3:], [sys.executable, sys.argv[2]]))"
     )
     words = [str(place / "recipe.yaml"), "--root", str(place / "runs"), "--corrections", *corrections]
+    words += [f"--jobs={at_once}"]
     command = [sys.executable, "-c", code, str(TOOL), str(place / "trainer.py"), *words]
     tool = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    metrics = place / f"runs/recipe_corrections_{corrections[0]}/metrics.jsonl"
+    runs = [place / f"runs/recipe_corrections_{name}" for name in corrections[:at_once]]
     deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+    while not all(_has_written(run / "metrics.jsonl") for run in runs) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return tool, metrics.parent
+    return tool, *runs
+
+
+def _has_written(metrics: Path) -> bool:
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def test_ctrl_c_stops_the_child_and_still_reports(place):
@@ -239,6 +263,41 @@ def test_ctrl_c_stops_the_child_and_still_reports(place):
     assert "recipe_corrections_tis      not started" in out
     assert (place / "runs/recipe_corrections.html").exists()
     assert not (place / "runs/recipe_corrections_tis").exists()
+
+
+CORES = sorted(os.sched_getaffinity(0))
+several = pytest.mark.skipif(len(CORES) < 2, reason="two runs at a time want two cores")
+
+
+@several
+def test_two_at_a_time_have_their_own_cores_and_logs(tool, place, capfd):
+    words = ["--corrections", "none", "broken", "tis", "--jobs", "2", "--group", "g"]
+    assert call(tool, place, *words) == 1
+    out = capfd.readouterr().out
+    begun = re.findall(r"^\[([123])/3\] (g_\w+)  its output: (\S+)$", out, re.M)
+    assert [name for _, name, _ in begun] == ["g_none", "g_broken", "g_tis"]
+    used = [re.search(r"on cores \[(.*)\]", Path(log).read_text())[1].split(", ") for _, _, log in begun]
+    assert sorted(int(core) for cores in used[:2] for core in cores) == CORES
+    assert "no such luck" in Path(begun[1][2]).read_text()
+    assert "g_broken failed, exit status 1 in" in out
+    assert "on cores" not in out
+
+
+@several
+def test_ctrl_c_stops_all_that_run_at_once(place):
+    tool, first, second = started(place, "endless", "asked", "tis", at_once=2)
+    tool.send_signal(signal.SIGINT)
+    tool.communicate(timeout=60)
+    assert tool.returncode == 130
+    assert [read_status(each)["state"] for each in (first, second)] == ["stopped", "stopped"]
+    assert not (first.parent / "recipe_corrections_tis").exists()
+
+
+@pytest.mark.parametrize("jobs", range(1, 9))
+def test_shares_use_every_core_once(tool, jobs):
+    found = sys.modules["run_in_turn"].shares(range(8), jobs)
+    assert sorted(core for share in found for core in share) == list(range(8))
+    assert {len(share) for share in found} <= {8 // jobs, 8 // jobs + 1}
 
 
 @pytest.mark.fault("USR1 to a comparison of several runs", "the present one finishes its step, and none follows")
@@ -268,6 +327,8 @@ def test_a_killed_comparison_leaves_no_run(place):
         (["--corrections", "tis", "run.name=x"], "sets that key itself"),
         ([], "is a recipe, without axes; name some"),
         (["--corrections", "tis", "--full"], "those of a grid"),
+        (["--corrections", "tis", "--jobs", "0"], "--jobs 0: expected 1 to "),
+        (["--corrections", "tis", "--jobs", "2", "--slurm", "x"], "--jobs: with --slurm each run is a job"),
     ],
 )
 def test_bad_arguments(tool, place, capsys, words, message):
@@ -294,7 +355,7 @@ def test_a_mistake_is_found_before_the_first_run(tool, tmp_path, monkeypatch, ca
     write_toy(tmp_path / "data" / "toy")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(f"base: {ROOT}/conf/toy.yaml\nmodel: {{path: data/toy/model, init: random}}\n")
-    monkeypatch.setattr(tool.Runner, "run", lambda self, arguments: pytest.fail("a run was started"))
+    monkeypatch.setattr(tool.Runner, "run", lambda self, *_: pytest.fail("a run was started"))
     assert tool.main(["mine.yaml", *words]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
