@@ -11,6 +11,7 @@ import torch
 from learner_cases import make_batch, make_targets
 
 from megatron_rl.config.schema import CheckpointSection
+from megatron_rl.distributed import exchange
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.saver import Saver
 from megatron_rl.models.kept_state import look_into
@@ -41,6 +42,7 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     def save(step: int) -> dict[str, Any]:
         saver.begin(step, {"driver": {"position": step, "seen": {}}})
         saver.settle(wait=True)
+        learner.broadcast()  # rank 0 names the folder, and every rank looks into it
         found = checkpoints.newest_whole(root, look_into, said.append)
         return {"entries": sorted(os.listdir(root)), "whole": found and found.step}
 
@@ -58,6 +60,7 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     learner.broadcast()
     disk["afterwards"] = save(6)
     saver.load(checkpoints.read(root / "step_6"))
+    exchange(None)  # every rank has read
     if learner.is_driver:
         shutil.rmtree(root)
     return {"megatron": read, "disk": disk}
