@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from megatron_rl.engine.activations import Watch
 from megatron_rl.engine.file_reader import stage
 from megatron_rl.engine.routing import Routes
 from megatron_rl.processes.process import die_with_spawner
+from megatron_rl.processes.threads import in_thread
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 BACKEND = "file"
@@ -94,8 +95,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             expectation.neutral_cache_scales(model)
         self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
         self._doubles = device.type == "cpu" and double_buffer.can_double(model)
-        self._builder = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-builder", initializer=use_all_cores)
         self._building: Future[_Ready] | None = None
+        self._last: Future[_Ready] | None = None  # of the threads that built; it may have been given up
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass
@@ -108,7 +109,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         if update_info.background:
-            self._building = self._builder.submit(self._build, update_info)
+            before = self._last
+            self._last = self._building = in_thread("weight-sync-builder", lambda: self._build_after(before, update_info))
             return
         self._building = Future()
         self._building.set_result(self._build(update_info))
@@ -122,6 +124,12 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self._building is None:
             raise WeightSyncError("finish_weight_update without an accepted update_weights")
         return self._building.result()
+
+    def _build_after(self, before: Future[_Ready] | None, update_info: FileUpdateInfo) -> _Ready:
+        if before is not None:
+            wait([before])
+        use_all_cores()
+        return self._build(update_info)
 
     def _build(self, update_info: FileUpdateInfo) -> _Ready:
         staged = stage(
@@ -160,7 +168,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def shutdown(self) -> None:
         self.abort()
-        self._builder.shutdown(wait=False, cancel_futures=True)
 
 
 class WorkerExtension:

@@ -10,7 +10,6 @@ on the same cores, the thread rests most of the time, until somebody waits for i
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -30,6 +29,7 @@ from megatron_rl.learner import state
 from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_writer import Block, write_blocks, write_index
 from megatron_rl.processes.pace import Pace
+from megatron_rl.processes.threads import in_thread
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.checkpoints import POLICY, RANKS, SYNC, Checkpoint, TornCheckpoint
 
@@ -98,7 +98,8 @@ class Saver:
             self._learner.steps,
             about,
             pace,
-            _in_thread(
+            in_thread(
+                "checkpoint",
                 lambda: (
                     _write(partial, rank, blocks, own, text, shared, pace)
                     | {"seconds": time.monotonic() - begun - pace.rested}
@@ -228,20 +229,6 @@ class _Save:
         """What the other ranks have to know of this one's part, once it is written."""
         error = self.future.exception()
         return self.future.result() if error is None else {"problem": f"{type(error).__name__}: {error}"}
-
-
-def _in_thread(work: Callable[[], dict[str, Any]]) -> Future[dict[str, Any]]:
-    """A daemon: a run that is told to end does not wait for a disk that hangs."""
-    future: Future[dict[str, Any]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
 
 
 def _write(

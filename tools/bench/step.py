@@ -1,6 +1,6 @@
 """A whole GRPO step against TRL's, on the same model, prompts and lengths, in turn; and where ours spends its time.
 
-    python tools/bench/step.py [--shape toy] [--shape large] [--rounds 5] [--ranks 2] [--tensor-parallel 1]
+    python tools/bench/step.py [--shape toy] [--shape large] [--rounds 5] [--ranks 2] [--tensor-parallel 1] [--engines 1]
 
 Ours is a run as `megatron-rl train` starts it, BF16 learner and INT8 sampler, whose loop waits for its turn between two
 steps. TRL (1.16) is put into build/trl where it is missing, with what it needs beside this project's packages; the
@@ -90,10 +90,11 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Of the learner."""
+    """Of the learner, and how many engines sample: more than one are servers of a fleet."""
 
     ranks: int
     tensor_parallel: int
+    engines: int
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def texts(work: Workload) -> list[str]:
 # our side
 
 
-def recipe(work: Workload, folder: Path, model: Path, tensor_parallel: int) -> dict[str, Any]:
+def recipe(work: Workload, folder: Path, model: Path, layout: Layout) -> dict[str, Any]:
     (folder / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in texts(work))
     )
@@ -186,11 +187,17 @@ def recipe(work: Workload, folder: Path, model: Path, tensor_parallel: int) -> d
             "max_response_tokens": work.response_tokens,
             "dynamic_sampling": False,
         },
-        "sampler": {"vllm": {"max_num_seqs": work.answers}},
+        "sampler": {
+            "vllm": {"max_num_seqs": work.answers},
+            "fleet": {"replicas": layout.engines if layout.engines > 1 else 0},
+        },
         "quantization": {"format": "int8"},
         "reward": {"name": f"{HERE / 'step_trl.py'}:varied"},
         "optim": {"lr": 1e-6},
-        "learner": {"tensor_parallel": tensor_parallel},
+        "learner": {
+            "tensor_parallel": layout.tensor_parallel,
+            "data_parallel": layout.ranks // layout.tensor_parallel,
+        },
         "sync": {"verify_every": 0},
         "eval": {"every": 0},
         "checkpoint": {"every": 0},
@@ -251,7 +258,7 @@ class Side:
 
 @contextmanager
 def ours(work: Workload, folder: Path, model: Path, layout: Layout) -> Iterator[tuple[Side, RunDir]]:
-    config = from_mapping(recipe(work, folder, model, layout.tensor_parallel))
+    config = from_mapping(recipe(work, folder, model, layout))
     run, _ = open_run(folder / "ours", IfExists.refuse, to_yaml(config))
     store, log = folder / "store", folder / "ours.log"
     processes = []
@@ -383,12 +390,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2, help="of the learner")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="of these ranks; they are replicas otherwise")
+    parser.add_argument("--engines", type=int, default=1, help="that sample; above 1 a fleet, each on its share of cores")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
         be_rank(options.rank_of)
         return
-    layout = Layout(options.ranks, options.tensor_parallel)
+    layout = Layout(options.ranks, options.tensor_parallel, options.engines)
     install_trl()
     machine = Machine.measured()
     speeds = (
