@@ -110,7 +110,9 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         if update_info.background:
             before = self._last
-            self._last = self._building = in_thread("weight-sync-builder", lambda: self._build_after(before, update_info))
+            self._last = self._building = in_thread(
+                "weight-sync-builder", lambda: self._build_after(before, update_info)
+            )
             return
         self._building = Future()
         self._building.set_result(self._build(update_info))

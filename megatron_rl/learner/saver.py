@@ -103,7 +103,7 @@ class Saver:
                 lambda: (
                     _write(partial, rank, blocks, own, text, shared, pace)
                     | {"seconds": time.monotonic() - begun - pace.rested}
-                )
+                ),
             ),
         )
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.quantization import engine_int8
 from megatron_rl.quantization.formats import FP8_MAX, INT8_MAX
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -96,6 +97,8 @@ def int8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple
 
     `amax_M1`: the largest magnitude of each token, where others hold more of its features.
     """
+    if amax_M1 is None and x_MK.dtype == torch.bfloat16 and x_MK.numel() and engine_int8.is_here():
+        return engine_int8.codes(x_MK)
     wide_MK = x_MK.float()
     scale_M1 = int8_scale(wide_MK.abs().amax(1, keepdim=True) if amax_M1 is None else amax_M1)
     inverse_M1 = 1 / scale_M1
@@ -108,22 +111,35 @@ def int8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple
 class Int8Weight:
     """A weight of INT8 codes with a scale per output feature, for INT8 activations with one per token.
 
-    Where torch has no INT8 products worth the name, the codes are held and multiplied in FP32.
+    Multiplied by the engine's kernel where it is here and outputs are BF16; else by torch, and in FP32 where torch has
+    no INT8 products worth the name.
     """
 
     codes, scale = staticmethod(int8_codes), staticmethod(int8_scale)
 
     def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
         self.n = len(codes_NK)
-        # of one input feature the transposed weight counts as contiguous, with strides that torch._int_mm reads wrongly
-        self._codes_KN = codes_NK.t().clone(memory_format=torch.contiguous_format) if has_int8() else None
-        if self._codes_KN is None:
-            self._parts = [part.to(torch.float32, copy=True) for part in codes_NK.split(EXACT_K, dim=1)]
+        self._codes_NK = codes_NK.detach().clone(memory_format=torch.contiguous_format)
         self._scale_N = scale_N1.detach().reshape(-1).clone()
+
+    @functools.cached_property
+    def _kernel(self) -> engine_int8.Int8Kernel:
+        return engine_int8.Int8Kernel(self._codes_NK, self._scale_N.unsqueeze(1))
+
+    @functools.cached_property
+    def _codes_KN(self) -> torch.Tensor:
+        # of one input feature the transposed weight counts as contiguous, with strides that torch._int_mm reads wrongly
+        return self._codes_NK.t().clone(memory_format=torch.contiguous_format)
+
+    @functools.cached_property
+    def _parts(self) -> list[torch.Tensor]:
+        return [part.float() for part in self._codes_NK.split(EXACT_K, dim=1)]
 
     def product(
         self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
+        if dtype == torch.bfloat16 and codes_MK.numel() and engine_int8.is_here():
+            return self._kernel.product(codes_MK, scale_M1, bias_N)
         return self.scaled(self.sums(codes_MK), scale_M1, bias_N, dtype)
 
     def scaled(
@@ -137,13 +153,13 @@ class Int8Weight:
 
     def sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
         """Exact, then rounded to FP32."""
-        if self._codes_KN is None and len(self._parts) == 1:
+        if not has_int8() and len(self._parts) == 1:
             return torch.nn.functional.linear(codes_MK.float(), self._parts[0])
         return self.addable_sums(codes_MK).float()
 
     def addable_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
         """Exact, INT32."""
-        if self._codes_KN is not None:
+        if has_int8():
             return torch._int_mm(codes_MK, self._codes_KN)
         total_MN = torch.zeros((len(codes_MK), self.n), dtype=torch.int32)
         for some, part in zip(codes_MK.split(EXACT_K, dim=1), self._parts, strict=True):

@@ -6,6 +6,7 @@ A process of its own: vLLM changes the threads and settings of whoever imports i
 
 import json
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from vllm import _custom_ops as ops
@@ -21,6 +22,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 from megatron_rl.config.schema import Format
 from megatron_rl.engine import host_kernels
+from megatron_rl.quantization import engine_int8
 from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight
 from megatron_rl.quantization.quantize import quantize, row_amax
 
@@ -85,7 +87,16 @@ def odd_inputs(features: int) -> torch.Tensor:
 
 
 def learner_differs(kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor, name: str) -> Iterator[str]:
-    """Where `learner.forward=as_sampler` would compute something else than the engine's layer."""
+    """Where `learner.forward=as_sampler` would compute something else than the engine's layer: with the engine's own
+    kernel, where that is here, and with torch's products.
+    """
+    yield from _differs(kernel, tensors, bias, name)
+    if tensors["weight"].dtype == torch.int8 and engine_int8.is_here():
+        with mock.patch.object(engine_int8, "is_here", return_value=False):
+            yield from _differs(kernel, tensors, bias, f"{name}, multiplied by torch")
+
+
+def _differs(kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor, name: str) -> Iterator[str]:
     integer = tensors["weight"].dtype == torch.int8
     weight = (Int8Weight if integer else Fp8Weight)(tensors["weight"], tensors["weight_scale"])
     layer, features = layer_with(tensors, not integer, bias), tensors["weight"].shape[1]

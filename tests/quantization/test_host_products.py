@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import Format
-from megatron_rl.quantization import host_products
+from megatron_rl.quantization import engine_int8, host_products
 from megatron_rl.quantization.host_products import PRODUCTS, Fp8Weight, Int8Weight, _through_fp32, fp8_codes
 from megatron_rl.quantization.quantize import quantize
 
@@ -56,6 +56,27 @@ def test_int8_sums_are_exact(features, codes):
         right.fill_(127 if codes == "largest" else -127)
     exact = (left.long() @ right.long().t()).float()
     assert torch.equal(Int8Weight(right, torch.ones(9, 1)).sums(left), exact)
+
+
+@pytest.mark.skipif(not engine_int8.is_here(), reason="no INT8 instructions, or no vLLM for hosts")
+@pytest.mark.parametrize("features", [48, 1025, 4096])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_engine_s_kernel_and_torch_s_products_are_the_same_bytes(features, tokens, biased, monkeypatch):
+    torch.manual_seed(1)
+    made = quantize(torch.randn(96, 2 * features), Format.int8)
+    weight = Int8Weight(made["weight"][:, features:], made["weight_scale"])
+    x_MK = (torch.randn(tokens, features) * torch.logspace(-2, 2, tokens).unsqueeze(1)).bfloat16()
+    x_MK[:1] = 0
+    bias_N = torch.randn(96).bfloat16() if biased else None
+    codes_MK, scale_M1 = weight.codes(x_MK)
+    found_MN = weight.product(codes_MK, scale_M1, bias_N, torch.bfloat16)
+    monkeypatch.setattr(engine_int8, "is_here", lambda: False)
+    plain_MK, plain_M1 = weight.codes(x_MK)
+    assert torch.equal(codes_MK[1:], plain_MK[1:])
+    assert torch.equal(scale_M1, plain_M1)
+    assert torch.equal(found_MN, weight.product(plain_MK, plain_M1, bias_N, torch.bfloat16))
+    assert found_MN.shape == (tokens, 96)
 
 
 def test_fp8_codes_clip_nothing_and_the_largest_of_a_token_is_the_largest_code():

@@ -2,7 +2,8 @@
 
     python tools/bench/as_sampler.py [--format int8] [--hidden 768] [--layers 8] [--rounds 5]
 
-One learner, on one rank, computes either way. To quantize the weights again after an update is part of the next pass.
+One learner, on one rank that keeps its memory, computes either way.
+To quantize the weights again after an update is part of the next pass.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from checkpoint import make_learner, make_targets, seconds
 
 from megatron_rl.config.schema import Format, Forward
 from megatron_rl.learner.learner import Learner
+from megatron_rl.processes.process import keep_freed_memory
 
 
 def main() -> None:
@@ -25,6 +27,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    keep_freed_memory()  # as every rank
     learner = make_learner(options.hidden, options.layers, Forward.as_sampler, Format(options.format))
     targets = make_targets(options.rows, options.tokens)
     parameters = sum(parameter.numel() for _, parameter in learner.named_parameters())

@@ -1,6 +1,7 @@
 """A whole GRPO step against TRL's, on the same model, prompts and lengths, in turn; and where ours spends its time.
 
-    python tools/bench/step.py [--shape toy] [--shape large] [--rounds 5] [--ranks 2] [--tensor-parallel 1] [--engines 1]
+    python tools/bench/step.py [--shape toy] [--shape large] [--rounds 5] [--ranks 2] [--tensor-parallel 1]
+        [--engines 1]
 
 Ours is a run as `megatron-rl train` starts it, BF16 learner and INT8 sampler, whose loop waits for its turn between two
 steps. TRL (1.16) is put into build/trl where it is missing, with what it needs beside this project's packages; the
@@ -390,7 +391,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2, help="of the learner")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="of these ranks; they are replicas otherwise")
-    parser.add_argument("--engines", type=int, default=1, help="that sample; above 1 a fleet, each on its share of cores")
+    parser.add_argument("--engines", type=int, default=1, help="above 1 a fleet, each on its share of cores")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
