@@ -240,6 +240,7 @@ class FleetSection:
 @dataclass(frozen=True)
 class SamplerSection:
     tensor_parallel: int = field(default=1, metadata=RANKS)
+    engines: int = field(default=1, metadata=RANKS)  # embedded ones on a host, each on its share of the cores
     # GPUs, counted among those this job sees: a text such as "4,5", for a fleet a list of one for each started server,
     # such as ["0,1", "2,3"]; null: all
     devices: Any | None = None

@@ -1,4 +1,4 @@
-"""The process that owns vLLM's engine: `python -m megatron_rl.engine.child FD PARENT_PID`.
+"""The process that owns vLLM's engine: `python -m megatron_rl.engine.child FD PARENT_PID CORES`.
 
 Answers requests from the socket FD: while prompts are open, between two of the engine's steps. Lives exactly as long
 as its parent: the kernel kills it when the parent dies, and the end of the socket's stream does the same where the
@@ -18,14 +18,14 @@ from typing import Any
 
 from megatron_rl.engine.engine import Engine
 from megatron_rl.processes.channel import Channel, ChannelClosed
-from megatron_rl.processes.process import die_with_parent, end_own_group, leave_to_the_driver
+from megatron_rl.processes.process import die_with_parent, end_own_group, keep_to, leave_to_the_driver
 from megatron_rl.processes.stacks import show_on_request
 
 REQUESTS: dict[str, Callable[..., Any]] = {
     name: getattr(Engine, name)
     for name in (
         "health", "abandon", "activations", "routed_experts", "init_weight_transfer_engine", "start_weight_update",
-        "update_weights", "finish_weight_update", "sleep", "wake",
+        "update_weights", "await_weight_update", "finish_weight_update", "sleep", "wake",
     )
 }  # fmt: skip
 Request = dict[str, Any]
@@ -113,10 +113,11 @@ def serve(channel: Channel) -> None:
 
 
 def main() -> None:
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    descriptor, parent, cores = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     die_with_parent(parent)
     leave_to_the_driver()
     show_on_request()
+    keep_to(cores)
     try:
         serve(Channel(socket.socket(fileno=descriptor)))
     except ChannelClosed:

@@ -76,7 +76,7 @@ class Engine:
         if method in ALONE:  # modules that are watched see whatever runs
             self._draining = self.writes
             return self._draining
-        return method == "finish_weight_update" and self.writes and self._is_building()
+        return method in ("await_weight_update", "finish_weight_update") and self.writes and self._is_building()
 
     def generate(self, request: int, policy_version: int | None = None, patient: bool = False, **wanted: Any) -> None:
         """Begins to answer, under the number of the request.
@@ -186,10 +186,14 @@ class Engine:
         with self._abandoned_on_failure(abort=True):
             self._on_workers("update_weights", update_info=update_info)
 
-    def finish_weight_update(self, keep_cache: bool = False) -> dict[str, Any]:
-        """Open answers go on with the new weights; `keep_cache`: from the keys and values that they have."""
+    def await_weight_update(self) -> None:
+        """Until the new weights can be made the live ones; raises where they cannot."""
         with self._abandoned_on_failure(abort=True):
             self._on_workers("await_weight_update")
+
+    def finish_weight_update(self, keep_cache: bool = False) -> dict[str, Any]:
+        """Open answers go on with the new weights; `keep_cache`: from the keys and values that they have."""
+        self.await_weight_update()
         self.ready.beside = False
         self.answering.settle()
         with self._abandoned_on_failure():

@@ -17,10 +17,9 @@ import signal
 import sys
 import threading
 
-from megatron_rl.processes.process import collect_rarely, die_with_parent, end_own_group, leave_to_the_driver
+from megatron_rl.processes.process import collect_rarely, die_with_parent, end_own_group, keep_to, leave_to_the_driver
 from megatron_rl.processes.stacks import show_on_request
 
-ALL_CORES = "all"
 MIDDLEWARE = ("megatron_rl.engine.requests.CheckRequests", "megatron_rl.engine.server_key.RequireKey")  # last one first
 
 if __name__ in ("__main__", "__mp_main__"):  # the server, or vLLM's engine process, which imports this module first
@@ -41,8 +40,7 @@ def main() -> None:
     leave_to_the_driver()
     show_on_request()
     threading.Thread(target=end_with_input, daemon=True).start()
-    if cores != ALL_CORES:
-        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    keep_to(cores)
     serve()
 
 

@@ -6,6 +6,8 @@ Torch-free.
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections.abc import Iterator
 
 from megatron_rl.config import foreign
@@ -126,6 +128,20 @@ def cache(machine: Machine, quantization: QuantizationSection) -> Iterator[str]:
         yield f"{value} needs compute capability {FP8_CAPABILITY}, {machine.name} has {machine.capability}; use none"
 
 
+def several(machine: Machine, sampler: SamplerSection) -> Iterator[str]:
+    count, cores = sampler.engines, len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else 1
+    if count == 1:
+        return
+    value = f"sampler.engines: {count}"
+    if is_fleet(sampler):
+        yield f"{value} are embedded ones, and a fleet has servers of its own; leave it out, or sampler.fleet"
+    elif machine.kind != Device.cpu:
+        yield f"{value} embedded engines are built for hosts so far; on GPUs use sampler.fleet.replicas={count}"
+    elif count * sampler.tensor_parallel > cores:
+        each = "" if sampler.tensor_parallel == 1 else f" of {sampler.tensor_parallel} ranks"
+        yield f"{value} engines{each}, each on cores of its own, but there are {cores}; use fewer"
+
+
 def sleep(machine: Machine, sampler: SamplerSection, sync: SyncSection) -> Iterator[str]:
     wanted = sampler.sleep
     if wanted == Sleep.none:
@@ -188,4 +204,4 @@ def support(shape: ModelShape, rollout: RolloutSection, sampler: SamplerSection)
         )
 
 
-RULES = (support, experts, ignored, watched, arguments, cache, sleep, transport)
+RULES = (support, experts, ignored, watched, arguments, cache, several, sleep, transport)

@@ -99,12 +99,12 @@ def host_memory(
             f"has {installed:.0f}; lower learner.data_parallel={learner.data_parallel}, or another parallel size"
         )
     each = (sampler.vllm.get("kv_cache_memory_bytes") or HOST_CACHE_BYTES) / (1 << 30)
-    engines = sampler.fleet.replicas if is_fleet(sampler) else 1
+    engines = sampler.fleet.replicas if is_fleet(sampler) else sampler.engines
     wanted = engines * sampler.tensor_parallel * each
     if wanted > installed:
         yield (
-            f"sampler.vllm.kv_cache_memory_bytes: {each:g} GiB for each of {engines} servers is "
-            f"{wanted:g} GiB, this machine has {installed:.0f}; lower it, or sampler.fleet.replicas"
+            f"sampler.vllm.kv_cache_memory_bytes: {each:g} GiB for each of {engines} engines is "
+            f"{wanted:g} GiB, this machine has {installed:.0f}; lower it, or how many there are"
         )
 
 

@@ -51,7 +51,8 @@ def _sampler(sampler: SamplerSection, quantization: QuantizationSection) -> str:
     formats = Counter(replica_formats(sampler, quantization))
     parallel = f"TP{sampler.tensor_parallel}"
     if not is_fleet(sampler):
-        return f"vLLM, format {quantization.format}, {parallel}"
+        several = f"{sampler.engines} engines of " if sampler.engines > 1 else ""
+        return f"{several}vLLM, format {quantization.format}, {parallel}"
     return (
         f"{sum(formats.values())} vLLM servers ({', '.join(f'{n} {f}' for f, n in formats.items())}), {parallel} each"
     )

@@ -24,6 +24,15 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 SHORT_SPIN = {"GOMP_SPINCOUNT": "2000"}
 
 
+ALL_CORES = "all"
+
+
+def keep_to(cores: str) -> None:
+    """Of this machine, such as "0,1", or all."""
+    if cores != ALL_CORES:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+
+
 def collect_rarely() -> None:
     """Let garbage wait for a million new objects, instead of 700.
 

@@ -88,14 +88,15 @@ class ChildEngine:
 
     def _start_process(self) -> Correspondence:
         channel, theirs = channel_pair()
+        cores, tensor_parallel = self._settings.cores, self._section.tensor_parallel
         with theirs, self._log_path.open("ab") as log, for_the_driver_alone():
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.engine.child", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "megatron_rl.engine.child", str(theirs.fileno()), str(os.getpid()), cores],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
-                env=engine_environment(self._section.tensor_parallel, next(iter(devices(self._section)), None)),
+                env=engine_environment(tensor_parallel, next(iter(devices(self._section)), None), cores),
                 start_new_session=True,
             )
         own(ENGINE, self.process)

@@ -37,13 +37,16 @@ class EmbeddedSampler:
         *,
         note: Callable[[str], None] = lambda line: None,
         worker_extension: str = WORKER_EXTENSION,
+        log: str = "sampler.log",
+        meter: Meter | None = None,
     ) -> None:
+        """`meter`: one that several count in."""
         self.policy_version = NO_VERSION
         self.last_sync: dict[str, Any] = {}
-        self._meter = Meter()
+        self._meter = meter or Meter()
         self._keeps_cache = settings.in_flight_cache == Cache.keep
         self._format = settings.quantization.format.value
-        self._engine = LastingEngine(settings, hf_folder, log_dir / "sampler.log", worker_extension, note)
+        self._engine = LastingEngine(settings, hf_folder, log_dir / log, worker_extension, note)
 
     def start(self) -> None:
         """Start the child and wait until its engine answers."""
@@ -61,12 +64,10 @@ class EmbeddedSampler:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
     ) -> list[Rollout]:
-        return answer_all(self._answering(params, seed, patient=False), prompts, first_group)
+        return answer_all(self.answering(params, seed=seed, patient=False), prompts, first_group)
 
-    def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> EmbeddedAnswering:
-        return self._answering(params, seed, patient=True)
-
-    def _answering(self, params: SamplingParams, seed: int, patient: bool) -> EmbeddedAnswering:
+    def answering(self, params: SamplingParams, *, seed: int, step: int = 0, patient: bool = True) -> EmbeddedAnswering:
+        """`patient`: see Engine.generate."""
         return EmbeddedAnswering(
             self._engine,
             params,
@@ -99,6 +100,10 @@ class EmbeddedSampler:
 
     def update_weights(self, update_info: Any) -> None:
         self._engine.call("update_weights", update_info=update_info)
+
+    def await_weight_update(self) -> None:
+        """Until the engine has taken the update; raises where it does not. Its weights are the old ones still."""
+        self._engine.call("await_weight_update")
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.last_sync = self._engine.call("finish_weight_update", keep_cache=self._keeps_cache)

@@ -74,6 +74,15 @@ class EmbeddedAnswering:
         self._meter.count(len(more))
         self._ask(list(more))
 
+    @property
+    def is_open(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def has_replies(self) -> bool:
+        """Whether `finished` finds something without waiting: perhaps the end of the engine."""
+        return not self._replies.empty()
+
     def finished(self) -> list[list[Rollout]]:
         groups: list[list[Rollout]] = []
         while self._open and not groups:

@@ -10,10 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_rl.engine.server import ALL_CORES
 from megatron_rl.files import last_lines
 from megatron_rl.processes.environment import compiled_code, without_secrets
-from megatron_rl.processes.process import SHORT_SPIN, describe_end
+from megatron_rl.processes.process import ALL_CORES, SHORT_SPIN, describe_end
 from megatron_rl.sampler.protocol import SamplerError
 
 LOG_LINES_SHOWN = 15

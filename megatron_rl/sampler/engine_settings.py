@@ -23,6 +23,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
     Transport,
 )
+from megatron_rl.processes.process import ALL_CORES
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
 WORKER_EXTENSION = "megatron_rl.engine.receiver.WorkerExtension"
@@ -51,6 +52,7 @@ class EngineSettings:
     in_flight_cache: Cache = Cache.rebuild
     head: Precision = Precision.bf16  # of the logits
     candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
+    cores: str = ALL_CORES  # of an embedded engine
 
     @classmethod
     def from_config(cls, config: Config) -> EngineSettings:

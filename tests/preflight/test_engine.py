@@ -144,3 +144,20 @@ def test_filters_of_a_small_vocabulary():
     assert found(None, 2) == found(19) == found(4, 2) == []
     assert "keeps everything" in found(20)[0]
     assert "use at most 4" in found(5, 2)[0]
+
+
+def test_several_embedded_engines(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+
+    def several(engines: int, **sampler) -> Config:
+        return Config(sampler=SamplerSection(engines=engines, **sampler))
+
+    assert problems(several(1)) == problems(several(4), HOST) == problems(several(2, tensor_parallel=2), HOST) == []
+    (found,) = problems(several(5), HOST)
+    assert found == "sampler.engines: 5 engines, each on cores of its own, but there are 4; use fewer"
+    (found,) = problems(several(3, tensor_parallel=2), HOST)
+    assert "3 engines of 2 ranks" in found
+    (found,) = problems(several(2))
+    assert "on GPUs use sampler.fleet.replicas=2" in found
+    (found,) = problems(several(2, fleet=FleetSection(replicas=2)), HOST)
+    assert "leave it out, or sampler.fleet" in found

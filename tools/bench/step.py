@@ -91,7 +91,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Of the learner, and how many engines sample: more than one are servers of a fleet."""
+    """Of the learner, and how many engines sample."""
 
     ranks: int
     tensor_parallel: int
@@ -190,7 +190,7 @@ def recipe(work: Workload, folder: Path, model: Path, layout: Layout) -> dict[st
         },
         "sampler": {
             "vllm": {"max_num_seqs": work.answers},
-            "fleet": {"replicas": layout.engines if layout.engines > 1 else 0},
+            "engines": layout.engines,
         },
         "quantization": {"format": "int8"},
         "reward": {"name": f"{HERE / 'step_trl.py'}:varied"},
@@ -391,7 +391,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2, help="of the learner")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="of these ranks; they are replicas otherwise")
-    parser.add_argument("--engines", type=int, default=1, help="above 1 a fleet, each on its share of cores")
+    parser.add_argument("--engines", type=int, default=1, help="that sample, each on its share of the cores")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:

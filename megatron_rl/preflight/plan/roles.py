@@ -61,7 +61,7 @@ class Roles:
 def roles(layout: Layout, sampler: SamplerSection, per_node: int) -> Roles:
     """`per_node`: GPUs of a node; 0 for a host without, where each process stands for one."""
     distant = size(sampler) - sampler.fleet.replicas
-    started = sampler.fleet.replicas if is_fleet(sampler) else 1
+    started = sampler.fleet.replicas if is_fleet(sampler) else sampler.engines
     width = per_node or layout.world + started * sampler.tensor_parallel
     beside = range(layout.world, layout.world + started * sampler.tensor_parallel)
     local = tuple(sorted(gpus_of_engines(sampler))) if per_node else tuple(beside)

@@ -15,9 +15,8 @@ from typing import Any, BinaryIO
 
 from megatron_rl.config.fleet import LOOPBACK, devices
 from megatron_rl.engine import server_key
-from megatron_rl.engine.server import ALL_CORES
 from megatron_rl.processes.owned_folder import current
-from megatron_rl.processes.process import for_the_driver_alone
+from megatron_rl.processes.process import ALL_CORES, for_the_driver_alone
 from megatron_rl.processes.scratch import remove_with_it
 from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, share_of_cores
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments

@@ -1,0 +1,114 @@
+"""Several embedded engines: every prompt is answered once, and all serve the same version, whatever befalls one."""
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_engine import PROMPTS, SAMPLING, Live, make_model, make_settings, startable
+
+from megatron_rl.config.schema import Format
+from megatron_rl.sampler.several import SeveralEngines
+from megatron_rl.types import Rollout, SamplingParams
+from megatron_rl.weight_sync import file_transport as transport
+from megatron_rl.weight_sync.manifest import WeightSyncError
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="an engine for each of two cores"),
+]
+LONG = SamplingParams(samples=2, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("several")
+    model, settings = make_model(folder / "hf", tied=True), make_settings(Format.int8)
+    settings = replace(settings, sampler=replace(settings.sampler, engines=2))
+    sampler = SeveralEngines(settings, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension")
+    live = Live(sampler, model, Format.int8, folder)
+    try:
+        live.restart()
+        live.update(1)
+        with startable():
+            yield live
+    finally:
+        sampler.close()
+
+
+def by_group(rollouts: list[Rollout]) -> dict[int, list[Rollout]]:
+    return {group: [one for one in rollouts if one.group == group] for group in {one.group for one in rollouts}}
+
+
+def test_each_engine_has_cores_of_its_own(live: Live) -> None:
+    cores = [os.sched_getaffinity(one._engine.process.pid) for one in live.sampler._each]
+    assert cores[0].isdisjoint(cores[1])
+
+
+def test_each_prompt_is_answered_once_by_one_of_them(live: Live) -> None:
+    before = live.sampler.stats.tokens
+    rollouts = live.rollouts()
+    assert [(one.group, one.sample) for one in rollouts] == [(g, s) for g in range(len(PROMPTS)) for s in range(2)]
+    assert {one.policy_version for one in rollouts} == {live.sampler.policy_version}
+    assert live.sampler.stats.tokens - before == sum(len(one.token_ids) for one in rollouts)
+    assert rollouts == live.rollouts()
+    one_by_one = [  # half of them by the other engine
+        one
+        for group, prompt in enumerate(PROMPTS)
+        for one in live.sampler.generate([prompt], SAMPLING, seed=1, first_group=group, step=0)
+    ]
+    for rollout, alone in zip(rollouts, one_by_one, strict=True):
+        assert (rollout.token_ids, rollout.group) == (alone.token_ids, alone.group)
+        assert list(rollout.logprobs) == pytest.approx(list(alone.logprobs), abs=1e-2)
+
+
+def test_what_is_asked_for_meanwhile_is_answered_too(live: Live) -> None:
+    answering = live.sampler.answering(LONG, seed=7)
+    answering.add(PROMPTS, 0)
+    groups, added = {}, False
+    while more := answering.finished():
+        groups |= {group[0].group: group for group in more}
+        if not added:
+            answering.add(PROMPTS[:1], 6)
+            answering.add(PROMPTS[1:2], 7)
+            added = True
+    assert sorted(groups) == list(range(8))
+    answering.close()
+
+
+def test_a_version_that_one_of_them_refuses_is_served_by_none(live: Live, tmp_path: Path) -> None:
+    served = live.sampler.policy_version
+    before = live.rollouts()
+    live.write(2)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(live.directory, damaged, ignore=shutil.ignore_patterns("hf", "*.log"))
+    for path in transport.version_directory(damaged, served + 1).glob("*.bin"):
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    live.sampler.start_weight_update()
+    for one, folder in zip(live.sampler._each, (live.directory, damaged), strict=True):
+        one.update_weights(transport.update_info(folder, served + 1, 1, background=True))
+    with pytest.raises(WeightSyncError, match="corrupt tensor"):
+        live.sampler.finish_weight_update(str(served + 1))
+    assert [one.health()["policy_version"] for one in live.sampler._each] == [served, served]
+    assert live.rollouts() == before
+    live.load()  # the same version, whole
+    assert [one.health()["policy_version"] for one in live.sampler._each] == [served + 1, served + 1]
+    assert live.rollouts() != before
+
+
+@pytest.mark.fault("one of several engines is killed while it answers", "it comes back; every prompt is answered")
+def test_one_of_them_is_killed(live: Live) -> None:
+    wanted = by_group(live.sampler.generate(PROMPTS, LONG, seed=3, first_group=0, step=0))
+    answering = live.sampler.answering(LONG, seed=3)
+    answering.add(PROMPTS, 0)
+    os.kill(live.sampler._each[1]._engine.process.pid, signal.SIGKILL)
+    groups = {}
+    while more := answering.finished():
+        groups |= {group[0].group: group for group in more}
+    assert {number: [list(one.token_ids) for one in group] for number, group in groups.items()} == {
+        number: [list(one.token_ids) for one in group] for number, group in wanted.items()
+    }
+    assert live.sampler.stats.restarts == 1
