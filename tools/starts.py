@@ -9,7 +9,7 @@ from grid import Grid
 from run_in_turn import FINISHED, Job, Runner
 
 from megatron_rl.models.outliers import with_outliers
-from megatron_rl.models.weight_files import SINGLE
+from megatron_rl.models.weight_files import INDEX, SINGLE
 from megatron_rl.quickstart import TASKS
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status
@@ -36,7 +36,11 @@ def model_of(grid: Grid, root: Path, seed: int | None) -> Path:
 
 
 def missing(grid: Grid, root: Path, seeds: Sequence[int | None]) -> list[int | None]:
-    return [seed for seed in seeds if grid.task is not None and not (model_of(grid, root, seed) / SINGLE).is_file()]
+    if grid.task is None:
+        return []
+    return [
+        seed for seed in seeds if not any((model_of(grid, root, seed) / name).is_file() for name in (SINGLE, INDEX))
+    ]
 
 
 def make(grid: Grid, root: Path, seeds: Sequence[int | None], runner: Runner) -> bool:

@@ -118,8 +118,10 @@ class Int8Weight:
     codes, scale = staticmethod(int8_codes), staticmethod(int8_scale)
 
     def __init__(self, codes_NK: torch.Tensor, scale_N1: torch.Tensor) -> None:
+        """Codes that are multiplied as such are not copied: nobody may change them."""
         self.n = len(codes_NK)
-        self._codes_NK = codes_NK.detach().clone(memory_format=torch.contiguous_format)
+        self._codes_NK = codes_NK.detach().contiguous() if has_int8() else codes_NK.new_empty(0)
+        self._parts = [] if has_int8() else [part.float() for part in codes_NK.split(EXACT_K, dim=1)]
         self._scale_N = scale_N1.detach().reshape(-1).clone()
 
     @functools.cached_property
@@ -130,10 +132,6 @@ class Int8Weight:
     def _codes_KN(self) -> torch.Tensor:
         # of one input feature the transposed weight counts as contiguous, with strides that torch._int_mm reads wrongly
         return self._codes_NK.t().clone(memory_format=torch.contiguous_format)
-
-    @functools.cached_property
-    def _parts(self) -> list[torch.Tensor]:
-        return [part.float() for part in self._codes_NK.split(EXACT_K, dim=1)]
 
     def product(
         self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
@@ -153,13 +151,13 @@ class Int8Weight:
 
     def sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
         """Exact, then rounded to FP32."""
-        if not has_int8() and len(self._parts) == 1:
+        if len(self._parts) == 1:
             return torch.nn.functional.linear(codes_MK.float(), self._parts[0])
         return self.addable_sums(codes_MK).float()
 
     def addable_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
         """Exact, INT32."""
-        if has_int8():
+        if not self._parts:
             return torch._int_mm(codes_MK, self._codes_KN)
         total_MN = torch.zeros((len(codes_MK), self.n), dtype=torch.int32)
         for some, part in zip(codes_MK.split(EXACT_K, dim=1), self._parts, strict=True):

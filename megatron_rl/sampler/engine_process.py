@@ -48,7 +48,10 @@ def engine_environment(workers: int = 1, devices: str | None = None, cores: str 
     }
     # its kernels for blocks of FP8 are compiled when they are first used, by a toolkit that nodes need not have
     inherited.setdefault("VLLM_USE_DEEP_GEMM", "0")
-    return inherited | compiled_code() | _ENGINE_VARIABLES | thread_binding(workers, cores) | visible_devices(devices)
+    # read when torch is loaded, which may be before the process keeps to its cores
+    threads = {} if cores == ALL_CORES else {"OMP_NUM_THREADS": str(max(1, len(cores.split(",")) // workers))}
+    shares = threads | thread_binding(workers, cores)
+    return inherited | compiled_code() | _ENGINE_VARIABLES | shares | visible_devices(devices)
 
 
 def thread_binding(workers: int, cores: str = ALL_CORES) -> dict[str, str]:

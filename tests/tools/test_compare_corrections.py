@@ -185,6 +185,8 @@ def test_the_runs_of_a_seed_share_its_warm_start(tool, place, grid_file, model, 
 @pytest.mark.fault("a grid's warm start fails", "no run begins without it, and a second call makes it")
 def test_without_its_start_no_run_begins(tool, place, grid_file, model, monkeypatch, capfd):
     grid_file.write_text(GRID.replace("broken", "tis") + "task: toy\n")
+    shard = (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")  # as a run exports it
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"some": shard.name}}))
     train = [sys.executable, str(place / "trainer.py")]
     monkeypatch.setenv("BROKEN", "recipes/toy_sft.yaml")
     assert tool.main(["grid.yaml", "--root", "runs", "--seeds", "1"], train) == 1
