@@ -39,7 +39,9 @@ megatron-rl train recipes/dapo_fp8.yaml cluster=cpu
 how each part was proven.
 """
 GRIDS = (
-    "\n[evidence.yaml](evidence.yaml) is a grid of runs of counting.yaml: [docs/evidence.md](../docs/evidence.md).\n"
+    "\n[evidence.yaml](evidence.yaml) is a grid of runs of counting.yaml: [docs/evidence.md](../docs/evidence.md);\n"
+    "[one_arithmetic.yaml](one_arithmetic.yaml) one of the quickstart: "
+    "[docs/one_arithmetic.md](../docs/one_arithmetic.md).\n"
 )
 BELOW = "\nThis page is written by `python tools/recipes_table.py`, and compared by a test.\n"
 COLUMNS = ("recipe", "model", "nodes x GPUs", "learner", "sampler", "weights", "correction", "run")

@@ -5,6 +5,7 @@ tool around it.
 """
 
 import importlib.util
+import json
 import os
 import re
 import signal
