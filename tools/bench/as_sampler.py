@@ -1,6 +1,6 @@
 """What `learner.forward=as_sampler` costs: a pass for logprobs and an update, against the plain layers, in turn.
 
-    python tools/bench/as_sampler.py [--format int8] [--hidden 768] [--layers 8] [--rounds 5]
+    python tools/bench/as_sampler.py [--format int8] [--hidden 768] [--layers 8] [--vocab 32000]
 
 One learner, on one rank that keeps its memory, computes either way.
 To quantize the weights again after an update is part of the next pass.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from checkpoint import make_learner, make_targets, seconds
+from checkpoint import VOCAB, make_learner, make_targets, seconds
 
 from megatron_rl.config.schema import Format, Forward
 from megatron_rl.learner.learner import Learner
@@ -23,13 +23,14 @@ def main() -> None:
     parser.add_argument("--format", default="int8", choices=("int8", "fp8"))
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=VOCAB, help="the output layer is BF16 either way")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     keep_freed_memory()  # as every rank
-    learner = make_learner(options.hidden, options.layers, Forward.as_sampler, Format(options.format))
-    targets = make_targets(options.rows, options.tokens)
+    learner = make_learner(options.hidden, options.layers, Forward.as_sampler, Format(options.format), options.vocab)
+    targets = make_targets(options.rows, options.tokens, options.vocab)
     parameters = sum(parameter.numel() for _, parameter in learner.named_parameters())
     layers = learner._as_sampler
     taken: dict[str, list[tuple[float, float]]] = {"plain": [], "as_sampler": []}

@@ -92,11 +92,13 @@ def seconds(work: object) -> float:
     return time.perf_counter() - start
 
 
-def make_learner(hidden: int, layers: int, forward: Forward = Forward.bf16, format: Format = Format.int8) -> Learner:
+def make_learner(
+    hidden: int, layers: int, forward: Forward = Forward.bf16, format: Format = Format.int8, vocab: int = VOCAB
+) -> Learner:
     hf = {
         "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
         "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64,
-        "vocab_size": VOCAB, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "vocab_size": vocab, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
         "tie_word_embeddings": True, "initializer_range": 0.02,
     }  # fmt: skip
     section = LearnerSection(forward=forward)
@@ -108,12 +110,12 @@ def make_learner(hidden: int, layers: int, forward: Forward = Forward.bf16, form
     return learner
 
 
-def make_targets(rows: int, tokens: int) -> Targets:
+def make_targets(rows: int, tokens: int, vocab: int = VOCAB) -> Targets:
     random = torch.Generator().manual_seed(1)
     lengths_B = torch.full((rows,), tokens)
     mask_BT = torch.ones(rows, tokens, dtype=torch.bool)
     batch = Batch(
-        tokens_BS=torch.randint(1, VOCAB, (rows, 2 * tokens), generator=random),
+        tokens_BS=torch.randint(1, vocab, (rows, 2 * tokens), generator=random),
         prompt_lengths_B=lengths_B,
         response_lengths_B=lengths_B,
         mask_BT=mask_BT,

@@ -1,0 +1,49 @@
+"""Work in a thread of its own: what it comes to, and that nothing of it stays."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_rl.processes.threads import in_thread
+
+COUNTS = """
+import os, sys, time, torch
+from megatron_rl.processes.threads import in_thread
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+torch.ones(1 << 20).exp_().sum()  # this thread's helper
+before = tasks()
+inside = in_thread("work", lambda: (torch.ones(1 << 20).exp_().sum(), tasks())[1]).result()
+until = time.monotonic() + 20
+while tasks() > before and time.monotonic() < until:
+    time.sleep(0.01)
+print(before, inside, tasks())
+"""
+
+
+def test_a_result_and_an_error_come_back():
+    assert in_thread("work", lambda: 7).result() == 7
+    with pytest.raises(KeyError, match="what"):
+        in_thread("work", lambda: {}["what"]).result()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+def test_openmp_s_helpers_end_with_it():
+    """Those that stay keep the helpers of all other threads from waiting awake."""
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", COUNTS], capture_output=True, text=True, env=environment, check=True)
+    before, inside, after = map(int, done.stdout.split())
+    assert inside >= before + 2  # the thread, and a helper
+    assert after == before
+
+
+def test_it_does_not_hold_a_process_back():
+    work = "from megatron_rl.processes.threads import in_thread; import time; in_thread('work', lambda: time.sleep(60))"
+    begun = time.monotonic()
+    subprocess.run([sys.executable, "-c", work], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert time.monotonic() - begun < 50
