@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -96,7 +97,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
         self._doubles = device.type == "cpu" and double_buffer.can_double(model)
         self._building: Future[_Ready] | None = None
-        self._last: Future[_Ready] | None = None  # of the threads that built; it may have been given up
+        self._one_at_a_time = threading.Lock()  # an update that was given up may still be in the making
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         pass
@@ -109,10 +110,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         if update_info.background:
-            before = self._last
-            self._last = self._building = in_thread(
-                "weight-sync-builder", lambda: self._build_after(before, update_info)
-            )
+            self._building = in_thread("weight-sync-builder", partial(self._build_beside, update_info))
             return
         self._building = Future()
         self._building.set_result(self._build(update_info))
@@ -127,11 +125,10 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             raise WeightSyncError("finish_weight_update without an accepted update_weights")
         return self._building.result()
 
-    def _build_after(self, before: Future[_Ready] | None, update_info: FileUpdateInfo) -> _Ready:
-        if before is not None:
-            wait([before])
+    def _build_beside(self, update_info: FileUpdateInfo) -> _Ready:
         use_all_cores()
-        return self._build(update_info)
+        with self._one_at_a_time:
+            return self._build(update_info)
 
     def _build(self, update_info: FileUpdateInfo) -> _Ready:
         staged = stage(

@@ -22,8 +22,6 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 # How often an OpenMP thread looks before it sleeps. By default it spins for milliseconds at every barrier: where
 # another process needs the core, torch then runs 20 times slower than with this, and without one no faster.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "2000"}
-
-
 ALL_CORES = "all"
 
 
