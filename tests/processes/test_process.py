@@ -58,9 +58,15 @@ def test_a_child_is_deaf_to_what_is_the_driver_s_business() -> None:
 def test_no_orphan_of_the_first_second(program: str) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    words = {"rank": ["nowhere", str(gone.pid)], "engine.server": [str(gone.pid), "all"]}
     read, write = os.pipe()  # which stays open: its end is not what ends the child
-    command = [sys.executable, "-m", f"megatron_rl.{program}", *words.get(program, [str(read), str(gone.pid)])]
+    parent = str(gone.pid)
+    words = {
+        "rank": ["nowhere", parent],
+        "engine.child": [str(read), parent, "all"],
+        "engine.server": [parent, "all"],
+        "rewards.worker": [str(read), parent],
+    }
+    command = [sys.executable, "-m", f"megatron_rl.{program}", *words[program]]
     child = subprocess.Popen(command, stdin=read, pass_fds=[read], stderr=subprocess.PIPE, text=True)
     assert child.communicate(timeout=120)[1] == ""
     assert child.returncode == 1
