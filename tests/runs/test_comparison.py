@@ -175,14 +175,16 @@ def test_a_page_without_its_markers_is_refused_and_nothing_is_written(recorded, 
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
 
 
-@pytest.mark.parametrize("name", ["evidence", "evidence_hot"])
-def test_the_numbers_in_the_docs_are_the_commands_own(name):
+@pytest.mark.parametrize(
+    ("name", "page"), [("evidence", "evidence"), ("evidence_hot", "evidence"), ("one_arithmetic", "one_arithmetic")]
+)
+def test_the_numbers_in_the_docs_are_the_commands_own(name, page):
     """docs/NAME.json is what the runs came to; every block that shows it is written from it."""
     numbers = ROOT / "docs" / f"{name}.json"
     comparison = stored(numbers)
     assert comparison.name == name
     assert (ROOT / "docs" / f"{name}.svg").read_text() == comparison_svg(comparison)
     pages = [page for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if f"<!-- {name}: " in page.read_text()]
-    assert ROOT / "docs" / "evidence.md" in pages
+    assert ROOT / "docs" / f"{page}.md" in pages
     for page in pages:
         assert with_blocks(page.read_text(), comparison, page, ROOT / "docs") == page.read_text()
