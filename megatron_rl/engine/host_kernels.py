@@ -38,9 +38,8 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 from vllm.v1.attention.backends import cpu_attn
 
-from megatron_rl.quantization import host_products
+from megatron_rl.quantization import engine_int8, host_products
 
-PRIMITIVE_CACHE = 32  # oneDNN primitives kept per layer, one per batch size seen lately
 TILES, VECTORS = "amx", "vec"  # vLLM's names of its attention kernels
 
 
@@ -65,7 +64,7 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
     def process_weights_for_onednn(self, layer: Any) -> None:
         layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data, requires_grad=False)
         self.dnnl_handler = ops.create_onednn_scaled_mm(
-            layer.weight.t(), layer.weight_scale, layer.params_dtype, True, False, PRIMITIVE_CACHE
+            layer.weight.t(), layer.weight_scale, layer.params_dtype, True, False, engine_int8.PRIMITIVES
         )
         layer.weight = None  # the handler holds the packed copy
 
@@ -84,12 +83,7 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
 @functools.cache
 def products_are_exact() -> bool:
     """Whether this processor sums INT8 products without saturating, as oneDNN multiplies them here."""
-    codes = torch.full((16, 64), 127, dtype=torch.int8, device="cpu")
-    ones = torch.ones((16, 1), dtype=torch.float32, device="cpu")
-    handler = ops.create_onednn_scaled_mm(codes.t(), ones, torch.float32, True, False, 1)
-    sums = torch.empty((16, 16), dtype=torch.float32, device="cpu")
-    ops.onednn_scaled_mm(handler, codes, sums, ones, None, None, None)
-    return bool((sums == 127 * 127 * 64).all())
+    return engine_int8.is_exact()
 
 
 class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
@@ -117,7 +111,7 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: Any) -> None:
         weight_KN, scale_N1 = layer.weight.data, layer.weight_scale.data
         if torch.cpu._is_avx512_supported():
-            self.dnnl_handler = ops.create_onednn_mm(weight_KN.to(torch.bfloat16), PRIMITIVE_CACHE)
+            self.dnnl_handler = ops.create_onednn_mm(weight_KN.to(torch.bfloat16), engine_int8.PRIMITIVES)
             self.scale_N = scale_N1.reshape(-1)
         else:
             self.dnnl_handler = host_products.Fp8Weight(weight_KN.t(), scale_N1)

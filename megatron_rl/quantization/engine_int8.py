@@ -32,7 +32,7 @@ def is_here() -> bool:
         torch.ops.load_library(str(Path(found.origin).with_name(_library())))
     except OSError:
         return False
-    return all(hasattr(torch.ops._C, name) for name in NEEDED) and _is_exact()
+    return all(hasattr(torch.ops._C, name) for name in NEEDED) and is_exact()
 
 
 def _library() -> str:
@@ -42,9 +42,10 @@ def _library() -> str:
     return "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
 
 
-def _is_exact() -> bool:
+def is_exact() -> bool:
     """Pairs of such products do not fit into 16 bits."""
-    codes, ones = torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16, 1, dtype=torch.float32)
+    codes = torch.full((16, 64), 127, dtype=torch.int8, device="cpu")
+    ones = torch.ones((16, 1), dtype=torch.float32, device="cpu")
     sums = Int8Kernel(codes, ones, torch.float32).product(codes, ones, None)
     return bool((sums == 127 * 127 * 64).all())
 
@@ -67,10 +68,10 @@ class Int8Kernel:
         handle = operators.create_onednn_scaled_mm_handler(
             codes_NK.contiguous().t(), scale_N1.float().contiguous(), dtype, True, False, PRIMITIVES
         )
-        self._handle = torch.tensor(handle, dtype=torch.int64)
+        self._handle = torch.tensor(handle, dtype=torch.int64, device="cpu")
         weakref.finalize(self, operators.release_dnnl_matmul_handler, handle).atexit = False
 
     def product(self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-        out_MN = torch.empty((len(codes_MK), self._n), dtype=self._dtype)
+        out_MN = torch.empty((len(codes_MK), self._n), dtype=self._dtype, device=codes_MK.device)
         torch.ops._C.onednn_scaled_mm(out_MN, codes_MK, scale_M1, None, None, bias_N, self._handle)
         return out_MN
