@@ -24,14 +24,15 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from megatron_rl.learner.packing import Bucket, Pack
 from megatron_rl.learner.sampled_layers import ColumnLinear, RowLinear
+from megatron_rl.quantization import engine_library
 from megatron_rl.quantization.host_products import narrowed
 
 BLOCK_ELEMENTS = 1 << 17  # FP32: half a megabyte
 # up to this length the CPU's attention kernel is several times faster in FP32 than in BF16
 FP32_ATTENTION_LENGTH = 384
 # attributes of tensors
-UNROUNDED = "unrounded"  # of a BF16 sum, for the norm that reads it next
-TURNS = "turns"  # of a pack's angles: their cosine and sine
+UNROUNDED = "unrounded"  # of a BF16 sum what was added, for the norm that reads it next
+TURNS = "turns"  # of a pack's angles: their cosines and sines
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -42,13 +43,15 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, sum_: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, summands: tuple[Tensor, ...] | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        exact = rows if sum_ is None else sum_.reshape(rows.shape)
+        exact = [part.reshape(rows.shape) for part in summands or (x,)]
         out = torch.empty_like(rows)
         scales = rows.new_empty((len(rows), 1), dtype=torch.float32)
-        for block, result, scale in blocks(exact, out, scales):
+        for result, scale, block, *others in blocks(out, scales, *exact):
             wide = block.float()
+            for other in others:
+                wide.add_(other)
             scale.copy_(wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
             result.copy_(wide * scale).mul_(weight_H)
         ctx.save_for_backward(rows, weight_H, scales)
@@ -97,43 +100,63 @@ def add(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], 
         if bias is not None or (training and prob) or x.dtype != torch.bfloat16:
             return plain(x_with_bias, residual, prob)
         out = residual + x
-        setattr(out, UNROUNDED, residual.detach().float() + x.detach())
+        setattr(out, UNROUNDED, (residual.detach(), x.detach()))
         return out
 
     return added
 
 
 class _Turned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return narrowed(_turned(x, cos, sin), x.dtype)
+    """`turns_SD`: of each position the cosines of its angles, then the sines."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, -sin).to(grad.dtype), None, None
+    def forward(ctx: Any, x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
+        ctx.save_for_backward(turns_SD)
+        if x_S1AD.dtype == torch.bfloat16 and engine_library.has("rotary_embedding"):
+            return _turned_by_engine(x_S1AD, turns_SD)
+        return narrowed(_turned(x_S1AD, turns_SD), x_S1AD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_S1AD: Tensor) -> tuple[Tensor, None]:
+        (turns_SD,) = ctx.saved_tensors
+        cos_SD, sin_SD = turns_SD.chunk(2, dim=-1)
+        back_SD = torch.cat((cos_SD, -sin_SD), dim=-1)
+        rounds = torch.cpu._is_avx512_bf16_supported()  # elsewhere it cuts off, which gradients would all lean to
+        if grad_S1AD.dtype == torch.bfloat16 and rounds and engine_library.has("rotary_embedding"):
+            return _turned_by_engine(grad_S1AD, back_SD), None
+        return _turned(grad_S1AD, back_SD).to(grad_S1AD.dtype), None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.float().chunk(2, dim=-1)
+def _turned(x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
+    """FP32."""
+    cos, sin = turns_SD[:, None, None].float().chunk(2, dim=-1)
+    left, right = x_S1AD.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
+def _turned_by_engine(x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
+    out_S1AD = x_S1AD.clone(memory_format=torch.contiguous_format)
+    positions_S = torch.arange(len(turns_SD), device="cpu")
+    rows, head = out_S1AD.view(len(turns_SD), -1), out_S1AD.shape[-1]
+    torch.ops._C.rotary_embedding(positions_S, rows, None, head, turns_SD, True)
+    return out_S1AD
+
+
 def rotary(
-    x: Tensor, angles: Tensor, config: TransformerConfig, *args: Any, mscale: float = 1.0, **kwargs: Any
+    x_S1AD: Tensor, angles: Tensor, config: TransformerConfig, *args: Any, mscale: float = 1.0, **kwargs: Any
 ) -> Tensor:
-    """Rotary embedding as vLLM's kernel for hosts: cosine and sine in the model's precision, products in FP32. What all
-    layers share is made once.
+    """Rotary embedding as vLLM's kernel for hosts, and by it where it is here: cosine and sine in the model's
+    precision, products in FP32. What all layers share is made once.
     """
-    if config.rotary_interleaved or config.multi_latent_attention or mscale != 1.0 or angles.shape[-1] != x.shape[-1]:
-        return apply_rotary_pos_emb(x, angles, config, *args, mscale=mscale, **kwargs)
-    turns = angles.__dict__.get(TURNS)
-    if turns is None:
-        half = angles[..., : angles.shape[-1] // 2]
-        turns = half.cos().to(x.dtype).float(), half.sin().to(x.dtype).float()
-        setattr(angles, TURNS, turns)
-    return _Turned.apply(x, *turns)
+    width = x_S1AD.shape[-1]
+    if config.rotary_interleaved or config.multi_latent_attention or mscale != 1.0 or angles.shape[-1] != width:
+        return apply_rotary_pos_emb(x_S1AD, angles, config, *args, mscale=mscale, **kwargs)
+    turns_SD = angles.__dict__.get(TURNS)
+    if turns_SD is None:
+        half = angles.flatten(0, -2)[:, : width // 2]
+        turns_SD = torch.cat((half.cos(), half.sin()), dim=-1).to(x_S1AD.dtype)
+        setattr(angles, TURNS, turns_SD)
+    return _Turned.apply(x_S1AD, turns_SD)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -1,5 +1,4 @@
-"""vLLM's INT8 kernel for hosts in a process without vLLM: its library of operators alone, loaded in a twentieth of a
-second. A weight is packed once; scales are applied while outputs are in the processor's cache.
+"""vLLM's INT8 kernel for hosts, in a process without vLLM. A weight is packed once.
 
 Shapes: M tokens, K input features, N output features.
 """
@@ -7,39 +6,21 @@ Shapes: M tokens, K input features, N output features.
 from __future__ import annotations
 
 import functools
-import importlib.util
-import platform
 import weakref
-from pathlib import Path
 
 import torch
 
+from megatron_rl.quantization import engine_library
+
 PRIMITIVES = 32  # of oneDNN, kept for each weight: one for every number of tokens seen lately
+ROWS = 512
 NEEDED = ("create_onednn_scaled_mm_handler", "onednn_scaled_mm", "release_dnnl_matmul_handler")
 
 
 @functools.cache
 def is_here() -> bool:
     """Whether vLLM's build for hosts is installed, and its INT8 products are exact on this processor."""
-    if platform.machine() not in ("x86_64", "AMD64") or not torch.cpu._is_vnni_supported():
-        return False
-    if torch.version.cuda is not None or torch.version.hip is not None:
-        return False  # another build of vLLM, with other operators of the same names
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
-        return False
-    try:
-        torch.ops.load_library(str(Path(found.origin).with_name(_library())))
-    except OSError:
-        return False
-    return all(hasattr(torch.ops._C, name) for name in NEEDED) and is_exact()
-
-
-def _library() -> str:
-    """Of several, by the processor, as vLLM chooses."""
-    if torch.cpu._is_avx512_bf16_supported():
-        return "_C.abi3.so"
-    return "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
+    return torch.cpu._is_vnni_supported() and engine_library.has(*NEEDED) and is_exact()
 
 
 def is_exact() -> bool:
@@ -73,5 +54,7 @@ class Int8Kernel:
 
     def product(self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         out_MN = torch.empty((len(codes_MK), self._n), dtype=self._dtype, device=codes_MK.device)
-        torch.ops._C.onednn_scaled_mm(out_MN, codes_MK, scale_M1, None, None, bias_N, self._handle)
+        # sums are stored in FP32 before they are scaled: of some rows at a time, which the processor's cache still holds
+        for out, codes, scale in zip(*(rows.split(ROWS) for rows in (out_MN, codes_MK, scale_M1)), strict=True):
+            torch.ops._C.onednn_scaled_mm(out, codes, scale, None, None, bias_N, self._handle)
         return out_MN
