@@ -27,7 +27,7 @@ from megatron_rl.learner.sampled_layers import ColumnLinear, RowLinear
 from megatron_rl.quantization import engine_library
 from megatron_rl.quantization.host_products import narrowed
 
-BLOCK_ELEMENTS = 1 << 17  # FP32: half a megabyte
+BLOCK_ELEMENTS = 1 << 18  # FP32, for each thread: a megabyte
 # up to this length the CPU's attention kernel is several times faster in FP32 than in BF16
 FP32_ATTENTION_LENGTH = 384
 # attributes of tensors
@@ -37,7 +37,7 @@ TURNS = "turns"  # of a pack's angles: their cosines and sines
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same rows of each, so many at a time that the steps of a computation find them in the processor's cache."""
-    rows = max(1, BLOCK_ELEMENTS // tensors[0].shape[-1])
+    rows = max(1, torch.get_num_threads() * BLOCK_ELEMENTS // tensors[0].shape[-1])
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 

@@ -110,6 +110,7 @@ class _Row(torch.autograd.Function):
             out = out.chunk(size)[group.rank()].contiguous() if layer.sequence_parallel else out
         else:
             out = _whole_slices(x_MK, layer.sampled).view(*input.shape[:-1], -1)
+            out = out.float() if size > 1 else out  # what ranks add is rounded once more, when it is added
             if layer.sequence_parallel:
                 out = reduce_scatter_to_sequence_parallel_region(out, group=group)
             elif size > 1:
@@ -137,13 +138,12 @@ def _rounded_once(input: Tensor, layer: RowLinear) -> Tensor:
 
 
 def _whole_slices(x_MK: Tensor, sampled: Sampled) -> Tensor:
-    """FP32: the rounded outputs of this rank's slices, added."""
-    total = None
-    for x, weight in zip(x_MK.chunk(len(sampled.parts), 1), sampled.parts, strict=True):
-        rounded = weight.product(*weight.codes(x), None, x_MK.dtype).float()
-        total = rounded if total is None else total.add_(rounded)
-    assert total is not None
-    return total
+    """The rounded outputs of this rank's slices: of a single one as they are, of more added in FP32."""
+    first_MN, *others = (
+        weight.product(*weight.codes(x), None, x_MK.dtype)
+        for x, weight in zip(x_MK.chunk(len(sampled.parts), 1), sampled.parts, strict=True)
+    )
+    return sum(others, first_MN.float()) if others else first_MN
 
 
 def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from megatron_rl.quantization import engine_library
 
 PRIMITIVES = 32  # of oneDNN, kept for each weight: one for every number of tokens seen lately
-ROWS = 512
+SUMS = 3 << 18  # FP32: three megabytes
 NEEDED = ("create_onednn_scaled_mm_handler", "onednn_scaled_mm", "release_dnnl_matmul_handler")
 
 
@@ -55,6 +55,7 @@ class Int8Kernel:
     def product(self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         out_MN = torch.empty((len(codes_MK), self._n), dtype=self._dtype, device=codes_MK.device)
         # sums are stored in FP32 before they are scaled: of some rows at a time, which the processor's cache still holds
-        for out, codes, scale in zip(*(rows.split(ROWS) for rows in (out_MN, codes_MK, scale_M1)), strict=True):
+        at_once = max(1, SUMS // self._n)
+        for out, codes, scale in zip(*(rows.split(at_once) for rows in (out_MN, codes_MK, scale_M1)), strict=True):
             torch.ops._C.onednn_scaled_mm(out, codes, scale, None, None, bias_N, self._handle)
         return out_MN
