@@ -1,4 +1,4 @@
-"""Work in a thread of its own: what it comes to, and that nothing of it stays."""
+"""Work in a thread of its own: what it comes to, and that nothing of it stays. Threads that get no helpers."""
 
 import os
 import subprocess
@@ -40,6 +40,36 @@ def test_openmp_s_helpers_end_with_it():
     before, inside, after = map(int, done.stdout.split())
     assert inside >= before + 2  # the thread, and a helper
     assert after == before
+
+
+ALONE = """
+import os, threading, torch
+from megatron_rl.processes.threads import later_threads_compute_alone
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+def compute():
+    torch.ones(1 << 20).exp_().sum()
+
+compute()
+own, before = torch.get_num_threads(), tasks()
+later_threads_compute_alone()
+done, end = threading.Event(), threading.Event()
+threading.Thread(target=lambda: (compute(), done.set(), end.wait())).start()
+done.wait()
+print(own, torch.get_num_threads(), before, tasks())
+end.set()
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+def test_later_threads_have_no_helpers():
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment, check=True)
+    own, still, before, after = map(int, done.stdout.split())
+    assert own == still  # of the one that was there
+    assert after == before + 1
 
 
 def test_it_does_not_hold_a_process_back():
