@@ -29,7 +29,7 @@ _CONSTRUCTORS = (
 
 
 class _Inert:
-    """Stands for a CUDA stream or event: work on the host is always in order and already done."""
+    """Stands for a CUDA stream or event, or for work: on the host it is always in order and already done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -157,7 +157,7 @@ def _unless_alone(plain: Callable[..., Any]) -> Callable[..., Any]:
     def exchange(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         here = (output.data_ptr(), output.numel()) == (input.data_ptr(), input.numel())
         if here and torch.distributed.get_world_size(kwargs.get("group")) == 1:
-            return _STREAM if kwargs.get("async_op") else None
+            return _Inert() if kwargs.get("async_op") else None
         return plain(output, input, *args, **kwargs)
 
     return exchange
