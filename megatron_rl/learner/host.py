@@ -147,7 +147,7 @@ def _gloo_all_to_all() -> None:
 
 
 def _nothing_to_exchange() -> None:
-    """gloo copies all gradients, and then all parameters, out and back where one rank has them: a sixth of an update."""
+    """Where one rank has all, gloo copies gradients, and then parameters, out and back: a sixth of an update."""
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
         setattr(torch.distributed, name, _unless_alone(getattr(torch.distributed, name)))
 

@@ -29,7 +29,7 @@ def _turned(width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.skipif(not engine_library.has("rotary_embedding"), reason="no vLLM for hosts")
-@pytest.mark.parametrize("width", [32, 64, 128])  # of others the engine rounds what is left over in another way
+@pytest.mark.parametrize("width", [32, 64, 128])  # whole vectors: what is left over is not cut off
 def test_the_engine_s_rotary_embedding_and_torch_s_are_the_same_bytes(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
