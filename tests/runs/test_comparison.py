@@ -176,7 +176,13 @@ def test_a_page_without_its_markers_is_refused_and_nothing_is_written(recorded, 
 
 
 @pytest.mark.parametrize(
-    ("name", "page"), [("evidence", "evidence"), ("evidence_hot", "evidence"), ("one_arithmetic", "one_arithmetic")]
+    ("name", "page"),
+    [
+        ("evidence", "evidence"),
+        ("evidence_hot", "evidence"),
+        ("evidence_full", "evidence"),
+        ("one_arithmetic", "one_arithmetic"),
+    ],
 )
 def test_the_numbers_in_the_docs_are_the_commands_own(name, page):
     """docs/NAME.json is what the runs came to; every block that shows it is written from it."""
