@@ -17,7 +17,7 @@ from megatron_rl.quantization.formats import BLOCK, FP8_MAX, QUANTIZED
 
 TINY = 1e-12  # an all-zero row keeps a scale that divides
 
-CACHED_ELEMENTS = 1 << 19  # FP32, for each thread: two megabytes
+CACHED_ELEMENTS = 1 << 18  # FP32, for each thread: a megabyte
 
 
 def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
     rows, columns = weight_OI.shape
     rounded_OI = torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
     scale_PQ = torch.empty((-(-rows // BLOCK), -(-columns // BLOCK)), device=weight_OI.device)
-    at_once = -(-_rows_at_once(weight_OI) // BLOCK) * BLOCK
+    at_once = -(-_rows_at_once(weight_OI) // (4 * BLOCK)) * BLOCK  # several copies of them in FP32
     for start in range(0, rows, at_once):
         some_OI = weight_OI[start : start + at_once]
         padded_OI = torch.nn.functional.pad(some_OI.float(), (0, -columns % BLOCK, 0, -len(some_OI) % BLOCK))
