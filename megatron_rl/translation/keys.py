@@ -1,7 +1,7 @@
 """Reading another project's settings: found wherever the user's file has them, and none silently ignored.
 
 A file may be the section alone, a whole run's configuration, dotted overrides or flags. Everything is
-flattened to dotted names first; what is not about correction is listed in a note.
+flattened to dotted names first; what is not about correction is listed in a note, what may be is an error.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_rl.config.schema import CorrectionConfig
+from megatron_rl.translation.left_out import LEFT_OUT_NAMES, may_correct
 
 # what a removed setting holds when it is switched off
 OFF = (None, False, -1, "", "null", "none", "disabled")
@@ -48,9 +49,18 @@ def last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _switched_off(path: str, value: Any, old: Mapping[str, str]) -> bool:
-    """A removed setting that asks for nothing."""
-    return last(path) in old and (value.strip().lower() if isinstance(value, str) else value) in OFF
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.strip().lower() in ("null", "none"))
+
+
+def _switched_off(value: Any) -> bool:
+    """Whether a removed setting asks for nothing."""
+    return (value.strip().lower() if isinstance(value, str) else value) in OFF
+
+
+def _removed(framework: str, path: str, old: Mapping[str, str]) -> bool:
+    """Whether it is a name that is no longer there; under the section of another loss it is that section's own."""
+    return last(path) in old and LEFT_OUT_NAMES.get(framework, frozenset()).isdisjoint(path.split(".")[:-1])
 
 
 def _read(framework: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,9 +88,7 @@ class Keys:
         if isinstance(value, str):
             if "${" in value:
                 raise self.error(name, "an interpolation; write the value it stands for")
-            if value.strip().lower() in ("null", "none"):
-                return None
-        return value
+        return None if _is_null(value) else value
 
     def rename(self, former: Mapping[str, str]) -> None:
         """Values under a former name, as if they had been given under today's."""
@@ -166,7 +174,7 @@ def anywhere(
     for path in sorted(used):
         _set(framework, values, last(path), flat[path], path)
     keys = Keys(framework, values)
-    _leave_out(keys, flat, used, set(known) - set(common), old or {})
+    _leave_out(keys, flat, used, set(known) - set(common), old or {}, known)
     return keys
 
 
@@ -210,10 +218,10 @@ def in_section(
             present = True
         elif any(name == path or name.endswith(f".{path}") for name in beside):
             inside = last(path)
-        elif not _switched_off(path, value, old):
+        elif not (_removed(framework, path, old) and _switched_off(value)):
             continue
         used.add(path)
-        if inside is not None and not _switched_off(inside, value, old):
+        if inside is not None and not (inside in old and _switched_off(value)):
             _set(framework, values, inside, value, path)
     keys = Keys(framework, values, present)
     outside = {last(name) for name in beside}
@@ -224,7 +232,7 @@ def in_section(
     if rest and not any("." in path for path in flat) and (loose or not used):
         raise _unknown(Keys(framework, flat), rest[0], set(known if bare else ()) | outside | {last(section)}, old)
     telling = set(known) - set(common)
-    _leave_out(keys, flat, used, telling | outside - set(common) | {last(section)}, old)
+    _leave_out(keys, flat, used, telling | outside - set(common) | {last(section)}, old, {*common, *section.split(".")})
     for path in rest:
         if last(path) in telling and last(section) not in path and flat[path] is not None:
             raise TranslationError(f"{framework}: {path}: {framework} reads it under {section} only")
@@ -240,26 +248,52 @@ def _unknown(keys: Keys, name: str, known: Iterable[str], old: Mapping[str, str]
 
 
 def _leave_out(
-    keys: Keys, flat: Mapping[str, Any], used: Collection[str], telling: Collection[str], old: Mapping[str, str]
+    keys: Keys,
+    flat: Mapping[str, Any],
+    used: Collection[str],
+    telling: Collection[str],
+    old: Mapping[str, str],
+    elsewhere: Collection[str],
 ) -> None:
-    """What was not looked at goes into a note, unless it looks like a mistyped or removed setting."""
+    """What was not looked at goes into a note; names in `elsewhere` are known without being looked for."""
     shown: dict[str, None] = {}
     for path in flat:
         if path in used:
             continue
-        if last(path) in old and not _switched_off(path, flat[path], old):
-            raise TranslationError(f"{keys.framework}: {path}: no longer there; {old[last(path)]}")
+        _refuse_unread(keys.framework, path, flat[path], telling, old, elsewhere)
         parts = path.split(".")
-        for part in parts:
-            close = [] if part in telling else difflib.get_close_matches(part, telling, n=1, cutoff=0.85)
-            if close:
-                raise TranslationError(f"{keys.framework}: {path}: unknown; did you mean {close[0]}?")
         heads = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
         shown[next(head for head in heads if head == path or not any(u.startswith(f"{head}.") for u in used))] = None
     if "defaults" in flat:
         keys.notes.append(f"defaults: what the files it names set is not read; {RESOLVE}")
     if shown:
         keys.notes.append(f"{LEFT_OUT}{', '.join(_summary(list(shown), used))}")
+
+
+def _refuse_unread(
+    framework: str,
+    path: str,
+    value: Any,
+    telling: Collection[str],
+    old: Mapping[str, str],
+    elsewhere: Collection[str],
+) -> None:
+    """Refuses what looks like a mistyped, removed or new setting of the correction."""
+    if _removed(framework, path, old) and not _switched_off(value):
+        raise TranslationError(f"{framework}: {path}: no longer there; {old[last(path)]}")
+    known = {*telling, *old, *elsewhere, *LEFT_OUT_NAMES.get(framework, ())}
+    for part in path.split("."):
+        if part in known:
+            continue
+        close = difflib.get_close_matches(part, telling, n=1, cutoff=0.85)
+        if close:
+            raise TranslationError(f"{framework}: {path}: unknown; did you mean {close[0]}?")
+        if may_correct(part) and not _is_null(value):
+            near = difflib.get_close_matches(part, telling, n=1, cutoff=0.0)
+            raise TranslationError(
+                f"{framework}: {path}: unknown, and {part} may be about correction: the nearest that is known is "
+                f"{near[0]}; take it out if it is about something else"
+            )
 
 
 def _summary(paths: list[str], used: Collection[str]) -> list[str]:
