@@ -20,6 +20,7 @@ KEYS = (
     "loss_type",
 )
 AGG = "loss_agg_mode"
+AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # what verl divides by, and whether it has the sampler's logprobs
 BESIDE = (
     "trainer.use_v1",
@@ -43,6 +44,9 @@ REMOVED = {
     "rollout_is_veto_threshold": VETO,
     "rollout_token_veto_threshold": VETO,
     "bypass_old_logprob_for_rollout": "bypass_mode does it",
+    "use_policy_gradient": "loss_type: reinforce does it",
+    "use_pure_rollout_correction": "bypass_mode with loss_type: reinforce does it",
+    "debug_rollout_actor_probs": "verl compares the two whenever calculate_log_probs is set",
 }
 RULES = {
     "token_k1": RejectRule(level=Level.token, stat=Stat.ratio),
@@ -77,6 +81,11 @@ def verl(mapping: Mapping[str, Any]) -> Translation:
         keys.notes.append(
             "verl clamps each token's log-ratio to +-20 before summing a row: the same unless one exceeds that"
         )
+    if keys.text(AGG) == "token-sum":
+        raise keys.error(AGG, "our losses have no plain sum over tokens; they divide by a count (loss.reduction)")
+    keys.choice(AGG, "token-mean", *AGG_MODES)
+    if keys.text("loss_mode") == "dro":
+        keys.notes.append("loss_mode dro: its quadratic loss is not here; the correction is the same for any loss")
     if bypass:
         return _bypass(keys, weight, rules, reinforce)
     if corrects:
@@ -169,6 +178,11 @@ def _reduction(keys: Keys) -> str:
         f"loss_mode {mode}: verl divides by all rows{micro_batch}, whatever {AGG} says; goes with loss.name: "
         f"{ROW_MODES[mode]}, loss.reduction: seq_mean_token_mean"
     )
+    if mode == "gspo" and keys.text(AGG) != "seq-mean-token-mean":
+        keys.notes.append(
+            f"verl 0.9.1 and before divide gspo as {AGG} says (by default token-mean), which ours cannot: there this "
+            f"is the same with {AGG}: seq-mean-token-mean only"
+        )
     return "seq-mean-token-mean"
 
 
@@ -210,7 +224,7 @@ def _rules(keys: Keys) -> list[RejectRule]:
         found = f"no rule {unknown[0]}" if unknown else "no rule"
         raise keys.error("rollout_rs", f"{found}; known are {', '.join(RULES)}")
     bounds = _words(keys, "rollout_rs_threshold")
-    _note_unquoted(keys, "rollout_rs_threshold", keys.text("rollout_rs_threshold") or "")
+    _note_unquoted(keys, "rollout_rs_threshold", ",".join(bounds))
     if len(bounds) == 1:
         bounds *= len(names)
     if len(bounds) != len(names):
@@ -229,7 +243,10 @@ def _note_unquoted(keys: Keys, name: str, text: str) -> None:
 
 
 def _words(keys: Keys, name: str) -> list[str]:
-    return [word.strip() for word in (keys.text(name) or "").split(",") if word.strip()]
+    """What is listed, in YAML or between commas."""
+    value = keys.raw(name)
+    listed = value if isinstance(value, list | tuple) else (keys.text(name) or "").split(",")
+    return [word for word in (str(each).strip() for each in listed) if word]
 
 
 def _rule(keys: Keys, name: str, bound: str) -> RejectRule:
