@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.schema import CorrectionConfig, Level, NonFinite, Outside, WeightConfig
-from megatron_rl.translation.keys import Keys, Translation, anywhere
+from megatron_rl.translation.keys import Keys, Translation, anywhere, flatten, last
 from megatron_rl.translation.shared import NO_WEIGHT, keeps_kl, opsm
 
 MODE, MASK_KEY = "vllm_importance_sampling_mode", "off_policy_mask_threshold"
@@ -17,16 +17,26 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 COMMON = ("beta", "loss_type")
 KL_KEY = "use_bias_correction_kl"
 KEYS = (CORRECTION, MODE, LOW, HIGH, OLD_HIGH, MASK_KEY, "use_vllm", KL_KEY, *COMMON)
+# 0.23 to 0.25 know token truncation alone; these tell a file of a later version
+SINCE_0_26 = {MODE, LOW, HIGH, KL_KEY, MASK_KEY, "num_generations_eval", "log_unique_prompts", "vllm_max_model_length"}
+EARLY = f"without {MODE} read as TRL 0.23 to 0.25 do: token_truncate; since 0.26 it is sequence_mask, say which"
+LATER = (
+    f"without {MODE} read as TRL does since 0.26: sequence_mask; 0.23 to 0.25 cap tokens at {OLD_HIGH}, 2: say which"
+)
 
 
 def trl(mapping: Mapping[str, Any]) -> Translation:
     keys = anywhere("trl", mapping, KEYS, COMMON)
-    if keys.flag(KL_KEY, default=keys.given("beta")) and keys.number("beta") != 0:
+    undated = SINCE_0_26.isdisjoint(map(last, flatten(mapping)))
+    early = undated and keys.given(OLD_HIGH)
+    if keys.flag(KL_KEY, default=keys.given("beta") and not early) and keys.number("beta") != 0:
         raise keys.error(KL_KEY, "our KL term takes no importance weight, and TRL's does by default; set it to false")
     by_vllm = keys.flag("use_vllm", True)
     weight = NO_WEIGHT
     if by_vllm and keys.flag(CORRECTION, True):
-        weight = _weight(keys)
+        weight = WeightConfig(level=Level.token, high=keys.positive(OLD_HIGH)) if early else _weight(keys)
+        if undated:
+            keys.notes.append(EARLY if early else LATER)
         if keys.text("loss_type") == "vespo":
             raise keys.error("loss_type", "VESPO takes the ratio into a weighting of its own, which we have not")
     rules = []

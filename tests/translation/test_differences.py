@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from loss_cases import inputs_of
 from torch import Tensor
 from translation_cases_two_policies import surrogate, verl_in_loss
@@ -87,6 +88,26 @@ def test_verl_losses_that_divide_by_all_rows(mode: str, name: str, tokens: Calla
         ("trl", {"beta": 0.04}, "use_bias_correction_kl.* set it to false"),
         ("fireworks", {"tis": {"cap": 2.0}, "is_correction": {"tis_cap": 3.0}}, "is_correction, tis; keep one"),
         ("fireworks", {"is_correction": {"tis_cap": 3, "clip_high": 2.0}}, "clip_high"),
+        (
+            "openrlhf",
+            {"is_correction_level": "seq", "is_correction_gating": "binary_kl"},
+            "is_correction_gating.*have not",
+        ),
+        ("openrlhf", {"is_correction_level": "token", "is_correction_gating": "tv"}, "is_correction_gating.*have not"),
+        (
+            "openrlhf",
+            {"is_correction_level": "seq", "is_correction_mode": "clip"},
+            "is_correction_mode.*OpenRLHF refuses",
+        ),
+        ("openrlhf", {"is_correction_level": "geo"}, "is_correction_level is 'geo': .*seq"),
+        ("openrlhf", {"is_correction_level": "token", "is_correction_enable": True}, "is_correction_enable"),
+        ("openrlhf", {"is_correction_threshold": [0.5, 2.0]}, "is_correction_threshold.*is_correction_level"),
+        ("openrlhf", {"is_correction_level": "token", "is_correction_threshold": [1, 2, 3]}, "is_correction_threshold"),
+        ("openrlhf", {"algo.kl": {"unbiased_gradient": True, "use_loss": True}}, "unbiased_gradient"),
+        ("verl", {"loss_agg_mode": "token-sum"}, "loss_agg_mode is 'token-sum': .*sum"),
+        ("verl", {"rollout_is": "token", "loss_agg_mode": "banana"}, "loss_agg_mode is 'banana': expected one of"),
+        ("verl", {"algorithm.rollout_correction.use_policy_gradient": True}, "loss_type: reinforce"),
+        ("verl", {"algorithm.rollout_correction.debug_rollout_actor_probs": True}, "debug_rollout_actor_probs"),
     ],
 )
 def test_refused(framework: str, mapping: dict[str, Any], words: str) -> None:
@@ -219,3 +240,51 @@ def test_bounds_that_verl_reads_as_one_number(tmp_path: Path) -> None:
     assert "rollout_is_threshold: 0.5_5 is read as two bounds; without quotes it is 0.55" in printed
     assert "rollout_rs_threshold: " not in printed.split("correction:")[0]
     assert said("verl", verl_rs("seq_sum_k1", "0.5_2"), "without quotes it is 0.52 to verl")
+
+
+def test_openrlhf_s_switches_that_are_off() -> None:
+    """YAML reads the word off as false; a mode without a level is off as well."""
+    off = translate("openrlhf", {"is_correction_enable": False})
+    bounds = {"is_correction_threshold": [0.5, 2.0]}
+    assert translate("openrlhf", {"is_correction_level": "off", **bounds}) == off
+    assert translate("openrlhf", yaml.safe_load("is_correction_level: off")) == off
+    assert translate("openrlhf", {"is_correction_mode": "clip", **bounds}) == off
+    assert said("openrlhf", {"is_correction_mode": "clip", **bounds}, "is_correction_level is not given")
+    assert translate("openrlhf", {"algo.kl": {"unbiased_gradient": True, "use_loss": False}}) == off
+
+
+def test_openrlhf_s_gspo_takes_the_sampler_under_every_level() -> None:
+    settings = {"is_correction_level": "seq", "policy_loss_type": "gspo"}
+    assert translate("openrlhf", settings).anchor == "sampler"
+    assert translate("openrlhf", settings | {"is_correction_level": "off"}).anchor == "prox"
+
+
+def test_removed_settings_of_verl_that_are_off() -> None:
+    section = {"rollout_is": "token", "use_policy_gradient": False, "debug_rollout_actor_probs": False}
+    expected = translate("verl", {"rollout_is": "token"})
+    assert translate("verl", section) == expected
+    assert translate("verl", {"algorithm.rollout_correction": section}) == expected
+
+
+def test_lists_in_verl_s_rules() -> None:
+    lists = {"rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": ["0.5_2.0", 0.1]}
+    assert translate("verl", lists) == translate("verl", verl_rs("token_k1,seq_max_k2", "0.5_2.0,0.1"))
+
+
+def test_what_verl_does_otherwise_by_version_or_loss_is_said() -> None:
+    """gspo in the releases up to 0.9.1 divides as loss_agg_mode says; dro is a loss that is not here."""
+    rules = {"algorithm.rollout_correction": verl_rs("seq_mean_k1", "0.8_1.25"), VERL_LOSS: "gspo"}
+    assert said("verl", rules, "0.9.1")
+    assert said("verl", rules | {"loss_agg_mode": "token-mean"}, "0.9.1")
+    assert not said("verl", rules | {"loss_agg_mode": "seq-mean-token-mean"}, "0.9.1")
+    assert not said("verl", rules | {VERL_LOSS: "sapo"}, "0.9.1")
+    assert said("verl", {"rollout_is": "token", "loss_mode": "dro"}, "dro")
+
+
+def test_trl_says_which_versions_a_cap_was_read_for() -> None:
+    cap = {"use_vllm": True, "vllm_importance_sampling_cap": 2.0}
+    assert said("trl", cap, "0.23 to 0.25")
+    assert said("trl", {"use_vllm": True}, "0.23 to 0.25")
+    assert not said("trl", cap | {"vllm_importance_sampling_mode": "token_mask"}, "0.23")
+    assert not said("trl", {"use_vllm": True, "vllm_importance_sampling_correction": False}, "0.23")
+    assert not said("trl", {"use_vllm": True, "vllm_importance_sampling_clip_max": 2.0}, "0.23")

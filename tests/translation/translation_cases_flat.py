@@ -255,4 +255,46 @@ CASES: list[tuple[str, str, dict[str, Any], Native]] = [
         {"--algo.advantage.is_correction_enable": True, "--algo.advantage.is_correction_threshold": "0.9 1.1"},
         plain(lambda p, u, m: rho(p, u).clamp(0.9, 1.1)),
     ),
+    (
+        "openrlhf",
+        "token / mask, its default mode and bounds",
+        {"--algo.advantage.is_correction_level": "token"},
+        plain(lambda p, u, m: rho(p, u) * band(rho(p, u), 0.5, 5.0)),
+    ),
+    (
+        "openrlhf",
+        "token / clip",
+        {"algo": {"advantage": {"is_correction_level": "token", "is_correction_mode": "clip"}}}
+        | {"is_correction_gating": "ratio", "is_correction_threshold": "0.9 1.1"},
+        plain(lambda p, u, m: rho(p, u).clamp(0.9, 1.1)),
+    ),
+    (
+        "openrlhf",
+        "seq / mask with an upper bound alone",
+        {"is_correction_level": "seq", "is_correction_threshold": [1.05]},
+        plain(lambda p, u, m: rho(p, u) * (row_mean(p - u, m).exp() <= 1.05)),
+    ),
+    (
+        "openrlhf",
+        "the cap of its first version",
+        {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": 1.2},
+        plain(lambda p, u, m: rho(p, u).clamp(max=1.2)),
+    ),
+    (
+        "trl",
+        "0.23 to 0.25: a cap without a mode truncates tokens",
+        {
+            "use_vllm": True,
+            "vllm_importance_sampling_correction": True,
+            "vllm_importance_sampling_cap": 1.3,
+            "beta": 0.1,
+        },
+        plain(lambda p, u, m: rho(p, u).clamp(max=1.3)),
+    ),
+    (
+        "trl",
+        "a cap without a mode beside a later key masks rows",
+        {"vllm_importance_sampling_cap": 1.3, "num_generations_eval": 4},
+        plain(lambda p, u, m: row_sum(p - u, m).exp() * (row_sum(p - u, m).exp() <= 1.3)),
+    ),
 ]
