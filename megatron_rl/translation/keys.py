@@ -60,7 +60,7 @@ def _switched_off(value: Any) -> bool:
 
 def _removed(framework: str, path: str, old: Mapping[str, str]) -> bool:
     """Whether it is a name that is no longer there; under the section of another loss it is that section's own."""
-    return last(path) in old and LEFT_OUT_NAMES.get(framework, frozenset()).isdisjoint(path.split(".")[:-1])
+    return last(path) in old and LEFT_OUT_NAMES[framework].isdisjoint(path.split(".")[:-1])
 
 
 def _read(framework: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _refuse_unread(
     """Refuses what looks like a mistyped, removed or new setting of the correction."""
     if _removed(framework, path, old) and not _switched_off(value):
         raise TranslationError(f"{framework}: {path}: no longer there; {old[last(path)]}")
-    known = {*telling, *old, *elsewhere, *LEFT_OUT_NAMES.get(framework, ())}
+    known = {*telling, *old, *elsewhere, *LEFT_OUT_NAMES[framework]}
     for part in path.split("."):
         if part in known:
             continue
@@ -291,8 +291,8 @@ def _refuse_unread(
         if may_correct(part) and not _is_null(value):
             near = difflib.get_close_matches(part, telling, n=1, cutoff=0.0)
             raise TranslationError(
-                f"{framework}: {path}: unknown, and {part} may be about correction: the nearest that is known is "
-                f"{near[0]}; take it out if it is about something else"
+                f"{framework}: {path}: unknown, and by its words it may be about correction: the nearest that is known "
+                f"is {near[0]}; take it out if it is about something else"
             )
 
 

@@ -65,8 +65,9 @@ OWN = {
         grad_clip_norm kl_beta kl_discount_factor kl_penalty_coef kl_reference_base_model loss_fn_config loss_method
         loss_name mask_prompt opd_loss_scale renderer_name_is_resolved server_loss_config
     """,
+    "prime_rl": "action_loss_type",
 }
-LEFT_OUT_NAMES = {framework: frozenset((EVERYWHERE + names).split()) for framework, names in OWN.items()}
+LEFT_OUT_NAMES = {framework: frozenset(f"{EVERYWHERE} {names}".split()) for framework, names in OWN.items()}
 
 
 def may_correct(name: str) -> bool:

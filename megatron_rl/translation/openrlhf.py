@@ -60,10 +60,11 @@ def _scheme(keys: Keys) -> tuple[str, str] | None:
     if level in (None, "off"):
         return None
     mode = keys.choice(MODE, "mask", "mask", "clip") or "mask"
-    if keys.choice(GATING, "ratio", "ratio", "binary_kl", "tv") != "ratio":
-        raise keys.error(GATING, "a bound on the divergence of two probabilities, which we have not; bound the ratio")
     if level == "seq" and mode == "clip":
         raise keys.error(MODE, f"OpenRLHF refuses it with {LEVEL} seq")
+    gated = keys.choice(GATING, "ratio", "ratio", "binary_kl", "tv") != "ratio"
+    if gated and keys.text("policy_loss_type") != "gspo":  # whose loss has no gate
+        raise keys.error(GATING, "a bound on the divergence of two probabilities, which we have not; bound the ratio")
     return str(level), mode
 
 

@@ -254,7 +254,7 @@ def test_openrlhf_s_switches_that_are_off() -> None:
 
 
 def test_openrlhf_s_gspo_takes_the_sampler_under_every_level() -> None:
-    settings = {"is_correction_level": "seq", "policy_loss_type": "gspo"}
+    settings = {"is_correction_level": "seq", "is_correction_gating": "tv", "policy_loss_type": "gspo"}
     assert translate("openrlhf", settings).anchor == "sampler"
     assert translate("openrlhf", settings | {"is_correction_level": "off"}).anchor == "prox"
 
