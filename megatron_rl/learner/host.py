@@ -204,7 +204,7 @@ def install() -> bool:
 def require(wanted: Device) -> None:
     """Raises where CUDA is wanted and torch sees none: a learner on the host is another one than the recipe's."""
     if ON_HOST and wanted == Device.cuda:
-        raise ConfigError(f"run.device: cuda, but {gpu_driver.unseen()}; update it, or set run.device=cpu")
+        raise ConfigError(f"run.device: cuda, but {gpu_driver.unseen()}; set run.device=cpu to run on the host")
 
 
 ON_HOST = install()

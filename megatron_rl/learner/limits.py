@@ -305,8 +305,8 @@ def passed_through(learner: LearnerSection) -> Iterator[str]:
 def fused_rotation(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
     if learner.megatron.get("apply_rope_fusion") and shape.has("rotary_pairs"):
         yield (
-            f"learner.megatron.apply_rope_fusion: true, but {shape.family} turns pairs of neighbouring channels, and the "
-            "fused kernel for packs turns halves; remove it"
+            f"learner.megatron.apply_rope_fusion: true, but {shape.family} turns pairs of neighbouring channels, and "
+            "the fused kernel for packs turns halves; remove it"
         )
 
 

@@ -19,7 +19,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "noise": {"kind": "noise", "precision": "bf16"},
     "not a number": {"kind": "nonfinite", "on_nonfinite": "skip"},
     "emptiness": {"kind": "emptiness"},
-    **{loss: {"steps": 1, "loss": loss} for loss in ("gspo", "cross_entropy", "kl_cov", "clip_cov", "cispo", "sapo")},
+    **{loss: {"steps": 1, "loss": loss} for loss in ("gspo", "cross_entropy", "cispo", "sapo")},
 }
 
 

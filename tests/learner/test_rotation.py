@@ -43,5 +43,6 @@ print(json.dumps({"fused": fused, "off": float((turned - torch.view_as_real(want
 def test_neighbouring_channels_are_turned_as_pairs_and_only_halves_by_the_fused_kernel() -> None:
     families = json.dumps([cases.ERNIE, cases.QWEN3])
     done = run("megatron", [sys.executable, "-c", ON_A_GPU, families], timeout=60)
-    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
     assert found["fused"] and found["off"] < 1e-5, found
