@@ -1,8 +1,8 @@
 """Do the nodes of a job reach each other as a learner needs it? They sum a tensor, again and again.
 
-python -m megatron_rl.learner.ring     one process for each GPU, or for each node without; started by preflight/nodes/
-                          ... cuda     one for each GPU, or an end
-                                       RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT come from the environment
+python -m megatron_rl.learner.ring [cuda]     one process for each GPU, or for each node without; started by
+                                              preflight/nodes/. cuda: where torch sees no GPU, an end
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 18}  # 256 MiB, 1 MiB
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if sys.argv[1:] == ["cuda"] != [device]:
+    if "cuda" in sys.argv[1:] and device != "cuda":
         sys.exit(gpu_driver.unseen())
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

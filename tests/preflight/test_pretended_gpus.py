@@ -84,7 +84,7 @@ def test_a_driver_that_torch_cannot_use_is_named_with_the_one_that_it_needs(
     node(8, OLD)
     with pytest.raises(ConfigError, match=rf"{wanted}, but the NVIDIA driver is {OLD}, and torch.*CUDA 13, needs 580"):
         detect(wanted)
-    for words in (["plan"], ["plan", "--suggest"], ["train", "--dry-run"]):
+    for words in (["plan"], ["plan", "--suggest"], ["train", "--dry-run"], ["serve"]):
         assert cli.main([*words, str(ROOT / "recipes" / "dapo_fp8.yaml"), f"run.device={wanted}"]) == 2
         assert f"the NVIDIA driver is {OLD}, and torch" in capsys.readouterr().err
 

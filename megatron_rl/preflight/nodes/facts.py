@@ -30,7 +30,7 @@ class Gpu:
     name: str
     gib: float
     used_gib: float
-    unfit: str = ""  # why torch cannot use it
+    unfit: str = ""  # why torch cannot use it, under this driver
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Facts:
 class Needs:
     gpus: Mapping[str, int] = field(default_factory=dict)  # node -> how many
     gib: float = 0.0  # of each; 0: not known
-    cuda: bool = False  # run.device=cuda: without a device torch may not sum on hosts instead
+    cuda: bool = False  # run.device=cuda: hosts may not do it instead
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def _gpus(one: Facts, needs: Needs) -> Iterator[Problem]:
     wanted = needs.gpus.get(one.node, 0)
     if len(one.gpus) < wanted:
         yield Problem(one.node, f"{len(one.gpus)} GPUs, the recipe needs {wanted} here", True)
-    for unfit in {gpu.unfit for gpu in one.gpus[:wanted]} - {""}:
-        yield Problem(one.node, unfit, True)
+    elif needs.cuda and wanted and one.gpus[0].unfit:
+        yield Problem(one.node, one.gpus[0].unfit, True)
     for number, gpu in enumerate(one.gpus[:wanted]):
         if gpu.gib < needs.gib * NEARLY:
             what = f"GPU {number} ({gpu.name}) has {gpu.gib:.0f} GiB, the recipe's cluster {needs.gib:.0f}"

@@ -157,7 +157,7 @@ CASES = {
 @pytest.mark.parametrize("sentence", CASES)
 def test_sentences(sentence: str) -> None:
     nodes, lasting = CASES[sentence]
-    needs = Needs({"n1": 2, "n2": 2}, 80) if any(one.gpus for one in nodes) else Needs()
+    needs = Needs({"n1": 2, "n2": 2}, 80, cuda=True) if any(one.gpus for one in nodes) else Needs()
     (problem,) = judge(nodes, needs)
     assert (str(problem), problem.lasting) == (sentence, lasting)
 
