@@ -81,11 +81,12 @@ def run_rank(config: Config, run_dir: Path) -> None:
     beats.start()
     with rare_collections(), hidden("wandb"):
         from megatron_rl.distributed import tell_to_wait
-        from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
+        from megatron_rl.learner import host  # before anything imports megatron
         from megatron_rl.train import train
 
     beats.each.append(tell_to_wait)
     try:
+        host.require(config.run.device)
         train(config, to_yaml(config), run_dir, rank, leave_soon)
     finally:
         beats.end()

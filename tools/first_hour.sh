@@ -54,8 +54,7 @@ recipes() {
     name=$(basename "$recipe" .yaml)
     model=$("$BIN/python" -c 'import sys; from pathlib import Path; from megatron_rl.config import load; print(load(Path(sys.argv[1])).model.path)' "$recipe")
     shrunk=(run.steps=2 "run.name=first_hour_$name" run.if_exists=archive eval.every=0 checkpoint.minutes=0 log.export=false
-      rollout.prompts_per_step=16 rollout.samples_per_prompt=8 rollout.max_response_tokens=512 rollout.dynamic_sampling=false
-      learner.n_minibatches=2)
+      rollout.prompts_per_step=16 rollout.samples_per_prompt=8 rollout.max_response_tokens=512 rollout.dynamic_sampling=false)
     if [[ ! -d $model ]]; then
       "$BIN/megatron-rl" toy "data/first_hour/$name" --like "$(basename "$model")" >/dev/null || continue
       shrunk+=("model.path=data/first_hour/$name/model" model.init=random "data.train=data/first_hour/$name/train.jsonl"

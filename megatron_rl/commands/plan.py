@@ -14,7 +14,11 @@ def add(commands: Any) -> None:
     plan = commands.add_parser("plan", help="ranks, memory, time and the sync of a recipe; starts nothing")
     plan.add_argument("target", type=Path, metavar="RECIPE", help="a recipe, or a model's config.json")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="such as learner.tensor_parallel=8")
-    plan.add_argument("--on", metavar="NODESxGPUSxNAME-GIB", help="for this machine, such as 1x8xH100-80")
+    plan.add_argument(
+        "--on",
+        metavar="NODESxGPUSxNAME-GIB",
+        help="for this machine, such as 1x8xH100-80; own: the recipe's cluster, also meant where no GPU is here",
+    )
     plan.add_argument(
         "--assume",
         action="append",

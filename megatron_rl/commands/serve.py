@@ -24,9 +24,11 @@ def add(commands: Any) -> None:
 def _serve(options: argparse.Namespace) -> int:
     config = load(options.recipe, options.overrides)
     from megatron_rl.preflight.checks import check_served
+    from megatron_rl.preflight.machine import detect
     from megatron_rl.sampler.engine_settings import EngineSettings
     from megatron_rl.sampler.fleet.serve import serve
 
+    detect(config.run.device)
     check_served(config.model)
 
     settings = EngineSettings.from_config(config).with_format(Format(options.format or config.quantization.format))

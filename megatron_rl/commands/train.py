@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands.recipe import recipe_arguments, rewards_beside
-from megatron_rl.config import ConfigError, cluster, load, read, to_yaml
+from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.schema import Config
+from megatron_rl.preflight.machine import own
 from megatron_rl.processes import slurm
 
 if TYPE_CHECKING:
@@ -50,17 +51,11 @@ def _train(options: argparse.Namespace) -> int:
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
         return run(config, options.ranks, found, options.attempts)
-    status = plan_run(config, found, _own_machine(options) if options.on == "own" else options.on)
+    on = own(options.recipe, options.overrides) if options.on == "own" else options.on
+    status = plan_run(config, found, on)
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)
     return status
-
-
-def _own_machine(options: argparse.Namespace) -> str:
-    name, machine = cluster(options.recipe, options.overrides)
-    if machine is None:
-        raise ConfigError(f"--on own: cluster is {name}, which is no machine of a name; say which, such as 1x8xH100-80")
-    return machine
 
 
 def check_run(config: Config, found: Sequence[str] = ()) -> None:

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import Device
+from megatron_rl.processes import gpu_driver
 from megatron_rl.quantization import host_products
 
 # megatron-core warns at import about every optional package (Apex, Transformer Engine) it cannot find
@@ -196,6 +199,12 @@ def install() -> bool:
     _dynamo.config.disable = True
     _patch_megatron()
     return True
+
+
+def require(wanted: Device) -> None:
+    """Raises where CUDA is wanted and torch sees none: a learner on the host is another one than the recipe's."""
+    if ON_HOST and wanted == Device.cuda:
+        raise ConfigError(f"run.device: cuda, but {gpu_driver.unseen()}; set run.device=cpu to run on the host")
 
 
 ON_HOST = install()

@@ -46,7 +46,7 @@ from megatron_rl.config.schema import (
     Sleep,
 )
 from megatron_rl.distributed import exchange
-from megatron_rl.learner import limits, weights
+from megatron_rl.learner import host, limits, weights
 from megatron_rl.learner.activation_stats import ActivationStats
 from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
 from megatron_rl.learner.cache_stats import CacheStats
@@ -94,6 +94,7 @@ class Learner:
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`sampler`: an engine on these devices may give its memory up, and ranks wait for what it answers."""
+        host.require(run.device)
         self.model, self.shape, self.layout = model, model.shape, model.layout
         self.run, self.learner, self.optim, self.rollout = run, learner, optim, rollout
         self.loss, self.correction = loss, correction
@@ -265,7 +266,7 @@ class Learner:
         values_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
         if self.ranks.reports:
             for mine, values_bT in zip(packs, values, strict=True):
-                values_BT[list(mine.rows), : mine.horizon] = values_bT
+                values_BT[list(mine.rows), : mine.horizon] = values_bT.cpu()
         return self.ranks.sum(values_BT)
 
     def logprobs_of_a_bf16_pair(self, batch: Batch) -> Tensor | None:

@@ -81,7 +81,7 @@ _UNFIT = {
 }
 
 _OPTIMIZER_OWNED = frozenset({"optimizer", "lr", "min_lr", "fp16", "bf16", "params_dtype", "use_distributed_optimizer"})
-# fields of DistributedDataParallelConfig that the learner decides, and one of OptimizerConfig that belongs to them
+# fields of DistributedDataParallelConfig that the learner decides, and those of OptimizerConfig that it cannot follow
 _REPLICAS_OWNED = {
     **dict.fromkeys(
         ("overlap_param_gather", "align_param_gather", "overlap_param_gather_with_optimizer_step"),
@@ -90,6 +90,7 @@ _REPLICAS_OWNED = {
     **dict.fromkeys(
         ("grad_reduce_in_fp32", "reduce_scatter_with_fp32_accumulation"), "gradients travel and add up in FP32"
     ),
+    "use_precision_aware_optimizer": "what it keeps of gradients and weights is neither clipped nor put in checkpoints",
     "average_in_collective": "losses come divided by counts of the whole minibatch: gradients add up",
     **dict.fromkeys(
         ("check_for_nan_in_grad", "check_for_large_grads"),
@@ -126,6 +127,7 @@ def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSe
         *experts(shape, hf_config, learner),
         *fp8_shares(shape, learner),
         *passed_through(learner),
+        *fused_rotation(shape, learner),
     ]
 
 
@@ -297,6 +299,14 @@ def passed_through(learner: LearnerSection) -> Iterator[str]:
         yield (
             f"learner.megatron.recompute_granularity: full without {' and '.join(rest)}; set recompute_method=uniform "
             "and recompute_num_layers=1 beside it"
+        )
+
+
+def fused_rotation(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
+    if learner.megatron.get("apply_rope_fusion") and shape.has("rotary_pairs"):
+        yield (
+            f"learner.megatron.apply_rope_fusion: true, but {shape.family} turns pairs of neighbouring channels, and "
+            "the fused kernel for packs turns halves; remove it"
         )
 
 

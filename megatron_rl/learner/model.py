@@ -128,9 +128,9 @@ def _host_fields() -> dict[str, Any]:
 
 def _device_fields(shape: ModelShape) -> dict[str, Any]:
     """One kernel for what would be several; sums of gradients inside the products would need Apex."""
-    fused = ("bias_dropout_fusion", "apply_rope_fusion", "bias_activation_fusion")
     return {
-        **dict.fromkeys(fused, True),
+        **dict.fromkeys(("bias_dropout_fusion", "bias_activation_fusion"), True),
+        "apply_rope_fusion": not shape.has("rotary_pairs"),  # the kernel for packs turns halves, whatever it is told
         "gradient_accumulation_fusion": False,
         **({"moe_permute_fusion": True} if shape.experts else {}),
     }

@@ -15,12 +15,15 @@ from megatron.core.optimizer import OptimizerConfig  # isort: skip
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_rl.config.schema import OptimSection, Precision
+from megatron_rl.learner import limits
 
 # of OptimizerConfig, where `optim.megatron` names no others
 DEFAULTS = {"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_eps": 1e-8, "clip_grad": 1.0}
 
 
 def optimizer_config(optim: OptimSection, precision: Precision, params_dtype: torch.dtype) -> OptimizerConfig:
+    for problem in limits.optimizer_fields(optim):
+        raise ValueError(problem)
     return OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_rl.config import ConfigError, recorded_config
-from megatron_rl.config.schema import Config, KvCache, OnNonFinite
+from megatron_rl.config.schema import Config, Device, KvCache, OnNonFinite
 from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.nonfinite import CONFIG, POLICY, read_minibatch
@@ -83,6 +83,7 @@ def _one_rank(config: Config) -> Config:
     learner = config.learner
     return replace(
         config,
+        run=replace(config.run, device=Device.auto),  # a dump may have come from another machine
         learner=replace(
             learner,
             tensor_parallel=1,

@@ -1,7 +1,8 @@
 """Do the nodes of a job reach each other as a learner needs it? They sum a tensor, again and again.
 
-python -m megatron_rl.learner.ring     one process for each GPU, or for each node without; started by preflight/nodes/
-                                       RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT come from the environment
+python -m megatron_rl.learner.ring [cuda]     one process for each GPU, or for each node without; started by
+                                              preflight/nodes/. cuda: where torch sees no GPU, an end
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_rl.processes import gpu_driver
+
 SECONDS = {"cuda": 3.0, "cpu": 0.3}
 LIMIT = timedelta(seconds=120)
 ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 18}  # 256 MiB, 1 MiB
@@ -22,6 +25,8 @@ ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 18}  # 256 MiB, 1 MiB
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "cuda" in sys.argv[1:] and device != "cuda":
+        sys.exit(gpu_driver.unseen())
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=LIMIT)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
-import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, cluster
 from megatron_rl.config.schema import Device
+from megatron_rl.processes import gpu_driver
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ GPUS = {
 NAMED = re.compile(r"([1-9]\d*)x([1-9]\d*)x([A-Za-z]\w*?)(?:-([1-9]\d*))?")
 
 
+class NoGpu(ConfigError):
+    """A GPU is asked for on a machine without."""
+
+
 @dataclass(frozen=True)
 class Machine:
     kind: Device  # cpu | cuda
@@ -48,6 +53,7 @@ class Machine:
     gpus: int = 0  # of a node, that this job sees; 0: not known
     nodes: int = 1
     gib: float = 0.0  # memory of a GPU; 0: not known
+    driver: str = ""  # NVIDIA's version of it
 
     @property
     def gpu(self) -> Gpu | None:
@@ -59,6 +65,14 @@ class Machine:
         if not self.gpus:
             return self.name
         return f"{self.nodes} node{'s' * (self.nodes > 1)} of {self.gpus} x {self.name}"
+
+
+def own(recipe: Path, overrides: Sequence[str]) -> str:
+    """What `--on own` stands for: the machine of the recipe's cluster."""
+    name, machine = cluster(recipe, overrides)
+    if machine is None:
+        raise ConfigError(f"--on own: cluster is {name}, which is no machine of a name; say which, such as 1x8xH100-80")
+    return machine
 
 
 def named(text: str) -> Machine:
@@ -79,11 +93,16 @@ def detect(wanted: Device = Device.auto) -> Machine:
     """The machine a run uses; `run.device=cuda` without a usable GPU is refused."""
     gpu = None if wanted == Device.cpu else _gpu()
     if gpu is None and wanted == Device.cuda:
-        raise ConfigError("run.device: cuda, but no CUDA device is usable here; set run.device=cpu or auto")
+        raise NoGpu(
+            "run.device: cuda, but nvidia-smi lists no GPU here; run this where there is one, check it for such a "
+            "machine with --on 1x8xH100-80 (or --on own, the recipe's cluster), or set run.device=cpu"
+        )
     if gpu is not None and "+cpu" in metadata.version("torch"):
         if wanted == Device.cuda:
             raise ConfigError("run.device: cuda, but torch is a CPU build; reinstall with `make EXTRA=gpu install`")
         gpu = None
+    if gpu is not None and (why := gpu_driver.too_old(gpu.driver)):
+        raise ConfigError(f"run.device: {wanted}, but {why}; update it, or run this on a node that has a newer one")
     if gpu is None and _installed("vllm"):  # its build for hosts has a name of its own
         raise ConfigError(
             f"run.device: {wanted}, but what is installed is the gpu set and no GPU is used here; run this where there "
@@ -101,19 +120,13 @@ def _installed(distribution: str) -> bool:
 
 
 def _gpu() -> Machine | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    found = gpu_driver.ask("name", "compute_cap", "memory.total", "driver_version")
+    if not found:
         return None
-    query = [tool, "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (subprocess.SubprocessError, OSError):
-        return None
-    first = answer.splitlines()[0] if answer.strip() else ""
-    name, capability, memory = [*first.rsplit(",", 2), "", ""][:3]
+    name, capability, memory, driver = found[0]
     try:
         seen = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-        count, gib = len(seen or answer.splitlines()), float(memory) / 1024  # it answers in MiB
-        return Machine(Device.cuda, name.strip(), float(capability), count, gib=gib)
+        count, gib = len(seen or found), float(memory) / 1024  # it answers in MiB
+        return Machine(Device.cuda, name, float(capability), count, gib=gib, driver=driver)
     except ValueError:
         return None

@@ -77,6 +77,12 @@ def _fp8(scales: str, **layout: Any) -> dict[str, Any]:
     return _job(f"fp8_{scales}", DENSE, {**layout, "megatron": megatron})
 
 
+def _once(scored: bool, **layout: Any) -> dict[str, Any]:
+    """The only update on a batch, after a pass of its own or by its own forward pass."""
+    once = {"name": f"once_{scored}", "kind": "one_update", "hf": DENSE, "layout": layout, "precision": "bf16"}
+    return {**once, "scored": scored, "smoothing": 0.5}
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random models in BF16, written by transformers."""
@@ -99,6 +105,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _job("unpacked", DENSE, {"tokens_per_microbatch": 1}),
         _job("recompute", DENSE, {"megatron": RECOMPUTE}),
         _job("wide", DENSE, **WIDE_HEAD),
+        *(_once(scored) for scored in (True, False)),
         *(_fp8(scales) for scales in SCALES),
     ]
     return cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one_rank"), timeout=600)
@@ -115,6 +122,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
             if ranks == 2:
                 jobs.append(_job("dp2_buckets", DENSE, layouts["dp2"], optim=BUCKETS))
                 jobs.append(_job("wide", DENSE, layouts["tp2_sp"], **WIDE_HEAD))
+                jobs.append(_once(False, **layouts["dp2"]))
                 jobs += [{**_fp8(scales, data_parallel=2), "name": f"fp8_{scales}_dp2"} for scales in SCALES]
                 jobs += [{**_fp8(scales, tensor_parallel=2), "name": f"fp8_{scales}_tp2_sp"} for scales in SCALES]
             found[ranks] = cases.run_ranks(ranks, jobs, tmp_path_factory.mktemp("ranks"), timeout=600)
@@ -161,6 +169,21 @@ def test_the_policy_is_its_own_anchor_before_its_first_step(one: dict[str, Any])
     """What `logprobs` gives and what `update` computes for the same weights: the ratio is 1."""
     for name in ("dense", "experts", *(f"fp8_{scales}" for scales in SCALES)):
         assert one[name]["steps"][0]["loss/approx_kl"] == pytest.approx(0, abs=1e-3), name
+
+
+def test_an_update_scores_by_its_own_forward_pass(one: dict[str, Any]) -> None:
+    _same_once(one["once_False"], one["once_True"])
+
+
+def test_replicas_score_by_their_own_forward_passes(one: dict[str, Any], more: dict[int, dict[str, Any]]) -> None:
+    _same_once(_of(more, 2)["once_False"], one["once_False"])
+
+
+def _same_once(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["seconds"] > 0 and found["metrics"]["optim/updates"] == 1
+    assert found["metrics"]["optim/grad_norm"] == pytest.approx(wanted["metrics"]["optim/grad_norm"], rel=0.05)
+    for key, bound in (("prox", 0.02), ("after", 0.05)):
+        assert float((_logprobs(found, key) - _logprobs(wanted, key)).abs().mean()) < bound, key
 
 
 @pytest.mark.parametrize(("ranks", "layout"), PLACES)

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from held_memory import Saved, static
 from learner_cases import EMPTINESS, make_batch, make_even_batch, make_targets, with_kept
+from pretended_device import on_device
 from replicas_worker import replicas
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
@@ -435,7 +437,8 @@ def main() -> None:
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = True
         learner = build(job)
-        results[job["name"]] = KINDS[job.get("kind", "train")](learner, job)
+        with on_device(learner) if job.get("on_device") else nullcontext():
+            results[job["name"]] = KINDS[job.get("kind", "train")](learner, job)
         if learner.is_driver:
             out.write_text(json.dumps(results))
         if job.get("kind") != "dead_rank":

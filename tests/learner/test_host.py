@@ -1,8 +1,12 @@
 """The host profile: what it changes stays as it should be for what else runs in its process."""
 
+import os
 import sys
+from importlib import metadata
+from pathlib import Path
 
 import pytest
+from nvidia_smi import nvidia_smi
 from preloaded import run
 
 DEVICE_CONTEXT = """
@@ -50,3 +54,33 @@ for exchange in (dist.reduce_scatter_tensor, dist.all_gather_into_tensor):
 def test_a_rank_alone_exchanges_only_what_lies_elsewhere() -> None:
     done = run("megatron", [sys.executable, "-c", EXCHANGES], timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+UNSEEN = """
+import sys
+from pathlib import Path
+from megatron_rl.config import ConfigError, from_mapping
+from megatron_rl.learner.learner import Learner
+from megatron_rl.rank import run_rank
+
+config = from_mapping({"run": {"device": "cuda"}})
+names = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
+sections = {name: getattr(config, name) for name in names}
+for start in (lambda: run_rank(config, Path(sys.argv[1])), lambda: Learner(None, **sections)):
+    try:
+        start()
+    except ConfigError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="here torch sees a device")
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_where_cuda_is_wanted_no_learner_runs_on_the_host(gpus: int, tmp_path: Path) -> None:
+    """A rank before it opens anything, and whatever else builds a learner."""
+    nvidia_smi(tmp_path, gpus, "550.127.08")
+    environment = {**os.environ, "RANK": "0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = run("megatron", [sys.executable, "-c", UNSEEN, str(tmp_path)], timeout=60, env=environment)
+    found = "the NVIDIA driver is 550.127.08" if gpus else "nvidia-smi lists no GPU"
+    said = f"run.device: cuda, but torch {metadata.version('torch')} sees no CUDA device; {found}, and torch, built "
+    assert [line.startswith(f"{said}for CUDA 13, needs 580") for line in done.stdout.splitlines()] == [True] * 2, done

@@ -56,7 +56,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "fp8": (cases.QWEN3, {"megatron": {"fp8": "hybrid"}}, ("learner.megatron.fp8=hybrid",)),
     "activation": ({**cases.QWEN3, "hidden_act": "gelu"}, {}, ("hidden_act='gelu'",)),
     "family": ({**cases.QWEN3, "model_type": "qwen4"}, {}, ("'qwen4'", "qwen3")),
+    "rotation": (cases.ERNIE, {"megatron": {"apply_rope_fusion": True}}, ("apply_rope_fusion: true", "remove it")),
 }
+DECOUPLED = {"use_precision_aware_optimizer": True}
 
 
 def _train(name: str, hf: dict[str, Any], layout: dict[str, Any] | None = None, **rest: Any) -> dict[str, Any]:
@@ -127,6 +129,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         {**bad, "name": "raise"},
         {**bad, "name": "skip", "on_nonfinite": "skip"},
         *({"name": f"no_{n}", "kind": "refused", "hf": hf, "layout": at} for n, (hf, at, _) in REFUSED.items()),
+        {"name": "decoupled", "kind": "refused", "hf": cases.QWEN3, "optim": DECOUPLED},
     ]
     return {**cases.run_ranks(1, jobs, work), "work": work}
 
@@ -397,6 +400,10 @@ def test_names_count_over_the_whole_model(one: dict[str, Any], two: dict[str, An
 def test_what_cannot_work_is_refused_by_name(case: str, one: dict[str, Any]) -> None:
     for words in REFUSED[case][2]:
         assert words in one[f"no_{case}"]
+
+
+def test_gradients_that_would_not_be_clipped_are_refused(one: dict[str, Any]) -> None:
+    assert "optim.megatron.use_precision_aware_optimizer: what it keeps of gradients" in one["decoupled"]
 
 
 @pytest.mark.parametrize("name", ORDERED)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from nvidia_smi import nvidia_smi
 
+from megatron_rl import cli
 from megatron_rl.config import ConfigError, cluster, load
 from megatron_rl.config.schema import Device
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.machine import detect, named
+from megatron_rl.processes import gpu_driver
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])
@@ -27,11 +32,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def of(gpus: int, name: str = "NVIDIA H100 80GB HBM3", capability: str = "9.0") -> None:
-        tool = tmp_path / "nvidia-smi"
-        lines = f"{name}, {capability}, 81559\n" * gpus
-        tool.write_text(f"#!/bin/sh\ncat <<'end'\n{lines}end\n" if gpus else "#!/bin/sh\nexit 9\n")
-        tool.chmod(0o755)
+    def of(gpus: int, driver: str = "580.95.05") -> None:
+        nvidia_smi(tmp_path, gpus, driver)
 
     return of
 
@@ -70,6 +72,48 @@ def test_a_build_for_hosts_leaves_gpus_alone(node, monkeypatch: pytest.MonkeyPat
     assert detect(Device.auto).kind == Device.cpu
     with pytest.raises(ConfigError, match="torch is a CPU build"):
         detect(Device.cuda)
+
+
+OLD = "550.127.08"
+
+
+@pytest.mark.parametrize("wanted", [Device.auto, Device.cuda])
+def test_a_driver_that_torch_cannot_use_is_named_with_the_one_that_it_needs(
+    wanted: Device, node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node(8, OLD)
+    with pytest.raises(ConfigError, match=rf"{wanted}, but the NVIDIA driver is {OLD}, and torch.*CUDA 13, needs 580"):
+        detect(wanted)
+    for words in (["plan"], ["plan", "--suggest"], ["train", "--dry-run"], ["serve"]):
+        assert cli.main([*words, str(ROOT / "recipes" / "dapo_fp8.yaml"), f"run.device={wanted}"]) == 2
+        assert f"the NVIDIA driver is {OLD}, and torch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("supports", "uses"), [(13000, True), (12040, False)])
+def test_libraries_beside_an_old_driver_may_bring_what_torch_needs(
+    supports: int, uses: bool, node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's cuda-compat: a newer libcuda over an older driver."""
+
+    class Libcuda:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuDriverGetVersion(self, found) -> int:
+            found._obj.value = supports
+            return 0
+
+    node(8, OLD)
+    monkeypatch.setattr(ctypes, "CDLL", Libcuda)
+    assert (gpu_driver.too_old(OLD) is None) == uses
+    assert gpu_driver.too_old("580.65.06") is gpu_driver.too_old("595.1") is None
+
+
+def test_the_bound_is_that_of_the_pinned_torch() -> None:
+    """NVIDIA's table of CUDA's major versions and the branches of the driver that run them."""
+    pins = (ROOT / "constraints" / "gpu.txt").read_text()
+    major = int(re.findall(r"^cuda-toolkit==(\d+)\.", pins, re.M)[0])
+    assert (major, {12: 525, 13: 580}[major]) == (gpu_driver.CUDA, gpu_driver.BRANCH)
 
 
 def _absent(name: str) -> str:

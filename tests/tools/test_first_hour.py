@@ -65,6 +65,7 @@ def test_recipes_that_fit_take_two_steps_and_the_others_say_why_not(checkout: Pa
     assert "## dapo-qwen3_8b-1n8g-int8: done" in report
     assert "run.steps=2" in report
     assert "model.init=random" in report, "its own model is not here"
+    assert not [word for word in report.split() if word.startswith(("learner.", "loss.", "correction", "sampler."))]
     assert "- grpo-llama3.1_70b-16n128g-int8 is left out: error: learner: too many ranks" in report
 
 

@@ -81,7 +81,7 @@ async def _connects(host: str, port: int) -> bool:
     return True
 
 
-async def _take_part(address: str, port: int, world: int, rank: int, count: int) -> str:
+async def _take_part(address: str, port: int, world: int, rank: int, count: int, cuda: bool) -> str:
     """Empty, or why it failed: the processes of this node, one for each GPU."""
     started = []
     for local in range(count):
@@ -94,7 +94,7 @@ async def _take_part(address: str, port: int, world: int, rank: int, count: int)
         }
         started.append(
             await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "megatron_rl.learner.ring", stdout=asyncio.subprocess.DEVNULL,
+                sys.executable, "-m", "megatron_rl.learner.ring", *["cuda"] * cuda, stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE, env=os.environ | {name: str(value) for name, value in place.items()},
             )
         )  # fmt: skip

@@ -43,7 +43,7 @@ def needs(config: Config, machine: str | None, nodes: Sequence[str], learning: i
     serving = nodes[learning:]
     servers = size(config.sampler) - config.sampler.fleet.replicas
     gpus |= {node: width * -(-servers // len(serving)) for node in serving}
-    return Needs(gpus, named(machine).gib if machine else 0.0)
+    return Needs(gpus, named(machine).gib if machine else 0.0, config.run.device == Device.cuda)
 
 
 async def lead(desk: Desk, node: str, nodes: Mapping[str, str], port: int) -> list[Problem]:

@@ -81,7 +81,7 @@ class Desk:
         world, address = sum(each.values()), self._nodes[self._first]
         if world == 1:
             return []
-        meeting = {"address": address, "port": _free_port(address), "world": world}
+        meeting = {"address": address, "port": _free_port(address), "world": world, "cuda": self._needs.cuda}
         waits, rank = [], 0
         for node, count in each.items():
             place = {**meeting, "rank": rank, "count": count}

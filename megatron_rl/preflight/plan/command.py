@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, cluster
 from megatron_rl.config.load import CONF, load, read
 from megatron_rl.config.schema import Config
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.preflight import checks, traffic
 from megatron_rl.preflight.files import read_card
-from megatron_rl.preflight.machine import Machine, detect, named
+from megatron_rl.preflight.machine import Machine, NoGpu, detect, named, own
 from megatron_rl.preflight.plan import slurm, suggest, table
 from megatron_rl.preflight.plan.plan import Plan, plan
 from megatron_rl.preflight.plan.workload import Assumptions
@@ -42,6 +42,7 @@ def answer(request: Request) -> tuple[str, list[str]]:
     """What is to be printed, and what is wrong with the recipe."""
     config, found, hf_config, whole = _read(request)
     assumed = assumptions(request.assume)
+    request = replace(request, on=_elsewhere(request, config, whole))
     if request.suggest and hf_config is not None:
         said, fits = suggest.describe(str(request.target), config, hf_config, _machine(request, config), assumed)
         return said, [] if fits else [f"--suggest: {said.splitlines()[0]}"]
@@ -116,6 +117,16 @@ def _read(request: Request) -> tuple[Config, list[str], dict[str, Any] | None, b
         if not config.model.path:
             return config, found, None, True
         return config, [*found, str(error)], None, True
+
+
+def _elsewhere(request: Request, config: Config, whole: bool) -> str | None:
+    """The machine to plan for, unless it is this one: where a recipe needs a GPU and none is here, its cluster's."""
+    if request.on is None and whole:
+        try:
+            detect(config.run.device)
+        except NoGpu:
+            return cluster(request.target, request.overrides)[1]
+    return own(request.target, request.overrides) if request.on == "own" else request.on
 
 
 def _named(request: Request) -> Machine | None:

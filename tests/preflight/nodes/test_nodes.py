@@ -6,9 +6,11 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from nvidia_smi import nvidia_smi
 
 from megatron_rl.config import from_mapping
 from megatron_rl.preflight.nodes import check, desk, facts
@@ -16,12 +18,16 @@ from megatron_rl.preflight.nodes.desk import Desk
 from megatron_rl.preflight.nodes.facts import Facts, Gpu, Needs, judge
 
 ROOT = Path(__file__).parents[3]
+OLD = "the NVIDIA driver is 550.127.08, and torch needs a newer one"
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 H100 = Gpu("NVIDIA H100 80GB HBM3", 79.6, 0.5)
-SMI = """#!/bin/sh
-echo "NVIDIA H100 80GB HBM3, 81559, 561"
-echo "NVIDIA H100 80GB HBM3, 81559, 40960"
-"""
+
+
+def path_with(tmp_path: Path, node: str, driver: str) -> dict[str, str]:
+    """The environment of a node of two GPUs under this driver."""
+    (tmp_path / node).mkdir()
+    nvidia_smi(tmp_path / node, 2, driver)
+    return {"PATH": f"{tmp_path / node}:{os.environ['PATH']}"}
 
 
 def free_port() -> int:
@@ -30,7 +36,7 @@ def free_port() -> int:
         return place.getsockname()[1]
 
 
-def looks(tmp_path: Path, learning: int, **nodes: dict[str, str]) -> tuple[int, str, str]:
+def looks(tmp_path: Path, learning: int, *overrides: str, **nodes: dict[str, str]) -> tuple[int, str, str]:
     """A process for each node, with the environment that is its own; `cwd` is where it runs."""
     common = {
         "MEGATRON_RL_NODES": ",".join(f"{node}=127.0.0.1" for node in nodes),
@@ -44,7 +50,7 @@ def looks(tmp_path: Path, learning: int, **nodes: dict[str, str]) -> tuple[int, 
         environment = os.environ | common | own | {"SLURMD_NODENAME": node}
         started.append(
             subprocess.Popen(
-                [*command, "run.root=shared/runs"], cwd=cwd, env=environment, text=True,
+                [*command, "run.root=shared/runs", *overrides], cwd=cwd, env=environment, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
         )  # fmt: skip
@@ -133,6 +139,10 @@ CASES = {
         [Facts("n1", gpus=[H100] * 2), Facts("n2", gpus=[H100, Gpu("NVIDIA A100", 40, 0)])],
         True,
     ),
+    "node n2: the NVIDIA driver is 550.127.08, and torch needs a newer one": (
+        [Facts("n1", gpus=[H100] * 2), Facts("n2", gpus=[replace(H100, unfit=OLD)] * 2)],
+        True,
+    ),
     "node n2: GPU 1 has 40 GiB in use by another process": (
         [Facts("n1", gpus=[H100] * 2), Facts("n2", gpus=[H100, Gpu(H100.name, 79.6, 40)])],
         False,
@@ -147,7 +157,7 @@ CASES = {
 @pytest.mark.parametrize("sentence", CASES)
 def test_sentences(sentence: str) -> None:
     nodes, lasting = CASES[sentence]
-    needs = Needs({"n1": 2, "n2": 2}, 80) if any(one.gpus for one in nodes) else Needs()
+    needs = Needs({"n1": 2, "n2": 2}, 80, cuda=True) if any(one.gpus for one in nodes) else Needs()
     (problem,) = judge(nodes, needs)
     assert (str(problem), problem.lasting) == (sentence, lasting)
 
@@ -156,10 +166,27 @@ def test_nothing_is_wrong_with_two_equal_nodes() -> None:
     assert judge([Facts(node, 0.2, {"torch": "2"}, [H100] * 9) for node in ("n1", "n2")], Needs({"n1": 8}, 80)) == []
 
 
+@pytest.mark.ranks
+def test_a_node_whose_driver_torch_cannot_use_is_named(tmp_path: Path) -> None:
+    nodes = {"n1": path_with(tmp_path, "n1", "580.95.05"), "n2": path_with(tmp_path, "n2", "550.127.08")}
+    status, bad, said = looks(tmp_path, 2, "run.device=cuda", **nodes)
+    assert (status, bad) == (2, "n2\n")
+    assert said == "nodes: node n2: the NVIDIA driver is 550.127.08, and torch, built for CUDA 13, needs 580 or newer\n"
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="here torch sees a device")
+def test_gpus_that_torch_does_not_see_are_not_replaced_by_hosts(tmp_path: Path) -> None:
+    """nvidia-smi lists them, and nothing is wrong with the driver that it names."""
+    nodes = {node: path_with(tmp_path, node, "580.95.05") for node in ("n1", "n2")}
+    status, _, said = looks(tmp_path, 2, "run.device=cuda", **nodes)
+    assert status == 75
+    assert "sees no CUDA device; the NVIDIA driver is 580.95.05, and torch, built for CUDA 13, needs 580" in said
+
+
 def test_what_each_node_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks, the embedded engine's GPUs on the first node, and the servers'."""
-    (tmp_path / "nvidia-smi").write_text(SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    nvidia_smi(tmp_path, 2, used=40960)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert facts.gpus() == [Gpu(H100.name, 81559 / 1024, 561 / 1024), Gpu(H100.name, 81559 / 1024, 40.0)]
     learner = {"tensor_parallel": 4, "data_parallel": 4}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from nvidia_smi import nvidia_smi
 
 from megatron_rl import cli
 from megatron_rl.preflight.machine import GPUS, Machine, named
@@ -121,6 +123,20 @@ def test_the_sbatch_line(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--nodes=2", "--ntasks-per-node=8", "--gres=gpu:8")
     assert all(word in line for word in (*options, "OVERRIDES=", "learner.data_parallel=4"))
     assert any("megatron-rl serve" in other for other in others)
+
+
+def test_without_a_gpu_a_recipe_is_planned_for_its_own_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str, status: int = 0) -> str:
+        assert cli.main(["plan", *words]) == status
+        return "".join(capsys.readouterr())
+
+    nvidia_smi(tmp_path, 0)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert said(DAPO) == said(DAPO, "--on", "own") == said(DAPO, *NODE)
+    assert said(DAPO, "--sbatch") == said(DAPO, "--sbatch", *NODE)
+    assert "--on own" in said(str(ROOT / "recipes" / "quickstart.yaml"), "run.device=cuda", status=2)
 
 
 def test_assumptions_are_printed_and_can_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
