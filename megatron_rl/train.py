@@ -293,8 +293,9 @@ def publish(
             batch, formats = heard(learner, lambda: driver.probe(step))
             logprobs_BT = learner.logprobs(batch)
             about = probe_of(step, section, learner, batch, logprobs_BT)
-            metrics |= probe.check_formats(batch, logprobs_BT, formats, about)
-            metrics |= probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
+            floor = probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
+            about = replace(about, floor=floor.get("sync/probe_floor"))
+            metrics |= probe.check_formats(batch, logprobs_BT, formats, about) | floor
             metrics |= flips(batch.rows(torch.arange(min(len(batch), ROUTED_ROWS))), driver, learner)
     return metrics
 

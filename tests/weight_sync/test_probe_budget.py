@@ -53,9 +53,41 @@ def test_a_learner_in_fp32_has_half_the_noise() -> None:
     assert measured(NOISE, Format.int8, Arithmetic.fp32).nats == measured(2 * NOISE, Format.int8, Arithmetic.bf16).nats
 
 
+# model, learner, nats, times its noise: models/outliers.py, served in INT8 with the learner's own weights (docs/weight_sync.md)
+RIGHT = (
+    ("256 x 4, outliers of 16", Arithmetic.bf16, 0.024, 7.7), ("256 x 4, outliers of 16", Arithmetic.fp32, 0.024, 11.3),
+    ("256 x 4, outliers of 32", Arithmetic.bf16, 0.046, 14.5), ("256 x 4, outliers of 32", Arithmetic.fp32, 0.046, 21.8),
+    ("256 x 4, outliers of 64", Arithmetic.bf16, 0.082, 25.6), ("256 x 4, outliers of 64", Arithmetic.fp32, 0.082, 39.2),
+    ("640 x 6, outliers of 32", Arithmetic.bf16, 0.139, 19.9), ("640 x 6, outliers of 32", Arithmetic.fp32, 0.139, 31.1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "learner", "nats", "times"), RIGHT)
+def test_outliers_alone_do_not_end_a_run_in_int8(model: str, learner: Arithmetic, nats: float, times: float) -> None:
+    assert nats <= measured(nats / times, Format.int8, learner).end
+
+
+@pytest.mark.parametrize("noise", [0.0015, 0.003, 0.03])
+def test_the_least_that_one_wrong_matrix_made_is_beyond_the_end(noise: float) -> None:
+    assert 88 * noise > measured(noise, Format.int8, Arithmetic.bf16).end
+    assert 88 * noise > measured(noise / 2, Format.int8, Arithmetic.fp32).end
+
+
+@pytest.mark.parametrize("format", list(Format))
+def test_only_integers_have_room_beyond_their_budget(format: Format) -> None:
+    budget = measured(0.001, format, Arithmetic.bf16)
+    assert budget.nats <= budget.end <= max(LIMITS[format].most, 0.6)
+    assert (budget.end > budget.nats) == (format in (Format.int8, Format.int4))
+    one = measured(0.001, format, Arithmetic.sampler)
+    assert one.end == one.nats, "one arithmetic: nothing is left for outliers to enlarge"
+
+
 def test_what_could_not_be_measured_allows_nothing() -> None:
-    assert math.isnan(measured(math.nan, Format.int8, Arithmetic.bf16).nats)
+    budget = measured(math.nan, Format.int8, Arithmetic.bf16)
+    assert math.isnan(budget.nats)
+    assert not 0 <= budget.end
 
 
 def test_a_number_is_taken_as_it_is() -> None:
-    assert (set_by_hand(7.0).nats, set_by_hand(7.0).origin) == (7.0, "sync.probe_budget")
+    given = set_by_hand(7.0)
+    assert (given.nats, given.end, given.origin) == (7.0, 7.0, "sync.probe_budget")
