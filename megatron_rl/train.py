@@ -35,6 +35,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner import limits
 from megatron_rl.learner.activations import Activations
+from megatron_rl.learner.device_memory import keep_returnable
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.routing import router_flips
 from megatron_rl.learner.saver import Saver
@@ -64,6 +65,7 @@ def train(
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
     with ExitStack() as last, ExitStack() as word, driving as driver:
         word.callback(said)
+        keep_returnable(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
         learner = Learner(
             model,

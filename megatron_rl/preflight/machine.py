@@ -48,6 +48,7 @@ class Machine:
     gpus: int = 0  # of a node, that this job sees; 0: not known
     nodes: int = 1
     gib: float = 0.0  # memory of a GPU; 0: not known
+    host_gib: float = 0.0  # a node's own memory; 0: not known
 
     @property
     def gpu(self) -> Gpu | None:
@@ -93,6 +94,10 @@ def detect(wanted: Device = Device.auto) -> Machine:
     return gpu or Machine(Device.cpu, f"{platform.machine()} CPU")
 
 
+def installed_gib() -> float:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+
+
 def _installed(distribution: str) -> bool:
     try:
         return bool(metadata.version(distribution))
@@ -114,6 +119,6 @@ def _gpu() -> Machine | None:
     try:
         seen = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
         count, gib = len(seen or answer.splitlines()), float(memory) / 1024  # it answers in MiB
-        return Machine(Device.cuda, name.strip(), float(capability), count, gib=gib)
+        return Machine(Device.cuda, name.strip(), float(capability), count, gib=gib, host_gib=installed_gib())
     except ValueError:
         return None

@@ -33,8 +33,8 @@ LIMITS: Mapping[Format, Limit] = {
     Format.fp8: Limit(14, 0.4),
     Format.fp8_block: Limit(14, 0.4),
 }
-# of integers, times the budget and in nats: above the worst that outliers made where all is right, 2.9 and 0.37, and below
-# the least that one wrong matrix made in a trained model, 8.8 and 1.3
+# of integers, times the budget and in nats: above the worst that outliers made where all is right, 2.9 and 0.37, and
+# below the least that one wrong matrix made in a trained model, 8.8 and 1.3
 WRONG, WRONG_NATS = 5, 0.6
 INTEGERS = frozenset({Format.int8, Format.int4})
 FP8_LEARNER = Limit(14, 0.4)  # more, where the learner rounds to eight bits as well

@@ -53,18 +53,20 @@ def test_a_learner_in_fp32_has_half_the_noise() -> None:
     assert measured(NOISE, Format.int8, Arithmetic.fp32).nats == measured(2 * NOISE, Format.int8, Arithmetic.bf16).nats
 
 
-# model, learner, nats, times its noise: models/outliers.py, served in INT8 with the learner's own weights (docs/weight_sync.md)
-RIGHT = (
-    ("256 x 4, outliers of 16", Arithmetic.bf16, 0.024, 7.7), ("256 x 4, outliers of 16", Arithmetic.fp32, 0.024, 11.3),
-    ("256 x 4, outliers of 32", Arithmetic.bf16, 0.046, 14.5), ("256 x 4, outliers of 32", Arithmetic.fp32, 0.046, 21.8),
-    ("256 x 4, outliers of 64", Arithmetic.bf16, 0.082, 25.6), ("256 x 4, outliers of 64", Arithmetic.fp32, 0.082, 39.2),
-    ("640 x 6, outliers of 32", Arithmetic.bf16, 0.139, 19.9), ("640 x 6, outliers of 32", Arithmetic.fp32, 0.139, 31.1),
-)  # fmt: skip
+# measured: INT8 of the learner's own weights, outliers by models/outliers.py (docs/weight_sync.md)
+OUTLIERS = {  # hidden, layers, how much larger -> nats; times the noise of a BF16 learner, of an FP32 learner
+    (256, 4, 16): (0.024, 7.7, 11.3),
+    (256, 4, 32): (0.046, 14.5, 21.8),
+    (256, 4, 64): (0.082, 25.6, 39.2),
+    (640, 6, 32): (0.139, 19.9, 31.1),
+    (128, 2, 64): (0.374, 29.2, 52.5),
+}
 
 
-@pytest.mark.parametrize(("model", "learner", "nats", "times"), RIGHT)
-def test_outliers_alone_do_not_end_a_run_in_int8(model: str, learner: Arithmetic, nats: float, times: float) -> None:
-    assert nats <= measured(nats / times, Format.int8, learner).end
+@pytest.mark.parametrize(("nats", "bf16", "fp32"), OUTLIERS.values())
+def test_outliers_alone_do_not_end_a_run_in_int8(nats: float, bf16: float, fp32: float) -> None:
+    assert nats <= measured(nats / bf16, Format.int8, Arithmetic.bf16).end
+    assert nats <= measured(nats / fp32, Format.int8, Arithmetic.fp32).end
 
 
 @pytest.mark.parametrize("noise", [0.0015, 0.003, 0.03])
@@ -85,7 +87,7 @@ def test_only_integers_have_room_beyond_their_budget(format: Format) -> None:
 def test_what_could_not_be_measured_allows_nothing() -> None:
     budget = measured(math.nan, Format.int8, Arithmetic.bf16)
     assert math.isnan(budget.nats)
-    assert not 0 <= budget.end
+    assert not budget.end >= 0
 
 
 def test_a_number_is_taken_as_it_is() -> None:
