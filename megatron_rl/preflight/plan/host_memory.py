@@ -21,9 +21,8 @@ def of_first_node(config: Config, roles: Roles, engine: EngineMemory, work: Work
     """By what it is for. `kept`: a checkpoint's bytes, of which each rank copies its share before it writes them."""
     ranks, engines = roles.tasks_per_node, len(roles.local)
     shared = config.sync.transport == Transport.file and config.sync.dir is None
-    checkpoint = f"checkpoint, pinned: {ranks} of {pinned(kept / roles.learner) / GIB:g}"
     found = {
-        checkpoint: ranks * pinned(kept / roles.learner),
+        "checkpoint, pinned": ranks * pinned(kept / roles.learner),
         "processes": (ranks + engines + 1) * PROCESS + config.reward.workers * WORKER_GIB * GIB,
         "sync, in shared memory": VERSIONS * engine.weights * roles.engine_tp * shared,
         "the sleeping engine's weights": engines * engine.weights * (config.sampler.sleep == Sleep.offload),
