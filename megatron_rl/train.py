@@ -35,6 +35,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner import limits
 from megatron_rl.learner.activations import Activations
+from megatron_rl.learner.device_memory import keep_returnable
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.routing import router_flips
 from megatron_rl.learner.saver import Saver
@@ -64,6 +65,7 @@ def train(
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
     with ExitStack() as last, ExitStack() as word, driving as driver:
         word.callback(said)
+        keep_returnable(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
         learner = Learner(
             model,
@@ -293,8 +295,9 @@ def publish(
             batch, formats = heard(learner, lambda: driver.probe(step))
             logprobs_BT = learner.logprobs(batch)
             about = probe_of(step, section, learner, batch, logprobs_BT)
-            metrics |= probe.check_formats(batch, logprobs_BT, formats, about)
-            metrics |= probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
+            floor = probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
+            about = replace(about, floor=floor.get("sync/probe_floor"))
+            metrics |= probe.check_formats(batch, logprobs_BT, formats, about) | floor
             metrics |= flips(batch.rows(torch.arange(min(len(batch), ROUTED_ROWS))), driver, learner)
     return metrics
 

@@ -16,6 +16,7 @@ class Alarm(StrEnum):
     mismatch = "mismatch"
     mismatch_jump = "mismatch_jump"
     mismatch_over_bf16 = "mismatch_over_bf16"
+    probe = "probe"
     ess = "ess"
     rejected = "rejected"
     non_finite = "non_finite"

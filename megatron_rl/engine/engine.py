@@ -204,10 +204,23 @@ class Engine:
             raise RuntimeError(f"the engine's workers disagree after an update: {states}")
         version = states[0]["policy_version"]
         if not keep_cache or not self.answering:
-            self.llm.reset_prefix_cache(reset_running_requests=len(self.answering) > 0)
+            self._reset_prefix_cache()
         self.llm.llm_engine.set_weight_version(str(version))
         self.ready.complete_update(version)
         return max(states, key=lambda state: state["load_s"])
+
+    def _reset_prefix_cache(self) -> None:
+        reset = False
+        try:
+            reset = self.llm.reset_prefix_cache(reset_running_requests=len(self.answering) > 0)
+        finally:
+            if not reset:
+                self.ready.abandon_update(torn=True)
+        if not reset:
+            raise RuntimeError(
+                "the engine's prefix cache could not be reset after an update, since blocks of it are still in use: "
+                "answers would begin on keys and values of the old weights"
+            )
 
     @contextmanager
     def _abandoned_on_failure(self, abort: bool = False) -> Iterator[None]:

@@ -54,6 +54,7 @@ class Machine:
     nodes: int = 1
     gib: float = 0.0  # memory of a GPU; 0: not known
     driver: str = ""  # NVIDIA's version of it
+    host_gib: float = 0.0  # a node's own memory; 0: not known
 
     @property
     def gpu(self) -> Gpu | None:
@@ -112,6 +113,10 @@ def detect(wanted: Device = Device.auto) -> Machine:
     return gpu or Machine(Device.cpu, f"{platform.machine()} CPU")
 
 
+def installed_gib() -> float:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+
+
 def _installed(distribution: str) -> bool:
     try:
         return bool(metadata.version(distribution))
@@ -126,7 +131,7 @@ def _gpu() -> Machine | None:
     name, capability, memory, driver = found[0]
     try:
         seen = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-        count, gib = len(seen or found), float(memory) / 1024  # it answers in MiB
-        return Machine(Device.cuda, name, float(capability), count, gib=gib, driver=driver)
+        count, gib, host = len(seen or found), float(memory) / 1024, installed_gib()  # it answers in MiB
+        return Machine(Device.cuda, name, float(capability), count, gib=gib, driver=driver, host_gib=host)
     except ValueError:
         return None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, devices, distant, is_fleet
 from megatron_rl.config.schema import Device, LearnerSection, RewardSection, SamplerSection, Sleep, SyncSection
 from megatron_rl.models.layout import Layout
-from megatron_rl.preflight.machine import Machine
+from megatron_rl.preflight.machine import Machine, installed_gib
 
 # of one process that has done nothing yet, as measured
 RANK_GIB = 0.6
@@ -86,7 +85,7 @@ def host_memory(
     """What processes take by being there, and KV caches: hosts kill what takes too much."""
     if machine.kind != Device.cpu:  # hosts of GPUs have enough, and may be elsewhere
         return
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    installed = installed_gib()
     wanted = reward.workers * WORKER_GIB
     if wanted > installed:
         yield (

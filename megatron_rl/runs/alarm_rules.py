@@ -106,6 +106,17 @@ RULES = {
             "suit it. Try quantization.smoothing (INT8) or quantization.ignore.",
         ),
         Rule(
+            Alarm.probe,
+            "`sync/probe_abs_diff` over `sync/probe_budget`: right after a sync",
+            share(("sync/probe_abs_diff",), "sync/probe_budget"),
+            1.0,
+            1,
+            "Sampler and learner differ by more than the format does to activations without outliers, and by less than "
+            "a wrong matrix makes. `megatron-rl mismatch` on the model says where it enters: where it is outliers, "
+            "quantization.smoothing=0.5 (INT8), quantization.ignore or quantization=fp8. Answers of another "
+            "temperature or of older weights would look the same.",
+        ),
+        Rule(
             Alarm.ess,
             "`rollout_corr/rollout_is_eff_sample_size`: of the applied weights",
             metric("rollout_corr/rollout_is_eff_sample_size"),

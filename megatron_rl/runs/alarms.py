@@ -42,7 +42,8 @@ class News:
     def what(self) -> str:
         rule = RULES[self.alarm]
         side = "below" if rule.below else "above"
-        about = f"{side} {self.bound:g} for {rule.steps} steps" if self.raised else "cleared"
+        steps = f"{rule.steps} step{'s' * (rule.steps > 1)}"
+        about = f"{side} {self.bound:g} for {steps}" if self.raised else "cleared"
         return f"{self.alarm}: {self.told}, {about}"
 
     @property

@@ -46,8 +46,11 @@ class ProbeResult:
 
     @property
     def ok(self) -> bool:
+        return self.within(self.budget)
+
+    def within(self, nats: float) -> bool:
         few_missing = self.missing <= MAX_MISSING * max(self.tokens, 1) and self.learner_missing == 0
-        return self.tokens > 0 and few_missing and self.mean_abs <= self.budget  # false for NaN too
+        return self.tokens > 0 and few_missing and self.mean_abs <= nats  # false for NaN too
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -67,11 +70,17 @@ class Probe:
     budget: float | None = None  # nats; None: by the noise
     noise: float = math.nan  # nats: how far one rounding more moves the learner's logprobs
     learner: Arithmetic = Arithmetic.bf16
+    floor: float | None = None  # nats: the difference that the sampler's format does not explain; None: not known
 
     def budget_of(self, format: Format) -> Budget:
         if self.budget is not None:
             return set_by_hand(self.budget)
         return measured(self.noise, format, self.learner)
+
+    @property
+    def explicable(self) -> bool:
+        """Whether the format may be what a difference beyond its budget comes from."""
+        return self.floor is None or self.floor <= measured(self.noise, Format.none, self.learner).nats
 
     def metrics(self) -> dict[str, float]:
         return {} if self.budget is not None else {"sync/probe_noise": self.noise}
@@ -108,20 +117,23 @@ def check(
     format: Format,
     probe: Probe,
 ) -> ProbeResult:
-    """Raises SyncMismatch with a diagnosis when the difference exceeds the format's budget.
+    """Raises SyncMismatch with a diagnosis when the difference exceeds what the format can do.
 
-    Both logprobs must be of the version just synced.
+    That is its budget; of integers, whose difference outliers enlarge, the end of it where nothing tells that it is not
+    theirs: then the alarm `probe` says so. Both logprobs must be of the version just synced.
     """
     budget = probe.budget_of(format)
     result = compare(sampler_logprobs_BT, learner_logprobs_BT, mask_BT, budget.nats)
-    if result.ok:
+    if result.ok or (probe.explicable and result.within(budget.end)):
         return result
     causes = diagnose(sampler_logprobs_BT[mask_BT].cpu(), result, probe)
     raise SyncMismatch(
         f"after the sync of policy version {probe.version} ({format.value}) sampler and learner disagree: mean "
         f"|difference| {result.mean_abs:.4g} nats over {result.tokens} tokens, budget {result.budget:.3g} "
         f"({budget.origin}); largest {result.max_abs:.3g}, mean signed {result.mean:+.3g}, {result.missing} sampler "
-        f"and {result.learner_missing} learner logprobs missing or NaN. {' '.join(causes)}"
+        f"and {result.learner_missing} learner logprobs missing or NaN. "
+        + ("" if probe.explicable else f"With the sampler's own arithmetic the learner is off by {probe.floor:.3g}. ")
+        + " ".join(causes)
     )
 
 

@@ -4,6 +4,9 @@ What a format adds grows with the model: with its depth, its width, how sure it 
 more, which the learner tells of its own weights (learner/rounding.py): a sampler that holds others does not raise it by
 what is wrong with them. It may answer with tokens that the policy finds odd, and odd tokens are noisier: hence an end
 to every budget, whatever the noise.
+
+Integers add more where activations have outliers, which the largest of a token sets the step for: between a budget and
+its end sampler and learner may be right (docs/weight_sync.md).
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ LIMITS: Mapping[Format, Limit] = {
     Format.fp8: Limit(14, 0.4),
     Format.fp8_block: Limit(14, 0.4),
 }
+# of integers, times the budget and in nats: above the worst that outliers made where all is right, 2.9 and 0.37, and
+# below the least that one wrong matrix made in a trained model, 8.8 and 1.3
+WRONG, WRONG_NATS = 5, 0.6
+INTEGERS = frozenset({Format.int8, Format.int4})
 FP8_LEARNER = Limit(14, 0.4)  # more, where the learner rounds to eight bits as well
 FP32_LEARNER = 2  # times as many: it rounds nothing else, so that its noise is about half of a BF16 learner's
 LEAST = 0.02  # nats: of a policy that is all but certain, single tokens make the mean
@@ -39,10 +46,11 @@ LEAST = 0.02  # nats: of a policy that is all but certain, single tokens make th
 class Budget:
     nats: float
     origin: str
+    end: float  # nats: beyond it something is wrong, whatever the model
 
 
 def set_by_hand(nats: float) -> Budget:
-    return Budget(nats, "sync.probe_budget")
+    return Budget(nats, "sync.probe_budget", nats)
 
 
 class Arithmetic(StrEnum):
@@ -64,7 +72,8 @@ def measured(noise: float, format: Format, learner: Arithmetic) -> Budget:
     told = f"sync.probe_budget=auto: {limit.times:g} times the learner's noise of {noise:.3g}; {pair}"
     nats = limit.times * noise
     if nats > limit.most:
-        return Budget(limit.most, f"{told}, at most {limit.most:g}")
-    if nats < LEAST:
-        return Budget(LEAST, f"{told}, at least {LEAST:g}")
-    return Budget(nats, told)
+        nats, told = limit.most, f"{told}, at most {limit.most:g}"
+    elif nats < LEAST:
+        nats, told = LEAST, f"{told}, at least {LEAST:g}"
+    outliers = format in INTEGERS and learner is not Arithmetic.sampler
+    return Budget(nats, told, min(WRONG * nats, max(limit.most, WRONG_NATS)) if outliers else nats)

@@ -157,6 +157,14 @@ def run_in_place(case: Case) -> dict[str, Any]:
         case.version += 1
         sender.send(1, staged=False)
         found["healed"].append(answers(engine) == first)
+    pool = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(1)  # of the cache, which vLLM then refuses to reset
+    found["held"] = attempt(lambda: sender.send(2, staged=False))
+    found["refused while held"] = attempt(lambda: answers(engine))
+    pool.free_blocks(held)
+    case.version += 1
+    sender.send(1, staged=False)
+    found["reset"] = answers(engine) == first
     engine.shutdown()
     return found
 

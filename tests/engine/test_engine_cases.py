@@ -113,6 +113,15 @@ def test_an_update_in_place_is_verified_before_the_next_request(found: dict) -> 
 
 
 @pytest.mark.engine
+@pytest.mark.fault("the prefix cache is not reset after an update", "it is an error; no answer until a good update")
+def test_prefixes_of_the_old_weights_are_not_answered_from(found: dict) -> None:
+    case = found["in_place"]
+    assert "prefix cache could not be reset" in case["held"]
+    assert "of no version" in case["refused while held"]
+    assert case["reset"], "the next good update repairs it"
+
+
+@pytest.mark.engine
 def test_a_request_between_sleep_and_a_completed_sync_is_refused(found: dict) -> None:
     case = found["checked"]["sleep"]
     assert "asleep (kv_cache, weights)" in case["asleep"]

@@ -35,11 +35,13 @@ HEALTHY = {
     "rollout/groups_kept_fraction": 0.5, "rollout/truncated_fraction": 0.1, "rollout/aborted_fraction": 0.0,
     "optim/grad_norm": 0.5, "optim/skipped": 0.0, "optim/updates": 4.0, "loss/entropy": 0.4,
     "rollout_corr/none/k3_kl": 1e-4, "rollout_corr/int8/k3_kl": 0.002,
+    "sync/probe_abs_diff": 0.03, "sync/probe_budget": 0.08,
 }  # fmt: skip
 BROKEN = {
     Alarm.mismatch: {K3: 0.03},
     Alarm.mismatch_jump: {K3: 0.021},  # below the gate of what is set below
     Alarm.mismatch_over_bf16: {"rollout_corr/int8/k3_kl": 0.04},
+    Alarm.probe: {"sync/probe_abs_diff": 0.09},
     Alarm.ess: {ESS: 0.4},
     Alarm.rejected: {"rollout_corr/rollout_rs_masked_fraction": 0.35},
     Alarm.non_finite: {"optim/skipped": 2.0, "optim/updates": 2.0},

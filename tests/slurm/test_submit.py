@@ -98,6 +98,7 @@ def test_what_is_queued(site: Site) -> None:
     ((called, environment),) = site.calls()
     assert called[:5] == ["sbatch", "--parsable", "--job-name=half", "--nodes=1", "--ntasks-per-node=4"]
     assert called[-2:] == ["--time=01:00:00", "slurm/dapo_int8.sbatch"]
+    assert "--mem=0" in called, "all memory of the nodes"
     assert environment == {
         "SBATCH_ACCOUNT": "lab",
         "SBATCH_QOS": None,
@@ -107,6 +108,26 @@ def test_what_is_queued(site: Site) -> None:
     assert "job 11 is queued" in done.stdout
     assert "ls runs/half/logs/" in done.stdout
     assert "canary" not in done.stdout + done.stderr + site.record.read_text()
+
+
+def test_what_a_site_says_of_gpus_and_memory_reaches_sbatch(site: Site) -> None:
+    lines = (site.folder / "slurm/site.env").read_text()
+    lines = lines.replace("SITE_GPUS:-gres=gpu", "SITE_GPUS:-gpus-per-node").replace("SITE_MEM:-0", "SITE_MEM:-plan")
+    (site.folder / "slurm/site.env").write_text(lines)
+    site.stand_in("sbatch", then="print('11;cluster')")
+    (site.folder / "mine.yaml").write_text(MINE.format(toy=site.folder / "toy"))
+    write_toy(site.folder / "toy", like=json.loads((ROOT / "conf/model/Qwen3-8B.json").read_text()))
+    done = site.run("slurm/submit", "slurm/dapo_int8.sbatch", "recipe=mine.yaml")
+    assert done.returncode == 0, done.stderr
+    ((called, _),) = site.calls()
+    assert "--gpus-per-node=8" in called
+    (asked,) = (word for word in called if word.startswith("--mem="))
+    assert 40 < int(asked.removeprefix("--mem=").removesuffix("G")) < 100, "of nine processes and a small model"
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "slurm").glob("dapo_*.sbatch")))
+def test_a_script_by_itself_asks_for_all_memory_of_its_nodes(script: str) -> None:
+    assert "#SBATCH --mem=0\n" in (ROOT / "slurm" / script).read_text()
 
 
 CONTAINERS = {

@@ -9,24 +9,26 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_engine import TinyModel, make_config, make_live, startable
 
-from megatron_rl.config.schema import Format, Forward, LearnerSection, SyncSection
+from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision, SyncSection
 from megatron_rl.learner import host  # noqa: F401 - before megatron
 from megatron_rl.learner.learner import Learner
 from megatron_rl.models.model import Model
+from megatron_rl.models.outliers import with_outliers
 from megatron_rl.train import probe_of
 from megatron_rl.types import Batch, SamplingParams, Scored, collate
 from megatron_rl.weight_sync import probe
 
 SEED = 3
+OUTLIERS = 64  # times as large as the other activations
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj")
 LINEAR = (*LINEAR, "mlp.up_proj", "mlp.down_proj")
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -50,6 +52,18 @@ class Faulty(TinyModel):
         }
 
 
+@dataclass(frozen=True)
+class Outlying(TinyModel):
+    """The same function with outliers in its activations; of which one tensor may be wrong."""
+
+    victim: str = ""
+
+    def weights(self, seed: int) -> dict[str, torch.Tensor]:
+        assert seed == SEED
+        weights = load_file(self.folder / "model.safetensors")
+        return {name: weight.roll(1, 0) if name == self.victim else weight for name, weight in weights.items()}
+
+
 class Case:
     def __init__(self, folder: Path, format: Format) -> None:
         folder.mkdir()
@@ -60,12 +74,13 @@ class Case:
         save_file(self.right.weights(SEED), folder / "hf" / "model.safetensors", {"format": "pt"})
 
     @contextmanager
-    def learner(self, forward: Forward) -> Iterator[Learner]:
-        config, section = make_config(self.live.format), LearnerSection(forward=forward)
+    def learner(self, folder: Path | None = None, **section: Any) -> Iterator[Learner]:
+        folder = folder or self.right.folder
+        config, section = make_config(self.live.format), LearnerSection(**section)
         names = ("run", "optim", "loss", "correction", "rollout", "quantization")
         given = {name: getattr(config, name) for name in names} | {"learner": section}
-        with closing(Learner(Model.read(self.right.folder, section), **given)) as learner:
-            learner.load_hf(self.right.folder)
+        with closing(Learner(Model.read(folder, section), **given)) as learner:
+            learner.load_hf(folder)
             yield learner
 
     def answers(self) -> dict[str, Batch]:
@@ -82,6 +97,14 @@ class Case:
             found[KERNELS] = self._answers(self.right, KERNELS)
         return found
 
+    def outlying(self) -> tuple[Path, dict[str, Batch]]:
+        """Answers of the model with outliers, right and with one wrong matrix."""
+        folder = self.right.folder.with_name("outliers")
+        with_outliers(self.right.folder, folder, OUTLIERS, 2)
+        victim = "model.layers.1.self_attn.q_proj.weight"
+        models = {RIGHT: Outlying(folder, self.right.hf), victim: Outlying(folder, self.right.hf, victim)}
+        return folder, {fault: self._answers(model) for fault, model in models.items()}
+
     def _answers(self, model: TinyModel, fault: str | None = None) -> Batch:
         self.live.model = model
         self.live.update(SEED, fault)
@@ -92,6 +115,8 @@ class Case:
 def probed(learner: Learner, batch: Batch, format: Format) -> dict[str, Any]:
     logprobs_BT = learner.logprobs(batch)
     about = probe_of(int(batch.versions_B[0]), SyncSection(), learner, batch, logprobs_BT)
+    floor = probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
+    about = replace(about, floor=floor.get("sync/probe_floor"))
     given = (batch.sampler_logprobs_BT, logprobs_BT, batch.mask_BT)
     budget = about.budget_of(format).nats
     found = {"noise": about.noise, "budget": budget, "d": probe.compare(*given, budget).mean_abs}
@@ -108,10 +133,16 @@ def main() -> None:
         case = Case(out / format.value, format)
         with closing(case.live.sampler):
             answers = case.answers()
+            folder, outlying = case.outlying() if format == Format.int8 else (None, {})
         for forward in Forward if format == Format.int8 else (Forward.bf16,):
-            with case.learner(forward) as learner:
+            with case.learner(forward=forward) as learner:
                 found[f"{format} {forward}"] = {
                     fault: probed(learner, batch, format) for fault, batch in answers.items()
+                }
+        for precision in Precision if outlying else ():
+            with case.learner(folder, precision=precision) as learner:
+                found[f"outliers {precision}"] = {
+                    fault: probed(learner, batch, format) for fault, batch in outlying.items()
                 }
     (out / "found.json").write_text(json.dumps(found))
 

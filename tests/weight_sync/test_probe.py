@@ -78,6 +78,22 @@ def test_budget_depends_on_the_format_and_can_be_set() -> None:
         run(logprobs() + 0.05, budget=0.04)
 
 
+def test_between_the_budget_of_int8_and_its_end_the_run_goes_on_unless_the_format_is_not_why() -> None:
+    beyond = logprobs() + 0.2
+    result = run(beyond)
+    assert result.mean_abs > result.budget
+    assert run(beyond, floor=0.01).mean_abs == result.mean_abs, "all but a rounding is the format's"
+    with pytest.raises(SyncMismatch, match=r"own arithmetic the learner is off by 0\.15\. A moderate"):
+        run(beyond, floor=0.15)
+    for ends in ({"sampler_BT": logprobs() + 0.41}, {"format": Format.fp8}, {"budget": 0.19}, {"floor": math.nan}):
+        with pytest.raises(SyncMismatch):
+            run(**{"sampler_BT": beyond} | ends)
+    some = beyond.clone()
+    some[0, :9] = math.nan
+    with pytest.raises(SyncMismatch, match="NaN"):
+        run(some)
+
+
 def test_the_noise_is_the_learner_s_own_and_no_sampler_raises_it() -> None:
     learner_BT = logprobs()
     assert noise(learner_BT, learner_BT + 0.01, mask()) == pytest.approx(0.01, rel=1e-4)
@@ -93,7 +109,7 @@ def test_the_noise_is_the_learner_s_own_and_no_sampler_raises_it() -> None:
         (torch.full((B, T), math.nan), "NaN: its quantized kernels were not rebuilt"),
         (-math.log(VOCAB) + 0.01 * torch.randn(B, T), "uniform guess: the output layer.*tied lm_head"),
         (logprobs(seed=1) - 2, "Logits of another model: with tied embeddings, a lm_head"),
-        (logprobs() + 0.2, "A moderate excess"),
+        (logprobs() + 0.5, "A moderate excess"),
     ],
 )
 def test_diagnoses(sampler_BT: torch.Tensor, diagnosis: str) -> None:

@@ -53,9 +53,43 @@ def test_a_learner_in_fp32_has_half_the_noise() -> None:
     assert measured(NOISE, Format.int8, Arithmetic.fp32).nats == measured(2 * NOISE, Format.int8, Arithmetic.bf16).nats
 
 
+# measured: INT8 of the learner's own weights, outliers by models/outliers.py (docs/weight_sync.md)
+OUTLIERS = {  # hidden, layers, how much larger -> nats; times the noise of a BF16 learner, of an FP32 learner
+    (256, 4, 16): (0.024, 7.7, 11.3),
+    (256, 4, 32): (0.046, 14.5, 21.8),
+    (256, 4, 64): (0.082, 25.6, 39.2),
+    (640, 6, 32): (0.139, 19.9, 31.1),
+    (128, 2, 64): (0.374, 29.2, 52.5),
+}
+
+
+@pytest.mark.parametrize(("nats", "bf16", "fp32"), OUTLIERS.values())
+def test_outliers_alone_do_not_end_a_run_in_int8(nats: float, bf16: float, fp32: float) -> None:
+    assert nats <= measured(nats / bf16, Format.int8, Arithmetic.bf16).end
+    assert nats <= measured(nats / fp32, Format.int8, Arithmetic.fp32).end
+
+
+@pytest.mark.parametrize("noise", [0.0015, 0.003, 0.03])
+def test_the_least_that_one_wrong_matrix_made_is_beyond_the_end(noise: float) -> None:
+    assert 88 * noise > measured(noise, Format.int8, Arithmetic.bf16).end
+    assert 88 * noise > measured(noise / 2, Format.int8, Arithmetic.fp32).end
+
+
+@pytest.mark.parametrize("format", list(Format))
+def test_only_integers_have_room_beyond_their_budget(format: Format) -> None:
+    budget = measured(0.001, format, Arithmetic.bf16)
+    assert budget.nats <= budget.end <= max(LIMITS[format].most, 0.6)
+    assert (budget.end > budget.nats) == (format in (Format.int8, Format.int4))
+    one = measured(0.001, format, Arithmetic.sampler)
+    assert one.end == one.nats, "one arithmetic: nothing is left for outliers to enlarge"
+
+
 def test_what_could_not_be_measured_allows_nothing() -> None:
-    assert math.isnan(measured(math.nan, Format.int8, Arithmetic.bf16).nats)
+    budget = measured(math.nan, Format.int8, Arithmetic.bf16)
+    assert math.isnan(budget.nats)
+    assert not budget.end >= 0
 
 
 def test_a_number_is_taken_as_it_is() -> None:
-    assert (set_by_hand(7.0).nats, set_by_hand(7.0).origin) == (7.0, "sync.probe_budget")
+    given = set_by_hand(7.0)
+    assert (given.nats, given.end, given.origin) == (7.0, 7.0, "sync.probe_budget")

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from preloaded import run
 
+from megatron_rl.config.schema import Precision
+
 pytestmark = pytest.mark.engine
 
 CASES = ("int8 bf16", "int8 as_sampler", "fp8 bf16")
@@ -31,6 +33,19 @@ def test_an_engine_that_is_right_passes_with_room(case: str, found: dict) -> Non
     right = found[case]["none"]
     assert right["said"] == ""
     assert 0 < right["d"] < right["budget"] / 1.5
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_an_engine_that_is_right_is_not_ended_over_outliers(precision: Precision, found: dict) -> None:
+    right = found[f"outliers {precision}"]["none"]
+    assert right["d"] > right["budget"], "else this says nothing"
+    assert right["said"] == ""
+
+
+@pytest.mark.fault("one layer of an engine with outliers holds other weights", "what outliers explain is not enough")
+def test_one_wrong_layer_is_found_beside_outliers(found: dict) -> None:
+    ((_, wrong),) = (one for one in found["outliers bf16"].items() if one[0] != "none")
+    assert "With the sampler's own arithmetic the learner is off by" in wrong["said"]
 
 
 @pytest.mark.fault("one layer of the engine holds other weights", "the probe stops the run, whatever its noise")

@@ -14,7 +14,7 @@ from megatron_rl.models.mapping import parameters
 from megatron_rl.models.model import Model
 from megatron_rl.preflight import disk
 from megatron_rl.preflight.machine import Machine
-from megatron_rl.preflight.plan import learner_memory, phases, replicas
+from megatron_rl.preflight.plan import host_memory, learner_memory, phases, replicas
 from megatron_rl.preflight.plan.activations import Pack
 from megatron_rl.preflight.plan.engine_memory import GIB, EngineMemory, of_engine, utilization
 from megatron_rl.preflight.plan.learner_memory import LearnerMemory
@@ -50,6 +50,7 @@ class Plan:
     time: StepTime | None  # None: the kind of GPU is not known
     gpu_hours: float | None
     kept_gib: float  # a checkpoint
+    host: Mapping[str, float]  # bytes of the first node's own memory, by part; empty where it has no GPU
     assumed: Assumptions
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what costs, and is allowed
@@ -79,6 +80,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
     if machine.gpu is not None and time is not None and limit:
         notes += replicas.faster(config, model, machine.gpu, found, longest(config), limit, time, assumed)
     count = parameters(model.shape)
+    kept = disk.PARAMETER[config.learner.precision] * count
     return Plan(
         parameters=count,
         machine=machine,
@@ -90,7 +92,8 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
         packs=work.packs(config.learner, model),
         time=time,
         gpu_hours=time.step * config.run.steps * found.gpus / 3600 if time else None,
-        kept_gib=disk.PARAMETER[config.learner.precision] * count / GIB,
+        kept_gib=kept / GIB,
+        host={} if host else host_memory.of_first_node(config, found, engine, work, kept),
         assumed=assumed,
         problems=tuple(problems),
         notes=tuple(notes),

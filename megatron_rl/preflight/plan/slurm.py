@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 
 from megatron_rl.config import ConfigError, cluster, read
@@ -17,10 +18,11 @@ from megatron_rl.config.schema import Config, Format
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
+from megatron_rl.preflight.plan.engine_memory import GIB
 from megatron_rl.preflight.plan.plan import Plan, plan
 
 LONGEST_JOB_S = 24 * 3600
-SPARE = 1.25  # of the planned time
+SPARE = 1.25  # of the planned time, and of the planned memory
 CORES = 8  # of a task
 
 
@@ -47,13 +49,14 @@ def sbatch(recipe: Path, overrides: Sequence[str], config: Config, made: Plan) -
 
 def options(config: Config, made: Plan) -> list[str]:
     """Servers of the job's own have nodes of it; those that are given by address are elsewhere."""
-    roles = made.roles
+    roles, gpus = made.roles, os.environ.get("SITE_GPUS") or "gres=gpu"
     return [
         f"--job-name={config.run.name}",
         f"--nodes={roles.nodes if config.sampler.fleet.servers else roles.learner_nodes}",
         f"--ntasks-per-node={roles.tasks_per_node}",
         f"--cpus-per-task={CORES}",
-        f"--{os.environ.get('SITE_GPUS') or 'gres=gpu'}:{roles.per_node}",
+        f"--{gpus}{':' if '=' in gpus else '='}{roles.per_node}",
+        f"--mem={_memory(made)}",
         f"--time={_clock(min(_seconds(config, made), LONGEST_JOB_S))}",
     ]
 
@@ -77,6 +80,12 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
     if made is None or problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return options(config, made)
+
+
+def _memory(made: Plan) -> str:
+    """Of each node: 0 is all that it has."""
+    given = os.environ.get("SITE_MEM") or "0"
+    return f"{ceil(SPARE * sum(made.host.values()) / GIB)}G" if given == "plan" else given
 
 
 def _seconds(config: Config, made: Plan) -> float:

@@ -76,6 +76,11 @@ def _rest(config: Config, plan: Plan) -> Iterator[str]:
         f"{plan.work.longest:,}, {cache.at_mean:,} at the mean; sampler.vllm.max_num_seqs is {cache.wanted}"
     )
     yield f"save      {_gib(plan.kept_gib * GIB)} GiB, and as much of the hosts' memory together"
+    if plan.host:
+        parts = ", ".join(f"{part} {_gib(nbytes)}" for part, nbytes in plan.host.items())
+        has = plan.machine.host_gib
+        there = f"this one has {has:.0f}" if has else "how much that one has is not known"
+        yield f"host      about {_gib(sum(plan.host.values()))} GiB of the first node's own memory ({parts}); {there}"
     old = max(config.rollout.ahead, sync.every - 1)
     behind = f"answers are up to {old} update(s) of the sampler old" if old else ""
     within = f"the last of a step's updates is {learner.n_minibatches - 1} behind them" * (learner.n_minibatches > 1)

@@ -94,6 +94,7 @@ class Replica:
     paused_at: float | None = None  # when it stopped in the middle of answers, which `resume` lets go on
     running: set[asyncio.Future[Any]] = field(default_factory=set)  # what has been asked of it, to be cancelled with it
     _session: aiohttp.ClientSession | None = None
+    _limits: set[asyncio.Timeout] = field(default_factory=set)  # of the answers that are waited for
 
     def take_out(self, reason: str) -> None:
         """No more requests to it; whatever it works on is cancelled, for others to take over."""
@@ -124,7 +125,10 @@ class Replica:
                 "detokenize": False,
             },
         }
-        content = await self.post("/inference/v1/generate", body)
+        content = await self.post("/inference/v1/generate", body, queued=True)
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
         try:
             answers = read_answers(content, params.candidates)
         except ValueError as error:
@@ -207,7 +211,9 @@ class Replica:
         self.version = NO_VERSION
 
     async def _stamp(self, version: int, swap: Swap) -> None:
-        await self.post(f"/reset_prefix_cache{swap.forget}")
+        reset = await self.post(f"/reset_prefix_cache{swap.forget}")
+        if swap.forget and b"true" not in reset:
+            raise ReplicaGone(f"{self.name} did not reset its prefix cache: answers would begin on the old weights")
         await self.post("/update_weight_version", {"new_version": str(version)})
 
     async def _collective(self, method: str, arguments: list[Any], again: bool = True) -> list[Any]:
@@ -233,19 +239,24 @@ class Replica:
     async def get(self, path: str) -> Any:
         return msgspec.json.decode(await self.request("GET", path, timeout_s=self.timeout_s))
 
-    async def post(self, path: str, body: Any = None, *, again: bool = True) -> bytes:
-        answer = await self.request("POST", path, body, timeout_s=self.timeout_s, again=again)
+    async def post(self, path: str, body: Any = None, *, again: bool = True, queued: bool = False) -> bytes:
+        answer = await self.request("POST", path, body, timeout_s=self.timeout_s, again=again, queued=queued)
         mark()
         return answer
 
-    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float, again: bool = True) -> bytes:
+    async def request(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float, again: bool = True, queued: bool = False
+    ) -> bytes:
         """The response's body. Whatever says that the server itself is in trouble raises ReplicaGone.
 
         `again`: a connection that ends without a response may say nothing of the server; a second one is tried.
+        `queued`: it may wait behind others in the server, so that the limit begins anew with each of their answers.
         """
-        content = None if body is None else msgspec.json.encode(body)
+        content, limit = None if body is None else msgspec.json.encode(body), asyncio.timeout(timeout_s)
+        if queued:
+            self._limits.add(limit)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with limit:
                 try:
                     status, answer = await self._exchange(method, path, content)
                 except (aiohttp.ClientError, OSError):
@@ -253,9 +264,12 @@ class Replica:
                         raise
                     status, answer = await self._exchange(method, path, content)
         except TimeoutError:
-            raise NoAnswer(f"{self.name} did not answer {path} within {timeout_s:g} s") from None
+            late = "finished no answer for" if queued else f"did not answer {path} within"
+            raise NoAnswer(f"{self.name} {late} {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ReplicaGone(f"{self.name}: {path}: {type(error).__name__}: {error}") from None
+        finally:
+            self._limits.discard(limit)
         if status >= 500:
             raise ReplicaGone(f"{self.name}: {path} failed ({status}): {_shortened(answer)}")
         if status >= 400:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ import pytest
 from nvidia_smi import nvidia_smi
 
 from megatron_rl import cli
+from megatron_rl.config import load
+from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import GPUS, Machine, named
 from megatron_rl.preflight.plan.engine_memory import GIB
+from megatron_rl.preflight.plan.plan import plan
+from megatron_rl.preflight.plan.table import describe
 
 ROOT = Path(__file__).parents[3]
 DAPO = str(ROOT / "recipes" / "dapo_fp8.yaml")
@@ -56,6 +61,27 @@ def test_a_recipe_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert plan["gpu_hours"] == pytest.approx(plan["time"]["step"] * 500 * 8 / 3600)
     assert plan["sync"]["writers"] == 1
+
+
+def test_a_checkpoint_s_pinned_memory_is_what_torch_rounds_it_up_to(capsys: pytest.CaptureFixture[str]) -> None:
+    """26.7 GiB of a rank become 32, 13.4 of twice as many become 16."""
+    plan = planned(capsys)
+    assert 100 * GIB < plan["kept_gib"] * GIB < 110 * GIB
+    assert plan["host"]["checkpoint, pinned"] == 128 * GIB
+    apart = planned(capsys, "learner.data_parallel=2", status=2)  # too much for the GPUs, as it is shared out there
+    assert apart["host"]["checkpoint, pinned"] == 128 * GIB
+    slept = planned(capsys, "sampler.sleep=offload", "sync.dir=/shared")["host"]
+    assert "the sleeping engine's weights" in slept.keys() - plan["host"].keys()
+    assert "sync, in shared memory" in plan["host"].keys() - slept.keys()
+
+
+def test_the_host_s_memory_is_told_beside_what_the_machine_has() -> None:
+    config, machine = load(Path(DAPO)), named("1x8xH100")
+    made = plan(config, read_card(str(config.model.folder)), machine)
+    line = next(line for line in describe(config, made).splitlines() if line.startswith("host "))
+    assert "(checkpoint, pinned 128.0, " in line
+    assert line.endswith("how much that one has is not known")
+    assert "this one has 503" in describe(config, replace(made, machine=replace(machine, host_gib=503.4)))
 
 
 def test_what_is_split_shrinks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,13 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.config.schema import Format
+from megatron_rl.config.schema import Cache, Format
 from megatron_rl.sampler.fleet import replica as module
 from megatron_rl.sampler.fleet.answers import Answer, read_answers
 from megatron_rl.sampler.fleet.replica import NoAnswer, Replica, ReplicaGone, RequestRefused, Swap
@@ -95,6 +96,46 @@ def test_nobody_asks_a_dead_process_twice():
     assert with_server([(HANG_UP, None), (200, ANSWER)], use) == 1
 
 
+@pytest.mark.fault("a server works off its queue, then answers nobody any more", "waited for; then it is gone")
+def test_a_deadline_does_not_count_the_server_s_queue():
+    """It answers one request at a time; on the loop's clock each takes two thirds of the limit."""
+    limit_s, passed_s = 600.0, 0.0
+
+    async def main() -> None:
+        nonlocal passed_s
+        asyncio.get_running_loop().time = lambda: time.monotonic() + passed_s
+        turn = asyncio.Semaphore()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal passed_s
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            await reader.readexactly(int(head.lower().partition("content-length: ")[2].partition("\r\n")[0]))
+            await turn.acquire()
+            passed_s += limit_s * 2 / 3
+            body = json.dumps(ANSWER).encode()
+            writer.write(b"HTTP/1.1 200 x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            writer.close()
+
+        async def ask() -> None:
+            await replica.generate((1, 2), 7, PARAMS)
+            turn.release()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            replica = Replica("a", Format.int8, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "k", limit_s)
+            try:
+                await asyncio.gather(*(ask() for _ in range(5)))
+                await turn.acquire()
+                last = asyncio.ensure_future(ask())
+                await asyncio.sleep(0.01)
+                passed_s += limit_s
+                with pytest.raises(NoAnswer, match=r"a finished no answer for 600 s"):
+                    await last
+            finally:
+                await replica.close()
+
+    asyncio.run(main())
+
+
 def test_loading_weights_is_asked_for_once():
     """It may have happened before the connection ended."""
 
@@ -104,6 +145,27 @@ def test_loading_weights_is_asked_for_once():
         return asked
 
     assert with_server([(HANG_UP, None), (503, {}), (503, {})], use) == ["/collective_rpc"] * 2
+
+
+STATE = {"policy_version": 3, "torn": False, "load_s": 0.1}
+
+
+@pytest.mark.fault("a server does not reset its prefix cache after an update", "it is taken out")
+@pytest.mark.parametrize("cache", list(Cache))
+def test_prefixes_of_the_old_weights_are_not_answered_from(cache):
+    """With `keep`, answers that are being written hold on to theirs."""
+
+    async def use(replica: Replica, asked: list[str]) -> str:
+        try:
+            await replica.finish_update(Swap(cache=cache))
+        except ReplicaGone as error:
+            return str(error)
+        return ""
+
+    loaded = [(200, {"results": [None]}), (200, {"results": [STATE]})]
+    said = with_server([*loaded, (200, {"success": False}), (200, {})], use)
+    assert said == "" if cache == Cache.keep else "prefix cache" in said
+    assert with_server([*loaded, (200, {"success": True}), (200, {})], use) == ""
 
 
 @pytest.mark.parametrize("load", [0, 2])
