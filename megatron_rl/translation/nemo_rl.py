@@ -50,7 +50,8 @@ def nemo_rl(mapping: Mapping[str, Any]) -> Translation:
         reject=rules,
         rebaseline=False,
         renormalize=renormalize,
-        non_finite=NonFinite.drop if weight is NO_WEIGHT else NonFinite.zero,
+        # a row's error that is NaN is above any threshold
+        non_finite=NonFinite.zero if threshold is None else NonFinite.reject,
     )
     return Translation(config, keys.notes)
 
