@@ -30,7 +30,7 @@ def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:
     if correction.weight.normalize:
         yield "correction.weight.normalize"
     for place, rule in enumerate(correction.reject):
-        if rule.stat == Stat.staleness:
+        if rule.stat == Stat.staleness:  # which looks at no logprob
             continue
         if rule.budget is not None:
             yield f"correction.reject[{place}].budget"

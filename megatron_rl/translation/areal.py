@@ -54,7 +54,7 @@ def areal(mapping: Mapping[str, Any]) -> Translation:
         raise keys.error("prox_logp_method", "ours computes the proximal logprobs, it does not interpolate them")
     by_itself = method == "reuse_train_logp" and not sapo
     if by_itself:
-        keys.notes.append(f"prox_logp_method {method}: AReaL makes one update per batch; goes with learner.n_minibatches: 1")
+        keys.notes.append(f"{method}: AReaL makes one update per batch with it; goes with learner.n_minibatches: 1")
     threshold = keys.positive("m2_threshold")
     if threshold is not None and not decoupled:
         raise keys.error("m2_threshold", NEEDS_DECOUPLED)

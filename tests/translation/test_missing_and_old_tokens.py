@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from loss_cases import inputs_of
-from torch import Tensor
-from translation_oracle import ADVANTAGES, data, rho, slime_mis
+from translation_oracle import slime_mis
 
-from megatron_rl.config.schema import Anchor, KlOn, Level, LossConfig, NonFinite
-from megatron_rl.loss.policy_loss import policy_loss
+from megatron_rl.config.schema import Anchor, Level, NonFinite
 from megatron_rl.rollout_correction import rollout_correction, without_stale
 from megatron_rl.translation.translate import TranslationError, translate
 from megatron_rl.types import Prompt, Rollout, Scored, collate
@@ -25,29 +22,6 @@ PARTIAL = {"partial_rollout": True, OLD: True}
 PROX_BT, MASK_BT = torch.full((3, 3), -1.0), torch.ones(3, 3, dtype=torch.bool)
 # a row without one logprob, one whose sampler calls its token impossible, a whole one
 FAULTY_BT = torch.tensor([[-1.4, NAN, -1.2], [-1.1, -1.1, -math.inf], [-1.0, -1.3, -1.1]])
-
-
-def test_the_cookbook_counts_the_kl_of_rejected_tokens() -> None:
-    """With the cap below the band it rejects by a mask that its KL does not look at."""
-    mapping = {"tis": {"cap": 1.2, "icepop_threshold": 1.5}, "kl_beta": 0.1}
-    config, notes = translate("fireworks", mapping)
-    assert any("loss.kl_on: counted" in note for note in notes)
-    assert not any("loss.kl_on" in note for note in translate("fireworks", {"tis": {"icepop_threshold": 1.5}}).notes)
-    loss_config = LossConfig(name="reinforce", kl_coef=0.1, kl_on=KlOn.counted)  # type: ignore[arg-type]
-    prox_BT, mu_BT, mask_BT = data(3, spread=0.4)
-    found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
-    inputs = inputs_of(prox_BT, prox_BT, mu_BT, found, ADVANTAGES.double())
-    reference_BT = mu_BT - 0.3
-    loss, _ = policy_loss(replace_reference(inputs, reference_BT), loss_config)
-    inside_BT = (rho(prox_BT, mu_BT) >= 1 / 1.5) & (rho(prox_BT, mu_BT) <= 1.5)
-    weight_BT = rho(prox_BT, mu_BT).clamp(max=1.2) * inside_BT
-    kl_BT = (reference_BT - prox_BT).exp() - 1 - (reference_BT - prox_BT)
-    expected = ((-ADVANTAGES[:, None] * prox_BT * weight_BT + 0.1 * kl_BT) * mask_BT).sum() / mask_BT.sum()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-
-
-def replace_reference(inputs: Any, reference_BT: Tensor) -> Any:
-    return type(inputs)(**{**vars(inputs), "ref_logprobs_BT": reference_BT})
 
 
 @pytest.mark.parametrize("beside", [{}, {"rejection_sampling": {"upper": 2.0}}])
@@ -95,7 +69,6 @@ def test_areal_reuses_the_logprobs_of_its_update() -> None:
         ("skyrl", {"trainer.algorithm.policy_loss_type": "repo_r"}, "policy_loss_type is 'repo_r': expected one of"),
         ("slime", {OLD: True, "partial_rollout": False}, f"{OLD} is True: slime ignores it without partial_rollout"),
         ("prime_rl", {"trainer": {"optim": {"lr": 1e-6}}}, "kl_tau: it is not given and 0.001 by default.*set it to 0"),
-        ("prime_rl", {"trainer.loss.dppo_mask_low": 0.1}, "kl_tau: it is not given and 0.001 by default"),
         ("prime_rl", {"loss": {"kl_tau": 1e-4}}, "kl_tau is 0.0001: .*; set it to 0"),
         ("prime_rl", {"kl_tau": 0, "adv_tau": 0.5}, "adv_tau is 0.5"),
         ("prime_rl", {"kl_tau": 0, "type": "ipo", "ipo_threshold": 0.1}, "type is 'ipo': "),
@@ -111,17 +84,10 @@ def test_refused(framework: str, mapping: dict[str, Any], words: str) -> None:
         translate(framework, mapping)
 
 
-def test_prime_rl_s_bounds_are_said() -> None:
-    (note,) = translate("prime_rl", {"kl_tau": 0.0, "dppo_mask_low": 0.1, "teacher_tau": 0.0}).notes
-    assert "loss.name: dppo" in note
-    assert "loss.clip_low: 0.1, loss.clip_high: 0.2, loss.reduction: token_mean" in note
-
-
 def answer(sample: int, versions: list[int]) -> Scored:
     tokens = len(versions)
-    mu = [-0.1 * (sample + 1)] * tokens
-    rollout = Rollout(Prompt(0, (1,), "", {}), 0, sample, [1] * tokens, mu, [1] * tokens, "stop", versions[0])
-    return Scored(Rollout(**{**vars(rollout), "versions": versions}), float(sample))
+    given = ([1] * tokens, [-0.1 * (sample + 1)] * tokens, [1] * tokens, "stop", versions[0])
+    return Scored(Rollout(Prompt(0, (1,), "", {}), 0, sample, *given, versions=versions), float(sample))
 
 
 def test_slime_s_partial_rollouts_train_on_what_the_last_call_has_written() -> None:

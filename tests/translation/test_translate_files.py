@@ -190,10 +190,11 @@ def test_underscores_in_a_file_stay_two_bounds(tmp_path: Path) -> None:
 
 def test_a_file_of_toml(tmp_path: Path) -> None:
     source = tmp_path / "rl.toml"
-    source.write_text('[trainer.loss]\ntype = "default"\nkl_tau = 0.0\ndppo_mask_high = 0.3\n')
+    source.write_text('[trainer.loss]\ntype = "default"\nkl_tau = 0.0\nteacher_tau = 0.0\ndppo_mask_high = 0.3\n')
     printed = translate_file("prime-rl", source)
     assert yaml.safe_load(printed)["correction"]["anchor"] == "sampler"
-    assert "loss.clip_high: 0.3" in printed
+    assert "goes with loss.name: dppo" in printed
+    assert "loss.clip_low: 0.2, loss.clip_high: 0.3, loss.reduction: token_mean" in printed
     source.write_text("[trainer.loss]\nkl_tau: 0\n")
     with pytest.raises(TranslationError, match="not valid TOML"):
         translate_file("prime-rl", source)

@@ -40,7 +40,7 @@ def verl_band(x: Tensor, m: Tensor, low: float, high: float) -> Tensor:
 
 
 def prime_dppo(x: Tensor, pi: Tensor, a: Tensor, m: Tensor) -> Tensor:
-    gap = pi.exp() - (pi - x).exp()
+    gap = pi.clamp(max=0.0).exp() - (pi - x).exp()
     return -a * x.exp() * ~torch.where(a > 0, gap > 0.2, gap < -0.2)
 
 
