@@ -45,7 +45,9 @@ def test_areal_s_kl_of_a_row_says_what_it_divides_by() -> None:
 @pytest.mark.parametrize("corrects", [True, False])
 def test_nemo_rl_s_row_error_that_is_no_number_is_too_large(corrects: bool) -> None:
     mapping = {"grpo.seq_logprob_error_threshold": 1.4, "loss_fn.use_importance_sampling_correction": corrects}
-    found = rollout_correction(PROX_BT, FAULTY_BT, MASK_BT, translate("nemo_rl", mapping).config)
+    config, notes = translate("nemo_rl", mapping)
+    assert not any("without a sampler logprob" in note for note in notes)
+    found = rollout_correction(PROX_BT, FAULTY_BT, MASK_BT, config)
     whole = [[False] * 3, [False] * 3, [True] * 3]
     assert found.mask_BT.tolist() == found.denominator_mask_BT.tolist() == whole
 
