@@ -41,7 +41,7 @@ from megatron_rl.learner.routing import router_flips
 from megatron_rl.learner.saver import Saver
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
-from megatron_rl.rollout_correction import Correction, completed, correct
+from megatron_rl.rollout_correction import Correction, completed, correct, without_stale
 from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs import checkpoints
@@ -146,6 +146,8 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
     recorder, step = driver.recorder, at.step + 1
     with recorder.phase("rollout"):
         batch, drawn = heard(learner, lambda: driver.collect(step))
+        batch, stale = without_stale(batch, config.correction, at.step)
+        drawn |= stale
     with recorder.phase("prox"):
         anchor_BT = anchor_logprobs(learner, batch, config)
         reference_BT = reference_logprobs(learner, batch, config.loss.kl_coef)

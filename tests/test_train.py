@@ -1,5 +1,6 @@
 """The loop's frame: what is closed, in which order, when a step fails."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from megatron_rl.config.schema import Config, EvalSection, RunSection, SyncSecti
 from megatron_rl.driver import Driver
 from megatron_rl.rollout_correction import correct
 from megatron_rl.runs.progress import reached
+from megatron_rl.types import Prompt, Rollout, Scored, collate
 
 ROOT = Path(__file__).parent.parent
 
@@ -98,6 +100,36 @@ def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
     driver: Any = SimpleNamespace(_config=config, _scored=[], _scorer=scorer, _ordinals=(0, 1), recorder=recorder)
     Driver.record(driver, 10, correction, advantages_B)
     assert (written["prox_logprobs_BT"] is None) == (preset == "bypass")
+
+
+def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
+    """The learner's version is that of the step before."""
+    rule = "correction.reject=[{level: token, stat: staleness, high: 1}]"
+    config = load(ROOT / "recipes" / "quickstart.yaml", [rule])
+    prompt, ones = Prompt(0, (1,), "", {}), [1, 1, 1]
+    versions = ([4, 5, 6], [6, 6, 6])
+    rollouts = [
+        Rollout(prompt, 0, at, ones, [-0.5] * 3, ones, "stop", each[0], versions=each)
+        for at, each in enumerate(versions)
+    ]
+    batch = collate([Scored(one, float(one.sample)) for one in rollouts])
+    trained: list[Any] = []
+    recorder = SimpleNamespace(phase=lambda _: nullcontext())
+    driver: Any = SimpleNamespace(
+        recorder=recorder, collect=lambda _: (batch, {}), check_time=lambda: None, record=lambda *_: None, position=0
+    )
+    learner: Any = SimpleNamespace(
+        broadcast=lambda value: value,
+        logprobs=lambda _: batch.sampler_logprobs_BT,
+        update=lambda targets: trained.append(targets) or {},
+        take_own_pass=lambda: None,
+    )
+    at = train.advance(train.Standing(step=6), config, driver, learner)
+    (targets,) = trained
+    young = [[False, True, True], [True, True, True]]
+    assert targets.mask_BT.tolist() == targets.denominator_mask_BT.tolist() == young
+    assert at.line is not None
+    assert at.line["rollout_corr/stale_masked_fraction"] == pytest.approx(1 / 6)
 
 
 def test_a_metric_that_reaches_its_value_ends_the_run() -> None:

@@ -14,6 +14,7 @@ from megatron_rl.config.schema import (
     Level,
     LossConfig,
     Reduction,
+    Stat,
 )
 from megatron_rl.loss.table import losses
 
@@ -56,7 +57,7 @@ def corrects(correction: CorrectionConfig, loss: LossConfig) -> bool:
     """Whether anything in the objective depends on how far the learner is from the sampler."""
     if correction.anchor == Anchor.sampler and loss.name in WITH_RATIO:
         return True
-    return correction.weight.level != Level.none or bool(correction.reject)
+    return correction.weight.level != Level.none or any(rule.stat != Stat.staleness for rule in correction.reject)
 
 
 def check_loss(config: LossConfig, path: str = "loss") -> list[str]:

@@ -18,7 +18,7 @@ from megatron_rl.config.schema import (
 )
 
 # what a statistic is never below
-FLOOR = {Stat.ratio: 0.0, Stat.k2: 0.0, Stat.k3: 0.0, Stat.m2: 0.0, Stat.abs: 1.0}
+FLOOR = {Stat.ratio: 0.0, Stat.k2: 0.0, Stat.k3: 0.0, Stat.m2: 0.0, Stat.abs: 1.0, Stat.staleness: 0.0}
 
 
 class Findings(list[str]):
@@ -79,6 +79,10 @@ def _check_rule(found: Findings, rule: RejectRule, path: str) -> None:
         found.add(f"{path}.reduce", None, f"a sequence rule needs one of {', '.join(Reduce)}")
     if rule.level == Level.token and rule.reduce is not None:
         found.add(f"{path}.reduce", rule.reduce, "a token rule reduces nothing; leave it out, or use level: sequence")
+    if rule.stat == Stat.staleness:
+        for key in ("when", "budget"):
+            if getattr(rule, key) is not None:
+                found.add(f"{path}.{key}", getattr(rule, key), "staleness is judged first, by bounds; leave it out")
     if rule.budget is None:
         if rule.low is None and rule.high is None:
             found.add(path, f"{as_written(rule.stat)} without bounds", "give low, high or budget")
@@ -100,7 +104,8 @@ def _check_bounds(found: Findings, rule: RejectRule, path: str) -> None:
     way_out = f"{rule.stat} is never below {floor:g}; bounds are on the stat itself"
     if rule.low is not None and rule.low < floor:
         found.add(f"{path}.low", rule.low, way_out)
-    if rule.high is not None and rule.high <= floor:
+    # a continuous statistic is at its floor nowhere, staleness wherever the sampler is up to date
+    if rule.high is not None and (rule.high < floor or (rule.high == floor and rule.stat != Stat.staleness)):
         found.add(f"{path}.high", rule.high, way_out)
 
 

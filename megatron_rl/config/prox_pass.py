@@ -15,6 +15,7 @@ from megatron_rl.config.schema import (
     LossConfig,
     RolloutSection,
     RolloutSource,
+    Stat,
 )
 from megatron_rl.loss.table import LOSSES
 
@@ -29,6 +30,8 @@ def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:
     if correction.weight.normalize:
         yield "correction.weight.normalize"
     for place, rule in enumerate(correction.reject):
+        if rule.stat == Stat.staleness:  # which looks at no logprob
+            continue
         if rule.budget is not None:
             yield f"correction.reject[{place}].budget"
         elif correction.renormalize or (correction.rebaseline and rule.when is None):

@@ -40,6 +40,7 @@ from megatron_rl.config.schema import (
     RunSection,
     SamplerSection,
     Sleep,
+    Stat,
     SyncSection,
     Transport,
 )
@@ -194,6 +195,13 @@ def ahead(
             "on each token's weight), geo_mask_tis (answers that have drifted leave too), adaptive (a cap by the "
             "effective sample size) or bypass (the sampler as the anchor of the loss)"
         )
+    for place, rule in enumerate(correction.reject):
+        finished = rollout.in_flight is InFlight.finish
+        if rule.stat == Stat.staleness and rule.high is not None and rule.high < rollout.ahead and finished:
+            yield (
+                f"correction.reject[{place}].high: {rule.high:g} with {key} rejects all answers, which are that many "
+                "updates old; raise it, or use rollout.in_flight=continue"
+            )
     if sync.every > rollout.ahead + 1:
         yield (
             f"sync.every: {sync.every} with {key}: the sampler waits for a policy that is sent later than the batch is "

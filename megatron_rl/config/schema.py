@@ -374,6 +374,7 @@ class Stat(StrEnum):
     k3 = "k3"
     m2 = "m2"
     abs = "abs"
+    staleness = "staleness"  # updates between the policy that wrote the token and the learner's
 
 
 class Reduce(StrEnum):

@@ -9,6 +9,7 @@ from megatron_rl.rollout_correction.correction import (
     keep_rows,
     rollout_correction,
 )
+from megatron_rl.rollout_correction.staleness import without_stale
 
 __all__ = [
     "Correction",
@@ -20,4 +21,5 @@ __all__ = [
     "correct",
     "keep_rows",
     "rollout_correction",
+    "without_stale",
 ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import CorrectionConfig, Level, WeightConfig
+from megatron_rl.config.schema import CorrectionConfig, Level, Stat, WeightConfig
 from megatron_rl.rollout_correction.metrics import PREFIX, MismatchSums, WeightSums
 from megatron_rl.rollout_correction.ratio import LogRatio, as_float, log_ratio, row_chunks
 from megatron_rl.rollout_correction.rules import budget_cutoff, judged_BT, stat_of, violations
@@ -46,7 +46,7 @@ class BatchWork:
         self.mismatch = MismatchSums(len(mask_BT), mask_BT.device)
         self.applied = WeightSums()
         self.cap = config.weight.high
-        rules = [rule for rule in config.reject if rule.when is None]
+        rules = [rule for rule in config.reject if rule.when is None and rule.stat != Stat.staleness]
         self.bounded_rules = [rule for rule in rules if rule.budget is None]
         self.budget_rules = [rule for rule in rules if rule.budget is not None]
         self.needs_all_rows = bool(self.budget_rules) or config.weight.target_ess is not None

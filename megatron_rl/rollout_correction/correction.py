@@ -63,6 +63,7 @@ def correct(
 
     Correction first, so that rejected answers can leave their group's baseline; then the advantages; then the rules
     that look at them. An answer without a score is in neither the mask nor the baseline, whatever the correction says.
+    Tokens that are too old have left the batch's mask before (`without_stale`).
     Without an anchor the loss completes the correction, and `completed` says afterwards what it did.
     """
     prox_BT = None if config.anchor == Anchor.sampler else anchor_logprobs_BT

@@ -29,6 +29,8 @@ def token_stat(stat: Stat, d_BT: Tensor) -> Tensor:
         return d_BT.square()
     if stat == Stat.abs:
         return bounded_exp(d_BT.abs())
+    if stat == Stat.staleness:
+        return d_BT  # `staleness.py` hands ages over in place of differences
     raise ValueError(f"unknown stat {stat!r}: one of {', '.join(Stat)}")
 
 

@@ -154,6 +154,7 @@ _TABLE: list[Metric] = [
         ("rollout_is_ratio_fraction_low", "mean", "", "fraction below weight.low (1/high where none is set)"),
         ("rollout_rs_masked_fraction", "mean", "", "1 - kept tokens / tokens before the rules"),
         ("rollout_rs_seq_masked_fraction", "mean", "", "fraction of sequences that lost a token to the rules"),
+        ("stale_masked_fraction", "mean", "", "fraction of tokens rejected for their staleness, before other rules"),
         ("rho_mean", "mean", "", "mean of the raw ratio; 1 in expectation where the engines sample what they report"),
         ("rho_std", "mean", "", "its standard deviation"),
         ("rho_min", "min", "", "the smallest raw ratio"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
-from megatron_rl.rollout_correction import correct
+from megatron_rl.rollout_correction import correct, without_stale
 from megatron_rl.runs.console import table
 from megatron_rl.runs.rollout_file import Recorded, load_recorded, recorded_steps
 from megatron_rl.runs.run_data import readable
@@ -70,8 +70,9 @@ def replay(
 
 def _metrics(recorded: Recorded, config: CorrectionConfig, advantage: AdvantageConfig) -> dict[str, float]:
     assert recorded.prox_logprobs_BT is not None
-    correction, _ = correct(recorded.prox_logprobs_BT, recorded.batch, config, advantage)
-    return {name.split("/", 1)[1]: value for name, value in correction.metrics.items()}
+    batch, stale = without_stale(recorded.batch, config, recorded.version)
+    correction, _ = correct(recorded.prox_logprobs_BT, batch, config, advantage)
+    return {name.split("/", 1)[1]: value for name, value in (stale | correction.metrics).items()}
 
 
 def describe(replayed: Mapping[str, Mapping[str, float]]) -> str:

@@ -127,6 +127,7 @@ class Recorded:
     scored: list[Scored]
     batch: Batch
     prox_logprobs_BT: torch.Tensor | None  # None where the step made none
+    version: int  # the learner's before the step
 
 
 def load_recorded(path: Path) -> Recorded:
@@ -138,7 +139,9 @@ def load_recorded(path: Path) -> Recorded:
     scored = [_scored(row, {name: lists[name][at] for name in _ANSWER}) for at, row in enumerate(rows)]
     prox = [row for row in lists["prox_logprobs"] if row is not None]
     missing = len(prox) < len(rows)
-    return Recorded(scored, collate(scored), None if missing else padded([(row,) for row in prox], torch.float32))
+    batch, step = collate(scored), STEP.fullmatch(path.name)
+    version = int(step[1]) - 1 if step else int(batch.token_versions_BT.max())
+    return Recorded(scored, batch, None if missing else padded([(row,) for row in prox], torch.float32), version)
 
 
 def arrays(table: pa.Table, name: str) -> list[Any]:

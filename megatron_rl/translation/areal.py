@@ -21,7 +21,15 @@ from megatron_rl.translation.keys import Keys, Translation, in_section
 from megatron_rl.translation.shared import BYPASS, NO_WEIGHT, gspo_tokens
 
 SECTION = ("level", "action", "metric", "agg", "upper", "lower")
-BESIDE = ("use_decoupled_loss", "recompute_logprob", "m2_threshold", "prox_logp_method", "importance_sampling_level")
+BESIDE = (
+    "use_decoupled_loss",
+    "recompute_logprob",
+    "m2_threshold",
+    "prox_logp_method",
+    "importance_sampling_level",
+    "use_sapo_loss",
+)
+METHODS = ("recompute", "metrics", "reuse_train_logp", "loglinear")
 CAP_NOW = "now rejection_sampling: {action: mask, or clamp for truncate, metric: ratio, upper: the cap}"
 REMOVED = dict.fromkeys(("behav_imp_weight_cap", "behave_imp_weight_cap", "behave_imp_weight_mode"), CAP_NOW)
 NEEDS_DECOUPLED = "AReaL ignores it without use_decoupled_loss; set that, or leave this out"
@@ -38,12 +46,19 @@ def areal(mapping: Mapping[str, Any]) -> Translation:
         raise keys.error("use_decoupled_loss", "AReaL ignores rejection_sampling without it; set it, or leave that out")
     if rejects and not keys.given("use_decoupled_loss"):
         keys.notes.append("use_decoupled_loss is not given and taken as true; without it AReaL corrects nothing")
-    if keys.choice("prox_logp_method", "recompute", "recompute", "metrics", "loglinear") == "loglinear" and decoupled:
+    sapo = keys.flag("use_sapo_loss", False)
+    if sapo and decoupled:
+        raise keys.error("use_sapo_loss", "AReaL refuses it with use_decoupled_loss; leave one of them out")
+    method = keys.choice("prox_logp_method", "recompute", *METHODS)
+    if method == "loglinear" and decoupled:
         raise keys.error("prox_logp_method", "ours computes the proximal logprobs, it does not interpolate them")
+    by_itself = method == "reuse_train_logp" and not sapo
+    if by_itself:
+        keys.notes.append(f"{method}: AReaL makes one update per batch with it; goes with learner.n_minibatches: 1")
     threshold = keys.positive("m2_threshold")
     if threshold is not None and not decoupled:
         raise keys.error("m2_threshold", NEEDS_DECOUPLED)
-    if not decoupled and not keys.flag("recompute_logprob", False):
+    if not decoupled and not by_itself and not keys.flag("recompute_logprob", False):
         return Translation(BYPASS, keys.notes)
 
     weight, rules, non_finite = _rejection(keys) if rejects else (NO_WEIGHT, [], NonFinite.one)
@@ -60,6 +75,7 @@ def areal(mapping: Mapping[str, Any]) -> Translation:
                 keys.notes.append(f"{gspo_tokens('AReaL', 'those inside the band')} by m2_threshold")
         rules = [RejectRule(level=Level.token, stat=Stat.m2, budget=threshold)]
         renormalize = True
+        non_finite = NonFinite.drop  # a second moment that is NaN is the largest of all
         keys.notes.append("m2_threshold: AReaL solves it in each micro-batch, ours in the batch: the same with one")
     config = CorrectionConfig(
         weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, non_finite=non_finite
@@ -91,8 +107,10 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
         reduce = Reduce.min if reduce == Reduce.max else reduce
         rule = RejectRule(level=level, stat=Stat.k1, reduce=reduce, low=-upper, high=None if lower is None else -lower)
     # a KL that is NaN is out of bounds; a ratio that is NaN counts as 1
-    non_finite = NonFinite.zero if level == Level.token else NonFinite.reject
-    return WeightConfig(level=Level.token, high=None), [rule], non_finite
+    if level == Level.token:
+        return WeightConfig(level=Level.token, high=None), [rule], NonFinite.zero
+    keys.notes.append("a row that lacks a sampler logprob leaves the denominators here, not AReaL's")
+    return WeightConfig(level=Level.token, high=None), [rule], NonFinite.reject
 
 
 def _by_ratio(

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Aggregate, CorrectionConfig, Level, Outside, RejectRule, Stat, WeightConfig
 from megatron_rl.translation.keys import Translation, TranslationError, flatten, in_section
-from megatron_rl.translation.shared import BYPASS, gspo_tokens
+from megatron_rl.translation.shared import BYPASS, gspo_tokens, keeps_kl
 
 KEYS = ("cap", "level", "icepop_threshold")
 FORMER = {"tis_cap": "cap", "tis_level": "level"}  # in `is_correction`, beside the clips of the loss
@@ -45,7 +45,7 @@ def fireworks(mapping: Mapping[str, Any]) -> Translation:
     else:
         weight = WeightConfig(level=Level.token, high=cap)
         rules.append(RejectRule(level=Level.token, stat=Stat.ratio, low=1.0 / band, high=band))
-        keys.notes.append(gspo_tokens("the cookbook"))
+        keys.notes += [keeps_kl("the cookbook"), gspo_tokens("the cookbook")]
     return Translation(CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=False), keys.notes)
 
 

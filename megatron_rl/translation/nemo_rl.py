@@ -50,7 +50,8 @@ def nemo_rl(mapping: Mapping[str, Any]) -> Translation:
         reject=rules,
         rebaseline=False,
         renormalize=renormalize,
-        non_finite=NonFinite.drop if weight is NO_WEIGHT else NonFinite.zero,
+        # a row's error that is NaN is above any threshold
+        non_finite=NonFinite.zero if threshold is None else NonFinite.reject,
     )
     return Translation(config, keys.notes)
 
@@ -73,7 +74,8 @@ def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
         raise keys.error(LOW, f"{KIND} {kind} needs it")
     faulty = "the row" if per_sequence else "it"
     floor = f", in NeMo-RL {faulty} has {LOW}" if kind == "tis" and low else f", {faulty} in NeMo-RL" * per_sequence
-    keys.notes.append(f"a token without a sampler logprob has weight 0{floor}")
+    if not keys.given(ERROR_KEY):  # which rejects the row
+        keys.notes.append(f"a token without a sampler logprob has weight 0{floor}")
     level = Level.sequence if per_sequence else Level.token
     if kind == "seq-mask-tis":
         if per_sequence:

@@ -30,6 +30,7 @@ BESIDE = tuple(
 BY_SAMPLER = ("rollout_is", "dppo")
 BY_COVARIANCE = ("clip_cov", "kl_cov")
 WITHOUT_CORRECTION = ("importance_sampling", "cross_entropy")
+BY_OLD_POLICY = ("regular", "dual_clip", "gspo", "cispo", "sapo")
 
 
 def skyrl(mapping: Mapping[str, Any]) -> Translation:
@@ -38,7 +39,7 @@ def skyrl(mapping: Mapping[str, Any]) -> Translation:
         keys.notes.append(f"there is no {ALGORITHM}.off_policy_correction, so SkyRL corrects nothing")
     weight = _weight(keys)
     rules = _sequence_rules(keys) + _token_rules(keys, weight)
-    loss = keys.text("policy_loss_type")
+    loss = keys.choice("policy_loss_type", None, *BY_OLD_POLICY, *BY_SAMPLER, *BY_COVARIANCE, *WITHOUT_CORRECTION)
     if loss in WITHOUT_CORRECTION and (rules or weight.level != Level.none):
         raise keys.error("policy_loss_type", "this loss of SkyRL ignores off_policy_correction; leave one of them out")
     if loss in BY_COVARIANCE and (weight.level != Level.none or keys.given("sequence_mask_metric")):

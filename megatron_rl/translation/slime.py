@@ -29,7 +29,8 @@ FLAGS = (
     "get_mismatch_metrics",
     "custom_config_path",
 )
-OTHER_FLAGS = ("use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss", "advantage_estimator")
+PARTIAL, MASK_OLD = "partial_rollout", "mask_offpolicy_in_partial_rollout"
+OTHER_FLAGS = ("use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss", "advantage_estimator", PARTIAL, MASK_OLD)
 MIS = (
     "use_rs",
     "tis_level",
@@ -74,9 +75,25 @@ def slime(mapping: Mapping[str, Any]) -> Translation:
                 "under use_rollout_logprobs"
             )
         keys.notes.append(keeps_kl("slime", "what use_opsm, not what use_rs, rejects"))
+    if keys.flag(MASK_OLD, False):
+        rules.insert(0, _fresh(keys))
     anchor = Anchor.sampler if by_sampler else Anchor.prox
     config = CorrectionConfig(anchor=anchor, weight=weight, reject=rules, rebaseline=False, renormalize=False)
     return Translation(config, keys.notes)
+
+
+def _fresh(keys: Keys) -> RejectRule:
+    """What was written before the call that finished the batch is not trained on."""
+    if not keys.flag(PARTIAL, True):
+        raise keys.error(MASK_OLD, f"slime ignores it without {PARTIAL}; set that, or leave this out")
+    if not keys.given(PARTIAL):
+        keys.notes.append(f"{PARTIAL} is not given and taken as true; without it slime masks nothing here")
+    keys.notes.append(
+        f"{MASK_OLD}: the call that completes a batch has the learner's weights in slime's train.py, and those of one "
+        "update before in train_async.py: raise the rule's high to 1 for that"
+    )
+    keys.notes.append("a row that is masked as a whole still counts in slime's mean over rows, not in ours")
+    return RejectRule(level=Level.token, stat=Stat.staleness, high=0.0)
 
 
 def _correction(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -20,13 +21,14 @@ import yaml
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.load import PRESET_SECTIONS
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
-from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite
+from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite, Stat
 from megatron_rl.config.shape import misfits
 from megatron_rl.translation.areal import areal
 from megatron_rl.translation.fireworks import fireworks
 from megatron_rl.translation.keys import LEFT_OUT, Translation, TranslationError
 from megatron_rl.translation.nemo_rl import nemo_rl
 from megatron_rl.translation.openrlhf import openrlhf
+from megatron_rl.translation.prime_rl import prime_rl
 from megatron_rl.translation.skyrl import skyrl
 from megatron_rl.translation.slime import slime
 from megatron_rl.translation.trl import trl
@@ -43,6 +45,7 @@ FRAMEWORKS: dict[str, Callable[[Mapping[str, Any]], Translation]] = {
     "slime": slime,
     "openrlhf": openrlhf,
     "fireworks": fireworks,
+    "prime_rl": prime_rl,
 }
 
 
@@ -76,7 +79,8 @@ def translate(framework: str, mapping: Mapping[str, Any]) -> TranslatedConfig:
         raise TranslationError(f"{framework}: expected keys and values, got {type(mapping).__name__}")
     found = FRAMEWORKS[name](mapping)
     config = found.config
-    if config.anchor == Anchor.prox and config.weight.level == Level.none and not config.reject:
+    rules = [rule for rule in config.reject if rule.stat != Stat.staleness]
+    if config.anchor == Anchor.prox and config.weight.level == Level.none and not rules:
         # who corrects nothing trains tokens without a sampler logprob like all others
         config = replace(config, non_finite=NonFinite.one)
     problems = check_correction(config)
@@ -87,15 +91,16 @@ def translate(framework: str, mapping: Mapping[str, Any]) -> TranslatedConfig:
 
 
 def translate_file(framework: str, path: str | Path) -> str:
-    """The YAML text of a file of native keys (`-`: standard input), notes as comments."""
+    """The YAML text of a file of native keys, YAML or TOML (`-`: YAML on standard input), notes as comments."""
     try:
         text = sys.stdin.read() if str(path) == "-" else Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise TranslationError(f"{path}: not readable as text: {error}") from None
+    form, read = ("TOML", tomllib.loads) if Path(path).suffix == ".toml" else ("YAML", read_yaml)
     try:
-        mapping = read_yaml(text)
+        mapping = read(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise TranslationError(f"{path}: not valid YAML ({error})") from None
+        raise TranslationError(f"{path}: not valid {form} ({error})") from None
     found = translate(framework, {} if mapping is None else mapping)
     if mapping and _is_ours(mapping) and found == translate(framework, {}):
         raise TranslationError(

@@ -291,6 +291,9 @@ def test_bad_overrides(recipe: Path, override: str, said: str) -> None:
         load(recipe, [override])
 
 
+FRESH_ONLY = "correction.reject=[{level: token, stat: staleness, high: 0}]"
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -300,6 +303,8 @@ def test_bad_overrides(recipe: Path, override: str, said: str) -> None:
         (["sampler.sleep=offload"], r"sampler\.sleep: offload with rollout\.ahead: 1"),
         (["rollout.in_flight=continue", "sync.transport=nccl"], r"in_flight: continue with sync\.transport=nccl"),
         (["rollout.ahead=65"], r"rollout\.ahead"),
+        ([FRESH_ONLY], r"reject\[0\]\.high: 0 with rollout\.ahead: 1 rejects all answers"),
+        (["correction=none", FRESH_ONLY, "rollout.in_flight=continue"], "nothing here corrects"),
         (["rollout.in_flight_cache=keep"], r"in_flight_cache: keep with rollout\.in_flight=finish"),
         (["rollout.in_flight=contine"], r"rollout\.in_flight.*(finish|continue)"),
     ],
@@ -311,6 +316,7 @@ def test_what_does_not_go_with_rollouts_ahead(recipe: Path, overrides: list[str]
 
 def test_what_does_go_with_rollouts_ahead(recipe: Path) -> None:
     load(recipe, ["rollout.ahead=1", "correction=bypass"])
+    load(recipe, ["rollout.ahead=1", "rollout.in_flight=continue", FRESH_ONLY])
     load(
         recipe, ["rollout.ahead=2", "sync.every=3", "eval.every=9", "rollout.in_flight=continue", "rollout.stale=drop"]
     )

@@ -79,6 +79,9 @@ def rule(**keys: object) -> CorrectionConfig:
         (rule(stat="abs", low=None, high=1.0), "correction.reject[1].high is 1.0"),
         (rule(stat="abs", low=None, high=None, budget=0.5), "correction.reject[1].budget is 0.5"),
         (rule(low=None, high=None, budget=float("nan")), "correction.reject[1].budget is nan"),
+        (rule(stat="staleness", low=None, high=-1), "correction.reject[1].high is -1"),
+        (rule(stat="staleness", low=None, when="negative_advantage"), "correction.reject[1].when is negative"),
+        (rule(stat="staleness", low=None, high=None, budget=1.0), "correction.reject[1].budget is 1.0"),
         (CorrectionConfig(anchor="old"), "correction.anchor is old"),  # type: ignore[arg-type]
         (CorrectionConfig(non_finite="ignore"), "correction.non_finite is ignore"),  # type: ignore[arg-type]
     ],

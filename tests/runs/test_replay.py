@@ -42,6 +42,17 @@ def test_a_recorded_batch_is_the_batch_of_the_step(run):
     assert found["kl"] == pytest.approx(direct.metrics["rollout_corr/kl"])
 
 
+def test_a_rule_on_staleness_judges_by_the_version_that_the_step_began_with(run):
+    step, path = recorded_steps(RunDir(run).rollouts)[1]
+    recorded = load_recorded(path)
+    oldest = step - 1 - int(recorded.batch.token_versions_BT[recorded.batch.mask_BT].min())
+    rules = {high: [RejectRule(Level.token, Stat.staleness, high=high)] for high in (oldest, oldest - 1)}
+    corrections = {str(high): CorrectionConfig(reject=rule) for high, rule in rules.items()}
+    found = replay([recorded], corrections, AdvantageConfig())
+    assert found[str(oldest)]["stale_masked_fraction"] == 0
+    assert found[str(oldest - 1)]["stale_masked_fraction"] > 0
+
+
 def test_the_trade_between_bias_and_variance_shows(run):
     batches = [load_recorded(path) for _, path in recorded_steps(RunDir(run).rollouts)]
     weights = {"none": WeightConfig(level=Level.none), "tis": WeightConfig(high=1.2), "raw": WeightConfig(high=None)}

@@ -162,6 +162,7 @@ def test_over_which_tokens_gspo_averages(framework: str, gspo: dict[str, Any], o
         ("skyrl", {"sequence_mask_metric": "geometric"}, {"tis_ratio_type": "token"}),
         ("trl", {"off_policy_mask_threshold": 0.1}, {"vllm_importance_sampling_mode": "token_mask"}),
         ("slime", {"use_opsm": True}, slime_mis(tis_upper_bound=2.0, use_rs=True)),
+        ("fireworks", {"tis": {"cap": 1.2, "icepop_threshold": 2.0}}, {"tis": {"icepop_threshold": 2.0}}),
         ("openrlhf", {"is_correction_type": "seq-mask-tis"}, {"is_correction_type": "icepop"}),
         (
             "nemo_rl",

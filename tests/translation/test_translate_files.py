@@ -141,6 +141,10 @@ REST: dict[str, dict[str, Any]] = {
         "anchor_logp": "old_policy",
         "trainer": {"training_shape_id": "x"},
     },
+    "prime_rl": {
+        "orchestrator": {"algo": {"type": "grpo"}, "train": {"source": [{"name": "a", "algo": {"type": "max_rl"}}]}},
+        "trainer": {"loss": {"kl_tau": 0, "dppo_mask_high": 0.1}, "optim": {"type": "adamw", "lr": 1e-6}},
+    },
 }
 
 
@@ -148,7 +152,7 @@ REST: dict[str, dict[str, Any]] = {
 def test_a_whole_file_says_what_it_did_not_look_at(framework: str, tmp_path: Path) -> None:
     """The correction is found, the notes list the rest, and nothing in it is taken for a mistyped setting."""
     config, notes = translate(framework, REST[framework])
-    assert config.weight.level == "token"
+    assert config.weight.level == ("none" if framework == "prime_rl" else "token")
     assert notes[-1].startswith("left out, as not about correction: ")
     assert sum("left out" in note for note in notes) == 1
     source = tmp_path / "theirs.yaml"
@@ -161,7 +165,7 @@ def test_a_whole_file_says_what_it_did_not_look_at(framework: str, tmp_path: Pat
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_files(framework: str, tmp_path: Path) -> None:
     """What is printed is valid YAML, holds the whole correction, and passes the checks."""
-    mapping = next(mapping for name, _, mapping, _ in CASES if name == framework)
+    mapping = next(mapping for name, mapping in ALL if name == framework)
     source = tmp_path / "theirs.yaml"
     source.write_text(yaml.safe_dump(mapping))
     printed = yaml.safe_load(translate_file(framework, source))["correction"]
@@ -182,6 +186,18 @@ def test_underscores_in_a_file_stay_two_bounds(tmp_path: Path) -> None:
     source.write_text("sequence_mask_metric: geometric\noutlier_token_is_threshold_low: 1e-4\n")
     rules = yaml.safe_load(translate_file("skyrl", source))["correction"]["reject"]
     assert rules[1] == {"level": "sequence", "stat": "ratio", "reduce": "min", "low": 1e-4}
+
+
+def test_a_file_of_toml(tmp_path: Path) -> None:
+    source = tmp_path / "rl.toml"
+    source.write_text('[trainer.loss]\ntype = "default"\nkl_tau = 0.0\nteacher_tau = 0.0\ndppo_mask_high = 0.3\n')
+    printed = translate_file("prime-rl", source)
+    assert yaml.safe_load(printed)["correction"]["anchor"] == "sampler"
+    assert "goes with loss.name: dppo" in printed
+    assert "loss.clip_low: 0.2, loss.clip_high: 0.3, loss.reduction: token_mean" in printed
+    source.write_text("[trainer.loss]\nkl_tau: 0\n")
+    with pytest.raises(TranslationError, match="not valid TOML"):
+        translate_file("prime-rl", source)
 
 
 def test_an_empty_or_broken_file(tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ def verl_band(x: Tensor, m: Tensor, low: float, high: float) -> Tensor:
     return band(row_mean(-x, m).exp(), low, high)
 
 
+def prime_dppo(x: Tensor, pi: Tensor, a: Tensor, m: Tensor) -> Tensor:
+    gap = pi.clamp(max=0.0).exp() - (pi - x).exp()
+    return -a * x.exp() * ~torch.where(a > 0, gap > 0.2, gap < -0.2)
+
+
 # a token's loss from x = pi - mu, pi, advantages and mask; every loss is divided by all response tokens
 TWO_POLICIES: list[tuple[str, dict[str, Any], str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]]] = [
     ("verl", {"bypass_mode": True}, "ppo", lambda x, pi, a, m: surrogate(x, a)),
@@ -100,5 +105,11 @@ TWO_POLICIES: list[tuple[str, dict[str, Any], str, Callable[[Tensor, Tensor, Ten
         },
         "cispo",
         lambda x, pi, a, m: -a * pi * x.exp().clamp(0.8, 1.2) * (row_max(x, m).exp() <= 1.6),
+    ),
+    (
+        "prime_rl",
+        {"trainer.loss": {"type": "default", "kl_tau": 0.0, "adv_tau": 1.0, "dppo_mask_low": 0.2}},
+        "dppo",
+        prime_dppo,
     ),
 ]

@@ -1,0 +1,90 @@
+"""Rules on staleness: they judge the ages of tokens, come first, and what they reject counts nowhere.
+
+Shape legend: B sequences, T response positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl.config.prox_pass import of_the_whole_batch
+from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, Estimator, RejectRule, Stat, WeightConfig
+from megatron_rl.rollout_correction import correct, without_stale
+from megatron_rl.types import Batch
+
+# the learner's version is 5: a row that two updates came into, a fresh one, an old one, one with a hole and padding
+VERSIONS_BT = torch.tensor([[3, 3, 4, 5], [5, 5, 5, 5], [3, 3, 3, 3], [4, 4, 6, 0]])
+MASK_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0]]).bool()
+MASKED = "rollout_corr/stale_masked_fraction"
+
+
+def batch_of(seed: int = 0) -> Batch:
+    mu_BT = -torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))
+    return Batch(
+        tokens_BS=torch.zeros(4, 5, dtype=torch.int64),
+        prompt_lengths_B=torch.ones(4, dtype=torch.int64),
+        response_lengths_B=torch.tensor([4, 4, 4, 3]),
+        mask_BT=MASK_BT,
+        sampler_logprobs_BT=mu_BT,
+        rewards_B=torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        groups_B=torch.zeros(4, dtype=torch.int64),
+        versions_B=VERSIONS_BT[:, 0],
+        versions_BT=VERSIONS_BT,
+    )
+
+
+def stale(level: str = "token", reduce: str | None = None, **bounds: float) -> CorrectionConfig:
+    return CorrectionConfig(reject=[RejectRule(level=level, stat="staleness", reduce=reduce, **bounds)])
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (stale(high=0), [[0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 1, 0]]),
+        (stale(high=1), [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]]),
+        (stale(high=2), MASK_BT.tolist()),
+        (stale("sequence", "max", high=1), [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]]),
+        (stale("sequence", "mean", high=1.25), [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 0]]),
+        (CorrectionConfig(), MASK_BT.tolist()),
+    ],
+)
+def test_which_tokens_are_too_old(config: CorrectionConfig, kept: list[list[int]]) -> None:
+    batch, metrics = without_stale(batch_of(), config, version=5)
+    assert torch.equal(batch.mask_BT, torch.tensor(kept).bool())
+    share = 1 - float(batch.mask_BT.sum() / MASK_BT.sum())
+    assert metrics == ({MASKED: pytest.approx(share)} if config.reject else {})
+
+
+def test_an_age_for_each_row_where_no_update_came_between_tokens() -> None:
+    batch, _ = without_stale(replace(batch_of(), versions_BT=None), stale(high=1), version=5)
+    assert batch.mask_BT.any(dim=1).tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_a_stale_token_is_in_no_row_s_statistic_and_no_denominator(renormalize: bool) -> None:
+    """As if the engine had never written it: the answer of the same batch with a shorter mask."""
+    others = [RejectRule(stat="ratio", reduce="mean", low=0.9, high=1.1), RejectRule(stat="k2", reduce="max", high=0.1)]
+    weight = WeightConfig(level="sequence", high=5.0, normalize=True)
+    plain = CorrectionConfig(weight=weight, reject=others, renormalize=renormalize)
+    ruled = replace(plain, reject=[*stale(high=0).reject, *others])
+    advantage = AdvantageConfig(Estimator.dr_grpo)
+    for seed in range(8):
+        whole = batch_of(seed)
+        noise_BT = 0.15 * torch.randn(4, 4, generator=torch.Generator().manual_seed(seed + 50))
+        prox_BT = whole.sampler_logprobs_BT + noise_BT
+        young, _ = without_stale(whole, ruled, version=5)
+        found, advantages_B = correct(prox_BT, young, ruled, advantage)
+        same, same_B = correct(prox_BT, replace(whole, mask_BT=MASK_BT & (VERSIONS_BT >= 5)), plain, advantage)
+        assert torch.equal(found.weights_BT, same.weights_BT)
+        assert torch.equal(found.denominator_mask_BT, same.denominator_mask_BT)
+        assert torch.equal(advantages_B, same_B)
+        assert found.metrics == same.metrics
+        assert not found.denominator_mask_BT[2].any(), "a row that is old as a whole"
+
+
+def test_an_age_is_known_before_the_learner_has_scored_anything() -> None:
+    assert not list(of_the_whole_batch(stale(high=0)))
+    assert list(of_the_whole_batch(CorrectionConfig(reject=[RejectRule(stat=Stat.k1, reduce="mean", high=0.1)])))
