@@ -200,8 +200,13 @@ def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
         "reward/no_answer": count[Verdict.no_answer],
         "reward/timeouts": count[Verdict.timeout],
         "reward/errors": sum(one.error is not None for one in scored),
-        **{f"reward/{name}": fmean(values) for name, values in sorted(details.items())[:MOST_DETAILS]},
+        **{f"reward/{name}": fmean(details[name]) for name in sorted(details, key=_parts_first)[:MOST_DETAILS]},
     }
+
+
+def _parts_first(name: str) -> tuple[bool, str]:
+    """Of those that the recipe names, each has its mean; names of a reward's own may be any number."""
+    return not name.startswith("part/"), name
 
 
 def grouped(scored: Sequence[Scored]) -> list[Group]:

@@ -59,6 +59,8 @@ def test_the_warm_start_learns_and_leaves_a_model(warm_start: Path) -> None:
     assert lines[-1]["loss/total"] < 0.9 * lines[1]["loss/total"]
     model = warm_start / "runs" / "toy_sft" / "model"
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {path.name for path in model.iterdir()}
+    files = [path for path in model.parent.rglob("*") if path.is_file() and path.name != "owner.lock"]
+    assert {path.stat().st_mode for path in files} == {(model.parent / "config.yaml").stat().st_mode}
 
 
 @pytest.mark.engine

@@ -148,12 +148,18 @@ def _leaf(value: object, kind: Any, schema: type, full: str) -> Iterator[str]:
     if not fits:
         yield f"{full} is {as_written(value)}: {_way_out(value, kind)}"
         return
+    if get_origin(kind) is list and isinstance(value, list):  # OmegaConf takes any container as an element
+        for index, element in enumerate(value):
+            if isinstance(element, (Mapping, list)):
+                yield f"{full}[{index}] is {as_written(element)}: {_way_out(element, *get_args(kind))}"
+                return
     try:
         OmegaConf.merge(defaults(schema), {full.rpartition(".")[2]: value})
-    except OmegaConfBaseException as error:
-        element = str(error.full_key or "").removeprefix(full.rpartition(".")[2])  # of a list or a mapping
+    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list for a mapping, or the other way round
+        where = str(getattr(error, "full_key", None) or "")
+        element = where.removeprefix(full.rpartition(".")[2])  # of a list or a mapping
         if element:
-            yield f"{full}{element}: {str(error.msg or error).splitlines()[0]}"
+            yield f"{full}{element}: {str(getattr(error, 'msg', None) or error).splitlines()[0]}"
         else:
             yield f"{full} is {as_written(value)}: {_way_out(value, kind)}"
 

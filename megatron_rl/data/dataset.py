@@ -182,10 +182,11 @@ class Source(Sequence[Prompt]):
         row, layout = split(row, self._layout)
         where = f"row {index} of {self._path}"
         answer = _there("data.answer_key", row, layout.answer, where)
-        if answer is None or isinstance(answer, (list, dict)):
+        if answer is None or isinstance(answer, (bool, list, dict)):  # a model writes true, Python True
             kind = "null" if answer is None else type(answer).__name__
             raise ConfigError(
-                f"data.answer_key: {layout.answer!r} of {where} is {kind}, expected text or a number; remove the row"
+                f"data.answer_key: {layout.answer!r} of {where} is {kind}, expected text or a number; "
+                "write it as text, or remove the row"
             )
         return str(answer)
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.config.schema import OnNonFinite
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import state
+from megatron_rl.models.tensors import write_tensors
 from megatron_rl.models.torch_dist_writer import write_blocks, write_index
 from megatron_rl.types import Batch, Targets
 
@@ -114,7 +114,7 @@ class NonFiniteUpdates:
         parts = {f"{OF_BATCH}{name}": value for name, value in vars(targets.batch).items()} | vars(targets)
         # clones: the file refuses tensors that share memory
         tensors = {name: value.detach().cpu().clone() for name, value in parts.items() if isinstance(value, Tensor)}
-        save_file(tensors | self._random, path, metadata={"about": json.dumps(about)})
+        write_tensors(tensors | self._random, path, metadata={"about": json.dumps(about)})
 
     def _write_policy(self, folder: Path) -> str | None:
         """Every rank its part of the weights; why one of them could not."""

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.distributed import exchange
 from megatron_rl.files import remove
 from megatron_rl.learner import state
+from megatron_rl.models.tensors import write_tensors
 from megatron_rl.models.torch_dist import Reader
 from megatron_rl.models.torch_dist_writer import Block, write_blocks, write_index
 from megatron_rl.processes.pace import Pace
@@ -244,10 +244,10 @@ def _write(
     policy = partial / POLICY / f"rank_{rank}.distcp"
     written = write_blocks(policy, blocks, pace)
     paths = [policy, partial / RANKS / f"rank_{rank}.safetensors"]
-    save_file(own, paths[1], metadata=text)
+    write_tensors(own, paths[1], metadata=text)
     if shared is not None:
         paths.append(partial / SYNC)
-        save_file(shared, paths[2])
+        write_tensors(shared, paths[2])
     return {
         "written": written,
         "files": {str(path.relative_to(partial)): list(checkpoints.digest(path, pace)) for path in paths},

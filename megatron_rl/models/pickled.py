@@ -8,9 +8,14 @@ hashed, so that a small file cannot ask for endless work, nor for more memory th
 from __future__ import annotations
 
 import pickletools
+import struct
+import zipfile
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
+
+LARGEST_HEAD = 1 << 16
+DAMAGED = (zipfile.BadZipFile, LookupError, NotImplementedError, OverflowError, RuntimeError, EOFError, struct.error)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,18 @@ def read_pickle(content: bytes, names: Container[str]) -> Any:
     if machine.below or len(machine.stack) != 1:
         raise ValueError("it is damaged")
     return machine.stack[0]
+
+
+def read_saved_head(archive: zipfile.ZipFile, names: Container[str]) -> Any:
+    """What torch.save has pickled into its zip archive; ValueError, LookupError where it is packed or damaged."""
+    members = [info for info in archive.infolist() if info.filename.partition("/")[2] == "data.pkl"]
+    if len(members) != 1 or not is_plain(members[0], LARGEST_HEAD):
+        raise ValueError("its head is packed, too large, or not there once")
+    return read_pickle(archive.read(members[0]), names)
+
+
+def is_plain(member: zipfile.ZipInfo, most: int) -> bool:
+    return member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size <= most
 
 
 class _Machine:

@@ -14,10 +14,9 @@ from typing import Any, BinaryIO
 import torch
 
 from megatron_rl.models import memory
-from megatron_rl.models.pickled import Made, read_pickle
+from megatron_rl.models.pickled import DAMAGED, Made, is_plain, read_saved_head
 from megatron_rl.models.tensors import DTYPES, torch_dtype
 
-LARGEST_HEAD = 1 << 16
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "Untyped")
 _NAMES = {*_REBUILD, "collections.OrderedDict", *(f"torch.{kind}Storage" for kind in _STORAGES)} | {
@@ -25,7 +24,6 @@ _NAMES = {*_REBUILD, "collections.OrderedDict", *(f"torch.{kind}Storage" for kin
     *(f"torch.{dtype}" for dtype in DTYPES),
 }
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: the lengths of its name and of what follows it
-_DAMAGED = (zipfile.BadZipFile, LookupError, NotImplementedError, OverflowError, RuntimeError, EOFError, struct.error)
 
 
 def read_saved(path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int, ...]) -> torch.Tensor:
@@ -35,12 +33,9 @@ def read_saved(path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int,
         try:
             with zipfile.ZipFile(window) as archive:
                 members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-                head = members["data.pkl"]
-                if not _plain(head, LARGEST_HEAD):
-                    raise ValueError("its head is packed, or too large")
-                storage, start, shape, stride = _layout(read_pickle(archive.read(head), _NAMES))
+                storage, start, shape, stride = _layout(read_saved_head(archive, _NAMES))
                 data = members[f"data/{storage}"]
-            if not _plain(data, nbytes) or shape != size:
+            if not is_plain(data, nbytes) or shape != size:
                 raise ValueError(f"it holds another tensor than one of {list(size)}")
             window.seek(data.header_offset)
             window.seek(sum(_LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))), io.SEEK_CUR)
@@ -48,12 +43,8 @@ def read_saved(path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int,
             if window.readinto(values.numpy()) != data.file_size:
                 raise ValueError("it is cut off")
             return torch.as_strided(values.view(torch_dtype(dtype)), size, stride, start)
-        except _DAMAGED as error:
+        except DAMAGED as error:
             raise ValueError(f"it is damaged ({type(error).__name__})") from None
-
-
-def _plain(member: zipfile.ZipInfo, most: int) -> bool:
-    return member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size <= most
 
 
 def _layout(head: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:

@@ -1,9 +1,10 @@
-"""A named tensor without its content: name, dtype, shape, bytes. Torch-free, as is the one table of dtypes."""
+"""Named tensors: name, dtype, shape, bytes, and how they are written. Torch-free, as is the one table of dtypes."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,3 +51,13 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     return getattr(torch, name)
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file that whoever may read its neighbours may read: the library makes it for its owner alone."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode & 0o777)

@@ -22,7 +22,7 @@ from megatron_rl.models.tensors import DTYPES
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PARITY = "parity.json"  # of the folder that it lies in, and of no copy: what was proven of it
-BACKEND_FILE, INDEX_FILE = "metadata.json", ".metadata"  # of a torch_dist checkpoint
+BACKEND_FILE, INDEX_FILE, COMMON_FILE = "metadata.json", ".metadata", "common.pt"  # of a torch_dist checkpoint
 LARGEST_HEADER = 32 << 20  # some 200,000 tensors
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -40,11 +40,20 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
-    def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """One message; raises TimeoutError past the deadline (the channel is then of no further use)."""
+    def receive(self, timeout_s: float | None = None, largest: int | None = None) -> dict[str, Any]:
+        """One message; raises TimeoutError past the deadline, msgspec.DecodeError where it is none.
+
+        The channel is then of no further use. `largest`: bytes that are waited for, whatever the other side announces.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
-        return msgspec.msgpack.decode(self._read(length, deadline))
+        if largest is not None and length > largest:
+            raise msgspec.DecodeError(f"a message of {length} bytes, expected at most {largest}")
+        content = self._read(length, deadline)
+        try:
+            return msgspec.msgpack.decode(content)
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise msgspec.DecodeError(str(error)) from None
 
     def close(self) -> None:
         self._socket.close()

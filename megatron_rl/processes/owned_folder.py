@@ -61,11 +61,30 @@ def claim(folder: Path) -> FileIO:
         lock = hold(folder)
         if lock is None:
             raise BlockingIOError(errno.EWOULDBLOCK, "somebody else holds its lock", str(folder))
-        os.write(lock.fileno(), f"{_boot_id()} {gethostname()} {os.getpid()}\n".encode())
+        sign(lock)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return lock
+
+
+def sign(lock: FileIO) -> None:
+    """The holder's name, in place of the one before it."""
+    lock.seek(0)
+    lock.truncate()
+    os.write(lock.fileno(), f"{_boot_id()} {gethostname()} {os.getpid()}\n".encode())
+
+
+def holder(folder: Path) -> tuple[int, str] | None:
+    """Process and host of whoever has signed the lock; None where nobody has, or it may not be read."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with FileIO(lock) as file:
+        words = [*(file.read(1024) or b"").decode(errors="replace").split(), "", "", ""]
+    _, host, pid, *_ = words
+    return (int(pid), host) if pid.isdecimal() and len(pid) < 12 else None
 
 
 def current() -> Path | None:

@@ -40,7 +40,7 @@ def load(name: str) -> Reward:
     sys.path += [place for place in places() if place not in sys.path]
     try:
         found = getattr(_file(where) if where.endswith(".py") else importlib.import_module(where), function)
-    except (Exception, SystemExit) as error:  # a module of the user's: importing it can raise anything
+    except BaseException as error:  # a module of the user's: importing it can raise anything
         raise LookupError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from None
     if not callable(found):
         raise LookupError(f"{name!r} is {type(found).__name__}, not a function")

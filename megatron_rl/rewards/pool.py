@@ -35,6 +35,7 @@ START_TIMEOUT_S = 60.0
 # Tasks are handed to a worker ahead of their turn, but never more than the channel holds: neither side can block.
 IN_FLIGHT = 64
 CHANNEL_BYTES = 32 << 10
+LARGEST_REPLY = 1 << 20
 WATCHED = 32  # answers that the breaker looks at ...
 TOO_LATE = 30  # ... and so many late ones among them end the run
 
@@ -55,6 +56,18 @@ class Score:
 
 
 DIED = Score(0.0, Verdict.error, "the reward worker died")
+GARBLED = Score(0.0, Verdict.error, "the reward worker's channel held something else than a score")
+
+
+class _Reply(msgspec.Struct):
+    """A reward runs in the worker, and may write what it likes into its channel."""
+
+    id: int
+    verdict: Verdict
+    score: float = 0.0
+    error: str | None = None
+    details: dict[str, float] = {}
+    answer: str | None = None
 
 
 class RewardPool:
@@ -152,10 +165,10 @@ class _Worker:
         }
         try:
             self._channel.send(start, timeout_s=START_TIMEOUT_S)
-            reply = self._channel.receive(START_TIMEOUT_S)
+            reply = msgspec.convert(self._channel.receive(START_TIMEOUT_S, LARGEST_REPLY), dict[str, Any])
         except TimeoutError:
             reply = {"error": f"no start within {START_TIMEOUT_S:.0f} s"}
-        except ChannelClosed:
+        except (ChannelClosed, msgspec.DecodeError):
             reply = {"error": "the reward worker died at its start"}
         if "error" in reply:
             self.stop()
@@ -167,7 +180,7 @@ class _Worker:
         again = False  # the next task was a worker's last
         while len(scores) < len(tasks):
             found = self._score_some(self._window(tasks[len(scores) : len(scores) + IN_FLIGHT]))
-            first_time = found[-1] is DIED and not (again and len(found) == 1) and not self._closed
+            first_time = found[-1] in (DIED, GARBLED) and not (again and len(found) == 1) and not self._closed
             scores += found[:-1] if first_time else found
             again = first_time
         return scores
@@ -197,11 +210,11 @@ class _Worker:
             tasks = [{"id": number, "task": message} for number, message in enumerate(messages, first)]
             self._open_channel.send(*tasks, timeout_s=self._config.timeout_s)
             for number in range(first, first + len(messages)):
-                reply = self._open_channel.receive(self._config.timeout_s)
+                reply = msgspec.convert(self._open_channel.receive(self._config.timeout_s, LARGEST_REPLY), _Reply)
                 pulse.mark()
-                if reply.get("id") != number:
+                if reply.id != number:
                     return [*scores, self._replaced(Verdict.error, "the reward worker answered out of turn")]
-                scores.append(_score(reply))
+                scores.append(Score(reply.score, reply.verdict, reply.error, reply.details, reply.answer))
                 self._breaker.note(False)
         except TimeoutError:
             scores.append(
@@ -209,9 +222,9 @@ class _Worker:
             )
             if not self._closed:
                 self._breaker.note(True)
-        except (ChannelClosed, msgspec.DecodeError):
+        except (ChannelClosed, msgspec.DecodeError) as error:
             self.stop()
-            scores.append(DIED)
+            scores.append(DIED if isinstance(error, ChannelClosed) else GARBLED)
         return scores
 
     def _replaced(self, verdict: Verdict, reason: str) -> Score:
@@ -239,11 +252,6 @@ class _Worker:
             process.wait()
         if channel is not None:
             channel.close()
-
-
-def _score(reply: Mapping[str, Any]) -> Score:
-    verdict, details = Verdict(reply["verdict"]), reply.get("details", {})
-    return Score(reply.get("score", 0.0), verdict, reply.get("error"), details, reply.get("answer"))
 
 
 def _encoded(task: Task) -> bytes:

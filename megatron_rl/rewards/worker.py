@@ -60,18 +60,31 @@ def main(descriptor: int, parent: int) -> None:
 def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
     try:
         judged = rewards.judge(Task(**json.loads(content)))
-    except (Exception, SystemExit) as error:  # a reward is user code: whatever it raises is its result
-        text = f"{type(error).__name__}: {error}"[:MAX_ERROR]
-        return {"verdict": Verdict.error, "error": text.encode("utf-8", "replace").decode()}
+    except BaseException as error:  # a reward is user code: whatever it raises is its result
+        return {"verdict": Verdict.error, "error": _reason(error)}
     if judged.verdict == Verdict.timeout:
         return {"verdict": judged.verdict, "error": "the verifier stopped at its own time limit"}
-    said = {"verdict": judged.verdict, "score": judged.score, "details": judged.details}
+    details = {_sendable(name): number for name, number in judged.details.items()}
+    said = {"verdict": judged.verdict, "score": judged.score, "details": details}
     return said | ({} if judged.answer is None else {"answer": _short(judged.answer)})
 
 
+def _reason(error: BaseException) -> str:
+    try:
+        said = str(error)
+    except Exception:
+        said = "(its text cannot be made)"
+    return _sendable(f"{type(error).__name__}: {said}"[:MAX_ERROR])
+
+
+def _sendable(text: str) -> str:
+    """Half of a surrogate pair is no character that a channel takes."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _short(answer: str) -> str:
-    """Of a long one what tells it from others, in characters that any channel takes."""
-    text = answer.encode("utf-8", "replace")
+    """Of a long one what tells it from others."""
+    text = _sendable(answer).encode()
     return text.decode() if len(text) <= LONGEST_ANSWER else hashlib.blake2b(text, digest_size=16).hexdigest()
 
 

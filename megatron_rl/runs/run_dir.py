@@ -36,7 +36,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
-from megatron_rl.processes.owned_folder import LOCK, hold
+from megatron_rl.processes.owned_folder import LOCK, held, hold, holder, sign
 from megatron_rl.processes.pulse import FOLDER
 from megatron_rl.runs.checkpoints import Checkpoint, Look
 from megatron_rl.runs.metrics_file import read_metrics
@@ -184,7 +184,10 @@ def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpo
         except FileNotFoundError:
             continue  # another start has just moved it aside
         if lock is None:
-            raise _refused(path, "belongs to a run that goes on or is being started")
+            raise _refused(
+                path, f"belongs to a run that goes on or is being started ({_owner(path, read_status(path))})"
+            )
+        sign(lock)
         if not _used(path):
             return lock, None, moved
         torn: list[str] = []
@@ -237,15 +240,23 @@ def archive_name(path: Path) -> Path:
 def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> None:
     """Of a used directory. `locked`: as in `known_status`; whoever has its lock asks whether another one has."""
     if goes_on(path, locked):
-        status = known_status(path, locked)
-        who = f"process {status.get('pid')} on {status.get('host')}, last sign of life {status.get('heartbeat')}"
-        raise _refused(path, f"belongs to a run that goes on ({who})")
+        raise _refused(path, f"belongs to a run that goes on ({_owner(path, known_status(path, locked))})")
     if if_exists is IfExists.refuse and not _ended_before_its_first_step(path, locked):
         raise _refused(
             path,
             f"is used ({_describe(path, locked)})",
             f", or move the old one to {archive_name(path)}: run.if_exists=archive",
         )
+
+
+def _owner(path: Path, status: Mapping[str, Any]) -> str:
+    """Who holds the lock; the status may still be that of the attempt before, or have been copied with the folder."""
+    said = status.get("pid"), status.get("host")
+    pid, host = (holder(path) if held(path) else None) or said
+    words = f"process {pid} on {host}"
+    if host == platform.node() and not Path(f"/proc/{pid}").exists():
+        words = f"processes of {words}, which is gone itself"
+    return f"{words}, last sign of life {status.get('heartbeat')}" if (pid, host) == said else words
 
 
 def _refused(path: Path, why: str, more: str = "") -> RunDirectoryUsed:

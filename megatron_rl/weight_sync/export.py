@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from megatron_rl.distributed import exchange
 from megatron_rl.files import replacing
 from megatron_rl.models.hf_folder import INDEX, copy_companions
+from megatron_rl.models.tensors import write_tensors
 from megatron_rl.runs import checkpoints
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.weight_sync.source import ShardSource
@@ -101,7 +101,7 @@ def _write_weights(learner: LearnerWeights, folder: Path, rank: int) -> None:
 
 
 def _save(tensors: dict[str, torch.Tensor], folder: Path, rank: int, number: int) -> None:
-    save_file(tensors, folder / f"{rank:05d}-{number:05d}.safetensors", metadata={"format": "pt"})
+    write_tensors(tensors, folder / f"{rank:05d}-{number:05d}.safetensors", metadata={"format": "pt"})
 
 
 def _write_index(folder: Path) -> None:

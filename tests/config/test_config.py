@@ -9,7 +9,7 @@ from grid import is_grid
 from omegaconf import OmegaConf
 
 from megatron_rl.config import ConfigError, all_keys, from_mapping, load, to_yaml
-from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.removed import REMOVED
 from megatron_rl.config.schema import (
     Aggregate,
@@ -28,6 +28,7 @@ from megatron_rl.config.schema import (
     TrustRegion,
     When,
 )
+from megatron_rl.config.shape import key_of
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not is_grid(path))
@@ -112,6 +113,46 @@ def test_mistakes_name_the_key_and_the_way_out(recipe: Path, override: str, word
     with pytest.raises(ConfigError) as caught:
         load(recipe, [override])
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["{a: 1}", "{}", "[1, 2]", "[[1]]", "[{a: 1}]", "{a: [{b: 1}]}"])
+def test_a_mapping_for_a_list_or_a_list_for_a_mapping_names_the_key(tmp_path: Path, value: str) -> None:
+    """Whichever key it is: what is not named takes such a value."""
+    overrides = [f"{key}={value}" for key in all_keys()]
+    path = tmp_path / "mine.yaml"
+    path.write_text("{}")
+    with pytest.raises(ConfigError) as given:
+        load(path, overrides)
+    named = {key_of(line) for line in str(given.value).splitlines()}
+    assert len(named) > 100
+    for override in overrides:
+        key, _, _ = override.partition("=")
+        if key not in named:
+            said = _complaint(path, override)
+            assert not said or key in said
+    path.write_text(write_yaml(_nested(dict.fromkeys(all_keys(), read_yaml(value)))))
+    with pytest.raises(ConfigError) as written:
+        load(path)
+    assert str(written.value) == str(given.value)
+
+
+def _complaint(path: Path, override: str) -> str:
+    try:
+        load(path, [override])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _nested(flat: dict[str, object]) -> dict[str, object]:
+    nested: dict[str, object] = {}
+    for key, value in flat.items():
+        *sections, last = key.split(".")
+        inner: dict = nested
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+    return nested
 
 
 def test_a_missing_recipe_suggests_its_neighbour() -> None:

@@ -130,7 +130,7 @@ def load(path: Path, rows: list[dict], tokenizer: FolderTokenizer, **keys: str) 
 
 
 @pytest.mark.fault("an answer is null, or a list", "the row is named: it does not become the text 'None'")
-@pytest.mark.parametrize(("answer", "kind"), [(None, "null"), (["2"], "list"), ({"a": 2}, "dict")])
+@pytest.mark.parametrize(("answer", "kind"), [(None, "null"), (["2"], "list"), ({"a": 2}, "dict"), (True, "bool")])
 def test_answers_that_are_no_text(tmp_path: Path, tokenizer: FolderTokenizer, answer: object, kind: str) -> None:
     rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": answer}]
     with pytest.raises(ConfigError, match=rf"data\.answer_key: 'answer' of row 1 of .*rows.jsonl is {kind}"):

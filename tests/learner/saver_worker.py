@@ -48,6 +48,7 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
     save(2)
     read = read_by_megatron(learner, root / "step_2" / "policy")
+    read["modes"] = sorted({path.stat().st_mode for path in root.rglob("*") if path.is_file()})
     if not job["fills"]:
         return {"megatron": read, "disk": {}}
     filler, room = root / "filler", sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) // 2

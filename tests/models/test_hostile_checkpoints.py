@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
 import shutil
 import struct
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +131,26 @@ def laughs() -> bytes:
     return content + b"K\x01s."
 
 
+def zipped(head: bytes, packing: int = zipfile.ZIP_STORED, **others: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", packing) as archive:
+        for name, content in {"archive/data.pkl": head, **others}.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+COMMON = "policy/common.pt"
 BAD: dict[str, Callable[[Path], None]] = {
+    "common state that is an attack": written(COMMON, pickle.dumps(Attack())),
+    "packed common state that executes": written(COMMON, zipped(pickle.dumps(Attack(), 2))),
+    "common state twice": written(COMMON, zipped(pickle.dumps({}, 2), **{"b/data.pkl": pickle.dumps(Attack(), 2)})),
+    "common state that unpacks to gigabytes": written(COMMON, zipped(bytes(64 << 20), zipfile.ZIP_DEFLATED)),
+    "data beside common state that does": written(
+        COMMON, zipped(pickle.dumps({}, 2), zipfile.ZIP_DEFLATED, **{"archive/data/0": bytes(64 << 20)})
+    ),
+    "common state that names a file": written(COMMON, zipped(b"\x80\x02cbuiltins\nopen\nq\x00.")),
+    "common state of megabytes": written(COMMON, zipped(pickle.dumps(bytes(1 << 20), 2))),
+    "common state that is a link": linked(COMMON, "/etc/passwd"),
     "an index that executes": indexed(lambda one: replace(one, planner_data=Attack())),
     "an index that is an attack": written("policy/.metadata", pickle.dumps(Attack())),
     "an index of old opcodes that executes": written("policy/.metadata", b"cos\nsystem\n(S'touch executed'\ntR."),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import RewardSection
 from megatron_rl.rewards import pool as pools
 from megatron_rl.rewards.functions import resolve
+from megatron_rl.rewards.own import LONGEST_NAME, MOST_DETAILS
 from megatron_rl.rewards.pool import RewardPool, RewardsHang, Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
@@ -27,7 +29,11 @@ def number(value: float) -> Score:
 
 
 MODULE = """
-import os, time
+import os, stat, time
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
 
 def by_word(row, answer_key, response):
     print("what a reward prints is not an answer")
@@ -46,6 +52,21 @@ def by_word(row, answer_key, response):
         return "1.0"
     if response == "exit":
         raise SystemExit(3)
+    if response == "interrupt":
+        raise KeyboardInterrupt("x")
+    if response == "generator":
+        raise GeneratorExit("y")
+    if response == "mute":
+        raise Mute
+    if response == "names":
+        return {"score": 3.0, "half \\ud83d": 2.0, **{f"{each}{'n' * 100}": 1.0 for each in range(20_000)}}
+    if response.startswith("write "):
+        for descriptor in range(3, 64):
+            try:
+                if os.path.exists(f"/proc/self/fd/{descriptor}") and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, bytes.fromhex(response.removeprefix("write ")))
+            except OSError:
+                pass
     if response == "fork" and os.fork() == 0:
         return 1.0
     if response == "fork":
@@ -297,6 +318,43 @@ def test_what_is_no_score(odd: RewardPool) -> None:
     ):
         assert reason in str(score.error)
     assert [score.error for score in scores[3:]] == [None] * 4
+
+
+FORGED = [
+    b'{"score": 1.0}\n{"id": 1, "score": 1.0}\n',  # read as a length: 2 ** 61 bytes
+    struct.pack("<Q", 5) + b"\xa4abc\xff",
+    struct.pack("<Q", 100_000) + b"\x91" * 100_000,
+    struct.pack("<Q", 2) + b"\x91\x01",
+    struct.pack("<Q", 4) + b"\x81\xa2id" + b"\x01",
+]
+
+
+@pytest.mark.fault("a reward writes into every socket that it has", "its answer is an error; the others' scores stand")
+def test_what_a_reward_writes_into_its_channel(odd: RewardPool) -> None:
+    tasks = [({}, word) for forged in FORGED for word in (f"write {forged.hex()}", "5", "2", "5")]
+    scores = scored(odd, *tasks)
+    assert all(score.error for score in scores[::4])
+    assert scores[1::2] == [number(5.0)] * (2 * len(FORGED))
+    assert scores[2::4] == [number(2.0)] * len(FORGED)
+    assert "something else than a score" in str(scores[0].error)
+
+
+def test_whatever_a_reward_raises_is_its_reason(odd: RewardPool) -> None:
+    scores = scored(odd, *(({}, word) for word in ("interrupt", "generator", "mute", "2")))
+    assert [str(score.error)[:16] for score in scores] == [
+        "KeyboardInterrup",
+        "GeneratorExit: y",
+        "Mute: (its text ",
+        "None",
+    ]
+
+
+def test_own_numbers_are_bounded_and_their_names_are_text(odd: RewardPool) -> None:
+    (score,) = scored(odd, ({}, "names"))
+    assert (score.reward, score.error) == (3.0, None)
+    assert score.details["own/half ?"] == 2.0
+    assert len(score.details) == MOST_DETAILS
+    assert max(map(len, score.details)) <= len("own/") + LONGEST_NAME
 
 
 def test_closing_does_not_wait_for_the_tasks_that_are_left(odd: RewardPool) -> None:

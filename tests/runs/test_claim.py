@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -146,6 +147,18 @@ def test_a_run_that_was_killed_at_its_start(tmp_path: Path, holder: subprocess.P
     assert (tmp_path / "run.1" / "logs" / "attempt_1").is_dir()
 
 
+@pytest.mark.fault(
+    "a run is started while another start goes on with it", "the refusal names that one, not the last run"
+)
+def test_a_refusal_names_who_holds_the_directory(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    last = {"pid": 2899, "host": "node7", "heartbeat": "2026-01-01T01:30:40+00:00"}
+    mark_status(tmp_path / "run", "running", **last)  # as it was copied with the folder, or left by the attempt before
+    for attempt in (check_run_dir, claim):
+        with pytest.raises(RunDirectoryUsed, match=rf"process {holder.pid} on ") as refused:
+            attempt(tmp_path / "run", IfExists.resume)
+        assert not [word for word in ("2899", "node7", "01:30:40") if word in str(refused.value)]
+
+
 @pytest.mark.fault("the launcher is killed while a rank lives", "the directory stays the run's")
 def test_the_ranks_hold_the_lock_too(tmp_path: Path) -> None:
     run, _ = claim(tmp_path / "run")
@@ -153,6 +166,11 @@ def test_the_ranks_hold_the_lock_too(tmp_path: Path) -> None:
     rank = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[run.lock.fileno()])
     run.lock.close()
     with pytest.raises(RunDirectoryUsed, match="goes on"):
+        claim(tmp_path / "run", IfExists.archive)
+    (tmp_path / "run" / "owner.lock").write_text(
+        f"boot {platform.node()} 999999999\n"
+    )  # the process that took it is no more
+    with pytest.raises(RunDirectoryUsed, match=r"goes on \(processes of process 999999999 "):
         claim(tmp_path / "run", IfExists.archive)
     rank.communicate()
     assert "run.1" in claim(tmp_path / "run", IfExists.archive)[1]

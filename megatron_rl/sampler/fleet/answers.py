@@ -1,28 +1,64 @@
-"""The sequences that a server has sampled, as it sends them."""
+"""What a server has answered, held against what was asked; whatever else it sends is a ValueError."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from dataclasses import dataclass
+from itertools import chain
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
+import aiohttp
 import msgspec
 import numpy as np
 
 from megatron_rl.engine.kept import Kept, of_lists
 from megatron_rl.sampler.answering import by_token
+from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 MISSING_LOGPROB = -9999.0  # what the server writes for a logprob that is NaN, infinite or not there
+TOKEN_BYTES = 384  # more than any server writes for a token and its logprob ...
+CANDIDATE_BYTES = 128  # ... and for each candidate beside it
+LARGEST_ID = (1 << 31) - 1
+
+LONGEST_ERROR = 200  # characters: it may quote what was sent
+T = TypeVar("T")
+
+# the decoder holds every number against these: no other loop over the tokens is needed
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
+_LogprobValue = Annotated[float, msgspec.Meta(le=1e-3)]  # at most 0, and what rounding may add
+_Place = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
+
+
+class Health(msgspec.Struct):
+    engine: Annotated[str, msgspec.Meta(max_length=100)] = "answers"
+
+
+class Results(msgspec.Struct, Generic[T]):
+    """Of each worker of the engine."""
+
+    results: Annotated[list[T], msgspec.Meta(min_length=1)]
+
+
+class SyncState(msgspec.Struct):
+    """What a worker serves, as engine/receiver.py has it."""
+
+    policy_version: Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
+    torn: bool
+    verify_s: float
+    load_s: float
+    nbytes: int
+    build_s: float = 0.0
 
 
 class _Candidate(msgspec.Struct):
-    token_id: int
-    logprob: float
+    token_id: _TokenId
+    logprob: _LogprobValue
 
 
 class _Logprob(msgspec.Struct):
-    logprob: float
+    logprob: _LogprobValue
     top_logprobs: list[_Candidate] = []
 
 
@@ -31,15 +67,15 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
+    version: Annotated[str, msgspec.Meta(max_length=32)]
+    start: _Place
+    end: _Place
 
 
 class _Choice(msgspec.Struct):
     index: int
-    token_ids: list[int]
-    finish_reason: str | None = None
+    token_ids: list[_TokenId]
+    finish_reason: Literal["stop", "length", "abort"] | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
 
@@ -70,13 +106,47 @@ class Answer:
         return by_token(self.spans)
 
 
-def read_answers(content: bytes, candidates: int) -> list[Answer]:
-    """In the order of samples; ValueError where they are not whole."""
+async def read_body(response: aiohttp.ClientResponse, largest: int) -> bytes:
+    """As it was sent: what unpacking would make of it has no bound."""
+    packing = response.headers.get("content-encoding", "identity")
+    if packing != "identity":
+        raise ValueError(f"the answer is packed ({packing:.20}), which nobody asked for")
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > largest:
+            raise ValueError(f"the answer has more than the {largest} bytes that it can take")
+    return bytes(body)
+
+
+def read_json(content: bytes, kind: Any) -> Any:
     try:
-        generated = msgspec.json.decode(content, type=_Generated)
-    except msgspec.DecodeError as error:
-        raise ValueError(str(error)) from None
-    return [_answer(choice, candidates) for choice in sorted(generated.choices, key=lambda choice: choice.index)]
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)[:LONGEST_ERROR]) from None
+
+
+def largest_body(prompt_tokens: int, params: SamplingParams) -> int:
+    """Bytes that answers to one prompt can take."""
+    token = TOKEN_BYTES + CANDIDATE_BYTES * params.candidates
+    return (1 << 16) + 16 * prompt_tokens + token * params.samples * params.max_tokens
+
+
+def read_answers(content: bytes, params: SamplingParams, vocabulary: int) -> list[Answer]:
+    """In the order of samples; ValueError where they are not whole, or not what can have been sampled."""
+    generated: _Generated = read_json(content, _Generated)
+    choices = sorted(generated.choices, key=lambda choice: choice.index)
+    if [choice.index for choice in choices] != list(range(len(choices))):
+        raise ValueError("samples that are not numbered from 0 on")
+    most = max((len(choice.token_ids) for choice in choices), default=0)
+    if most > params.max_tokens:
+        raise ValueError(f"{most} tokens, {params.max_tokens} were asked for")
+    answers = [_answer(choice, params.candidates) for choice in choices]
+    for answer in answers:
+        highest = max(chain(answer.token_ids, answer.kept.ids if answer.kept else ()), default=0)
+        if highest >= vocabulary:
+            raise ValueError(f"token {highest} is beyond the vocabulary of {vocabulary} tokens")
+    return answers
 
 
 def _answer(choice: _Choice, candidates: int) -> Answer:
@@ -86,6 +156,8 @@ def _answer(choice: _Choice, candidates: int) -> Answer:
     logprobs = tuple(one.logprob if one.logprob > MISSING_LOGPROB else math.nan for one in content)
     kept = None
     if candidates:
+        if max((len(one.top_logprobs) for one in content), default=0) > candidates:
+            raise ValueError(f"more than the {candidates} candidates of a token that were asked for")
         found = ([(top.token_id, top.logprob) for top in one.top_logprobs] for one in content)
         kept = of_lists(choice.token_ids, found, MISSING_LOGPROB, candidates)
         logprobs = tuple(np.where(kept.unknown_T, math.nan, logprobs).tolist())
@@ -97,7 +169,8 @@ def _spans(choice: _Choice) -> tuple[tuple[int, int], ...]:
     if choice.weight_versions is None:
         return ((NO_VERSION, length),) if length else ()
     bounds = [0, *(span.end for span in choice.weight_versions)]
-    if [span.start for span in choice.weight_versions] != bounds[:-1] or bounds[-1] != length:
+    starts = [span.start for span in choice.weight_versions]
+    if starts != bounds[:-1] or bounds != sorted(bounds) or bounds[-1] != length:
         raise ValueError(f"policy versions that do not add up to {length} tokens")
     return tuple((_number(span.version), span.end - span.start) for span in choice.weight_versions)
 

@@ -18,7 +18,16 @@ import msgspec
 from megatron_rl.config.schema import Cache, Format, InFlight
 from megatron_rl.processes.process import turns_of
 from megatron_rl.processes.pulse import mark
-from megatron_rl.sampler.fleet.answers import Answer, read_answers
+from megatron_rl.sampler.fleet.answers import (
+    Answer,
+    Health,
+    Results,
+    SyncState,
+    largest_body,
+    read_answers,
+    read_body,
+    read_json,
+)
 from megatron_rl.sampler.fleet.server_process import ServerProcess
 from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.types import SamplingParams
@@ -28,6 +37,7 @@ from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 HEALTH_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 4.0  # of an idle connection: less than a server's own 5 s, or it could end under a request
 BUILT_POLL_S = 0.05  # between two looks at whether an update is verified
+LARGEST_BODY = 16 << 20  # of any answer but generated tokens
 
 
 class ReplicaGone(SamplerError):
@@ -48,11 +58,6 @@ class Look:
 
     alive: bool
     slow: str = ""  # why it does not answer at once
-
-
-class _Health(msgspec.Struct):
-    engine: str = "answers"
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class Replica:
     key: str
     timeout_s: float
     process: ServerProcess | None = None  # None: it was given by address
+    vocabulary: int = 1 << 31  # tokens that its model can sample
     version: int = NO_VERSION
     ready: bool = False  # answers, and holds the weights of `version`
     given_up: str | None = None  # why it will not come back
@@ -125,12 +131,13 @@ class Replica:
                 "detokenize": False,
             },
         }
-        content = await self.post("/inference/v1/generate", body, queued=True)
+        largest = largest_body(len(token_ids), params)
+        content = await self.post("/inference/v1/generate", body, queued=True, largest=largest)
         for limit in self._limits:
             if not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
         try:
-            answers = read_answers(content, params.candidates)
+            answers = read_answers(content, params, self.vocabulary)
         except ValueError as error:
             raise ReplicaGone(f"{self.name} answered with something else than tokens: {error}") from None
         if len(answers) != distinct:
@@ -142,7 +149,7 @@ class Replica:
         await self._guarded_call(method, arguments, again=True)
 
     async def _guarded_call(self, method: str, arguments: dict[str, Any], again: bool) -> None:
-        answers = await self._collective("guarded_call", [method, arguments], again)
+        answers = await self._collective("guarded_call", [method, arguments], tuple[str, str] | None, again)
         for kind, message in filter(None, answers):
             text = f"{self.name}: {message}"
             raise WeightSyncError(text) if kind == WeightSyncError.__name__ else SamplerError(f"{text} ({kind})")
@@ -166,7 +173,7 @@ class Replica:
         try:
             async with asyncio.timeout(self.timeout_s):
                 # a server writes an answer that is neither a list nor a mapping as text
-                while "True" in await self._collective("weight_update_building", []):
+                while "True" in await self._collective("weight_update_building", [], str):
                     await asyncio.sleep(BUILT_POLL_S)
         except TimeoutError:
             raise NoAnswer(f"{self.name} did not verify the update within {self.timeout_s:g} s") from None
@@ -188,14 +195,14 @@ class Replica:
         try:
             await self._guarded_call("finish_weight_update", {}, again=False)
         finally:
-            states: list[dict[str, Any]] = await self._collective("weight_sync_state", [])
-            versions = sorted({state["policy_version"] for state in states})
-            if len(versions) > 1 or any(state["torn"] for state in states):
+            states: list[SyncState] = await self._collective("weight_sync_state", [], SyncState)
+            versions = sorted({state.policy_version for state in states})
+            if len(versions) > 1 or any(state.torn for state in states):
                 self.take_out("the last weight update stopped half-way: its weights are of no version")
             else:
                 self.version = versions[0]
         await self._stamp(versions[0], swap)
-        return max(states, key=lambda state: state["load_s"])
+        return msgspec.structs.asdict(max(states, key=lambda state: state.load_s))
 
     async def resume(self) -> float:
         """Answers go on; returns how long they stood still. Harmless where they do already."""
@@ -216,9 +223,16 @@ class Replica:
             raise ReplicaGone(f"{self.name} did not reset its prefix cache: answers would begin on the old weights")
         await self.post("/update_weight_version", {"new_version": str(version)})
 
-    async def _collective(self, method: str, arguments: list[Any], again: bool = True) -> list[Any]:
+    async def _collective(self, method: str, arguments: list[Any], kind: Any, again: bool = True) -> list[Any]:
+        """Of every worker of the engine; `kind`: what one's answer has to be."""
         body = await self.post("/collective_rpc", {"method": method, "args": arguments}, again=again)
-        return msgspec.json.decode(body)["results"]
+        return self._read(body, Results[kind]).results
+
+    def _read(self, body: bytes, kind: Any) -> Any:
+        try:
+            return read_json(body or b"{}", kind)
+        except ValueError as error:
+            raise ReplicaGone(f"{self.name} answered with something else than was asked for: {error}") from None
 
     async def is_healthy(self) -> bool:
         return (await self.look()).alive
@@ -228,24 +242,35 @@ class Replica:
         turns = turns_of(self.process.pid) if self.process else 0
         try:
             body = await self.request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
-            health = msgspec.json.decode(body or b"{}", type=_Health)
+            health = self._read(body, Health)
         except NoAnswer as error:
             works = self.process is not None and turns_of(self.process.pid) > turns
             return Look(works, "it is busy" if works else str(error))
-        except (SamplerError, msgspec.DecodeError) as error:
+        except SamplerError as error:
             return Look(False, str(error))
         return Look(True, "" if health.engine == "answers" else f"its engine is {health.engine}")
 
     async def get(self, path: str) -> Any:
-        return msgspec.json.decode(await self.request("GET", path, timeout_s=self.timeout_s))
+        return self._read(await self.request("GET", path, timeout_s=self.timeout_s), Any)
 
-    async def post(self, path: str, body: Any = None, *, again: bool = True, queued: bool = False) -> bytes:
-        answer = await self.request("POST", path, body, timeout_s=self.timeout_s, again=again, queued=queued)
+    async def post(
+        self, path: str, body: Any = None, *, again: bool = True, queued: bool = False, largest: int = LARGEST_BODY
+    ) -> bytes:
+        given: dict[str, Any] = {"again": again, "queued": queued, "largest": largest}
+        answer = await self.request("POST", path, body, timeout_s=self.timeout_s, **given)
         mark()
         return answer
 
     async def request(
-        self, method: str, path: str, body: Any = None, *, timeout_s: float, again: bool = True, queued: bool = False
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float,
+        again: bool = True,
+        queued: bool = False,
+        largest: int = LARGEST_BODY,
     ) -> bytes:
         """The response's body. Whatever says that the server itself is in trouble raises ReplicaGone.
 
@@ -258,11 +283,11 @@ class Replica:
         try:
             async with limit:
                 try:
-                    status, answer = await self._exchange(method, path, content)
+                    status, answer = await self._exchange(method, path, content, largest)
                 except (aiohttp.ClientError, OSError):
                     if not again or (self.process is not None and self.process.ended()):
                         raise
-                    status, answer = await self._exchange(method, path, content)
+                    status, answer = await self._exchange(method, path, content, largest)
         except TimeoutError:
             late = "finished no answer for" if queued else f"did not answer {path} within"
             raise NoAnswer(f"{self.name} {late} {timeout_s:g} s") from None
@@ -276,9 +301,12 @@ class Replica:
             raise RequestRefused(f"{self.name} refused {path} ({status}): {_shortened(answer)}")
         return answer
 
-    async def _exchange(self, method: str, path: str, content: bytes | None) -> tuple[int, bytes]:
+    async def _exchange(self, method: str, path: str, content: bytes | None, largest: int) -> tuple[int, bytes]:
         async with self._connection().request(method, self.address + path, data=content) as response:
-            return response.status, await response.read()
+            try:
+                return response.status, await read_body(response, largest)
+            except ValueError as error:
+                raise ReplicaGone(f"{self.name}: {path}: {error}") from None
 
     async def answers_without_key(self) -> bool:
         """Whether a request without the key gets through to a route that moves weights."""
@@ -292,13 +320,15 @@ class Replica:
 
     def _connection(self) -> aiohttp.ClientSession:
         if self._session is None:
-            headers = {"content-type": "application/json"}
+            headers = {"content-type": "application/json", "accept-encoding": "identity"}  # a packed body has no bound
             if self.key:
                 headers["authorization"] = f"Bearer {self.key}"
             # as many connections as there are prompts in flight; proxies of the environment are not asked
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             # the request has a limit; none for its parts
-            self._session = aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
+            self._session = aiohttp.ClientSession(
+                headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(), auto_decompress=False
+            )
         return self._session
 
 

@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rl.config.schema import Format
+from megatron_rl.models.model import read_hf_config
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.processes.pulse import waiting
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler.answering import answer_all
@@ -77,7 +79,8 @@ class FleetSampler:
             started = server_settings(
                 self._settings, self._hf_folder, Path(self._folder.name), self._log_dir, self._worker_extension
             )
-            self._servers = Servers(self._settings, self._notes.put)
+            vocabulary = ModelShape.from_hf(read_hf_config(self._hf_folder)).vocab
+            self._servers = Servers(self._settings, vocabulary, self._notes.put)
             self._loop.call(self._servers.open(started))
         except BaseException:
             self.close()

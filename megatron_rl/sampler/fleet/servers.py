@@ -22,8 +22,8 @@ SHUT_S = 5.0
 
 
 class Servers:
-    def __init__(self, settings: EngineSettings, note: Callable[[str], None]) -> None:
-        self._sampler, self._formats = settings.sampler, settings.formats
+    def __init__(self, settings: EngineSettings, vocabulary: int, note: Callable[[str], None]) -> None:
+        self._sampler, self._formats, self._vocabulary = settings.sampler, settings.formats, vocabulary
         self._state = FleetState(
             start_timeout_s=settings.sampler.start_timeout_s,
             max_tokens=settings.max_tokens,
@@ -43,7 +43,7 @@ class Servers:
         servers += [(None, address.rstrip("/"), given_key) for address in fleet.addresses]
         for index, ((own, address, key), format) in enumerate(zip(servers, self._formats, strict=True)):
             name = f"server {index} ({format.value}{f', {address}' if address else ''})"
-            replica = Replica(name, format, address, key, self._sampler.request_timeout_s)
+            replica = Replica(name, format, address, key, self._sampler.request_timeout_s, vocabulary=self._vocabulary)
             self.replicas.append(replica)
             self._supervisors.append(Supervisor(replica, own, self._state))
         for supervisor in self._supervisors:

@@ -1,12 +1,14 @@
 """What the fleet makes of a server's answers, and of connections that end without one."""
 
 import asyncio
+import gzip
 import json
 import socket
 import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ import pytest
 from megatron_rl.config.schema import Cache, Format
 from megatron_rl.sampler.fleet import replica as module
 from megatron_rl.sampler.fleet.answers import Answer, read_answers
+from megatron_rl.sampler.fleet.dispatch import Dispatcher, Job
 from megatron_rl.sampler.fleet.replica import NoAnswer, Replica, ReplicaGone, RequestRefused, Swap
 from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.types import SamplingParams
@@ -29,6 +32,8 @@ CHOICE = {
 ANSWER = {"choices": [CHOICE | {"logprobs": {"content": [{"logprob": -1.0}, {"logprob": -9999.0}]}}]}
 PARAMS = SamplingParams(samples=1, max_tokens=2)
 RESET, HANG_UP, SILENT = 0, 1, 2  # in the place of a status
+GZIP = b"\x1f\x8b"
+DEEP = b"[" * 200_000
 
 
 def with_server(replies: list[tuple[int, object]], use: Callable[[Replica, list[str]], Awaitable[object]]) -> object:
@@ -51,8 +56,9 @@ def with_server(replies: list[tuple[int, object]], use: Callable[[Replica, list[
                     return
                 if status == SILENT:
                     continue
-                body = json.dumps(content).encode()
-                writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body)
+                body = content if isinstance(content, bytes) else json.dumps(content).encode()
+                kind = b"content-encoding: gzip\r\n" if body[:2] == GZIP else b""
+                writer.write(b"HTTP/1.1 %d x\r\n%bcontent-length: %d\r\n\r\n" % (status, kind, len(body)) + body)
 
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
@@ -209,6 +215,8 @@ def test_a_verification_has_a_limit():
         (503, {"error": "its engine neither answers nor works"}, False, "neither answers nor works"),
         (401, {}, False, "401"),
         (200, [], False, "object"),
+        (200, b'{"x": ' + DEEP, False, "recursion"),
+        (200, {"engine": "x" * 101}, False, "length"),
     ],
 )
 def test_a_look_tells_busy_from_hung(status, body, alive, slow):
@@ -262,7 +270,7 @@ def test_spans_of_versions_become_versions_of_tokens():
 
     def read(spans, tokens=5) -> Answer:
         choice = CHOICE | {"token_ids": [5] * tokens, "weight_versions": spans}
-        (answer,) = read_answers(json.dumps({"choices": [choice]}).encode(), 0)
+        (answer,) = read_answers(json.dumps({"choices": [choice]}).encode(), SamplingParams(1, 5), 8)
         return answer
 
     assert (read(spans).oldest, list(read(spans).versions)) == (3, [3, 3, 4, 4, 4])
@@ -273,3 +281,101 @@ def test_spans_of_versions_become_versions_of_tokens():
     for odd in (spans[:1], spans[1:], spans[::-1], [], [spans[0], spans[1] | {"start": 3}], [*spans, spans[1]]):
         with pytest.raises(ValueError, match="policy versions that do not add up to 5 tokens"):
             read(odd)
+
+
+def sampled(**changes: object) -> bytes:
+    return json.dumps({"choices": [ANSWER["choices"][0] | changes]}).encode()
+
+
+def with_logprobs(*values: object, top: int = 0) -> bytes:
+    content = [{"logprob": value, "top_logprobs": [{"token_id": 1, "logprob": -1.0}] * top} for value in values]
+    return sampled(logprobs={"content": content})
+
+
+def span(start: int, end: int, version: str = "3") -> dict[str, object]:
+    return {"version": version, "start": start, "end": end}
+
+
+LIES = {
+    "a token beyond the vocabulary": sampled(token_ids=[5, 100]),
+    "a token below it": sampled(token_ids=[5, -1]),
+    "a token of thirty digits": sampled(token_ids=[5, 10**30]),
+    "more tokens than were asked for": sampled(token_ids=[5] * 3, weight_versions=[span(0, 3)]),
+    "a probability above one": with_logprobs(-1.0, 5.0),
+    "a huge one": with_logprobs(-1.0, 1e308),
+    "a span of a negative length": sampled(weight_versions=[span(0, 5), span(5, 2)]),
+    "a span that begins before the answer": sampled(weight_versions=[span(-1, 2)]),
+    "a version of thousands of digits": sampled(weight_versions=[span(0, 2, "9" * 5000)]),
+    "an end that nobody knows": sampled(finish_reason="<script>" * 1000),
+    "a sample twice": json.dumps({"choices": [ANSWER["choices"][0]] * 2}).encode(),
+    "another sample": sampled(index=7),
+    "nested brackets": b'{"x": ' + DEEP[:50_000],
+    "a body without end": sampled() + b" " * (1 << 20),
+    "a packed one": gzip.compress(b" " * (64 << 20)),
+}
+
+
+@pytest.mark.fault("a server answers with what cannot have been sampled", "it counts as gone, in a short sentence")
+@pytest.mark.parametrize("lie", LIES)
+def test_what_cannot_have_been_sampled(lie: str) -> None:
+    async def use(replica: Replica, asked: list[str]) -> str:
+        replica.vocabulary = 100
+        tracemalloc.start()
+        with pytest.raises(ReplicaGone, match=r"^server 0 \(int8\)") as raised:
+            await replica.generate((1, 2), 7, PARAMS)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        tracemalloc.stop()
+        return str(raised.value)
+
+    assert len(with_server([(200, LIES[lie])], use)) < 400
+
+
+def test_candidates_are_as_many_as_were_asked_for_and_of_the_vocabulary() -> None:
+    params = SamplingParams(samples=1, max_tokens=2, candidates=3)
+    assert read_answers(with_logprobs(-1.0, -9999.0, top=3), params, 8)[0].kept is not None
+    for content, vocabulary in ((with_logprobs(-1.0, -2.0, top=4), 8), (CANDIDATE_BEYOND, 8)):
+        with pytest.raises(ValueError, match=r"more than the 3 candidates|token 9 is beyond"):
+            read_answers(content, params, vocabulary)
+
+
+PAIR = [{"token_id": token, "logprob": -1.0} for token in (5, 9)]
+CANDIDATE_BEYOND = sampled(logprobs={"content": [{"logprob": -1.0, "top_logprobs": PAIR}] * 2})
+
+
+@pytest.mark.fault("one server of two lies", "it is out, and the other one answers")
+def test_a_liar_is_asked_no_more() -> None:
+    class Honest(Replica):
+        async def generate(self, token_ids, seed, params):
+            return [Answer((5,), (-1.0,), "stop", ((3, 1),))]
+
+    async def use(replica: Replica, asked: list[str]) -> None:
+        out: list[str] = []
+        other = Honest("server 1", Format.none, "", "", 1.0)
+        for one in (replica, other):
+            one.ready, one.version = True, 3
+
+        def gone(one: Replica, reason: str) -> None:
+            out.append(reason)
+            one.take_out(reason)
+
+        dispatcher = Dispatcher([replica, other], PARAMS, served=[3], max_sequences=4, patience_s=30.0, on_gone=gone)
+        dispatcher.add([Job(0, (1, 2), 7)])
+        (done,) = await dispatcher.finished()
+        await dispatcher.close()
+        assert (done.answers[0].token_ids, len(asked)) == ((5,), 1)
+        assert "Expected `float` <= 0.001" in out[0]
+
+    with_server([(200, LIES["a probability above one"])], use)
+
+
+@pytest.mark.fault("a server answers other questions with garbage", "it counts as gone, by name")
+@pytest.mark.parametrize(
+    "body", [DEEP, b"", b"[]", {"results": []}, {"results": [1]}, {"results": [{"policy_version": -7}]}]
+)
+def test_garbage_for_what_workers_say(body: object) -> None:
+    async def use(replica: Replica, asked: list[str]) -> None:
+        for ask in (lambda: replica.call_workers("abort_weight_update"), lambda: replica.finish_update(Swap())):
+            with pytest.raises(ReplicaGone, match=r"server 0 \(int8\)"):
+                await ask()
+
+    with_server([(200, body)] * 3, use)
