@@ -345,7 +345,7 @@ def test_signals_to_every_task_leave_the_followers_alone() -> None:
         env={**os.environ, "RANK": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr

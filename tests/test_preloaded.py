@@ -67,5 +67,5 @@ def test_it_ends_with_whoever_asked_for_it() -> None:
         assert one.stdout
         end = os.pidfd_open(int(one.stdout.readline()))
         one.kill()
-    assert select.select([end], [], [], 30)[0]
+    assert select.select([end], [], [], LIMIT_S)[0]
     os.close(end)
