@@ -87,7 +87,8 @@ def test_a_used_run_directory_is_refused_with_the_ways_out(place: Path, capsys: 
     (used / "metrics.jsonl").write_text('{"progress/step": 0}\n')
     ways = ("runs/mine", "run.name=", "run.if_exists=archive")
     assert cli.main(["train", "mine.yaml"]) == 2
-    assert all(word in capsys.readouterr().err for word in ways)
+    said = capsys.readouterr().err
+    assert all(word in said for word in ways)
     assert cli.main(["train", "mine.yaml", "--dry-run"]) == 0  # which needs no directory
     (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
     assert all(word in note for word in ("a run would be refused", *ways))

@@ -69,10 +69,17 @@ def findings(comparison: Comparison) -> list[Finding]:
         best = max(whole, key=lambda cell: cell.mean(AREA) or 0.0)
         beaten = tuple(cell for cell in whole if cell is not best and beyond_noise(best, cell))
         level = tuple(cell for cell in whole if cell is not best and cell not in beaten)
-        groups = [tuple(one for one in whole if one.outcome() == cell.outcome()) for cell in whole]
-        alike = tuple(dict.fromkeys(group for group in groups if len(group) > 1))
-        found.append(Finding(place, best, beaten, level, rest, alike))
+        found.append(Finding(place, best, beaten, level, rest, tuple(_alike(whole))))
     return found
+
+
+def _alike(cells: Sequence[Cell]) -> Iterator[tuple[Cell, ...]]:
+    left = list(cells)
+    while left:
+        same = tuple(cell for cell in left if cell.outcome() == left[0].outcome())
+        left = [cell for cell in left if cell not in same]
+        if len(same) > 1:
+            yield same
 
 
 def recommendation(comparison: Comparison) -> str:

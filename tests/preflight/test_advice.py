@@ -118,7 +118,7 @@ def test_what_a_large_run_writes() -> None:
 
 
 def test_a_clip_of_another_loss(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (found,) = notes(capsys, "loss.name=gspo", "rollout.source=sampler", "advantage.estimator=grpo")
+    (found,) = notes(capsys, "loss.name=gspo", "rollout.source=sampler", "advantage.estimator=reinforce_pp")
     assert "loss.clip_low=0.2, loss.clip_high=0.28 with loss.name=gspo: next to nothing is clipped" in found
     (found,) = unusual_clip(LossConfig(name="ppo", clip_low=3e-4, clip_high=4e-4))
     assert "nearly all is clipped" in found
