@@ -28,6 +28,7 @@ from megatron_rl.preflight.machine import detect
 from megatron_rl.preflight.plan.achieved import Achieved, memory_peaks
 from megatron_rl.preflight.plan.kept import keep
 from megatron_rl.preflight.plan.workload import PROBE_PROMPTS, PROBE_TOKENS
+from megatron_rl.preflight.summary import describe_sampler
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs import checkpoints
@@ -163,6 +164,7 @@ class Driver:
         after_all.callback(self._batches.join)
         self._stack.callback(self._batches.stop)
         self._evaluators = self._open_sets(tokenizer, rewards)
+        self.recorder.note(f"sampler  starting {describe_sampler(config.sampler, config.quantization)}; step 0 follows")
         # idle servers are given a prompt each, so that the probe meets every one
         engines = len(replica_formats(config.sampler, config.quantization))
         self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, engines)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import hypothesis
 import preloaded
 import pytest
 
@@ -17,6 +18,8 @@ from megatron_rl.processes.process import SHORT_SPIN, collect_rarely
 for name, value in SHORT_SPIN.items():
     os.environ.setdefault(name, value)
 collect_rarely()
+hypothesis.settings.register_profile("here", deadline=None)  # no example is wrong for being slow
+hypothesis.settings.load_profile("here")
 
 ROOT = Path(__file__).parent.parent
 LONGEST = (  # first, so that no worker is left alone with one at the end

@@ -20,7 +20,7 @@ from megatron_rl.rewards.pool import Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
 
-LIMIT_S = 20.0
+LIMIT_S = 240.0
 PROMPTS = 997
 
 
@@ -164,6 +164,8 @@ def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(
             assert found.ordinals[0] == drawn_to
             drawn_to = found.ordinals[1]
             assert {one.rollout.group for one in found.scored} <= set(range(*found.ordinals))
+            if step == 1:  # whoever is slow: the next one is begun before this update
+                until(lambda to=drawn_to: source.added[-1][0] >= to)
             time.sleep(chance.random() * 0.004)
             with batches.updating():
                 assert source.open == 0 or in_flight is InFlight.continue_

@@ -85,8 +85,13 @@ def test_a_used_run_directory_is_refused_with_the_ways_out(place: Path, capsys: 
     used = place / "runs" / "mine"
     used.mkdir(parents=True)
     (used / "metrics.jsonl").write_text('{"progress/step": 0}\n')
-    said = refused(capsys)
-    assert all(word in said for word in ("runs/mine", "run.name=", "run.if_exists=archive"))
+    ways = ("runs/mine", "run.name=", "run.if_exists=archive")
+    assert cli.main(["train", "mine.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in ways)
+    assert cli.main(["train", "mine.yaml", "--dry-run"]) == 0  # which needs no directory
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    assert all(word in note for word in ("a run would be refused", *ways))
     assert (used / "metrics.jsonl").read_text() == '{"progress/step": 0}\n'
 
 
@@ -115,6 +120,16 @@ def test_a_dry_run_says_the_plan_and_writes_nothing(place: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert all(word in said for word in ("runs/other", "TP2", "int8", "2 ranks", "nothing was written"))
     assert sorted(place.rglob("*")) == before
+
+
+def test_a_grid_of_runs_names_the_tool_that_makes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in [path for path in (ROOT / "recipes").glob("*.yaml") if "\naxes:" in path.read_text()]:
+        for command in (["train", str(path)], ["train", str(path), "--dry-run"], ["plan", str(path)]):
+            assert cli.main(command) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.endswith(
+                f"`axes` make it a grid of runs, started by python tools/compare_corrections.py {path}"
+            )
 
 
 def test_print_config_is_a_recipe(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ def test_descriptors_keep_their_numbers() -> None:
 
 def test_a_program_that_takes_too_long_is_ended_and_shown() -> None:
     with pytest.raises(AssertionError, match=r"timed out after 5 seconds: begun"):
-        run("torch", program("print('begun', flush=True); import time; time.sleep(60)"), timeout=5)
+        run("torch", program("print('begun', flush=True); import time; time.sleep(999)"), timeout=5)  # is to be missed
 
 
 def test_it_ends_with_whoever_asked_for_it() -> None:
@@ -67,5 +67,5 @@ def test_it_ends_with_whoever_asked_for_it() -> None:
         assert one.stdout
         end = os.pidfd_open(int(one.stdout.readline()))
         one.kill()
-    assert select.select([end], [], [], 30)[0]
+    assert select.select([end], [], [], LIMIT_S)[0]
     os.close(end)

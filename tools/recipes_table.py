@@ -5,6 +5,7 @@ python tools/recipes_table.py            # writes it
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -88,4 +89,5 @@ def _correction(config: Config) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     (RECIPES / "README.md").write_text(table(), encoding="utf-8")

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +69,14 @@ def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
     """What a run would do, here or on a machine that is only named."""
     from megatron_rl.preflight.machine import named
     from megatron_rl.preflight.summary import describe
+    from megatron_rl.runs.run_dir import RunDirectoryUsed
 
     checked = _checked(config, found, on=named(on) if on else None)
     if on is None:
-        _check_place(config)
+        try:
+            _check_place(config)
+        except RunDirectoryUsed as used:
+            checked = replace(checked, notes=(*checked.notes, f"as things stand a run would be refused: {used}"))
     print(describe(config, checked))
     return 0
 

@@ -66,6 +66,10 @@ def _checked(layers: Sequence[Mapping[str, Any]], path: Path, overrides: Sequenc
     merged = _merged([*layers, *map(_override, overrides)])
     if _values(merged) > MOST_NODES:
         raise ConfigError(f"{path}: more than {MOST_NODES} values with all overrides")
+    if "axes" in merged:
+        raise ConfigError(
+            f"{path}: `axes` make it a grid of runs, started by python tools/compare_corrections.py {path}"
+        )
     merged = _named(merged, path.stem)
     unreadable = list(misfits(merged))
     if unreadable:  # those keys stand at their defaults, and of their sections nothing else is said

@@ -36,6 +36,7 @@ class Loss:
     per_row: bool = False  # one ratio for each answer: a mean over answers, not over tokens
     selects: Literal["", "highest", "drawn"] = ""  # tokens by covariance: the highest ones, or drawn inside a band
     against_sampler: bool = False  # its anchor has to be the sampler
+    clips: tuple[float, float] = (0.02, 1.0)  # what clip_low and clip_high are between in use; outside, a note says so
     supervised: bool = False  # of the data set's own answers: no anchor, and advantages do not matter
 
 
@@ -171,15 +172,15 @@ CLIP = ("clip_low", "clip_high")
 PPO = (*CLIP, "dual_clip")
 LOSSES = {
     "ppo": Loss(ppo, PPO, band="closed"),
-    "gspo": Loss(gspo, PPO, band="closed", per_row=True),
-    "cispo": Loss(cispo, (*CLIP, "absolute"), band="closed"),
+    "gspo": Loss(gspo, PPO, band="closed", per_row=True, clips=(1e-5, 0.02)),
+    "cispo": Loss(cispo, (*CLIP, "absolute"), band="closed", clips=(0.02, 10.0)),
     "sapo": Loss(sapo, ("tau_positive", "tau_negative")),
     "gmpo": Loss(gmpo, CLIP, per_row=True),
-    "dppo": Loss(dppo, (*CLIP, "trust_region")),
+    "dppo": Loss(dppo, (*CLIP, "trust_region"), clips=(1e-3, 1.0)),
     "clip_cov": Loss(clip_cov, (*PPO, "cov_fraction", "cov_low", "cov_high"), band="closed", selects="drawn"),
     "kl_cov": Loss(kl_cov, (*PPO, "cov_fraction", "cov_kl_coef"), band="closed", selects="highest"),
     "reinforce": Loss(reinforce, ratio=False),
-    "rollout_is": Loss(rollout_is, CLIP, band="open", against_sampler=True),
+    "rollout_is": Loss(rollout_is, CLIP, band="open", clips=(0.02, 10.0), against_sampler=True),
     "cross_entropy": Loss(cross_entropy, ratio=False, supervised=True),
 }
 

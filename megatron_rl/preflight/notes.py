@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_rl.config.schema import DataSection, EvalSection, ModelSection, RunSection
+from megatron_rl.config.schema import DataSection, EvalSection, LossConfig, ModelSection, RunSection
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
+from megatron_rl.loss.table import CLIP, LOSSES
 from megatron_rl.preflight.disk import short_disk
 
 LONGEST_ROW = 1 << 20
@@ -17,6 +18,17 @@ LONGEST_ROW = 1 << 20
 def unreachable_stop(run: RunSection, eval: EvalSection) -> Iterator[str]:
     if run.stop and eval.every == 0:
         yield f"run.stop={run.stop} never happens, as eval.every=0 turns evaluations off; the run ends after run.steps"
+
+
+def unusual_clip(loss: LossConfig) -> Iterator[str]:
+    """A clip of another loss: of another size, so that it never acts, or always does."""
+    about = LOSSES[loss.name]
+    least, most = about.clips
+    read = [key for key in CLIP if key in about.reads and not (loss.absolute and key == "clip_low")]
+    if odd := {key: getattr(loss, key) for key in read if not least <= getattr(loss, key) <= most}:
+        said = ", ".join(f"loss.{key}={clip:g}" for key, clip in odd.items())
+        follows = "next to nothing is clipped" if max(odd.values()) > most else "nearly all is clipped"
+        yield f"{said} with loss.name={loss.name}: {follows}; usual with it is {least:g} to {most:g} (conf/*.yaml)"
 
 
 def plain_prompts(model: ModelSection, data: DataSection) -> Iterator[str]:
@@ -52,4 +64,4 @@ def _is_text(file: Path, key: str) -> bool:
         return False
 
 
-RULES = (unreachable_stop, plain_prompts, short_disk)
+RULES = (unreachable_stop, unusual_clip, plain_prompts, short_disk)

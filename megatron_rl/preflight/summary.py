@@ -6,16 +6,23 @@ from collections import Counter
 from pathlib import Path
 
 from megatron_rl.config import patience, prox_pass
+from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import is_fleet, replica_formats
 from megatron_rl.config.schema import (
+    CheckpointSection,
     Config,
     CorrectionConfig,
+    Decay,
+    Forward,
+    LearnerSection,
     Level,
+    OptimSection,
     Outside,
     QuantizationSection,
     RunSection,
     SamplerSection,
 )
+from megatron_rl.learner import limits
 from megatron_rl.preflight.checks import Checked
 from megatron_rl.preflight.disk import writes
 from megatron_rl.preflight.sync_plan import plan_sync
@@ -27,17 +34,19 @@ def describe(config: Config, checked: Checked) -> str:
     plan = plan_sync(checked.policy, config.quantization.format, config.quantization.ignore)
     sizes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep), ("DP", layout.dp))
     axes = [f"{name}{size}" for name, size in sizes if size > 1]
-    loss = f"{config.loss.name}, {config.advantage.estimator} advantages, correction: {_correction(config.correction)}"
     rows = [
         ("run", str(Path(config.run.root) / str(config.run.name))),
         ("machine", str(checked.machine)),
         ("model", f"{config.model.path}, {plan.plain_bytes / 2e6:.2f}M parameters, {config.model.init}"),
-        ("learner", f"{layout.world} ranks ({' '.join(axes) or 'one rank'}), {learner.precision}"),
-        ("sampler", _sampler(config.sampler, config.quantization)),
+        ("learner", f"{layout.world} ranks ({' '.join(axes) or 'one rank'}), {_arithmetic(learner)}"),
+        ("sampler", describe_sampler(config.sampler, config.quantization)),
         ("sync", f"{config.sync.transport}, {plan.nbytes / 1e6:.2f} MB in {len(plan.transfers)} tensors each time"),
         ("step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers, at most "
                  f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} update(s){_prox(config)}"),
-        ("loss", loss),
+        ("loss", _loss(config)),
+        ("optim", _schedule(config.optim)),
+        ("eval", _held_out(config)),
+        ("kept", _checkpoints(config.checkpoint)),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
         ("patience", patience.describe(config)),
         ("disk", _disk(config, checked)),
@@ -47,7 +56,43 @@ def describe(config: Config, checked: Checked) -> str:
     return "\n".join(f"{name:<8} {text}" for name, text in rows) + "\nnothing was written (dry run)"
 
 
-def _sampler(sampler: SamplerSection, quantization: QuantizationSection) -> str:
+def _arithmetic(learner: LearnerSection) -> str:
+    forward = "" if learner.forward == Forward.bf16 else ", forward as the sampler computes it"
+    if scaled := limits.fp8(learner):
+        return f"fp8 ({scaled}, {limits.fp8_recipe(learner)}), the rest in {learner.precision}{forward}"
+    return f"{learner.precision}{forward}"
+
+
+def _loss(config: Config) -> str:
+    loss = config.loss
+    kl = f"KL {loss.kl_coef:g} ({loss.kl_estimator})" if loss.kl_coef else "no KL"
+    correction = _correction(config.correction)
+    return f"{loss.name}, {kl}, {config.advantage.estimator} advantages, correction: {correction}"
+
+
+def _schedule(optim: OptimSection) -> str:
+    decay = str(optim.decay) if optim.decay == Decay.constant else f"{optim.decay} to {optim.min_lr:g}"
+    return f"learning rate {optim.lr:g}, {optim.warmup_steps} steps of warm-up, then {decay}"
+
+
+def _held_out(config: Config) -> str:
+    sets = held_out(config)
+    if not sets or not config.eval.every:
+        return "never"
+    named = (f"{one.name or 'eval'} ({one.path}, {one.samples} answer(s) each)" for one in sets)
+    return f"every {config.eval.every} steps: {', '.join(named)}"
+
+
+def _checkpoints(checkpoint: CheckpointSection) -> str:
+    moments = [f"every {checkpoint.every} steps"] if checkpoint.every else []
+    moments += [f"every {checkpoint.minutes:g} minutes"] if checkpoint.minutes else []
+    best = f", and the one with the highest {checkpoint.best}" if checkpoint.best else ""
+    return (
+        f"checkpoints {' and '.join(moments)}, the last {checkpoint.keep_last}{best}" if moments else "no checkpoints"
+    )
+
+
+def describe_sampler(sampler: SamplerSection, quantization: QuantizationSection) -> str:
     formats = Counter(replica_formats(sampler, quantization))
     parallel = f"TP{sampler.tensor_parallel}"
     if not is_fleet(sampler):

@@ -108,6 +108,14 @@ class Cell:
     def by_seed(self, number: str) -> dict[int | None, float]:
         return {one.seed: one.numbers[number] for one in self.finished if number in one.numbers}
 
+    def outcome(self) -> tuple[object, ...]:
+        """Of each run all but the time it took: the same in two cells where nothing told them apart."""
+        return tuple(
+            (one.seed, sorted((name, value) for name, value in one.numbers.items() if name != "step_s"), *curve)
+            for one in self.results
+            for curve in [(tuple(one.curves[ACCURACY].values),) if ACCURACY in one.curves else ()]
+        )
+
     def mean(self, number: str) -> float | None:
         return _mean(list(self.by_seed(number).values()))
 

@@ -23,6 +23,7 @@ class Finding:
     beaten: tuple[Cell, ...]
     level: tuple[Cell, ...]  # not to be told from the best; with one seed all others
     left_out: tuple[Cell, ...]  # a run is missing, or has not finished
+    alike: tuple[tuple[Cell, ...], ...] = ()  # several, whose runs came to the very same
 
     @property
     def seeds(self) -> int:
@@ -33,7 +34,15 @@ class Finding:
 
     def __str__(self) -> str:
         where = f"{' / '.join(self.place)}: " if self.place else ""
-        said = f"{where}{self.best.labels[-1]} has the largest {CRITERION}, {self.best.written(AREA)}"
+        same = "".join(
+            f" No weight was changed by what tells {_names(cells)} apart: their runs are the same; see "
+            "recipes/evidence.yaml for samplers that are further off."
+            for cells in self.alike
+        )
+        return f"{where}{self._best()}{same}"
+
+    def _best(self) -> str:
+        said = f"{self.best.labels[-1]} has the largest {CRITERION}, {self.best.written(AREA)}"
         if not self.beaten and not self.level:
             return f"{said}; nothing else finished there{_left_out(self.left_out)}."
         if self.seeds < 2:
@@ -60,8 +69,17 @@ def findings(comparison: Comparison) -> list[Finding]:
         best = max(whole, key=lambda cell: cell.mean(AREA) or 0.0)
         beaten = tuple(cell for cell in whole if cell is not best and beyond_noise(best, cell))
         level = tuple(cell for cell in whole if cell is not best and cell not in beaten)
-        found.append(Finding(place, best, beaten, level, rest))
+        found.append(Finding(place, best, beaten, level, rest, tuple(_alike(whole))))
     return found
+
+
+def _alike(cells: Sequence[Cell]) -> Iterator[tuple[Cell, ...]]:
+    left = list(cells)
+    while left:
+        same = tuple(cell for cell in left if cell.outcome() == left[0].outcome())
+        left = [cell for cell in left if cell not in same]
+        if len(same) > 1:
+            yield same
 
 
 def recommendation(comparison: Comparison) -> str:

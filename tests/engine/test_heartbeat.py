@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.engine import heartbeat
 from megatron_rl.engine.heartbeat import Heartbeat
-from megatron_rl.processes.process import Work, work_below
+from megatron_rl.processes.process import Work, state_of, work_below
 
 
 class Engine:
@@ -35,7 +35,10 @@ def server(child: str) -> Iterator[int]:
     outer = f"import subprocess; subprocess.call({inner!r})"
     process = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, start_new_session=True)
     try:
-        yield int(process.stdout.readline())
+        pid = int(process.stdout.readline())
+        while "sleep(100)" in child and state_of(pid) != "S":
+            time.sleep(0.01)
+        yield pid
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -80,7 +83,8 @@ def test_a_stopped_process_is_named():
 
 @pytest.mark.fault("an engine is busy, or waits for a lock, and does not answer", "/health says busy, with 200")
 @pytest.mark.parametrize("work", ["pass", "time.sleep(0.02)"])
-def test_an_engine_that_works_is_busy(work):
+def test_an_engine_that_works_is_busy(work, monkeypatch):
+    monkeypatch.setattr(heartbeat, "WAIT_S", 3.0)  # it has a core within that
     assert look(f"while True: {work}") == (200, {"engine": "busy"})
 
 

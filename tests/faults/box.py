@@ -87,7 +87,7 @@ class Box:
             except psutil.NoSuchProcess:
                 pass
         for process in self._started:
-            process.wait(10)
+            process.wait(120)
         shutil.rmtree(self.tmp, ignore_errors=True)
 
 

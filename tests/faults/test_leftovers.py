@@ -53,7 +53,7 @@ def test_a_killed_launcher(box: Box) -> None:
     launcher = box.train("run.steps=1000")
     wait_for(lambda: box.steps() >= 2, START_S, "two steps")
     launcher.kill()
-    wait_for(lambda: not box.processes(), 30, "the end of all processes")
+    wait_for(lambda: not box.processes(), START_S, "the end of all processes")
     assert box.train("run.steps=1", "run.if_exists=archive").wait(START_S) == 0, box.screen
     assert below(box) == []
     assert shared() == []
@@ -67,8 +67,8 @@ def test_a_killed_driver(box: Box, settings: tuple[str, ...]) -> None:
     launcher = box.train("run.steps=1000", *settings)
     wait_for(lambda: box.steps() >= 2, START_S, "two steps")
     os.kill(driver(box), signal.SIGKILL)
-    assert launcher.wait(60) != 0
-    wait_for(lambda: not box.processes(), 10, "the end of all processes")
+    assert launcher.wait(START_S) != 0
+    wait_for(lambda: not box.processes(), START_S, "the end of all processes")
     assert below(box) == []
     assert shared() == []
 
@@ -80,7 +80,7 @@ def test_a_launcher_killed_while_ranks_start(box: Box, after_s: float) -> None:
     wait_for(lambda: box.processes("megatron_rl.rank"), START_S, "a rank")
     time.sleep(after_s)
     launcher.kill()
-    wait_for(lambda: not box.processes(), 30, "the end of all processes")
+    wait_for(lambda: not box.processes(), START_S, "the end of all processes")
 
 
 @pytest.mark.fault("kill -9 of `megatron-rl serve`", "its server ends, and the next start clears its folder")
@@ -89,7 +89,7 @@ def test_a_killed_server(box: Box) -> None:
     serve = box.start("serve", str(ROOT / "recipes" / "quickstart.yaml"), "--port", str(free_port()))
     wait_for(lambda: box.processes("EngineCore") or len(box.processes()) > 3, START_S, "the server's engine")
     serve.kill()
-    wait_for(lambda: not box.processes(), 60, "the end of all processes")
+    wait_for(lambda: not box.processes(), START_S, "the end of all processes")
     settings = ("run.steps=1", "rollout.samples_per_prompt=1")
     assert box.train(*settings, recipe="toy_sft.yaml").wait(START_S) == 0, box.screen
     assert below(box) == []

@@ -145,9 +145,7 @@ def test_a_stuck_rank(box: Box) -> None:
 def test_a_rank_that_stays_stopped(box: Box, rank: int) -> None:
     process = begun(box, "run.patience_s=20", "sampler.request_timeout_s=20")
     victim(box, f"rank {rank}", process.pid).suspend()
-    start = time.monotonic()
     assert process.wait(STEP_S) == 1, box.screen
-    assert time.monotonic() - start < STEP_S / 2
     ended(box, f"rank {rank}", "run.patience_s" if rank else "")
 
 

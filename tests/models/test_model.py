@@ -63,4 +63,4 @@ def test_names_beyond_the_table_are_no_dtypes() -> None:
 
 def test_a_model_needs_no_torch() -> None:
     code = "import sys, megatron_rl.models.model, megatron_rl.models.tensors; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

@@ -13,13 +13,14 @@ from megatron_rl.config.schema import (
     DataSection,
     LearnerSection,
     LogSection,
+    LossConfig,
     ModelSection,
     RolloutSection,
     RunSection,
 )
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight import disk
-from megatron_rl.preflight.notes import plain_prompts
+from megatron_rl.preflight.notes import plain_prompts, unusual_clip
 from megatron_rl.preflight.summary import _correction
 
 ROOT = Path(__file__).parents[2]
@@ -114,3 +115,19 @@ def test_what_a_large_run_writes() -> None:
     assert found.models == pytest.approx(2 * 8.19e9, rel=0.01)
     assert found.rollouts == 100 * 64 * 8 * (512 * 8 + 512 * 22)
     assert disk.writes(shape, *sections[:3], CheckpointSection(minutes=0), LogSection(record_every=0)).total < 5e6
+
+
+def test_a_clip_of_another_loss(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = notes(capsys, "loss.name=gspo", "rollout.source=sampler", "advantage.estimator=reinforce_pp")
+    assert "loss.clip_low=0.2, loss.clip_high=0.28 with loss.name=gspo: next to nothing is clipped" in found
+    (found,) = unusual_clip(LossConfig(name="ppo", clip_low=3e-4, clip_high=4e-4))
+    assert "nearly all is clipped" in found
+    assert not list(unusual_clip(LossConfig(name="cispo", absolute=True, clip_low=0.0, clip_high=5.0)))
+    assert list(unusual_clip(LossConfig(name="cispo", clip_low=0.0, clip_high=5.0)))
+    assert not list(unusual_clip(LossConfig(name="reinforce", clip_low=9.0, clip_high=9.0)))
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*-*.yaml")), ids=lambda path: path.stem)
+def test_the_clips_of_the_recipes_are_usual(recipe: Path) -> None:
+    loss = load(recipe).loss
+    assert not list(unusual_clip(loss))

@@ -155,6 +155,27 @@ def test_shares_and_sleep_make_room(
     dry_run(capsys, "dapo_int8.yaml", "2x8xH100", "learner.data_parallel=4", f"{share}=0.6")
 
 
+def test_what_it_will_do_is_said_in_brief(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that an edit shows."""
+    monkeypatch.chdir(tmp_path)
+    aime, ten = "eval.sets={aime: {path: aime.jsonl, samples: 8}}", "checkpoint.minutes=10"
+    changes = ("loss.kl_coef=0.001", aime, "optim.decay=cosine", "checkpoint.best=eval/aime/accuracy", ten)
+    said = dry_run(capsys, "dapo_int8.yaml", "1x8xH100", *changes)
+    rows = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert rows["learner"] == "4 ranks (TP4), bf16"
+    assert rows["loss"].startswith("ppo, KL 0.001 (k3), grpo advantages, ")
+    assert rows["optim"] == "learning rate 1e-06, 20 steps of warm-up, then cosine to 0"
+    data = "eval (data/aime_2024.parquet, 32 answer(s) each), aime (aime.jsonl, 8 answer(s) each)"
+    assert rows["eval"] == f"every 10 steps: {data}"
+    assert rows["kept"] == "checkpoints every 10 minutes, the last 2, and the one with the highest eval/aime/accuracy"
+    off = ("eval.every=0", "checkpoint.minutes=0")
+    rows = dict(line.split(maxsplit=1) for line in dry_run(capsys, "dapo_fp8.yaml", "1x8xH100", *off).splitlines())
+    assert rows["learner"] == "4 ranks (TP4), fp8 (e4m3, blockwise), the rest in bf16"
+    assert (rows["loss"].split(", ")[1], rows["eval"], rows["kept"]) == ("no KL", "never", "no checkpoints")
+
+
 def test_a_machine_elsewhere_is_for_dry_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "mine.yaml", "--on", "1x8xH100-80"]) == 2
     assert "--on 1x8xH100-80" in (said := capsys.readouterr().err)

@@ -84,4 +84,4 @@ def test_expert_groups_must_fit_a_stage() -> None:
 
 def test_planning_loads_no_torch() -> None:
     code = "import sys, megatron_rl.preflight.sync_plan; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

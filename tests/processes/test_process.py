@@ -31,7 +31,7 @@ def test_the_usual_pace_comes_back_whatever_happens() -> None:
 
 def test_a_program_that_knows_of_servers_keeps_its_pace() -> None:
     program = "import gc, megatron_rl.engine.server; print(gc.get_threshold()[0])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
     assert int(done.stdout) < 10_000
 
 
@@ -39,14 +39,14 @@ def test_a_program_that_knows_of_servers_keeps_its_pace() -> None:
 def test_a_child_is_deaf_to_what_is_the_driver_s_business() -> None:
     release(signal.SIGUSR1, signal.SIGINT)
     with for_the_driver_alone():
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         for number in (signal.SIGUSR1, signal.SIGINT):
             child.send_signal(number)
         time.sleep(0.2)
         assert child.poll() is None
         child.terminate()
-        assert child.wait(30) == -signal.SIGTERM
+        assert child.wait(120) == -signal.SIGTERM
     finally:
         child.kill()
         child.wait()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.processes import pulse
+from megatron_rl.processes.process import state_of
 from megatron_rl.processes.pulse import Beats, Pulse, file_of
 
 RANK = """
@@ -109,7 +110,8 @@ def test_a_process_that_waits_is_idle_and_says_where_it_stands(tmp_path: Path) -
             assert about["stack"][-1].endswith("<module>")
             assert not about["meets"]
             one.send_signal(signal.SIGSTOP)
-            time.sleep(0.5)
+            while state_of(one.pid) != "T":
+                time.sleep(0.01)
             beat = told(tmp_path)["beat"]
             time.sleep(0.5)
             assert told(tmp_path)["beat"] == beat

@@ -24,7 +24,7 @@ own = Scratch()
 own.enter()
 remove_with_it([Path(sys.argv[1])])
 print(json.dumps(str(own.path)), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -76,7 +76,7 @@ def test_the_next_start_removes_what_a_killed_one_left(there: Path) -> None:
         assert remove_stale(there) == []
         assert (left / ELSEWHERE).exists()
         holder.send_signal(signal.SIGKILL)
-        holder.wait(30)
+        holder.wait(120)
         with Scratch():
             assert not left.exists()
             assert not elsewhere.exists()

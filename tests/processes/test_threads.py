@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -19,7 +18,7 @@ def tasks():
 torch.ones(1 << 20).exp_().sum()  # this thread's helper
 before = tasks()
 inside = in_thread("work", lambda: (torch.ones(1 << 20).exp_().sum(), tasks())[1]).result()
-until = time.monotonic() + 20
+until = time.monotonic() + 120
 while tasks() > before and time.monotonic() < until:
     time.sleep(0.01)
 print(before, inside, tasks())
@@ -73,7 +72,8 @@ def test_later_threads_have_no_helpers():
 
 
 def test_it_does_not_hold_a_process_back():
-    work = "from megatron_rl.processes.threads import in_thread; import time; in_thread('work', lambda: time.sleep(60))"
-    begun = time.monotonic()
-    subprocess.run([sys.executable, "-c", work], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-    assert time.monotonic() - begun < 50
+    work = (
+        "from megatron_rl.processes.threads import in_thread; import time; in_thread('work', lambda: time.sleep(999))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", work], check=True, env=environment, timeout=240)

@@ -19,6 +19,10 @@ from megatron_rl.rewards.pool import RewardPool, RewardsHang, Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
 
+PATIENCE_S = 120.0
+# the deadline is missed by one answer, and is what another may take on a busy machine
+late = pytest.mark.parametrize("timeout_s", [5.0], indirect=True)
+
 
 def scored(pool: RewardPool, *tasks: tuple[dict, str]) -> list[Score]:
     return pool.score([Task(row, response) for row, response in tasks])
@@ -38,9 +42,10 @@ class Mute(Exception):
 def by_word(row, answer_key, response):
     print("what a reward prints is not an answer")
     if response == "sleep":
-        time.sleep(30)
+        time.sleep(999)
     if response == "slow":
-        time.sleep(0.6)
+        open(row["begun"], "w").close()
+        time.sleep(1)
         return 8.0
     if response == "raise":
         raise ValueError("no digits")
@@ -77,11 +82,16 @@ def by_word(row, answer_key, response):
 
 
 @pytest.fixture
-def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool]:
+def timeout_s(request: pytest.FixtureRequest) -> float:
+    return getattr(request, "param", PATIENCE_S)
+
+
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[RewardPool]:
     (tmp_path / "odd_rewards.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    pool = RewardPool(RewardSection(name="odd_rewards:by_word", workers=2, timeout_s=1.0))
+    pool = RewardPool(RewardSection(name="odd_rewards:by_word", workers=2, timeout_s=timeout_s))
     pool.start()
     yield pool
     pool.close()
@@ -92,14 +102,12 @@ import os, signal, subprocess, sys, time
 
 def run(row, answer_key, response):
     if response == "spawn":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(999)"], start_new_session=True)
         with open(row["pids"], "a") as file:
             file.write(f"{child.pid}\\n")
-        time.sleep(30)
+        time.sleep(999)
     if response == "eat":
         return len(bytearray(4 << 30))
-    if response == "hang":
-        time.sleep(30)
     if response == "shout":
         for stream in (sys.stdout, sys.stderr):
             stream.write("x" * (1 << 20))
@@ -111,7 +119,7 @@ def run(row, answer_key, response):
         assert seen == ["1", "None", os.environ["PATH"]], seen
         return 1.0
     if response == "signalled":
-        child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
+        child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(999)"], stdout=-1)
         child.stdout.readline()
         for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
@@ -119,7 +127,7 @@ def run(row, answer_key, response):
         time.sleep(0.1)
         assert child.poll() is None
         child.send_signal(signal.SIGINT)  # which a program may be ended with, as everywhere
-        assert child.wait(10) != 0
+        assert child.wait(60) != 0
         return 1.0
     if response == "surrogate":
         raise ValueError("half a pair: \\ud83d")
@@ -140,11 +148,11 @@ def run(row, answer_key, response):
 
 
 @pytest.fixture
-def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardPool]:
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[RewardPool]:
     (tmp_path / "hostile_rewards.py").write_text(HOSTILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pools, "MEMORY_BYTES", 1 << 30)
-    section = RewardSection(name="hostile_rewards:run", timeout_s=1.5)
+    section = RewardSection(name="hostile_rewards:run", timeout_s=timeout_s)
     pool = RewardPool(section)
     pool.start()
     yield pool
@@ -178,7 +186,7 @@ def test_a_reward_sees_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANTED", "1")
     monkeypatch.setenv("WANDB_API_KEY", "2")
-    pool = RewardPool(RewardSection(name="curious_rewards:run", timeout_s=60, environment=["WANTED"]))
+    pool = RewardPool(RewardSection(name="curious_rewards:run", timeout_s=PATIENCE_S, environment=["WANTED"]))
     pool.start()
     assert scored(pool, ({}, "seen")) == [number(1.0)]
     pool.close()
@@ -192,7 +200,7 @@ def test_a_reward_sees_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_signals_for_the_driver_leave_rewards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "signalled_rewards.py").write_text(HOSTILE)
     monkeypatch.chdir(tmp_path)
-    pool = RewardPool(RewardSection(name="signalled_rewards:run", timeout_s=60))
+    pool = RewardPool(RewardSection(name="signalled_rewards:run", timeout_s=PATIENCE_S))
     pool.start()
     assert scored(pool, ({}, "signalled"), ({}, "3")) == [number(1.0), number(3.0)]
     pool.close()
@@ -204,14 +212,15 @@ def test_an_error_may_say_anything(hostile: RewardPool) -> None:
     assert second == number(2.0)
 
 
+@late
 def test_what_a_late_reward_has_started_ends_with_it(hostile: RewardPool, tmp_path: Path) -> None:
     (score,) = scored(hostile, ({"pids": str(tmp_path / "pids")}, "spawn"))
     assert "reward.timeout_s" in str(score.error)
     (pid,) = map(int, (tmp_path / "pids").read_text().split())
-    deadline = time.monotonic() + 5
-    while _lives(pid) and time.monotonic() < deadline:
+    deadline = time.monotonic() + PATIENCE_S
+    while _lives(pid):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not _lives(pid)
 
 
 def _lives(pid: int) -> bool:
@@ -227,6 +236,7 @@ def test_memory_is_limited(hostile: RewardPool) -> None:
     assert scores[1] == number(6.0)
 
 
+@late
 def test_a_worker_that_takes_nothing_misses_the_deadline_too(hostile: RewardPool) -> None:
     worker = hostile._workers[0]
     assert worker._process is not None
@@ -245,7 +255,7 @@ def test_a_worker_that_answers_out_of_turn_is_replaced(hostile: RewardPool) -> N
 
 
 def test_a_reward_that_always_hangs_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hanging_rewards.py").write_text("import time\ndef hang(row, key, text):\n    time.sleep(9)\n")
+    (tmp_path / "hanging_rewards.py").write_text("import time\ndef hang(row, key, text):\n    time.sleep(999)\n")
     monkeypatch.chdir(tmp_path)
     pool = RewardPool(RewardSection(name="hanging_rewards:hang", workers=2, timeout_s=0.05))
     pool.start()
@@ -284,25 +294,32 @@ def test_scores_come_in_the_order_of_the_tasks() -> None:
         pool.close()
 
 
+@late
 def test_one_bad_answer_does_not_touch_the_others(odd: RewardPool) -> None:
-    begun = time.monotonic()
     scores = scored(odd, *(({}, word) for word in ("1", "raise", "2", "sleep", "3", "die", "4", "5")))
     assert [score.reward for score in scores] == [1, 0, 2, 0, 3, 0, 4, 5]
     assert [bool(score.error) for score in scores] == [False, True, False, True, False, True, False, False]
     assert "no digits" in str(scores[1].error)
-    assert "reward.timeout_s=1" in str(scores[3].error)
+    assert "reward.timeout_s=5" in str(scores[3].error)
     assert "died" in str(scores[5].error)
-    assert time.monotonic() - begun < 20
     assert [score.reward for score in scored(odd, ({}, "6"), ({}, "7"))] == [6, 7]
 
 
 @pytest.mark.fault("a reward worker is killed by somebody", "the answer it was at is judged by the next one")
-def test_who_kills_a_worker_changes_no_score(odd: RewardPool) -> None:
+def test_who_kills_a_worker_changes_no_score(odd: RewardPool, tmp_path: Path) -> None:
     process = odd._workers[0]._process
     assert process is not None
-    killer = threading.Timer(0.2, process.kill)
-    killer.start()
-    scores = scored(odd, ({}, "slow"), ({}, "1"), ({}, "2"))  # the first and the last are this worker's
+    begun = tmp_path / "begun"
+
+    def kill() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        process.kill()
+
+    threading.Thread(target=kill).start()
+    scores = scored(
+        odd, ({"begun": str(begun)}, "slow"), ({}, "1"), ({}, "2")
+    )  # the first and the last are this worker's
     assert process.wait() == -signal.SIGKILL
     assert [score.reward for score in scores] == [8.0, 1.0, 2.0]
     assert [score.error for score in scores] == [None] * 3
@@ -361,11 +378,10 @@ def test_closing_does_not_wait_for_the_tasks_that_are_left(odd: RewardPool) -> N
     scores: list[Score] = []
     scoring = threading.Thread(target=lambda: scores.extend(scored(odd, *[({}, "sleep")] * 40)))
     scoring.start()
-    time.sleep(0.3)
-    begun = time.monotonic()
+    while not odd._workers[0]._asked:
+        time.sleep(0.01)
     odd.close()
-    scoring.join(5)
-    assert time.monotonic() - begun < 5
+    scoring.join(PATIENCE_S / 2)
     assert len(scores) == 40
     assert all(score.error for score in scores)
 

@@ -3,6 +3,7 @@
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,15 @@ def test_nothing_is_recommended_where_nothing_differs():
         "No choice of correction is best anywhere beyond the noise of the seeds: take the cheapest."
     )
     assert "nothing is best there beyond the noise of 3 seeds" in said(level)[1]
+
+
+def test_corrections_that_did_the_same_are_named():
+    tis, icepop = cell("s", "tis", areas=(0.7, 0.6)), cell("s", "icepop", areas=(0.7, 0.6))
+    moved = replace(tis.results[1], numbers=tis.results[1].numbers | {"step_s": 9.0})
+    other, same = cell("s", "none", areas=(0.7, 0.5)), "No weight was changed by what tells tis and icepop apart"
+    assert same in str(findings(compared(other, replace(tis, results=(tis.results[0], moved)), icepop))[0])
+    assert "No weight was changed" not in str(findings(compared(other, tis))[0])
+    assert same in str(findings(compared(*(replace(one, results=one.results[:1]) for one in (tis, icepop))))[0])
 
 
 def test_what_holds_in_one_place_alone_is_not_recommended_for_all():

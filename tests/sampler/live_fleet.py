@@ -74,11 +74,31 @@ class LiveFleet:
         """What an update does to open answers from here on."""
         self.sampler._servers._state.swap = swap
 
-    def on_each(self, method: str, path: str) -> list[bytes]:
-        def ask(one: Replica) -> bytes:
-            return self.sampler.ask(lambda _: one.request(method, path, timeout_s=PATIENCE_S))
+    def on_one(self, one: Replica, method: str, path: str) -> bytes:
+        return self.sampler.ask(lambda _: one.request(method, path, timeout_s=PATIENCE_S))
 
-        return [ask(one) for one in self.replicas]
+    def on_each(self, method: str, path: str) -> list[bytes]:
+        return [self.on_one(one, method, path) for one in self.replicas]
+
+    @contextmanager
+    def paused(self, one: Replica) -> Iterator[None]:
+        """It takes requests, and answers none before the end."""
+        self.on_one(one, "POST", "/pause?mode=keep&clear_cache=false")
+        try:
+            yield
+        finally:
+            self.on_one(one, "POST", "/resume")
+
+    def answers_of(self, one: Replica, prompts: list[Prompt]) -> list[Rollout]:
+        """As a fleet of one server would give them."""
+        others = [each for each in self.replicas if each is not one]
+        for each in others:
+            each.updating = True  # is given no prompt
+        try:
+            return self.rollouts(prompts)
+        finally:
+            for each in others:
+                each.updating = False
 
     @contextmanager
     def collecting(self) -> Iterator[list[Rollout]]:

@@ -15,7 +15,7 @@ from megatron_rl.config.schema import Format
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.protocol import SamplerError
 
-PATIENCE_S = 30.0
+PATIENCE_S = 240.0
 
 # a parent that starts a sampler, says which process it owns and when the engine is up, and waits
 PARENT = """

@@ -8,6 +8,8 @@ import pytest
 from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.sampler.correspondence import Correspondence
 
+PATIENCE_S = 120.0
+
 
 @pytest.fixture
 def line():
@@ -17,7 +19,7 @@ def line():
     reader.start()
     yield line, Channel(theirs)
     line.close()
-    reader.join(5)
+    reader.join(PATIENCE_S)
     assert not reader.is_alive(), "a reader is woken by the end"
 
 
@@ -27,11 +29,11 @@ def test_replies_out_of_order_find_their_way(line):
     threads = [threading.Thread(target=line.send, args=("ask", {"of": i}, waiting[i])) for i in range(50)]
     for thread in threads:
         thread.start()
-    requests = [theirs.receive(5) for _ in range(50)]
+    requests = [theirs.receive(PATIENCE_S) for _ in range(50)]
     assert len({request["id"] for request in requests}) == 50
     for request in reversed(requests):
         theirs.send({"id": request["id"], "value": request["arguments"]["of"]})
-    assert [replies.get(timeout=5)["value"] for replies in waiting] == list(range(50))
+    assert [replies.get(timeout=PATIENCE_S)["value"] for replies in waiting] == list(range(50))
 
 
 def test_an_answer_in_parts_ends_with_the_one_that_leaves_nothing(line):
@@ -42,8 +44,8 @@ def test_an_answer_in_parts_ends_with_the_one_that_leaves_nothing(line):
         theirs.send({"id": number, "value": {"left": left}})
     other = queue.SimpleQueue()
     theirs.send({"id": line.send("ask", {}, other), "value": None})
-    assert other.get(timeout=5)["value"] is None
-    assert [replies.get(timeout=5)["value"]["left"] for _ in range(3)] == [2, 1, 0]
+    assert other.get(timeout=PATIENCE_S)["value"] is None
+    assert [replies.get(timeout=PATIENCE_S)["value"]["left"] for _ in range(3)] == [2, 1, 0]
     assert replies.empty(), "what nobody expects is dropped"
 
 
@@ -53,7 +55,7 @@ def test_the_end_reaches_everybody_once(line):
     for replies in (mine, mine, other):
         line.send("ask", {}, replies)
     theirs.close()
-    assert (mine.get(timeout=5), other.get(timeout=5)) == (None, None)
+    assert (mine.get(timeout=PATIENCE_S), other.get(timeout=PATIENCE_S)) == (None, None)
     assert mine.empty()
     with pytest.raises(ChannelClosed):
         line.send("ask", {}, mine)

@@ -36,7 +36,7 @@ def test_only_what_the_session_has_mapped_is_its_own():
         found = segments_of_session(owner.pid)
         assert found == set(names[:2])
         owner.kill()
-        owner.wait(10)
+        owner.wait(120)
         assert segments_of_session(owner.pid) == set()
         remove_segments(found)
         remove_segments(found)

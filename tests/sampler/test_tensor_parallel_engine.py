@@ -25,7 +25,7 @@ def leftovers() -> set[str]:
     return {path.name for path in FOLDER.glob("psm_*")} | {path.name for path in FOLDER.glob("vllm_dist_*")}
 
 
-def session_ends(session: int, within_s: float = 10.0) -> bool:
+def session_ends(session: int, within_s: float = 120.0) -> bool:
     """A killed process is there until somebody has collected it, which is the system's business for grandchildren."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:

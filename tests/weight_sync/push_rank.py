@@ -24,7 +24,7 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
 
 HF_CONFIG = hf_config("qwen3", num_hidden_layers=2, tie_word_embeddings=True)
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=240)
 NAME = "model.layers.1.mlp.down_proj.weight"  # row-parallel: its scale needs both ranks
 
 

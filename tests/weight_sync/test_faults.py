@@ -15,7 +15,7 @@ from spawned import exit_codes
 
 from megatron_rl.weight_sync.sync_dir import GRACE_S, SyncDir
 
-TIMEOUT_S = 60
+TIMEOUT_S = 240
 VERSION_KIB = 900  # of the model that is sent
 
 

@@ -23,7 +23,7 @@ from megatron_rl.weight_sync import wire
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.whole_source import WholeSource
 
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=240)
 CASES = {
     "stages": ("qwen3", Layout(pp=2)),
     "experts": ("qwen3_moe", Layout(dp=2, ep=2)),

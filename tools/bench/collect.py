@@ -25,7 +25,7 @@ from megatron_rl.data.reasoning import write_tokenizer
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.runs.rollout_file import write_rollouts
-from megatron_rl.sampler.embedded import unpack
+from megatron_rl.sampler.embedded_answering import unpack
 from megatron_rl.types import Prompt, collate
 
 SAMPLES, PROMPT_TOKENS, SHORTEST, LONGEST = 16, 400, 2_000, 20_000
@@ -54,6 +54,8 @@ def answered(tokenizer: FolderTokenizer, lengths: list[int]) -> dict[str, object
         "tokens": tokens.tobytes(),
         "logprobs": logprobs.tobytes(),
         "finish": ["stop"] * len(lengths),
+        "versions": [1] * len(lengths),
+        "spans": {},
     }
 
 
@@ -65,9 +67,9 @@ def main(count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), iter(["0 1 2 3 4 5 6 7 8 9 Answer: 42"]))
         tokenizer = FolderTokenizer(Path(folder))
-        prompts = [
-            Prompt(n, (2,) * PROMPT_TOKENS, "1" * PROMPT_TOKENS, {"answer": "42"}) for n in range(count // SAMPLES)
-        ]
+        prompts = {
+            n: Prompt(n, (2,) * PROMPT_TOKENS, "1" * PROMPT_TOKENS, {"answer": "42"}) for n in range(count // SAMPLES)
+        }
         pool = RewardPool(RewardSection(name="math_dapo", workers=2))
         try:
             pool.start()
@@ -75,7 +77,7 @@ def main(count: int) -> None:
             with timed("(making the answers)"):
                 pass
             with timed("unpack"):
-                rollouts = unpack(answer, prompts, SAMPLES, first_group=0, version=1, format="int8")
+                rollouts = [one for group in unpack(answer, prompts, SAMPLES, "int8") for one in group]
             with timed("score"):
                 scored = Scorer(RewardSection(name="math_dapo"), pool, tokenizer).score(rollouts, LONGEST)
         finally:

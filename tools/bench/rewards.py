@@ -7,8 +7,8 @@ caches of the parser, are left out. CPU seconds are the worker's own, so that a 
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -73,4 +73,6 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["exact_match", "math_dapo", "math_verify"])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rewards", nargs="*", metavar="REWARD", default=["exact_match", "math_dapo", "math_verify"])
+    main(parser.parse_args().rewards)

@@ -7,6 +7,7 @@ generates in FP32; `bfloat16`, all of it, the optimizer included.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -85,4 +86,6 @@ def main(asked: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("settings", type=json.loads, metavar="JSON", help="as tools/bench/step.py writes them")
+    main(parser.parse_args().settings)

@@ -13,9 +13,9 @@ Shape legend: B all sequences, T positions, V tokens.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -279,10 +279,13 @@ def panel(title: str, x_title: str, curves: list[Curve], ticks: list[tuple[float
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, nargs="?", help="the SVG; without it, the tables alone")
+    output = parser.parse_args().output
     torch.set_num_threads(1)
     print(table(), by_length(), best_caps(), sep="\n\n")
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(figure(), encoding="utf-8")
+    if output:
+        output.write_text(figure(), encoding="utf-8")
 
 
 if __name__ == "__main__":

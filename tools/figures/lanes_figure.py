@@ -5,6 +5,7 @@ python tools/figures/lanes_figure.py docs/ahead.svg runs/in_turn runs/ahead_1
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -53,11 +54,14 @@ def _chart(top: float, title: str, spans: Sequence[Lane], scale: float) -> Itera
 
 
 def main(arguments: Sequence[str]) -> None:
-    output, *folders = map(Path, arguments)
-    runs = load_runs(folders)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, help="the SVG")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    options = parser.parse_args(arguments)
+    runs, output = load_runs(options.runs), options.output
     without = [run.name for run in runs if not run.lanes]
-    if not runs or without:
-        sys.exit(f"no lanes.jsonl in {', '.join(without)}" if without else __doc__)
+    if without:
+        sys.exit(f"no lanes.jsonl in {', '.join(without)}")
     output.write_text(lanes_svg([run.name for run in runs], [run.lanes for run in runs]), encoding="utf-8")
 
 

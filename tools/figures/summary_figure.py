@@ -5,7 +5,7 @@ python tools/figures/summary_figure.py docs/quickstart.svg runs/quickstart [RUN 
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -61,4 +61,8 @@ def _smooth(series: Series) -> Series:
 
 
 if __name__ == "__main__":
-    write_summary_figure([Path(name) for name in sys.argv[2:]], Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, help="the SVG")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    options = parser.parse_args()
+    write_summary_figure(options.runs, options.output)

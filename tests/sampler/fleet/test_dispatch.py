@@ -1,6 +1,7 @@
 """Routing and retries, with stand-ins that answer, die or hang at will in place of the HTTP client."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,12 +20,13 @@ PARAMS = SamplingParams(samples=2, max_tokens=4)
 
 @dataclass
 class Scripted(Replica):
-    """Answers with the prompt's own tokens; dies at its n-th request, or refuses, or hangs."""
+    """Answers with the prompt's own tokens, not before `once` holds; dies at its n-th request, refuses, or hangs."""
 
     dies_at: int | None = None
     refuses: bool = False
     hangs: bool = False
     pause_s: float = 0.0
+    once: Callable[[], bool] = lambda: True
     spans: tuple = ((0, 2),)
     asked: list[int] = field(default_factory=list)
     most: int = 0
@@ -34,13 +36,19 @@ class Scripted(Replica):
         self.asked.append(seed)
         self.most = max(self.most, len(self.running))
         await asyncio.sleep(self.pause_s)
+        await until(self.once)
         if self.hangs:
-            await asyncio.sleep(60)
+            await asyncio.sleep(999)
         if self.dies_at is not None and len(self.asked) >= self.dies_at:
             raise ReplicaGone("killed")
         if self.refuses:
             raise SamplerError("refused (400)")
         return [Answer((*token_ids, sample), (0.0,), "stop", spans) for sample in range(params.samples)]
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    while not happened():
+        await asyncio.sleep(0.001)
 
 
 def replica(name="a", ready=True, version=0, **script) -> Scripted:
@@ -62,7 +70,7 @@ def run(replicas, count=8, *, use=None, served=(0,), patience_s=0.3, max_sequenc
         )
         helper = asyncio.create_task(during(dispatcher, gone)) if during else None
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(240):
                 done = await (use(dispatcher) if use else all_of(dispatcher, count))
                 if helper:
                     await helper  # its assertions count
@@ -112,7 +120,8 @@ def test_the_least_loaded_server_is_next():
 
 
 def test_the_faster_server_answers_more():
-    fast, slow = replica("fast", pause_s=0.002), replica("slow", pause_s=0.05)
+    fast = replica("fast")
+    slow = replica("slow", once=lambda: len(fast.asked) >= 30)
     assert tokens(run([fast, slow], 40)) == expected(40)
     assert len(fast.asked) > 2 * len(slow.asked)
 
@@ -132,10 +141,9 @@ def test_a_hanging_server_that_is_found_gone_gives_its_prompts_back():
     hanging, other = replica("hanging", hangs=True), replica("other")
 
     async def find_out(dispatcher, gone):
-        await asyncio.sleep(0.05)
+        await until(lambda: hanging.asked)
         gone(hanging, "did not answer 3 times in a row")
-        await asyncio.sleep(0.05)
-        assert dispatcher.retried == len(hanging.asked) > 0
+        await until(lambda: dispatcher.retried == len(hanging.asked))
 
     assert tokens(run([hanging, other], 6, during=find_out)) == expected(6)
 
@@ -150,12 +158,12 @@ def test_a_server_that_is_behind_is_not_asked_and_one_that_lies_about_it_is_take
 
 
 def test_an_answer_may_be_of_every_version_since_its_job_was_given_out_and_of_no_other():
-    served, one, other = [3, 4], replica("one", version=4, pause_s=0.05), replica("other", version=4, pause_s=0.05)
+    served, updated = [3, 4], lambda: served[-1] == 5
+    one, other = replica("one", version=4, once=updated), replica("other", version=4, once=updated)
     one.spans, other.spans = ((4, 1), (5, 1)), ((3, 1), (4, 1), (5, 1))
 
     async def update(dispatcher, gone):
-        while not one.asked:
-            await asyncio.sleep(0.001)
+        await until(lambda: one.asked and other.asked)
         served.append(5)
         one.version = other.version = 5
         one.spans = ((5, 2),)
@@ -194,12 +202,11 @@ def test_a_server_that_comes_back_is_used():
     only = replica(dies_at=2)
 
     async def restart(dispatcher, gone):
-        while only.ready:
-            await asyncio.sleep(0.01)
+        await until(lambda: not only.ready)
         only.dies_at, only.ready, only.version = None, True, 0
         dispatcher.changed.set()
 
-    assert tokens(run([only], 6, during=restart, patience_s=5)) == expected(6)
+    assert tokens(run([only], 6, during=restart, patience_s=120)) == expected(6)
 
 
 @pytest.mark.fault("a prompt that no server takes", "the run ends with one refusal, which names it; no server is lost")
@@ -223,7 +230,8 @@ def test_a_refused_prompt_is_named_and_takes_no_server_with_it():
 
 
 def test_what_is_finished_is_handed_out_while_the_rest_is_open_and_more_is_added():
-    fast, slow = replica("fast"), replica("slow", pause_s=0.2)
+    second: list[Done] = []
+    fast, slow = replica("fast"), replica("slow", once=lambda: bool(second))
 
     async def use(dispatcher: Dispatcher) -> list[Done]:
         assert await dispatcher.finished() == []
@@ -232,8 +240,9 @@ def test_what_is_finished_is_handed_out_while_the_rest_is_open_and_more_is_added
         assert [len(fast.asked), len(slow.asked)] == [1, 1]
         assert len(first) == 1 and slow.running
         dispatcher.add(jobs(2))
-        second = await dispatcher.finished()
-        assert [one.job.number for one in second] == [2] and slow.running
+        assert slow.running
+        second.extend(await dispatcher.finished())
+        assert [one.job.number for one in second] == [2]
         third = await dispatcher.finished()
         assert await dispatcher.finished() == []
         return first + second + third
@@ -247,8 +256,7 @@ def test_closing_stops_what_is_open_and_ends_every_wait():
     async def use(dispatcher: Dispatcher) -> list[Done]:
         dispatcher.add(jobs(*range(9)))
         waiting = asyncio.ensure_future(dispatcher.finished())
-        while not hanging.asked:
-            await asyncio.sleep(0.001)
+        await until(lambda: hanging.asked)
         await dispatcher.close("the sampler was closed")
         assert not hanging.running
         with pytest.raises(SamplerError, match="the sampler was closed"):
@@ -267,7 +275,6 @@ def test_what_is_done_is_handed_out_before_a_failure_is_told():
     class Strict(Scripted):
         async def generate(self, token_ids, seed, params):
             if refusal(token_ids):
-                await asyncio.sleep(0.02)
                 raise RequestRefused("beyond the vocabulary")
             return await super().generate(token_ids, seed, params)
 
@@ -276,7 +283,7 @@ def test_what_is_done_is_handed_out_before_a_failure_is_told():
 
     async def use(dispatcher: Dispatcher) -> list[Done]:
         dispatcher.add(jobs(0, 1))
-        await asyncio.sleep(0.1)
+        await until(lambda: not dispatcher._works)
         first = await dispatcher.finished()
         for _ in range(2):
             with pytest.raises(SamplerError, match="prompt 1 of 1 tokens cannot be answered"):
@@ -291,8 +298,7 @@ def test_two_share_the_servers_and_neither_starves():
 
     async def use(dispatcher: Dispatcher) -> list[Done]:
         dispatcher.add(jobs(*range(100)))
-        while sum(one.load for one in both) < 8:
-            await asyncio.sleep(0.001)
+        await until(lambda: sum(one.load for one in both) >= 8)
         for one in both:
             one.hangs = False
         other = Dispatcher(both, PARAMS, served=[0], max_sequences=4, patience_s=0.3, on_gone=Replica.take_out)

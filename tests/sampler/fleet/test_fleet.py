@@ -122,7 +122,7 @@ def test_no_route_answers_without_the_key(live, path, key):
     for replica in live.replicas:
         request = urllib.request.Request(replica.address + path, data=b"{}", headers=headers)
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=10)
+            urllib.request.urlopen(request, timeout=PATIENCE_S)
         assert refused.value.code == 401
 
 
@@ -194,40 +194,47 @@ def test_an_update_that_one_server_refuses_reaches_none(live):
 
 
 def test_groups_come_as_they_finish_and_equal_the_list(live):
+    held, other = live.replicas
     answering = live.sampler.answering(SAMPLING, seed=1)
     assert answering.finished() == []
-    answering.add(MANY[:20], 0)
-    parts = [answering.finished()]
+    with live.paused(held):
+        answering.add(MANY[:20], 0)
+        parts = [answering.finished()]
+        assert held.load, "what it has been given is open, and nobody waits for it"
+        assert {r.format for group in parts[0] for r in group} == {other.format}
     answering.add(MANY[20:40], 20)
     while parts[-1]:
         parts.append(answering.finished())
     answering.close()
-    assert len(parts) > 10
     groups = sorted((group for part in parts for group in part), key=lambda group: group[0].group)
     assert [[(r.group, r.sample) for r in group] for group in groups] == [[(g, 0), (g, 1)] for g in range(40)]
-    listed = {(r.format, r.group, r.sample): r for r in live.rollouts(MANY[:40])}
-    both = [(r, listed.get((r.format, r.group, r.sample))) for group in groups for r in group]
-    same = [(one, other) for one, other in both if other and one.token_ids == other.token_ids]
-    # what shares a batch with an answer decides its last bits
-    assert len(same) > 0.9 * sum(other is not None for _, other in both) > 0
-    for one, other in same:
-        assert one.logprobs.tolist() == pytest.approx(other.logprobs.tolist(), abs=0.02)
+    listed = {(r.format, r.group, r.sample): r for one in live.replicas for r in live.answers_of(one, MANY[:40])}
+    same = 0
+    for one in (r for group in groups for r in group):
+        listed_one = listed[one.format, one.group, one.sample]
+        # what shares a batch with an answer decides its last bits, and so, now and then, where it takes another way
+        drawn = zip(one.token_ids, listed_one.token_ids, strict=True)
+        common = next((place for place, (mine, its) in enumerate(drawn) if mine != its), len(one.token_ids))
+        assert one.logprobs[:common] == pytest.approx(listed_one.logprobs[:common], abs=0.02)
+        same += common == len(one.token_ids)
+    assert same > 40, "of 80: other draws would have next to none in common"
 
 
 def test_closing_ends_what_the_servers_work_on(live):
+    first, second = live.replicas
     answering = live.sampler.answering(LONG, seed=2)
-    answering.add(MANY, 0)
-    answering.finished()
-    live.on_each("POST", "/pause?mode=keep&clear_cache=false")  # nothing ends by itself from here on
-    try:
-        assert b"false" in live.on_each("POST", "/reset_prefix_cache")[0], "answers hold their places in the cache"
-        answering.close()
-        deadline = time.monotonic() + PATIENCE_S
-        while any(b"true" not in one for one in live.on_each("POST", "/reset_prefix_cache")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        live.on_each("POST", "/resume")
+    for _ in range(100):  # until something is open in the cache as they pause
+        answering.add(MANY, 0)
+        answering.finished()
+        with live.paused(first), live.paused(second):  # nothing ends by itself from here on
+            if b"true" in live.on_one(first, "POST", "/reset_prefix_cache"):
+                continue
+            answering.close()
+            deadline = time.monotonic() + PATIENCE_S
+            while any(b"true" not in one for one in live.on_each("POST", "/reset_prefix_cache")):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            break
     assert answering.finished() == []
     assert not any(one.running or one.load for one in live.replicas)
 
@@ -262,7 +269,7 @@ def test_an_update_in_mid_answer_shows_in_the_versions_of_its_tokens(live, cache
     assert means["old"] < CLOSE
     assert means["swapped"] > 10 * CLOSE
     assert (means["new"] < CLOSE) == (cache == Cache.rebuild), means
-    assert 0 < live.sampler.last_sync["stood_s"] < 10
+    assert live.sampler.last_sync["stood_s"] > 0
 
 
 def test_an_update_may_wait_for_the_answers_that_are_begun(live):

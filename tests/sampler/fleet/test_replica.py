@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config.schema import Cache, Format
+from megatron_rl.processes.process import state_of
 from megatron_rl.sampler.fleet import replica as module
 from megatron_rl.sampler.fleet.answers import Answer, read_answers
 from megatron_rl.sampler.fleet.dispatch import Dispatcher, Job
@@ -248,13 +249,14 @@ def test_a_given_server_that_asks_for_no_key_is_refused():
 )
 @pytest.mark.parametrize(("child", "works"), [("while True: time.sleep(0.01)", True), ("time.sleep(100)", False)])
 def test_a_server_that_is_starved_is_not_hung(monkeypatch, child, works):
-    monkeypatch.setattr(module, "HEALTH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(module, "HEALTH_TIMEOUT_S", 3.0 if works else 0.3)
     command = [sys.executable, "-c", f"import time; print(1, flush=True)\n{child}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
 
     async def use(replica: Replica, asked: list[str]):
         process.stdout.readline()
-        await asyncio.sleep(0.2)  # it goes on from there to what it does
+        while not works and state_of(process.pid) != "S":  # it goes on from there to what it does
+            await asyncio.sleep(0.01)
         replica.process = SimpleNamespace(pid=process.pid, ended=lambda: None)
         return await replica.look()
 

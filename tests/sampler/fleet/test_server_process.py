@@ -37,7 +37,7 @@ def test_a_server_ends_with_its_parent_s_end_of_the_pipe():
         time.sleep(0.5)
         assert server.poll() is None
         server.stdin.close()
-        assert server.wait(30) == -signal.SIGKILL
+        assert server.wait(240) == -signal.SIGKILL
     finally:
         server.kill()
         server.wait()
