@@ -42,6 +42,22 @@ def test_a_killed_engine(box: Box, recipe: str) -> None:
     assert sum(line.get("rollout/restarts", 0) for line in box.metrics()) >= 2
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.fault(
+    "each kind of process is killed (SIGKILL) ahead of the learner, then all", "resumed, no prompt is lost or doubled"
+)
+def test_every_kind_of_process(box: Box) -> None:
+    kills.prepare(box.folder)
+    more = ("rollout.ahead=1", "rollout.in_flight=continue")
+    goes_on = None
+    for line, victim in enumerate(("engine", "reward worker", "rank 1", "launcher", "rank 0", "everything"), 2):
+        goes_on = kills.strike(box, kills.Moment(victim, line, 0.3), goes_on, more)
+        assert bool(goes_on) == (victim in kills.REPLACED), box.screen
+    assert box.train(*kills.RECIPE, *more).wait(SECONDS) == 0, box.screen
+    assert not kills.miscounted(box.run)
+    assert not kills.too_old(box.run, 1)
+
+
 @pytest.mark.fault("an update is refused twice, ahead of the learner", "the run goes on while its batches are young")
 def test_a_refused_update(box: Box) -> None:
     folder = box.folder / "sync"
