@@ -39,6 +39,7 @@ class Dataset:
     conflicts: int = 0
     shares: tuple[tuple[int, float], ...] = ()  # of several files: how many prompts, which are neighbours; the weight
     columns: str = ""  # how they were recognised, where nobody named them
+    checksum: str = ""  # of all rows' prompts and answers, in their order
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -72,6 +73,7 @@ class Source(Sequence[Prompt]):
         self._sizes = array("L")  # bytes of each row's prompt
         found = distinct(self._pairs())
         self._kept, self._duplicates, self._conflicts = found.rows, found.duplicates, found.conflicts
+        self._checksum = found.checksum
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -107,9 +109,8 @@ class Source(Sequence[Prompt]):
             prompts = tuple(self._made(each, ids) for each, ids in encoded.items() if len(ids) <= max_tokens)
         else:
             self._kept = np.delete(self._kept, too_long)
-        return Dataset(
-            prompts, len(self._rows), self._duplicates, len(too_long), self._conflicts, columns=self._recognised()
-        )
+        about = {"columns": self._recognised(), "checksum": self._checksum}
+        return Dataset(prompts, len(self._rows), self._duplicates, len(too_long), self._conflicts, **about)
 
     def _to_encode(self, max_tokens: int, sample: int | None) -> list[int]:
         """All of a small data set. Of a large one those that may be too long, and some of each kind.

@@ -124,6 +124,13 @@ ROWS = (
         "Free space where the reason says, or use another place: run.root, sync.dir, TMPDIR. checkpoint.keep_last, "
         "checkpoint.keep_every and log.record_every decide how much a run writes.",
     ),
+    Row(
+        "open_files",
+        r"Too many open files|\[Errno 2[34]\]",
+        "too few files may be open at once",
+        "Raise the limit before the run starts (`ulimit -n 65536`; where its hard limit is lower, the administrator "
+        "does), or need less: lower reward.workers, sampler.fleet.replicas.",
+    ),
     OUT_OF_MEMORY,
     STUCK,
     Row(

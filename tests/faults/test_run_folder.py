@@ -31,7 +31,8 @@ def ended(box: Box, process: subprocess.Popen[str]) -> str:
 def test_it_is_removed(box: Box) -> None:
     process = begun(box, "checkpoint.every=2")
     shutil.rmtree(box.run, ignore_errors=True)
-    assert str(box.run.name) in ended(box, process)
+    assert "runs/run was removed or moved while the run went on" in ended(box, process)
+    assert "(run_directory)" in box.screen
     assert not (box.run / "metrics.jsonl").exists()
 
 
