@@ -138,7 +138,7 @@ REMOVES = "import shutil; shutil.rmtree(folder); sys.exit(1)"
 
 
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.fault("what a killed process of a run has started lives on, in a session of its own", "it ends with the run")
+@pytest.mark.fault("what a killed process of a run has started lives on in its own session", "it ends with the run")
 def test_orphans_end_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEFT", str(tmp_path / "left"))
     monkeypatch.setattr(launch, "REAP_S", 0.5)
@@ -151,7 +151,7 @@ def test_orphans_end_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("handlers")
-@pytest.mark.fault("a run's directory is removed, and nobody can write how it ended", "the launcher's last line says so")
+@pytest.mark.fault("a run's directory is removed: nobody can write how it ended", "the launcher's last line says so")
 def test_a_directory_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,8 +109,15 @@ class Source(Sequence[Prompt]):
             prompts = tuple(self._made(each, ids) for each, ids in encoded.items() if len(ids) <= max_tokens)
         else:
             self._kept = np.delete(self._kept, too_long)
-        about = {"columns": self._recognised(), "checksum": self._checksum}
-        return Dataset(prompts, len(self._rows), self._duplicates, len(too_long), self._conflicts, **about)
+        return Dataset(
+            prompts,
+            len(self._rows),
+            self._duplicates,
+            len(too_long),
+            self._conflicts,
+            columns=self._recognised(),
+            checksum=self._checksum,
+        )
 
     def _to_encode(self, max_tokens: int, sample: int | None) -> list[int]:
         """All of a small data set. Of a large one those that may be too long, and some of each kind.

@@ -34,7 +34,7 @@ class Box:
     _started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """`megatron-rl WORDS`, in a session of its own; its output in the file `screen`. `under`: a command before it."""
+        """`megatron-rl WORDS`, in a session of its own; output in the file `screen`. `under`: words before it."""
         return self.launch([*options.pop("under", ()), *MEGATRON_RL, *words], **options)
 
     def launch(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:

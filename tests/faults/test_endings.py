@@ -91,11 +91,16 @@ def test_a_killed_engine(box: Box, workers: int) -> None:
 
 
 REWARDS = """
-import zlib
+import subprocess, zlib
+left = []
 def always(row, answer_key, response):
     return 1 / 0
 def by_chance(row, answer_key, response):  # every group has something to learn from
     return zlib.crc32(response.encode()) % 7 / 6
+def leaves(row, answer_key, response):
+    if not left:
+        left.append(subprocess.Popen(["sleep", "10000"], start_new_session=True))
+    return 0.5
 """
 WRONG = {
     "reward": (("reward.name=broken:always",), ("reward", "the reward workers", "rollout")),
@@ -132,26 +137,21 @@ def test_an_alarm_that_stops(box: Box) -> None:
     assert (box.run / "checkpoints" / "step_5" / "checkpoint.json").exists()
 
 
-@pytest.mark.fault("a reward worker of a whole run is killed", "another takes its place, and the run goes on")
+@pytest.mark.fault(
+    "reward workers of a whole run are killed, which have left programs behind", "others take their place; all end"
+)
 def test_a_killed_reward_worker(box: Box) -> None:
-    process = begun(box, "reward.workers=2")
+    (box.folder / "broken.py").write_text(REWARDS)
+    process = begun(box, "reward.workers=2", "reward.name=broken:leaves")
     for _ in range(3):
         box.processes("rewards.worker")[0].kill()
         goes_on(box, process)
     assert len(box.processes("rewards.worker")) == 2
     assert sum(line.get("reward/errors", 0) for line in box.metrics()) <= 3
-
-
-@pytest.mark.fault("a whole run is asked to end after its step", "its status says where it stopped, and why")
-def test_usr1(box: Box) -> None:
-    process = begun(box)
+    assert len(box.processes("sleep 10000")) == 5
     process.send_signal(signal.SIGUSR1)
     assert process.wait(PATIENCE_S) == 0, box.screen
-    status = box.status()
-    assert status["state"] == "stopped"
-    assert f"after step {status['step']} of 100000" in status["reason"]
-    assert "SIGUSR1" in status["reason"]
-    assert status["step"] == box.steps() - 1
+    wait_for(lambda: not box.processes(), 60, "processes are left")
 
 
 @pytest.mark.fault("the disk of a whole run is full, and has room again", "the run goes on, and says what is missing")

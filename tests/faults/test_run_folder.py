@@ -27,7 +27,7 @@ def ended(box: Box, process: subprocess.Popen[str]) -> str:
     return last
 
 
-@pytest.mark.fault("the folder of a whole run is removed in mid-run", "the run ends with a sentence, and makes no new one")
+@pytest.mark.fault("the folder of a whole run is removed in mid-run", "the run ends with a sentence, and makes none")
 def test_it_is_removed(box: Box) -> None:
     process = begun(box, "checkpoint.every=2")
     shutil.rmtree(box.run, ignore_errors=True)
@@ -36,7 +36,9 @@ def test_it_is_removed(box: Box) -> None:
     assert not (box.run / "metrics.jsonl").exists()
 
 
-@pytest.mark.fault("the folder of a whole run can only be read from a step on", "the run ends with a sentence; it goes on later")
+@pytest.mark.fault(
+    "a whole run's folder can only be read from a step on", "the run ends with a sentence, and goes on later"
+)
 def test_it_can_only_be_read(box: Box) -> None:
     if shutil.which("setpriv") is None:
         pytest.skip("needs util-linux's setpriv")

@@ -33,7 +33,9 @@ def told(process: psutil.Process) -> tuple[bool, set[str]]:
     }
 
 
-@pytest.mark.fault("keys and passwords in the environment of a whole run", "launcher and rank 0 alone hold them; no file does")
+@pytest.mark.fault(
+    "keys and passwords in the environment of a whole run", "no file, argument or other process holds them"
+)
 def test_keys_stay_where_they_are(box: Box) -> None:
     box.env |= KEYS
     box.env["WANDB_DIR"] = str(box.folder)

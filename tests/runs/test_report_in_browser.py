@@ -1,4 +1,4 @@
-"""What a model, a data set or a server may have written, in a report that a browser opens: it is shown, and runs nothing."""
+"""What a model, a data set or a server may have written, in a report that a browser opens: nothing of it runs."""
 
 import shutil
 import subprocess
@@ -19,10 +19,10 @@ RUNS = "document.body.setAttribute('data-ran','yes');document.title='ran'"
 HOSTILE = (
     f"<script>{RUNS}</script>",
     f"</script><script>{RUNS}</script>",
-    f"</pre></td></table><img src=x onerror=\"{RUNS}\">",
+    f'</pre></td></table><img src=x onerror="{RUNS}">',
     f"' onmouseover='{RUNS}' autofocus onfocus='{RUNS}' x='",
-    f"<a href=\"javascript:{RUNS}\">here</a><iframe srcdoc=\"<script>parent.{RUNS}</script>\"></iframe>",
-    f"<!--<script>{RUNS}//--></style></title></textarea><svg onload=\"{RUNS}\">",
+    f'<a href="javascript:{RUNS}">here</a><iframe srcdoc="<script>parent.{RUNS}</script>"></iframe>',
+    f'<!--<script>{RUNS}//--></style></title></textarea><svg onload="{RUNS}">',
     "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m\r\x00\x08\x7f\x9b31m",
     "from right \u202e to left, a null \x00, half a pair \ufffd",
     "<b>" + "long " * 200_000,
@@ -36,7 +36,8 @@ def hostile_run(folder: Path) -> tuple[Path, str]:
         for step in range(1, 4):
             scored, prox_BT = make_scored(len(HOSTILE), seed=step)
             bad = [worded(one, text) for one, text in zip(scored, HOSTILE, strict=True)]
-            pieces = {row: [text] * len(one.rollout.token_ids) for row, (one, text) in enumerate(zip(bad, HOSTILE, strict=True))}
+            lengths = [len(one.rollout.token_ids) for one in bad]
+            pieces = {row: [text] * lengths[row] for row, text in enumerate(HOSTILE)}
             recorder.rollouts(step, bad, prox_logprobs_BT=prox_BT, pieces=pieces, truths=list(HOSTILE))
             recorder.log(step, {"reward/mean": 0.5, "loss/total": 0.1})
             recorder.note(f"server   {HOSTILE[0]}")
@@ -49,7 +50,9 @@ def worded(one, text: str):
     return replace(one, rollout=rollout, text=text, error=text[:500])
 
 
-@pytest.mark.fault("prompts, answers and errors hold scripts, escapes, half characters", "the report shows them, none runs")
+@pytest.mark.fault(
+    "prompts, answers and errors hold scripts, escapes, half characters", "a report shows them; none runs"
+)
 @pytest.mark.skipif(BROWSER is None, reason="needs a Chromium")
 def test_nothing_of_them_runs(tmp_path: Path) -> None:
     run, screen = hostile_run(tmp_path)
