@@ -63,8 +63,8 @@ OUT_OF_MEMORY = Row(
     r"\bMemoryError\b|can't allocate memory|Cannot allocate memory|unable to mmap|oom[-_ ]kill|bad_alloc|"
     r"failed to map segment from shared object",
     "the machine ran out of memory",
-    "Ask for more (in Slurm --mem, in a shell `ulimit -v unlimited`), or need less: lower learner.tokens_per_microbatch, rollout.prompts_per_step, "
-    "reward.workers, and on hosts sampler.vllm.kv_cache_memory_bytes.",
+    "Ask for more (in Slurm --mem, in a shell `ulimit -v`), or need less: lower learner.tokens_per_microbatch, "
+    "rollout.prompts_per_step, reward.workers, and on hosts sampler.vllm.kv_cache_memory_bytes.",
 )
 STUCK = Row(
     "stuck_process",

@@ -34,8 +34,8 @@ NONSENSE |= {
     "OMP_NUM_THREADS": "many",
     "COLUMNS": "-5",
     "TMPDIR": "/proc/none",
-    "XDG_CACHE_HOME": str(cache_home()),
-}  # it has what is compiled
+    "XDG_CACHE_HOME": str(cache_home()),  # it has what is compiled
+}
 
 
 @pytest.mark.fault("HOME, TMPDIR, LANG, TZ, OMP_NUM_THREADS, ... of nonsense", "the run finishes without them")
