@@ -95,6 +95,7 @@ def flip_every_version(folder: Path, enough: threading.Event) -> None:
         time.sleep(0.0005)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.fault(
     "USR1, TERM or Ctrl-C ahead of the learner", "what was trained is kept, and the run goes on from there"
 )
@@ -103,7 +104,8 @@ def test_asked_to_stop(box: Box) -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         run = box.train(*ENDLESS, *AHEAD, resumed)
         after = step + 3
-        wait_for(lambda after=after: box.steps() > after or run.poll() is not None, SECONDS, f"steps: {box.screen}")  # noqa: B023
+        further = lambda run=run, after=after: box.steps() > after or run.poll() is not None  # noqa: E731
+        wait_for(further, SECONDS, f"steps: {box.screen}")
         run.send_signal(number)
         run.wait(SECONDS)
         wait_for(lambda: not box.processes(), 60, "processes are left")

@@ -9,6 +9,7 @@ from box import Box, wait_for
 
 from megatron_rl.runs import checkpoints
 
+pytestmark = pytest.mark.timeout(1800)
 START_S = 300
 SETTINGS = ("run.steps=100000", "log.export=true")
 ASKS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)

@@ -6,6 +6,7 @@ from box import Box
 PATIENCE_S = 600
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.fault("the data file is shuffled or cut before a run goes on", "refused unless asked for")
 def test_other_rows(box: Box) -> None:
     toy = box.folder / "data" / "toy"

@@ -9,6 +9,7 @@ from box import Box, wait_for
 
 from megatron_rl.processes.environment import cache_home
 
+pytestmark = pytest.mark.timeout(1200)
 END_S = 600
 
 

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 from box import Box, wait_for
 
+pytestmark = pytest.mark.timeout(1800)
 PATIENCE_S = 600
 AS_OTHERS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")  # root, to whom modes of files apply
 

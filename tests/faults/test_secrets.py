@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from box import Box, wait_for
 
+pytestmark = pytest.mark.timeout(1200)
 PATIENCE_S = 600
 CANARY = "canary6f1e0"
 NAMES = ("WANDB_API_KEY", "HF_TOKEN", "MEGATRON_RL_FLEET_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "DB_PASSWORD")
