@@ -96,9 +96,7 @@ def ask(port: int, key: str = KEY, path: str = "/health") -> int:
         return error.code
 
 
-@pytest.mark.fault(
-    "1200 half-open connections to a server of 1024 files, requests without its key", "its owner is answered alone"
-)
+@pytest.mark.fault("1200 half-open connections to a server of 1024 files, and no key", "its owner alone is answered")
 def test_half_open_connections(box: Box) -> None:
     _, port = serve(box, "--format", "int8")
     assert "Route:" not in served(box).read_text()
