@@ -11,6 +11,7 @@ import pytest
 from box import Box, wait_for
 
 PATIENCE_S = 400
+ALONE = "learner.tensor_parallel=1"  # where it does not matter how many ranks there are
 
 
 def begun(box: Box, *overrides: str, steps: int = 2) -> subprocess.Popen[str]:
@@ -48,7 +49,7 @@ def cause(box: Box) -> tuple[str, str, str]:
 @pytest.mark.fault("a whole run's output goes to `head`", "it goes on to its end")
 def test_a_pipe_that_is_closed(box: Box) -> None:
     head = subprocess.Popen(["head", "-n", "2"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    process = box.train("run.steps=2", stdout=head.stdin)
+    process = box.train("run.steps=2", ALONE, stdout=head.stdin)
     assert head.stdin is not None
     head.stdin.close()
     assert process.wait(PATIENCE_S) == 0, box.screen
@@ -73,7 +74,7 @@ def test_a_killed_rank(box: Box, rank: int) -> None:
 @pytest.mark.fault("the engine, or a worker of it, is killed", "another takes its place; after three, the run says why")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_engine(box: Box, workers: int) -> None:
-    process = begun(box, f"sampler.tensor_parallel={workers}")
+    process = begun(box, f"sampler.tensor_parallel={workers}", ALONE)
     for kill in range(4):
         engine = min(box.processes("engine.child"), key=lambda one: one.create_time())
         of_two = [one for one in engine.children() if "Worker_TP1" in str(one.cmdline())]
@@ -129,7 +130,7 @@ def test_why(box: Box, what: str) -> None:
 
 @pytest.mark.fault("an alarm is to end a whole run", "it ends after that step, whole, and says which alarm it was")
 def test_an_alarm_that_stops(box: Box) -> None:
-    process = box.train("run.steps=100000", "log.alarms={ess: {stop: 1.0}}")
+    process = box.train("run.steps=100000", ALONE, "log.alarms={ess: {stop: 1.0}}")
     assert process.wait(PATIENCE_S) == 0, box.screen
     status = box.status()
     assert (status["state"], status["step"], status["cause"]["class"]) == ("stopped", 5, "alarm")
@@ -142,7 +143,7 @@ def test_an_alarm_that_stops(box: Box) -> None:
 )
 def test_a_killed_reward_worker(box: Box) -> None:
     (box.folder / "broken.py").write_text(REWARDS)
-    process = begun(box, "reward.workers=2", "reward.name=broken:leaves")
+    process = begun(box, "reward.workers=2", "reward.name=broken:leaves", ALONE)
     for _ in range(3):
         box.processes("rewards.worker")[0].kill()
         goes_on(box, process)
@@ -209,7 +210,7 @@ def test_five_starts_at_once(box: Box, mode: str) -> None:
     starts = []
     for number in range(5):
         screen = (box.folder / f"screen_{number}").open("w")
-        starts.append(box.train("run.steps=2", f"run.if_exists={mode}", stdout=screen))
+        starts.append(box.train("run.steps=2", ALONE, f"run.if_exists={mode}", stdout=screen))
     codes = [process.wait(PATIENCE_S) for process in starts]
     said = [(box.folder / f"screen_{number}").read_text() for number in range(5)]
     assert sorted(codes) == [0, 2, 2, 2, 2], "\n".join(said)
