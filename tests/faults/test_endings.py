@@ -139,17 +139,21 @@ def test_an_alarm_that_stops(box: Box) -> None:
 
 
 @pytest.mark.fault(
-    "reward workers of a whole run are killed, which have left programs behind", "others take their place; all end"
+    "reward workers of a whole run are killed, which left programs behind, then W&B's", "it goes on; all end with it"
 )
 def test_a_killed_reward_worker(box: Box) -> None:
     (box.folder / "broken.py").write_text(REWARDS)
-    process = begun(box, "reward.workers=2", "reward.name=broken:leaves", ALONE)
+    process = begun(box, "reward.workers=2", "reward.name=broken:leaves", "log.wandb=offline", ALONE)
     for _ in range(3):
         box.processes("rewards.worker")[0].kill()
         goes_on(box, process)
     assert len(box.processes("rewards.worker")) == 2
     assert sum(line.get("reward/errors", 0) for line in box.metrics()) <= 3
     assert len(box.processes("sleep 10000")) == 5
+    assert box.processes("wandb-core")
+    for one in box.processes("wandb-core"):
+        one.kill()
+    goes_on(box, process)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(PATIENCE_S) == 0, box.screen
     wait_for(lambda: not box.processes(), 60, "processes are left")
