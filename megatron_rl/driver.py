@@ -207,7 +207,7 @@ class Driver:
     @contextmanager
     def syncing(self) -> Iterator[None]:
         """Around a sync: an engine that sleeps wakes in the right order, answers in flight end where they have to."""
-        with self._batches.updating(), self._sleep_schedule.syncing():
+        with self._batches.updating(), self._sleep_schedule.syncing(), self.sampler.updating():
             yield
 
     def goes_on_without(self, step: int) -> bool:

@@ -48,6 +48,7 @@ def asked_in_the_start(box: Box, moment: str, number: signal.Signals) -> None:
     elif moment == "the engine starts":
         wait_for(lambda: box.processes("megatron_rl.engine.child"), START_S, "an engine")
     else:
+        wait_for(lambda: box.processes("megatron_rl.engine.child"), START_S, "this start's engine")
         log = box.run / "logs" / "attempt_1" / "sampler.log"
         wait_for(lambda: log.exists() and "reset prefix cache" in log.read_text(), START_S, "an engine that answers")
     launcher.send_signal(number)
