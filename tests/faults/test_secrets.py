@@ -40,7 +40,8 @@ def told(process: psutil.Process) -> tuple[bool, set[str]]:
 def test_keys_stay_where_they_are(box: Box) -> None:
     box.env |= KEYS
     box.env["WANDB_DIR"] = str(box.folder)
-    settings = ("run.steps=100000", "log.wandb=offline", "checkpoint.every=2", "sampler.fleet.replicas=1")
+    settings = ("run.steps=100000", "log.wandb=offline", "checkpoint.every=2")
+    settings += ("sampler.fleet.replicas=1", "sampler.fleet.formats=[int8]")
     process = box.train(*settings, recipe="quickstart_fleet.yaml")
     wait_for(lambda: box.steps() >= 3 or process.poll() is not None, PATIENCE_S, "the first steps")
     assert process.poll() is None, box.screen
