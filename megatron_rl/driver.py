@@ -36,6 +36,7 @@ from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.progress import Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
+from megatron_rl.runs.resume import refuse_other_data
 from megatron_rl.runs.samples import choose
 from megatron_rl.runs.save_schedule import SaveSchedule
 from megatron_rl.runs.stop_request import StopRequest
@@ -148,7 +149,10 @@ class Driver:
         tokenizer = FolderTokenizer(folder)
         wanted = {"needs_answer": needs_answers(config.rollout, config.reward)}
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
-        self.recorder.note(f"train    {', '.join(config.data.sources('train'))}: {train.describe()}")
+        where, self._data = ", ".join(config.data.sources("train")), train.checksum
+        self.recorder.note(f"train    {where}: {train.describe()}")
+        if self.resumes:
+            refuse_other_data(self.resumes.driver.get("data"), self._data, config.run.resume_allow, where)
         after_all = self._stack.enter_context(ExitStack())  # once the sampler and the rewards are closed
         rewards = RewardPool(config.reward)
         self._stack.callback(rewards.close)
@@ -205,7 +209,7 @@ class Driver:
     @contextmanager
     def syncing(self) -> Iterator[None]:
         """Around a sync: an engine that sleeps wakes in the right order, answers in flight end where they have to."""
-        with self._batches.updating(), self._sleep_schedule.syncing():
+        with self._batches.updating(), self._sleep_schedule.syncing(), self.sampler.updating():
             yield
 
     def goes_on_without(self, step: int) -> bool:
@@ -303,7 +307,10 @@ class Driver:
     ) -> dict[str, Any] | None:
         """What a checkpoint of this step has to know of rank 0; None where none is due. `save_s`: what one takes."""
         self._stop.save_s = save_s
-        return self._saves.due(standing, evaluated, ending)
+        about = self._saves.due(standing, evaluated, ending)
+        if about:
+            about["driver"]["data"] = self._data
+        return about
 
     def record(self, step: int, correction: Correction, advantages_B: torch.Tensor) -> None:
         self.recorder.ledger(step, self._ordinals, sorted({one.rollout.group for one in self._scored}))

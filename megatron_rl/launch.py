@@ -26,7 +26,15 @@ from megatron_rl.models.kept_state import look_into
 from megatron_rl.models.layout import Layout
 from megatron_rl.processes.environment import compiled_code, without_secrets
 from megatron_rl.processes.memory_kills import MemoryKills
-from megatron_rl.processes.process import AT_ONCE, STOP_AFTER_STEP, describe_end, exit_status, hold, release
+from megatron_rl.processes.process import (
+    AT_ONCE,
+    STOP_AFTER_STEP,
+    describe_end,
+    ending_orphans,
+    exit_status,
+    hold,
+    release,
+)
 from megatron_rl.processes.scratch import Scratch
 from megatron_rl.rank import DRIVER_SECRETS, LEAVE_S
 from megatron_rl.runs.causes import Cause, explain
@@ -50,7 +58,7 @@ ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|In
 def launch(config: Config) -> int:
     """Runs every rank to its end; returns the exit status of the run."""
     kills = MemoryKills()
-    with Scratch() as scratch:
+    with Scratch() as scratch, ending_orphans(REAP_S):
         given = compiled_code() | scratch.environment
         run, moved = open_run(
             Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config), look_into
@@ -73,12 +81,15 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
     """Writes how the run ended where the driver has not, or cannot know it, and says it last on the screen."""
     said = read_status(run.path)
     rank, why, log = ranks.culprit()
+    gone = not run.path.is_dir()  # status and logs with it
+    if gone and rank is not None:
+        why = f"RecordLost: {run.path} was removed or moved while the run went on"
     state, reason = ("failed", ranks.stuck) if ranks.stuck else ending(said, ranks.stopping, rank, why)
     cause = Cause.read(said.get("cause"))
     if (state, reason) != (said.get("state"), said.get("reason")):
         if rank is not None:
             said_last = "\n".join([why, *log]) if "SIGABRT" in why else why  # C++ says why on its way out
-            about: dict[str, Any] = {"process": f"rank {rank}", "log": str(ranks.log_of(rank))}
+            about: dict[str, Any] = {"process": f"rank {rank}", "log": "" if gone else str(ranks.log_of(rank))}
             about |= {"phase": said.get("phase") or ranks.guard.watch.phase_of(rank)}
             about |= {"stuck": said.get("stuck"), "out_of_memory": kills.any()}
             cause = explain(said_last, **about)
@@ -89,7 +100,8 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
         if state == "failed" and (trouble := write_own_report(run)):  # the driver's does not say how it ended
             print(trouble, file=sys.stderr)
     if rank is not None:
-        ranks.explain(rank, log)
+        if not gone:
+            ranks.explain(rank, log)
         verdict = f"{state}: {reason.partition(chr(10))[0] or why}"
         print("\n" + "\n".join([*([cause.paragraph()] if cause else []), verdict]), file=sys.stderr, flush=True)
 

@@ -23,6 +23,8 @@ hypothesis.settings.load_profile("here")
 
 ROOT = Path(__file__).parent.parent
 LONGEST = (  # first, so that no worker is left alone with one at the end
+    *("test_asked_to_stop.py", "test_endings.py", "test_ahead.py", "test_leftovers.py", "test_stopped.py"),
+    *("test_layouts.py", "test_converter.py", "test_sync.py", "test_slurm_signals.py"),
     "test_end_to_end.py", "test_kills.py", "test_fleet.py", "test_learner.py", "test_loop.py", "test_live_updates.py",
     "test_engine_cases.py", "test_tensor_parallel_engine.py", "test_slurm.py", "test_child_engine.py",
     "test_sampler_shards.py", "test_architecture.py", "test_compare_corrections.py", "test_layout_matrix.py",

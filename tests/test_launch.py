@@ -128,6 +128,39 @@ def test_what_the_ranks_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert given[1]["TORCHINDUCTOR_CACHE_DIR"].endswith("/megatron-rl/inductor")
 
 
+LEAVES = """
+import subprocess
+left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+Path(os.environ["LEFT"]).write_text(str(left.pid))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+REMOVES = "import shutil; shutil.rmtree(folder); sys.exit(1)"
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.fault("what a killed process of a run has started lives on in its own session", "it ends with the run")
+def test_orphans_end_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEFT", str(tmp_path / "left"))
+    monkeypatch.setattr(launch, "REAP_S", 0.5)
+    other = subprocess.Popen(["sleep", "1000"])
+    assert launched(tmp_path, monkeypatch, LEAVES) == 137
+    assert state_of(int((tmp_path / "left").read_text())) in ("", "Z")
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.fault("a run's directory is removed: nobody can write how it ended", "the launcher's last line says so")
+def test_a_directory_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launched(tmp_path, monkeypatch, REMOVES) == 1
+    said = capsys.readouterr().err
+    assert "the run's directory cannot be written (run_directory)" in said
+    assert said.endswith(f"RecordLost: {tmp_path / 'run'} was removed or moved while the run went on\n")
+
+
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.fault("a rank has said its last word, and stays", "the launcher ends it")
 def test_who_does_not_go_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ class Dataset:
     conflicts: int = 0
     shares: tuple[tuple[int, float], ...] = ()  # of several files: how many prompts, which are neighbours; the weight
     columns: str = ""  # how they were recognised, where nobody named them
+    checksum: str = ""  # of all rows' prompts and answers, in their order
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -72,6 +73,7 @@ class Source(Sequence[Prompt]):
         self._sizes = array("L")  # bytes of each row's prompt
         found = distinct(self._pairs())
         self._kept, self._duplicates, self._conflicts = found.rows, found.duplicates, found.conflicts
+        self._checksum = found.checksum
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -108,7 +110,13 @@ class Source(Sequence[Prompt]):
         else:
             self._kept = np.delete(self._kept, too_long)
         return Dataset(
-            prompts, len(self._rows), self._duplicates, len(too_long), self._conflicts, columns=self._recognised()
+            prompts,
+            len(self._rows),
+            self._duplicates,
+            len(too_long),
+            self._conflicts,
+            columns=self._recognised(),
+            checksum=self._checksum,
         )
 
     def _to_encode(self, max_tokens: int, sample: int | None) -> list[int]:

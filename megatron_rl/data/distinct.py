@@ -19,6 +19,7 @@ class Distinct:
     rows: npt.NDArray[np.int64]  # numbers of those that count, the first of each prompt, ascending
     duplicates: int
     conflicts: int  # prompts that were left out, as their rows do not agree on the answer
+    checksum: str = ""  # of prompts and answers, in their order
 
 
 def distinct(pairs: Iterable[tuple[bytes, bytes]]) -> Distinct:
@@ -33,4 +34,5 @@ def distinct(pairs: Iterable[tuple[bytes, bytes]]) -> Distinct:
     _, first, group = np.unique(prompts, return_index=True, return_inverse=True)
     disagreeing = np.unique(group[answers != answers[first][group]])
     kept = np.sort(np.delete(first, disagreeing)).astype(np.int64)
-    return Distinct(kept, len(prompts) - len(first), len(disagreeing))
+    checksum = xxhash.xxh3_64_hexdigest(prompts.tobytes() + answers.tobytes())
+    return Distinct(kept, len(prompts) - len(first), len(disagreeing), checksum)

@@ -66,6 +66,7 @@ def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
         conflicts=sum(part.conflicts for part in parts),
         shares=tuple((len(part), weight) for part, weight in zip(parts, weights, strict=True)),
         columns="; ".join(dict.fromkeys(part.columns for part in parts if part.columns)),
+        checksum=" ".join(part.checksum for part in parts),
     )
 
 

@@ -9,7 +9,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,34 @@ def end_with_descendants(pid: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
+@contextmanager
+def ending_orphans(grace_s: float) -> Iterator[None]:
+    """Around what starts processes: those that outlive their parents become this one's, and end at last.
+
+    A reward may leave programs behind when its worker is killed, in sessions of their own. `grace_s`: to end by
+    themselves.
+    """
+    before = _children(os.getpid())
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + grace_s
+        while (left := [pid for pid in _children(os.getpid()) if pid not in before]) and time.monotonic() < deadline:
+            _reap(left)
+            time.sleep(0.05)
+        for pid in left:
+            end_with_descendants(pid)
+        _reap(left)
+        _prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _reap(children: Collection[int]) -> None:
+    for pid in children:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
 STOPPED = ("T", "t")  # states of a process that SIGSTOP holds, or a debugger
 
 
@@ -192,11 +221,16 @@ def turns_of(pid: int) -> int:
 
 def _descendants(pid: int) -> list[int]:
     """Children, their children, and so on, as Linux lists them; none where it lists none."""
+    found = _children(pid)
+    return found + [grandchild for child in found for grandchild in _descendants(child)]
+
+
+def _children(pid: int) -> list[int]:
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
             found += map(int, path.read_text().split())
-    return found + [grandchild for child in found for grandchild in _descendants(child)]
+    return found
 
 
 def describe_end(code: int) -> str:

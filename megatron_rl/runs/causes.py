@@ -60,10 +60,11 @@ class Cause:
 
 OUT_OF_MEMORY = Row(
     "host_memory",
-    r"\bMemoryError\b|can't allocate memory|Cannot allocate memory|unable to mmap|oom[-_ ]kill",
+    r"\bMemoryError\b|can't allocate memory|Cannot allocate memory|unable to mmap|oom[-_ ]kill|bad_alloc|"
+    r"failed to map segment from shared object",
     "the machine ran out of memory",
-    "Ask for more (in Slurm --mem), or need less: lower learner.tokens_per_microbatch, rollout.prompts_per_step, "
-    "reward.workers, and on hosts sampler.vllm.kv_cache_memory_bytes.",
+    "Ask for more (in Slurm --mem, in a shell `ulimit -v`), or need less: lower learner.tokens_per_microbatch, "
+    "rollout.prompts_per_step, reward.workers, and on hosts sampler.vllm.kv_cache_memory_bytes.",
 )
 STUCK = Row(
     "stuck_process",
@@ -123,6 +124,13 @@ ROWS = (
         "a disk is full",
         "Free space where the reason says, or use another place: run.root, sync.dir, TMPDIR. checkpoint.keep_last, "
         "checkpoint.keep_every and log.record_every decide how much a run writes.",
+    ),
+    Row(
+        "open_files",
+        r"Too many open files|\[Errno 2[34]\]",
+        "too few files may be open at once",
+        "Raise the limit before the run starts (`ulimit -n 65536`; where its hard limit is lower, the administrator "
+        "does), or need less: lower reward.workers, sampler.fleet.replicas.",
     ),
     OUT_OF_MEMORY,
     STUCK,

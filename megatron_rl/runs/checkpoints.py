@@ -44,6 +44,7 @@ class _Driver(msgspec.Struct):
     seen: dict[str, Count]
     best: float | None = None
     line: str | None = None
+    data: str | None = None  # the checksum of the prompts and answers that it counts in
 
 
 class _Manifest(msgspec.Struct):

@@ -6,7 +6,7 @@ Everything recorded after the checkpoint is taken back, and comes again: the sam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,16 @@ def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
         raise ConfigError(
             f"run.if_exists=resume: the recipe is not the one that {recorded.parent} began with:\n{listed}\n"
             f"Undo that, or go on with the change: run.resume_allow=[{names}]"
+        )
+
+
+def refuse_other_data(recorded: str | None, found: str, allowed: Collection[str], where: str) -> None:
+    """Raises where the place in the order of prompts is one in other data. `recorded`: None in old checkpoints."""
+    if recorded not in (None, found) and "data.train" not in allowed:
+        raise ConfigError(
+            f"data.train: prompts or answers in {where} are not those that the run has drawn from so far: some would "
+            "come twice, others never. Put the old rows back in their order, or go on from the same place in the new "
+            "ones: run.resume_allow=[data.train]"
         )
 
 

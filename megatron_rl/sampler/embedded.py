@@ -8,6 +8,7 @@ On a GPU the same code runs with other engine arguments (engine_settings.py, `sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -91,6 +92,9 @@ class EmbeddedSampler:
         return self._engine.call(
             "routed_experts", sequences=[list(one) for one in sequences], policy_version=self.policy_version
         )
+
+    def updating(self) -> AbstractContextManager[None]:
+        return self._engine.in_turn()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._engine.call("init_weight_transfer_engine", init_info=init_info)

@@ -76,7 +76,7 @@ class LastingEngine:
         self._child.wait_ready()
 
     def call(self, method: str, **arguments: Any) -> Any:
-        with self._in_turn() if method in REMEMBERED else nullcontext():
+        with self.in_turn() if method in REMEMBERED else nullcontext():
             if method == BEGIN:  # the new version's files have taken the place of the old one's
                 self._served, self._update = [], []
             while True:
@@ -100,7 +100,7 @@ class LastingEngine:
 
     def revive(self, dead: ChildEngine, error: EngineDied) -> None:
         """Until a new engine is where the old one was."""
-        with self._in_turn():
+        with self.in_turn():
             while self._child is dead:
                 try:
                     self._start_again(error)
@@ -108,7 +108,8 @@ class LastingEngine:
                     error = again
 
     @contextmanager
-    def _in_turn(self) -> Iterator[None]:
+    def in_turn(self) -> Iterator[None]:
+        """Nobody else starts the engine again meanwhile: while files that a new one would read are written over."""
         with waiting(ENGINE, self._settings.sampler.start_timeout_s, "sampler.start_timeout_s"):
             self._telling.acquire()
         try:

@@ -7,6 +7,7 @@ drive a sampler too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
@@ -80,6 +81,10 @@ class Sampler(Protocol):
 
     def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[bytes]:
         """[tokens, layers, experts of a token] as int32, -1 in layers without; empty where it cannot be told."""
+        ...
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Around an update, its files' writing included: an engine of this process that dies comes back by it."""
         ...
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...

@@ -6,8 +6,8 @@ An update becomes the live weights of all, or of none: each engine has taken it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -85,6 +85,13 @@ class SeveralEngines:
 
     def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[bytes]:
         return self._first.routed_experts(sequences)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        with ExitStack() as all_of_them:
+            for one in self._each:
+                all_of_them.enter_context(one.updating())
+            yield
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         for one in self._each:

@@ -19,6 +19,8 @@ COMMANDS = {
     "export": [],
     "quantize": ["--format", "int8"],
     "average": [],
+    "dequantize": [],
+    "verify": [],
     "inspect": [],
 }
 
@@ -100,6 +102,8 @@ ATTACKS = {
 LET_PASS = {
     ("export", another_family), ("export", a_tensor_less), ("average", another_family), ("average", a_tensor_less),
     ("inspect", another_family), ("inspect", quantized), ("inspect", a_tensor_less),
+    ("verify", another_family), ("verify", quantized), ("verify", a_tensor_less),
+    ("dequantize", another_family), ("dequantize", quantized), ("dequantize", a_tensor_less),
 }  # fmt: skip
 
 
@@ -118,8 +122,11 @@ def test_an_attack(
     monkeypatch.chdir(tmp_path)
     source = made(tmp_path / "hf", config_of("llama"))
     attack(source)
+    if command == "dequantize":
+        quantized(source)  # else there is nothing to do
+    other = made(tmp_path / "good", config_of("llama")) if command == "verify" else tmp_path / "out"
     before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
-    target = [] if command == "inspect" else [str(tmp_path / "out")]
+    target = [] if command == "inspect" else [str(other)]
     assert convert.main([command, str(source), *target, *COMMANDS[command]]) == 1
     said = capsys.readouterr().err
     assert ATTACKS[attack] in said

@@ -105,6 +105,19 @@ def test_conflicts(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
         loaded(tokenizer, path)
 
 
+@pytest.mark.fault("rows are changed, shuffled, cut off or added", "the data set has another checksum")
+def test_other_rows_have_another_checksum(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
+    rows = [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(6)]
+    changed = [rows[:-1], rows[::-1], [*rows, rows[0]], [*rows[:5], {**rows[5], "answer": "7"}], [*rows[1:], rows[0]]]
+    known = loaded(tokenizer, written(tmp_path / "a.jsonl", rows)).checksum
+    assert known == loaded(tokenizer, written(tmp_path / "b.jsonl", [{**row, "note": 1} for row in rows])).checksum
+    found = [loaded(tokenizer, written(tmp_path / f"{n}.jsonl", each)).checksum for n, each in enumerate(changed)]
+    assert len({known, *found}) == 6
+    halves = [written(tmp_path / f"half_{n}.jsonl", rows[n::2]) for n in range(2)]
+    joined = [loaded(tokenizer, {str(one): 1.0, str(two): 1.0}).checksum for one, two in (halves, halves[::-1])]
+    assert joined[0] != joined[1]
+
+
 def test_folders(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     rows = [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(6)]
     for number in range(2):

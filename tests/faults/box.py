@@ -34,8 +34,8 @@ class Box:
     _started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """`megatron-rl WORDS`, in a session of its own; its output in the file `screen`."""
-        return self.launch([*MEGATRON_RL, *words], **options)
+        """`megatron-rl WORDS`, in a session of its own; output in the file `screen`. `under`: words before it."""
+        return self.launch([*options.pop("under", ()), *MEGATRON_RL, *words], **options)
 
     def launch(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         screen = options.pop("stdout", None) or (self.folder / "screen").open("w")

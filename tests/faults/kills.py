@@ -33,6 +33,7 @@ def score(row, key, response):
     return zlib.crc32(response.encode()) % 7 / 6
 """
 VICTIMS = ("rank 0", "rank 1", "everything", "engine", "launcher", "TERM", "USR1")
+REPLACED = ("engine", "reward worker")  # the run goes on with another one
 UNEQUAL = ("time/", "perf/", "rollout/restarts")  # what differs between two runs that are the same
 
 
@@ -59,8 +60,8 @@ def strike(
 ) -> subprocess.Popen[str] | None:
     """Kills a run at a moment, and waits until nothing is left of it.
 
-    `goes_on`: the run as the strike before has left it; None: it is started, or goes on from what it has kept. An
-    engine is replaced: that run is the one that goes on, and is returned.
+    `goes_on`: the run as the strike before has left it; None: it is started, or goes on from what it has kept. What
+    is REPLACED ends no run: that run is the one that goes on, and is returned.
     """
     begun = 0.0 if goes_on else time.time()
     process = goes_on or box.train(*RECIPE, *more)
@@ -75,7 +76,7 @@ def strike(
             psutil.Process(pid).send_signal(number)
         except psutil.NoSuchProcess:  # the run was faster
             pass
-    if moment.victim == "engine" and process.poll() is None:
+    if moment.victim in REPLACED and process.poll() is None:
         return process
     process.wait(START_S)
     wait_for(lambda: not box.processes(), END_S, "processes are left")
@@ -110,6 +111,7 @@ def _targets(box: Box, victim: str, launcher: int) -> list[tuple[int, int]]:
         "rank 1": ranks[1:2],
         "everything": list(found),
         "engine": engines,
+        "reward worker": [pid for pid, words in found.items() if "rewards.worker" in words],
         "launcher": [launcher],
         "TERM": [launcher],
         "USR1": [launcher],

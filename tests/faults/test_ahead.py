@@ -42,6 +42,22 @@ def test_a_killed_engine(box: Box, recipe: str) -> None:
     assert sum(line.get("rollout/restarts", 0) for line in box.metrics()) >= 2
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.fault(
+    "each kind of process is killed (SIGKILL) ahead of the learner, then all", "resumed, no prompt is lost or doubled"
+)
+def test_every_kind_of_process(box: Box) -> None:
+    kills.prepare(box.folder)
+    more = ("rollout.ahead=1", "rollout.in_flight=continue")
+    goes_on = None
+    for line, victim in enumerate(("engine", "reward worker", "rank 1", "launcher", "rank 0", "everything"), 2):
+        goes_on = kills.strike(box, kills.Moment(victim, line, 0.3), goes_on, more)
+        assert bool(goes_on) == (victim in kills.REPLACED), box.screen
+    assert box.train(*kills.RECIPE, *more).wait(SECONDS) == 0, box.screen
+    assert not kills.miscounted(box.run)
+    assert not kills.too_old(box.run, 1)
+
+
 @pytest.mark.fault("an update is refused twice, ahead of the learner", "the run goes on while its batches are young")
 def test_a_refused_update(box: Box) -> None:
     folder = box.folder / "sync"
@@ -79,19 +95,25 @@ def flip_every_version(folder: Path, enough: threading.Event) -> None:
         time.sleep(0.0005)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.fault(
     "USR1, TERM or Ctrl-C ahead of the learner", "what was trained is kept, and the run goes on from there"
 )
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_asked_to_stop(box: Box, number: signal.Signals) -> None:
-    run = box.train(*ENDLESS, *AHEAD)
-    wait_for(lambda: box.steps() >= 4, SECONDS, f"steps: {box.screen}")
-    run.send_signal(number)
-    run.wait(SECONDS)
-    wait_for(lambda: not box.processes(), 30, "processes are left")
-    assert box.status()["state"] == "stopped", box.status()
-    step = box.status()["step"]
-    more = ("run.if_exists=resume", f"run.steps={step + 3}", "run.resume_allow=[run.steps]")
+def test_asked_to_stop(box: Box) -> None:
+    step, resumed = 0, "run.if_exists=resume"
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        run = box.train(*ENDLESS, *AHEAD, resumed)
+        after = step + 3
+        further = lambda run=run, after=after: box.steps() > after or run.poll() is not None  # noqa: E731
+        wait_for(further, SECONDS, f"steps: {box.screen}")
+        run.send_signal(number)
+        run.wait(SECONDS)
+        wait_for(lambda: not box.processes(), 60, "processes are left")
+        assert box.status()["state"] == "stopped", box.status()
+        step = box.status()["step"]
+        assert step >= after
+        assert not kills.miscounted(box.run, step)
+    more = (resumed, f"run.steps={step + 3}", "run.resume_allow=[run.steps]")
     assert box.train(*ENDLESS, *AHEAD, *more).wait(SECONDS) == 0, box.screen
     assert not kills.miscounted(box.run, step + 3)
     assert not kills.too_old(box.run, 2)

@@ -61,7 +61,7 @@ def test_a_killed_launcher(box: Box) -> None:
 
 @pytest.mark.fault("kill -9 of rank 0 in mid-run", "the launcher clears the folders, those in shared memory too")
 @pytest.mark.parametrize(
-    "settings", [("log.wandb=offline",), ("sampler.tensor_parallel=2",), ("sampler.fleet.replicas=1",)]
+    "settings", [("log.wandb=offline", "sampler.tensor_parallel=2"), ("sampler.fleet.replicas=1",)]
 )
 def test_a_killed_driver(box: Box, settings: tuple[str, ...]) -> None:
     launcher = box.train("run.steps=1000", *settings)

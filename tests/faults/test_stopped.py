@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import kills
 import psutil
 import pytest
 from box import Box, wait_for
@@ -81,8 +82,9 @@ TRIES = int(os.environ.get("TRIES", "1"))  # of each kind
 
 
 @pytest.mark.fault("any process of a whole run is stopped and continued", "named within 60 s; the run ends well")
-def test_every_kind_of_process(box: Box) -> None:
-    process = begun(box)
+@pytest.mark.parametrize("more", [(), ("rollout.ahead=1", "rollout.in_flight=continue")], ids=["in turn", "ahead"])
+def test_every_kind_of_process(box: Box, more: tuple[str, ...]) -> None:
+    process = begun(box, *more)
     for attempt, kind in itertools.product(range(TRIES), KINDS):
         one, before, start = victim(box, kind, process.pid), box.steps(), time.monotonic()
         one.suspend()
@@ -96,6 +98,7 @@ def test_every_kind_of_process(box: Box) -> None:
         wait_for(lambda: box.status().get("stuck") is None, NAMED_S, "nobody is stuck any more")
         assert log(box).count(name) == attempt + 1
     ends_well(box, process)
+    assert not kills.miscounted(box.run, box.status()["step"])
 
 
 @pytest.mark.fault("a server of a whole run's fleet is stopped", "it is named; it is started again; the run ends well")

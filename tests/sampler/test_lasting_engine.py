@@ -76,3 +76,26 @@ def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch:
     with pytest.raises(SamplerError, match=r"given up after 3 restarts: .* \(exit status -9\): ended by SIGKILL"):
         live.rollouts()
     assert {path.name for path in tmp_path.glob("*.log")} == {f"sampler{n}.log" for n in ("", "_1", "_2", "_3")}
+
+
+@pytest.mark.engine
+@pytest.mark.fault(
+    "the engine dies ahead of the learner, as a version is written over the old one", "it comes back with the new one"
+)
+def test_it_does_not_read_what_is_written_over(live: Live) -> None:
+    live.update(1)
+    found: list[list[tuple]] = []
+    with live.sampler.updating():
+        kill(live)
+        ahead = threading.Thread(target=lambda: found.append(answers(live)))
+        ahead.start()
+        live.write(2)
+        version = live.next_version
+        transport.remove_version(live.directory, version - 1)
+        ahead.join(5)  # long enough to start an engine, which is not there to be had
+        live.sampler.start_weight_update()
+        live.sampler.update_weights(transport.update_info(live.directory, version, 1, background=True))
+        live.sampler.finish_weight_update(str(version))
+    ahead.join(300)
+    assert [one[2] for one in found[0]] == [version] * len(found[0])
+    assert live.sampler.stats.restarts == 1

@@ -11,6 +11,7 @@ import queue
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -118,6 +119,9 @@ class FleetSampler:
     def routed_experts(self, sequences: Sequence[Sequence[int]]) -> list[bytes]:
         """Servers are not asked."""
         return [b""] * len(sequences)
+
+    def updating(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._on_all(lambda one: one.call_workers("init_weight_transfer_engine", init_info=init_info))

@@ -66,6 +66,7 @@ def guarded(monkeypatch) -> RequireKey:
     return RequireKey(app)
 
 
+@pytest.mark.fault("requests to a server without its key, or with a part of it", "401, and its application never runs")
 def test_only_the_key_gets_through(guarded):
     assert ask(guarded, [(b"Authorization", b"Bearer " + KEY.encode())]) == [{"type": "reached"}]
     for headers in (

@@ -1,0 +1,58 @@
+"""The folder of a whole run goes away, or can no longer be written, in mid-run."""
+
+import shutil
+import subprocess
+
+import pytest
+from box import Box, wait_for
+
+pytestmark = pytest.mark.timeout(1800)
+PATIENCE_S = 600
+AS_OTHERS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")  # root, to whom modes of files apply
+
+
+def begun(box: Box, *overrides: str, under: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    process = box.train("run.steps=100000", *overrides, under=under)
+    wait_for(lambda: box.steps() > 2 or process.poll() is not None, PATIENCE_S, "the first steps")
+    assert process.poll() is None, box.screen
+    return process
+
+
+def ended(box: Box, process: subprocess.Popen[str]) -> str:
+    """The last words of a run that ends by itself and leaves nothing."""
+    assert process.wait(PATIENCE_S) not in (0, None), box.screen
+    wait_for(lambda: not box.processes(), 60, "processes are left")
+    assert not list(box.tmp.iterdir())
+    last = box.screen.rstrip().splitlines()[-1]
+    assert last.startswith("failed: "), box.screen
+    return last
+
+
+@pytest.mark.fault("the folder of a whole run is removed in mid-run", "the run ends with a sentence, and makes none")
+def test_it_is_removed(box: Box) -> None:
+    process = begun(box, "checkpoint.every=2")
+    shutil.rmtree(box.run, ignore_errors=True)
+    assert "runs/run was removed or moved while the run went on" in ended(box, process)
+    assert "(run_directory)" in box.screen
+    assert not (box.run / "metrics.jsonl").exists()
+
+
+@pytest.mark.fault(
+    "a whole run's folder can only be read from a step on", "the run ends with a sentence, and goes on later"
+)
+def test_it_can_only_be_read(box: Box) -> None:
+    if shutil.which("setpriv") is None:
+        pytest.skip("needs util-linux's setpriv")
+    process = begun(box, "checkpoint.every=2", under=AS_OTHERS)
+    folders = [box.run, *(path for path in box.run.rglob("*") if path.is_dir())]
+    files = [path for path in box.run.rglob("*") if path.is_file()]
+    for path in (*files, *folders):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    assert "cannot be written" in ended(box, process)
+    for path in (*files, *folders):
+        if path.exists():
+            path.chmod(0o755 if path.is_dir() else 0o644)
+    steps = box.steps()
+    more = ("run.if_exists=resume", "checkpoint.every=2", f"run.steps={steps + 1}")
+    assert box.train(*more).wait(PATIENCE_S) == 0, box.screen
+    assert [line["progress/step"] for line in box.metrics()] == [*range(steps + 2)]
