@@ -96,7 +96,7 @@ def detect(wanted: Device = Device.auto) -> Machine:
     if gpu is None and wanted == Device.cuda:
         raise NoGpu(
             "run.device: cuda, but nvidia-smi lists no GPU here; run this where there is one, check it for such a "
-            "machine with --on 1x8xH100-80 (or --on own, the recipe's cluster), or set run.device=cpu"
+            "machine with --on 1x8xH100-80 (or --on own, the recipe's cluster), or set run.device=cpu or auto"
         )
     if gpu is not None and "+cpu" in metadata.version("torch"):
         if wanted == Device.cuda:
