@@ -194,19 +194,15 @@ def _verdicts(scored: Sequence[Scored]) -> dict[str, float]:
     for one in scored:
         for name, value in one.details.items():
             details.setdefault(name, []).append(value)
+    named = sorted(details, key=lambda name: (not name.startswith("part/"), name))  # the recipe's names first
     return {
         "reward/right": count[Verdict.right],
         "reward/wrong": count[Verdict.wrong],
         "reward/no_answer": count[Verdict.no_answer],
         "reward/timeouts": count[Verdict.timeout],
         "reward/errors": sum(one.error is not None for one in scored),
-        **{f"reward/{name}": fmean(details[name]) for name in sorted(details, key=_parts_first)[:MOST_DETAILS]},
+        **{f"reward/{name}": fmean(details[name]) for name in named[:MOST_DETAILS]},
     }
-
-
-def _parts_first(name: str) -> tuple[bool, str]:
-    """Of those that the recipe names, each has its mean; names of a reward's own may be any number."""
-    return not name.startswith("part/"), name
 
 
 def grouped(scored: Sequence[Scored]) -> list[Group]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.collect import AtOnce, Collector, RewardError, Scorer
+from megatron_rl.collect import MOST_DETAILS, AtOnce, Collector, RewardError, Scorer, _verdicts
 from megatron_rl.config.schema import (
     AdvantageConfig,
     Config,
@@ -20,7 +20,7 @@ from megatron_rl.data.prompts import Dataset, PromptOrder
 from megatron_rl.rewards.pool import Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.rollout_correction import correct, rollout_correction
-from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict, collate
+from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, Verdict, collate
 
 CORRECTION = CorrectionConfig()
 
@@ -124,3 +124,12 @@ def test_truncated_answers_that_are_filtered(rebaseline: bool, kept: str) -> Non
 def test_a_reward_that_never_works_stops_the_run() -> None:
     with pytest.raises(RewardError, match="none of 20 answers got a score; the first: no score"):
         collector(config(), Script(*["????"] * 5)).collect(1)
+
+
+def test_names_of_a_reward_s_own_are_bounded_and_take_no_room_of_the_recipe_s() -> None:
+    prompt = Prompt("0", (1,), "", {})
+    rollout = Rollout(prompt, 0, 0, (1,), (0.0,), (1,), "stop", 0)
+    scored = [Scored(rollout, 1.0, details={f"own/{each:04}": 1.0, "part/style": 0.5}) for each in range(1000)]
+    metrics = _verdicts(scored)
+    assert metrics["reward/part/style"] == 0.5
+    assert sum(name.startswith("reward/own/") for name in metrics) == MOST_DETAILS - 1

@@ -34,7 +34,5 @@ def _look_at_common(path: Path) -> None:
             if not all(is_plain(member, LARGEST_HEAD) for member in archive.infolist()):
                 raise ValueError("a part of it is packed")
             read_saved_head(archive, ())
-    except DAMAGED as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__})") from None
-    except ValueError as error:
+    except (*DAMAGED, ValueError) as error:
         raise ValueError(f"{path} is not to be unpickled: {error}") from None

@@ -78,13 +78,10 @@ def sign(lock: FileIO) -> None:
 def holder(folder: Path) -> tuple[int, str] | None:
     """Process and host of whoever has signed the lock; None where nobody has, or it may not be read."""
     try:
-        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+        _, host, pid = (folder / LOCK).read_text().split()
+        return int(pid), host
+    except (OSError, ValueError):
         return None
-    with FileIO(lock) as file:
-        words = [*(file.read(1024) or b"").decode(errors="replace").split(), "", "", ""]
-    _, host, pid, *_ = words
-    return (int(pid), host) if pid.isdecimal() and len(pid) < 12 else None
 
 
 def current() -> Path | None:

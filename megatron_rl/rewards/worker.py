@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+import traceback
 from typing import Any
 
 from megatron_rl.processes.channel import Channel, ChannelClosed
@@ -61,20 +62,13 @@ def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
     try:
         judged = rewards.judge(Task(**json.loads(content)))
     except BaseException as error:  # a reward is user code: whatever it raises is its result
-        return {"verdict": Verdict.error, "error": _reason(error)}
+        text = "".join(traceback.format_exception_only(error)).strip()  # also of one whose own text cannot be made
+        return {"verdict": Verdict.error, "error": _sendable(text[:MAX_ERROR])}
     if judged.verdict == Verdict.timeout:
         return {"verdict": judged.verdict, "error": "the verifier stopped at its own time limit"}
     details = {_sendable(name): number for name, number in judged.details.items()}
     said = {"verdict": judged.verdict, "score": judged.score, "details": details}
     return said | ({} if judged.answer is None else {"answer": _short(judged.answer)})
-
-
-def _reason(error: BaseException) -> str:
-    try:
-        said = str(error)
-    except Exception:
-        said = "(its text cannot be made)"
-    return _sendable(f"{type(error).__name__}: {said}"[:MAX_ERROR])
 
 
 def _sendable(text: str) -> str:

@@ -26,13 +26,8 @@ LONGEST_ERROR = 200  # characters: it may quote what was sent
 T = TypeVar("T")
 
 # the decoder holds every number against these: no other loop over the tokens is needed
-_TokenId = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
 _LogprobValue = Annotated[float, msgspec.Meta(le=1e-3)]  # at most 0, and what rounding may add
-_Place = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
-
-
-class Health(msgspec.Struct):
-    engine: Annotated[str, msgspec.Meta(max_length=100)] = "answers"
 
 
 class Results(msgspec.Struct, Generic[T]):
@@ -53,7 +48,7 @@ class SyncState(msgspec.Struct):
 
 
 class _Candidate(msgspec.Struct):
-    token_id: _TokenId
+    token_id: _Number
     logprob: _LogprobValue
 
 
@@ -68,13 +63,13 @@ class _Logprobs(msgspec.Struct):
 
 class _Span(msgspec.Struct):
     version: Annotated[str, msgspec.Meta(max_length=32)]
-    start: _Place
-    end: _Place
+    start: _Number
+    end: _Number
 
 
 class _Choice(msgspec.Struct):
     index: int
-    token_ids: list[_TokenId]
+    token_ids: list[_Number]
     finish_reason: Literal["stop", "length", "abort"] | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
