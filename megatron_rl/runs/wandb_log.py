@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from megatron_rl.config.schema import LogSection, Wandb
 from megatron_rl.files import write_whole
+from megatron_rl.processes.environment import hidden_secrets
 from megatron_rl.runs.alarms import News
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import redact
@@ -65,15 +66,18 @@ class WandbRun:
         self.wandb = wandb
         self._id = run_id(folder)
         self.trouble = ""
-        begin = partial(self._begin, config, folder, about)
         self.online = mode is Wandb.online
+        with hidden_secrets(keep="WANDB_"):  # its service takes this process's environment
+            self._open(partial(self._begin, config, folder, about))
+
+    def _open(self, begin: Callable[[Literal["online", "offline"]], Any]) -> None:
         if not self.online:
             self.run = begin("offline")
             return
         try:
             self.run = begin("online")
-        except wandb.Error as error:
-            wandb.teardown()  # what has not answered keeps the run's name to itself
+        except self.wandb.Error as error:
+            self.wandb.teardown()  # what has not answered keeps the run's name to itself
             self.online, self.run = False, begin("offline")
             why = next(iter(str(error).splitlines()), type(error).__name__)
             self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
@@ -169,7 +173,7 @@ class WandbLog:
         for one in news:
             if one.raised:
                 said = f"{self._run.name}: {one.alarm}"[:63], str(one), "ERROR" if one.stops else "WARN"
-                self._tell(lambda said=said: self._run.alert(*said))
+                self._tell(partial(self._run.alert, *said))
         self._tell(lambda: self._run.summary.update({"alarms": ", ".join(standing)}))
 
     def close(self, state: str, came_to: Mapping[str, float] | None = None) -> str:
