@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
@@ -30,6 +31,17 @@ def is_secret(name: str) -> bool:
 
 def without_secrets(variables: Mapping[str, str], keep: Collection[str] = ()) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name in keep or not is_secret(name)}
+
+
+@contextmanager
+def hidden_secrets(keep: str) -> Iterator[None]:
+    """Around the start of what takes this process's environment: of secrets it gets those whose names begin so."""
+    hidden = [name for name in os.environ if is_secret(name) and not name.startswith(keep)]
+    held = {name: os.environ.pop(name) for name in hidden}
+    try:
+        yield
+    finally:
+        os.environ.update(held)
 
 
 def for_rewards(variables: Mapping[str, str], wanted: Collection[str]) -> dict[str, str]:

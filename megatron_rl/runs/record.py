@@ -115,7 +115,7 @@ class Recorder:
         if moved:
             self.note(moved)
         if mode is not Wandb.none:
-            self._wandb = WandbLog(config, read_yaml(resolved_yaml), run_dir, mode)
+            self._wandb = WandbLog(config, read_yaml(resolved_yaml), run_dir, mode, self.note)
         self._note_places()
 
     @contextmanager

@@ -7,13 +7,14 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_rl.config.schema import LogSection, Wandb
 from megatron_rl.files import write_whole
+from megatron_rl.processes.environment import hidden_secrets
 from megatron_rl.runs.alarms import News
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import redact
@@ -65,15 +66,18 @@ class WandbRun:
         self.wandb = wandb
         self._id = run_id(folder)
         self.trouble = ""
-        begin = partial(self._begin, config, folder, about)
         self.online = mode is Wandb.online
+        with hidden_secrets(keep="WANDB_"):  # its service takes this process's environment
+            self._open(partial(self._begin, config, folder, about))
+
+    def _open(self, begin: Callable[[Literal["online", "offline"]], Any]) -> None:
         if not self.online:
             self.run = begin("offline")
             return
         try:
             self.run = begin("online")
-        except wandb.Error as error:
-            wandb.teardown()  # what has not answered keeps the run's name to itself
+        except self.wandb.Error as error:
+            self.wandb.teardown()  # what has not answered keeps the run's name to itself
             self.online, self.run = False, begin("offline")
             why = next(iter(str(error).splitlines()), type(error).__name__)
             self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
@@ -131,8 +135,15 @@ class WandbLog:
     as it was, and is not logged again; what a kill has kept from W&B comes from metrics.jsonl.
     """
 
-    def __init__(self, config: LogSection, resolved: Mapping[str, Any], run_dir: Path, mode: Wandb) -> None:
-        self._dir = run_dir
+    def __init__(
+        self,
+        config: LogSection,
+        resolved: Mapping[str, Any],
+        run_dir: Path,
+        mode: Wandb,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._dir, self._note, self._gone = run_dir, note, False
         here = held_steps(run_dir, run_id(run_dir))
         self._logged = WandbRun(in_columns(resolved), run_dir, mode)
         self.trouble, self._run = self._logged.trouble, self._logged.run
@@ -147,27 +158,45 @@ class WandbLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > self._held:
-            self._run.log(dict(metrics), step=step)
+            self._tell(lambda: self._run.log(dict(metrics), step=step))
 
     def samples(self, step: int, shown: Sequence[Scored]) -> None:
         if step <= self._held:
             return
         head: list[str | int] = ["prompt", "answer", "reward", "verdict"]
         rows = [[one.rollout.prompt.text, one.text, one.reward, str(one.verdict or one.error or "")] for one in shown]
-        self._run.log({"samples": self._logged.wandb.Table(columns=head, data=rows)}, step=step)
+        table = self._logged.wandb.Table(columns=head, data=rows)
+        self._tell(lambda: self._run.log({"samples": table}, step=step))
 
     def alarms(self, news: Sequence[News], standing: Mapping[str, Any]) -> None:
         """An alert for each that was raised; the run's summary lists those that stand."""
         for one in news:
             if one.raised:
-                self._run.alert(f"{self._run.name}: {one.alarm}"[:63], str(one), "ERROR" if one.stops else "WARN")
-        self._run.summary["alarms"] = ", ".join(standing)
+                said = f"{self._run.name}: {one.alarm}"[:63], str(one), "ERROR" if one.stops else "WARN"
+                self._tell(partial(self._run.alert, *said))
+        self._tell(lambda: self._run.summary.update({"alarms": ", ".join(standing)}))
 
     def close(self, state: str, came_to: Mapping[str, float] | None = None) -> str:
         """What remains to be done by hand ("": nothing). `came_to`: the run's own numbers, for its summary."""
         assert state in ENDED
-        self._run.summary.update({f"summary/{name}": value for name, value in (came_to or {}).items()})
-        return self._logged.finish(0 if state == "finished" else 1)
+        numbers = {f"summary/{name}": value for name, value in (came_to or {}).items()}
+        self._tell(lambda: self._run.summary.update(numbers))
+        left: list[str] = []
+        self._tell(lambda: left.append(self._logged.finish(0 if state == "finished" else 1)))
+        return "".join(left)
+
+    def _tell(self, say: Callable[[], Any]) -> None:
+        """A run does not end with W&B's own process, which may be killed."""
+        if self._gone:
+            return
+        try:
+            say()
+        except Exception as error:  # of every kind: its client passes on what its pipe and its service raise
+            self._gone = True
+            self._note(
+                f"W&B's process is gone ({type(error).__name__}: {error}). The run goes on; what W&B lacks comes from "
+                "metrics.jsonl when the run is started again"
+            )
 
 
 def in_columns(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ConfigError
-from megatron_rl.processes.environment import CACHES, compiled_code, for_rewards, is_secret, without_secrets
+from megatron_rl.processes.environment import (
+    CACHES,
+    compiled_code,
+    for_rewards,
+    hidden_secrets,
+    is_secret,
+    without_secrets,
+)
 
 SECRETS = (
     "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "OPENAI_API_KEY",
@@ -25,6 +32,17 @@ def test_what_looks_like_a_secret_stays_behind() -> None:
     assert [name for name in HARMLESS if is_secret(name)] == []
     given = without_secrets({"A_KEY": "1", "B_KEY": "2", "PATH": "3"}, keep=("A_KEY",))
     assert given == {"A_KEY": "1", "PATH": "3"}
+
+
+@pytest.mark.fault("W&B's service takes the environment of rank 0", "it gets W&B's key, and no other secret")
+def test_secrets_are_hidden_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*SECRETS, "WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY"):
+        monkeypatch.setenv(name, "x")
+    before = dict(os.environ)
+    with hidden_secrets(keep="WANDB_"):
+        left = {name for name in os.environ if is_secret(name)}
+        assert left == {name for name in before if is_secret(name) and name.startswith("WANDB_")}
+    assert dict(os.environ) == before
 
 
 @pytest.mark.fault("a reward looks for secrets in its environment", "it finds what `reward.environment` names, no more")

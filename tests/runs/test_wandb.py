@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -66,8 +69,39 @@ def test_one_run_of_many_attempts(tmp_path: Path) -> None:
     assert held(cut) == Counter(range(36))
 
 
+KILLED = """
+import sys
+from pathlib import Path
+import psutil
+from megatron_rl.config.schema import LogSection, Wandb
+from megatron_rl.runs.wandb_log import WandbLog
+said = []
+log = WandbLog(LogSection(), {}, Path(sys.argv[1]), Wandb.offline, said.append)
+log.log(0, {"loss/total": 1.0})
+services = [one for one in psutil.Process().children(recursive=True) if "wandb-core" in " ".join(one.cmdline())]
+for one in services:
+    one.kill()
+psutil.wait_procs(services, 60)
+for step in range(1, 100):
+    log.log(step, {"loss/total": 1.0})
+assert log.close("finished", {"reward": 1.0}) == ""
+Path(sys.argv[2]).write_text("\\n".join(said))
+"""
+
+
 @pytest.mark.fault("a file of W&B is empty, cut anywhere, or none", "the steps before are known")
 def test_a_file_that_was_cut(tmp_path: Path) -> None:
     for content in (b"", b":W&B", b":W&B\xbf\xbe\0" + b"\0" * 99, b":W&B\xbf\xbe\0" + b"\xff" * 99, b"x" * 99):
         (tmp_path / "file").write_bytes(content)
         assert wandb_file.steps(tmp_path / "file") == []
+
+
+@pytest.mark.fault("W&B's own process is killed", "the run goes on, and says so once")
+def test_a_service_that_is_killed(tmp_path: Path) -> None:
+    run, said = tmp_path / "run", tmp_path / "said"
+    run.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(run), str(said)], env=os.environ | {"WANDB_SILENT": "true"}, timeout=300
+    )
+    assert done.returncode == 0
+    assert said.read_text().count("W&B's process is gone") == 1
