@@ -55,7 +55,7 @@ def warm_start(place: Path) -> Path:
 @pytest.mark.ranks
 def test_the_warm_start_learns_and_leaves_a_model(warm_start: Path) -> None:
     screen = (warm_start / "runs" / "toy_sft" / "logs" / "attempt_1" / "driver.log").read_text()
-    assert "sampler  starting vLLM, format none, TP1; step 0 follows" in screen.partition("step  0/")[0]
+    assert "sampler  starting vLLM, format int8, TP1; step 0 follows" in screen.partition("step  0/")[0]
     lines = metrics(warm_start, "toy_sft")
     assert [line["progress/step"] for line in lines] == list(range(11))
     assert lines[-1]["loss/total"] < 0.9 * lines[1]["loss/total"]

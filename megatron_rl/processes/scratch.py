@@ -6,15 +6,17 @@ lives (`owned_folder.py`).
 
 from __future__ import annotations
 
+import getpass
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from megatron_rl.config import ConfigError
 from megatron_rl.files import remove
+from megatron_rl.processes.environment import compiled_code
 from megatron_rl.processes.owned_folder import claim, current, is_abandoned
 
 PREFIX = "megatron-rl-run-"
@@ -34,6 +36,7 @@ class Scratch:
             remove_stale(parent)
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
             self._lock = claim(self.path)
+            _keep_headers(self.path)
         except OSError as error:
             raise ConfigError(
                 f"the temporary folder {parent} cannot be used: {error}. Free space there, or set TMPDIR to another one"
@@ -57,6 +60,14 @@ class Scratch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _keep_headers(folder: Path) -> None:
+    """torch's precompiled headers lie below TMPDIR whatever its other cache is: seconds of each engine's start."""
+    with suppress(OSError, KeyError, ConfigError):  # nowhere to keep them, or nobody to name them for
+        kept = (compiled_code() | os.environ)["TORCHINDUCTOR_CACHE_DIR"]
+        Path(kept).mkdir(parents=True, exist_ok=True)
+        (folder / f"torchinductor_{getpass.getuser()}").symlink_to(Path(kept).absolute())
 
 
 @contextmanager

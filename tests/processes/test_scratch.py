@@ -29,7 +29,8 @@ time.sleep(600)
 
 
 @pytest.fixture(autouse=True)
-def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def there(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    tmp_path_factory.getbasetemp()  # where the other tests' folders are: not below what goes again
     with tempfile.TemporaryDirectory(prefix="short-") as name:
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setenv("TMPDIR", name)
@@ -58,6 +59,21 @@ def test_it_is_private_and_goes_at_the_end(there: Path, monkeypatch: pytest.Monk
         assert own.path.stat().st_mode & 0o777 == 0o700
         remove_with_it([folder, file, there / "link", there / "never_made"])
     assert sorted(path.name for path in there.iterdir()) == ["kept"]
+
+
+def test_torch_s_precompiled_headers_outlive_it(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(there / "cache"))
+    for _ in range(2):
+        with entered():
+            header = Path(default_cache_dir()) / "precompiled_headers" / "one.h.gch"
+            found = header.exists()
+            header.parent.mkdir(parents=True, exist_ok=True)
+            header.touch()
+        assert not header.exists(), "the run's folder has gone"
+    assert found
 
 
 def test_without_a_folder_of_a_run_nothing_is_listed(there: Path) -> None:
