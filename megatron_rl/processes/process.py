@@ -241,16 +241,6 @@ def describe_end(code: int) -> str:
     return f"ended by {name}{' (out of memory?)' if -code == signal.SIGKILL else ''}"
 
 
-def started_at(pid: int) -> float | None:
-    """Seconds since the epoch; None where no such process lives."""
-    try:
-        (booted,) = (line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
-    except (OSError, ValueError):
-        return None
-    lives = state_of(pid) not in ("", "Z", "X")
-    return int(booted.split()[1]) + birth_of(pid) / os.sysconf("SC_CLK_TCK") if lives else None
-
-
 def exit_status(code: int) -> int:
     """As a shell gives it: 128 and the number of the signal that ended the process."""
     return 128 - code if code < 0 else code

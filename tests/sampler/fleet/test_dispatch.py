@@ -128,7 +128,8 @@ def test_the_faster_server_answers_more():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    deaths=st.lists(st.one_of(st.none(), st.integers(1, 6)), min_size=1, max_size=4),
+    # as many deaths as tries, all over one prompt, and the prompt itself is suspected
+    deaths=st.lists(st.one_of(st.none(), st.integers(1, 6)), min_size=1, max_size=TRIES - 1),
     count=st.integers(1, 20),
     max_sequences=st.integers(1, 12),
 )
