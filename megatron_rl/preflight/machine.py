@@ -12,6 +12,7 @@ from importlib import metadata
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Device
+from megatron_rl.processes import instructions
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Machine:
     gpus: int = 0  # of a node, that this job sees; 0: not known
     nodes: int = 1
     gib: float = 0.0  # memory of a GPU; 0: not known
+    fastest: tuple[tuple[str, str], ...] = ()  # keys and values for a small model, where a host lacks instructions
 
     @property
     def gpu(self) -> Gpu | None:
@@ -90,7 +92,7 @@ def detect(wanted: Device = Device.auto) -> Machine:
             "is one, check a recipe for such a machine with --dry-run --on 1x8xH100-80, or install for hosts "
             "(make clean, make EXTRA=cpu install)"
         )
-    return gpu or Machine(Device.cpu, f"{platform.machine()} CPU")
+    return gpu or Machine(Device.cpu, f"{platform.machine()} CPU", fastest=tuple(instructions.fastest().items()))
 
 
 def _installed(distribution: str) -> bool:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_rl.config.schema import DataSection, EvalSection, ModelSection, RunSection
+from megatron_rl.config.schema import DataSection, EvalSection, LearnerSection, ModelSection, Precision, RunSection
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
 from megatron_rl.preflight.disk import short_disk
+from megatron_rl.preflight.machine import Machine
 
 LONGEST_ROW = 1 << 20
 
@@ -35,6 +36,14 @@ def plain_text(model: ModelSection, data: DataSection, paths: Iterable[str]) -> 
             )
 
 
+def slow_products(machine: Machine, learner: LearnerSection) -> Iterator[str]:
+    if machine.fastest and learner.precision is Precision.bf16:
+        yield (
+            "this host multiplies BF16 in FP32, as env.json says under host; a small model is faster with "
+            + " ".join(f"{key}={value}" for key, value in machine.fastest)
+        )
+
+
 def _is_text(file: Path, key: str) -> bool:
     """Whether the first row has text there; what cannot be read is said elsewhere."""
     if not file.is_file():
@@ -52,4 +61,4 @@ def _is_text(file: Path, key: str) -> bool:
         return False
 
 
-RULES = (unreachable_stop, plain_prompts, short_disk)
+RULES = (unreachable_stop, plain_prompts, short_disk, slow_products)
