@@ -68,7 +68,7 @@ def quickstart(
     if not task.recipe.is_file():
         raise ConfigError(f"{task.recipe}: not here; run this from the repository's folder")
     begun = time.monotonic()
-    fitted = ["run.if_exists=archive", *fitting(detect())]
+    fitted = ["run.if_exists=archive", *fitting(detect(), overrides)]
     here = [override for override in overrides if override.startswith(OF_THE_MACHINE)]
     warm, config = load(task.warm_start, [*fitted, *here]), load(task.recipe, [*fitted, *overrides])
     print(f"1/3  {task.about}")
@@ -91,10 +91,13 @@ def quickstart(
     return status
 
 
-def fitting(machine: Machine) -> list[str]:
-    """What the recipes leave open: on GPUs the engine lives beside the learner's ranks, of which there may be one."""
+def fitting(machine: Machine, overrides: Sequence[str] = ()) -> list[str]:
+    """What the recipes leave open: on GPUs the engine lives beside the learner's ranks, of which there may be one; on
+    hosts that lack instructions, what is fastest without them. A sampler that is asked for stays as it is.
+    """
     if not machine.gpus:
-        return []
+        own = any(override.startswith("sampler") for override in overrides)
+        return [f"{key}={value}" for key, value in machine.fastest if not (own and key.startswith("sampler."))]
     return [f"learner.tensor_parallel={min(2, machine.gpus)}", "sampler.vllm.gpu_memory_utilization=0.3"]
 
 

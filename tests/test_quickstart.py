@@ -7,7 +7,7 @@ import pytest
 from megatron_rl import cli
 from megatron_rl.commands import train
 from megatron_rl.config import load
-from megatron_rl.config.schema import Config, Device
+from megatron_rl.config.schema import Config, Device, Precision
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.machine import Machine, named
 from megatron_rl.quickstart import TASKS, fitting, quickstart
@@ -27,6 +27,22 @@ def test_it_fits_one_gpu_and_more(recipe: Path, gpus: int, ranks: int, place: Pa
 
 def test_a_host_takes_the_recipes_as_they_are() -> None:
     assert fitting(Machine(Device.cpu, "a host")) == []
+
+
+@pytest.mark.parametrize("recipe", [TASKS["toy"].warm_start, TASKS["toy"].recipe], ids=lambda path: path.stem)
+def test_a_host_without_bf16_products_learns_in_fp32_beside_two_engines(recipe: Path, place: Path) -> None:
+    host = Machine(Device.cpu, "a host", fastest=(("learner.precision", "fp32"), ("sampler.engines", "2")))
+    given = ["model.path=data/toy/model", "model.init=random"]
+    config = load(ROOT / recipe, [*fitting(host), *given])
+    assert (config.learner.precision, config.sampler.engines) == (Precision.fp32, 2)
+    assert checks.check(config, on=host).notes == ()
+    (note,) = checks.check(load(ROOT / recipe, given), on=host).notes
+    assert note.endswith("learner.precision=fp32 sampler.engines=2")
+
+
+def test_a_sampler_that_is_asked_for_stays_as_it_is() -> None:
+    host = Machine(Device.cpu, "a host", fastest=(("learner.precision", "fp32"), ("sampler.engines", "2")))
+    assert fitting(host, ["sampler.fleet.replicas=2"]) == ["learner.precision=fp32"]
 
 
 @pytest.mark.fault("an override of the quickstart is wrong", "it is refused before the warm start; nothing is moved")

@@ -38,6 +38,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 from vllm.v1.attention.backends import cpu_attn
 
+from megatron_rl.processes import instructions
 from megatron_rl.quantization import engine_int8, host_products
 
 TILES, VECTORS = "amx", "vec"  # vLLM's names of its attention kernels
@@ -110,7 +111,7 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         weight_KN, scale_N1 = layer.weight.data, layer.weight_scale.data
-        if torch.cpu._is_avx512_supported():
+        if torch.cpu._is_avx512_supported() and not instructions.limit("bf16"):
             self.dnnl_handler = ops.create_onednn_mm(weight_KN.to(torch.bfloat16), engine_int8.PRIMITIVES)
             self.scale_N = scale_N1.reshape(-1)
         else:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError, cluster
 from megatron_rl.config.schema import Device
-from megatron_rl.processes import gpu_driver
+from megatron_rl.processes import gpu_driver, instructions
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Machine:
     gib: float = 0.0  # memory of a GPU; 0: not known
     driver: str = ""  # NVIDIA's version of it
     host_gib: float = 0.0  # a node's own memory; 0: not known
+    fastest: tuple[tuple[str, str], ...] = ()  # keys and values for a small model, where a host lacks instructions
 
     @property
     def gpu(self) -> Gpu | None:
@@ -110,7 +111,7 @@ def detect(wanted: Device = Device.auto) -> Machine:
             "is one, check a recipe for such a machine with --dry-run --on 1x8xH100-80, or install for hosts "
             "(make clean, make EXTRA=cpu install)"
         )
-    return gpu or Machine(Device.cpu, f"{platform.machine()} CPU")
+    return gpu or Machine(Device.cpu, f"{platform.machine()} CPU", fastest=tuple(instructions.fastest().items()))
 
 
 def installed_gib() -> float:

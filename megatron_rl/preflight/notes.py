@@ -6,11 +6,20 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron_rl.config.schema import DataSection, EvalSection, LossConfig, ModelSection, RunSection
+from megatron_rl.config.schema import (
+    DataSection,
+    EvalSection,
+    LearnerSection,
+    LossConfig,
+    ModelSection,
+    Precision,
+    RunSection,
+)
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
 from megatron_rl.loss.table import CLIP, LOSSES
 from megatron_rl.preflight.disk import short_disk
+from megatron_rl.preflight.machine import Machine
 
 LONGEST_ROW = 1 << 20
 
@@ -47,6 +56,14 @@ def plain_text(model: ModelSection, data: DataSection, paths: Iterable[str]) -> 
             )
 
 
+def slow_products(machine: Machine, learner: LearnerSection) -> Iterator[str]:
+    if machine.fastest and learner.precision is Precision.bf16:
+        yield (
+            "this host multiplies BF16 in FP32, as env.json says under host; a small model is faster with "
+            + " ".join(f"{key}={value}" for key, value in machine.fastest)
+        )
+
+
 def _is_text(file: Path, key: str) -> bool:
     """Whether the first row has text there; what cannot be read is said elsewhere."""
     if not file.is_file():
@@ -64,4 +81,4 @@ def _is_text(file: Path, key: str) -> bool:
         return False
 
 
-RULES = (unreachable_stop, unusual_clip, plain_prompts, short_disk)
+RULES = (unreachable_stop, unusual_clip, plain_prompts, short_disk, slow_products)

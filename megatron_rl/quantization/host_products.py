@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.processes import instructions
 from megatron_rl.quantization import engine_int8
 from megatron_rl.quantization.formats import FP8_MAX, INT8_MAX
 
@@ -30,10 +31,11 @@ _REGISTERED: list[torch.library.Library] = []  # a kernel lives as long as its l
 
 
 def has_bf16() -> bool:
-    """Whether this processor multiplies BF16 itself."""
+    """Whether this processor multiplies BF16 itself, as torch uses it."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return True  # not known to be slow
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    there = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return there and not instructions.limit("bf16")
 
 
 def has_fp8() -> bool:
@@ -82,9 +84,13 @@ LEAST_FP8_SCALE = 1 / (FP8_MAX * 512)  # vLLM's, of rows that are zero or next t
 LEAST = -128.0  # what x86 converts to: of nothing else than zero over zero, or a negative number over it
 
 
+@functools.cache
 def has_int8() -> bool:
-    """Whether torch multiplies INT8 with instructions for it here."""
-    return torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()
+    """Whether torch multiplies INT8 with instructions for it here: others add pairs of products in 16 bits."""
+    if not (torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported()):
+        return False
+    codes = torch.full((64, 64), INT8_MAX, dtype=torch.int8)
+    return bool((torch._int_mm(codes, codes) == 64 * INT8_MAX**2).all())
 
 
 def int8_scale(amax: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.processes import instructions
 from megatron_rl.runs.status import now
 
 PACKAGES = (
@@ -33,6 +34,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
+        "host": instructions.about(),
         "versions": versions,
         "devices": _devices(),
         "git": _git(Path(__file__).parent),

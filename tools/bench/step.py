@@ -1,11 +1,12 @@
 """A whole GRPO step against TRL's, on the same model, prompts and lengths, in turn; and where ours spends its time.
 
     python tools/bench/step.py [--shape toy] [--shape large] [--rounds 5] [--ranks 2] [--tensor-parallel 1]
-        [--engines 1]
+        [--engines 1] [--precision bf16]
 
 Ours is a run as `megatron-rl train` starts it, BF16 learner and INT8 sampler, whose loop waits for its turn between two
-steps. TRL (1.16) is put into build/trl where it is missing, with what it needs beside this project's packages; the
-project never imports it. Of three precisions it takes the one that is fastest here. Answers have full length: no token
+steps; on a host without BF16 instructions with the engines and the precision that the quickstart takes there.
+TRL (1.16) is put into build/trl where it is missing, with what it needs beside this project's packages; the project
+never imports it. Of three precisions it takes the one that is fastest here. Answers have full length: no token
 of the model ends one. Both sides have every core.
 
 The floor of a phase is the time of its products with weights, at the speed of one large product of the same kind on as
@@ -35,6 +36,7 @@ from megatron_rl import launch, rank, train
 from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.data.toy import save_tokenizer
+from megatron_rl.processes import instructions
 from megatron_rl.runs.progress import Standing
 from megatron_rl.runs.run_dir import RunDir, open_run
 
@@ -96,6 +98,7 @@ class Layout:
     ranks: int
     tensor_parallel: int
     engines: int
+    precision: str = "bf16"
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,7 @@ def recipe(work: Workload, folder: Path, model: Path, layout: Layout) -> dict[st
         "reward": {"name": f"{HERE / 'step_trl.py'}:varied"},
         "optim": {"lr": 1e-6},
         "learner": {
+            "precision": layout.precision,
             "tensor_parallel": layout.tensor_parallel,
             "data_parallel": layout.ranks // layout.tensor_parallel,
         },
@@ -391,13 +395,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2, help="of the learner")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="of these ranks; they are replicas otherwise")
-    parser.add_argument("--engines", type=int, default=1, help="that sample, each on its share of the cores")
+    fastest = instructions.fastest()
+    engines, precision = int(fastest.get("sampler.engines", 1)), fastest.get("learner.precision", "bf16")
+    parser.add_argument("--engines", type=int, default=engines, help="that sample, each on its share of the cores")
+    parser.add_argument("--precision", default=precision, choices=("bf16", "fp32"), help="of the learner")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
         be_rank(options.rank_of)
         return
-    layout = Layout(options.ranks, options.tensor_parallel, options.engines)
+    layout = Layout(options.ranks, options.tensor_parallel, options.engines, options.precision)
     install_trl()
     machine = Machine.measured()
     speeds = (
