@@ -157,6 +157,7 @@ def open_run(
     try:
         lock, found, moved = _claim(path, if_exists, look)
         try:
+            sign(lock)
             return _furnish(RunDir(path, lock), resolved_yaml, found), moved
         except BaseException:
             if found is None:
@@ -187,7 +188,6 @@ def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpo
             raise _refused(
                 path, f"belongs to a run that goes on or is being started ({_owner(path, read_status(path))})"
             )
-        sign(lock)
         if not _used(path):
             return lock, None, moved
         torn: list[str] = []

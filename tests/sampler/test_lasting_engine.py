@@ -92,7 +92,7 @@ def test_it_does_not_read_what_is_written_over(live: Live) -> None:
         live.write(2)
         version = live.next_version
         transport.remove_version(live.directory, version - 1)
-        ahead.join(5)  # long enough to start an engine, which is not there to be had
+        ahead.join(5)  # is to be missed: no engine is there to be had
         live.sampler.start_weight_update()
         live.sampler.update_weights(transport.update_info(live.directory, version, 1, background=True))
         live.sampler.finish_weight_update(str(version))

@@ -9,6 +9,7 @@ import pytest
 from megatron_rl.translation.left_out import LEFT_OUT_NAMES, may_correct
 from megatron_rl.translation.translate import FRAMEWORKS, TranslationError, translate
 
+REQUIRED: dict[str, dict[str, Any]] = {"prime_rl": {"trainer.loss.kl_tau": 0}}  # without which nothing translates
 SUSPECTS = ["vllm_enable_is_correction", "actor.newTisCap", "my-icepop", "x.rs_settings.level", "staleness_limit"]
 
 
@@ -16,7 +17,7 @@ SUSPECTS = ["vllm_enable_is_correction", "actor.newTisCap", "my-icepop", "x.rs_s
 @pytest.mark.parametrize("name", SUSPECTS)
 def test_an_unknown_name_that_may_be_about_correction_is_an_error(framework: str, name: str) -> None:
     """It names the key and the nearest name that is known; a key that holds nothing asks for nothing."""
-    rest = {"model.path": "x", "data.seed": 1}
+    rest = {"model.path": "x", "data.seed": 1} | REQUIRED.get(framework, {})
     with pytest.raises(TranslationError, match=f"^{framework}: {name.replace('-', '_')}: .*nearest.* is [a-z_0-9]+;"):
         translate(framework, rest | {name: True})
     assert translate(framework, rest | {name: None}) == translate(framework, rest)
@@ -69,6 +70,7 @@ INNOCENT: dict[str, dict[str, Any]] = {
         "reward.clip_range": 1,
     },
     "fireworks": {"x.kl_beta": 0.1, "x.grad_clip_norm": 1.0, "x.mask_prompt": True},
+    "prime_rl": {"trainer.loss.kl_tau": 0, "x.action_loss_type": "default", "trainer.optim.max_norm": 1.0},
 }
 
 

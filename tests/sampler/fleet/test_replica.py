@@ -154,7 +154,7 @@ def test_loading_weights_is_asked_for_once():
     assert with_server([(HANG_UP, None), (503, {}), (503, {})], use) == ["/collective_rpc"] * 2
 
 
-STATE = {"policy_version": 3, "torn": False, "load_s": 0.1}
+STATE = {"policy_version": 3, "torn": False, "verify_s": 0.1, "load_s": 0.1, "nbytes": 1}
 
 
 @pytest.mark.fault("a server does not reset its prefix cache after an update", "it is taken out")
