@@ -37,8 +37,8 @@ def lacking() -> dict[str, str]:
 
 
 def fastest() -> dict[str, str]:
-    """Settings that a small model is fastest with where BF16 is multiplied in FP32 (docs/benchmarks.md): a learner
-    that converts nothing, and a sampler whose processes wait for no other core between two products.
+    """Settings for a small model where BF16 is multiplied in FP32: a learner that converts nothing, and a sampler whose
+    processes wait for no other core between two products. docs/benchmarks.md says how far each was seen to pay.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else 1
     if "bf16" not in lacking():
