@@ -1,4 +1,5 @@
-"""The command line: `megatron-rl COMMAND`. What a command takes and does is in its module of `commands/`."""
+"""The command line: `megatron-rl COMMAND`. What a command takes and does is in its module of `commands/`,
+or of `workshop/commands/`."""
 
 from __future__ import annotations
 
@@ -10,26 +11,9 @@ from megatron_rl.processes.process import STOP_AFTER_STEP, hold, lasting_output
 
 hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
-from megatron_rl.commands import (  # noqa: E402
-    chat,
-    eval,
-    mismatch,
-    plan,
-    quickstart,
-    replay,
-    report,
-    rerun_step,
-    serve,
-    status,
-    toy,
-    train,
-    translate,
-)
+from megatron_rl.commands import serve, train  # noqa: E402
+from megatron_rl.commands.storeys import workshop  # noqa: E402
 from megatron_rl.config import ConfigError  # noqa: E402
-
-COMMANDS = (
-    train, plan, serve, toy, quickstart, report, status, eval, mismatch, chat, replay, rerun_step, translate,
-)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +45,8 @@ def _execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-rl", description="More of each: megatron-rl COMMAND --help")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
+    upstairs = workshop("commands")
+    for command in (train, serve, *(upstairs.COMMANDS if upstairs else ())):
         command.add(commands)
     return parser
 

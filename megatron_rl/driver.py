@@ -14,37 +14,35 @@ from typing import Any, Self
 
 import torch
 
-from megatron_rl.ahead import Ahead, Gate, InTurn
-from megatron_rl.collect import Answers, AtOnce, Collector, DatasetAnswers, Scorer, sampling_params
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.checkpoint.checkpoints import Checkpoint
+from megatron_rl.checkpoint.readable import look_into
+from megatron_rl.checkpoint.resume import refuse_other_data
+from megatron_rl.checkpoint.save_schedule import SaveSchedule
 from megatron_rl.config.evaluation import held_out
-from megatron_rl.config.fleet import distinct_formats, is_fleet, replica_formats
+from megatron_rl.config.fleet import describe_sampler, distinct_formats, is_fleet, replica_formats
 from megatron_rl.config.patience import describe
 from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out, needs_answers
 from megatron_rl.distributed import waited_for
 from megatron_rl.evaluation.evaluator import Evaluator
-from megatron_rl.models.kept_state import look_into
+from megatron_rl.preflight.achieved import Achieved, memory_peaks
 from megatron_rl.preflight.machine import detect
-from megatron_rl.preflight.plan.achieved import Achieved, memory_peaks
-from megatron_rl.preflight.plan.kept import keep
-from megatron_rl.preflight.plan.workload import PROBE_PROMPTS, PROBE_TOKENS
-from megatron_rl.preflight.summary import describe_sampler
 from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rollout.ahead import Ahead, Gate, InTurn
+from megatron_rl.rollout.collect import Answers, AtOnce, Collector, DatasetAnswers, Scorer, sampling_params
 from megatron_rl.rollout_correction import Correction
-from megatron_rl.runs import checkpoints
 from megatron_rl.runs.alarms import Alarms
-from megatron_rl.runs.checkpoints import Checkpoint
 from megatron_rl.runs.progress import Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
-from megatron_rl.runs.resume import refuse_other_data
 from megatron_rl.runs.samples import choose
-from megatron_rl.runs.save_schedule import SaveSchedule
-from megatron_rl.runs.stop_request import StopRequest
 from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import Sampler, SamplerStats
 from megatron_rl.sampler.sleep_schedule import SleepSchedule
+from megatron_rl.survival.stop_request import StopRequest
 from megatron_rl.types import Batch, Rollout, Scored, collate
+from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 
 PROBE_SAMPLES = 1
 LOOK_TOKENS = 32  # of a prompt, and of its answer, whose values are compared at every point
@@ -131,7 +129,6 @@ class Driver:
         given["rates"] = Achieved.of(config, machine)
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
-        keep(config, machine, recorder.run)
         self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))
         self.resumes: Checkpoint | None = None
         if recorder.run.resumes_after is not None:
@@ -307,7 +304,7 @@ class Driver:
     ) -> dict[str, Any] | None:
         """What a checkpoint of this step has to know of rank 0; None where none is due. `save_s`: what one takes."""
         self._stop.save_s = save_s
-        about = self._saves.due(standing, evaluated, ending)
+        about = self._saves.due(standing.step, standing.kept(), evaluated, ending)
         if about:
             about["driver"]["data"] = self._data
         return about

@@ -13,14 +13,14 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
-from megatron_rl.config.fleet import KEY_VARIABLE
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.processes import slurm
-from megatron_rl.processes.environment import compiled_code, is_secret
+from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_secret
 from megatron_rl.processes.owned_folder import current
 from megatron_rl.processes.process import (
     AT_ONCE,
+    LEAVE_S,
     SHORT_SPIN,
     STOP_AFTER_STEP,
     die_with_parent,
@@ -34,13 +34,10 @@ from megatron_rl.processes.process import (
 )
 from megatron_rl.processes.pulse import Beats
 from megatron_rl.processes.stacks import show_on_request
-from megatron_rl.runs.attempts import REFUSED
-from megatron_rl.runs.guard import RankGuard
 from megatron_rl.runs.run_dir import LAUNCHER
-from megatron_rl.runs.watch import Watch
-
-DRIVER_SECRETS = frozenset({"WANDB_API_KEY", KEY_VARIABLE})
-LEAVE_S = 90  # from a rank's last word to its end, which takes seconds where nothing else runs
+from megatron_rl.survival.attempts import REFUSED
+from megatron_rl.survival.guard import RankGuard
+from megatron_rl.survival.watch import Watch
 
 
 def main(run_dir: Path, parent: int) -> None:

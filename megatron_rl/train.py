@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config import prox_pass
 from megatron_rl.config.schema import (
     Config,
@@ -38,16 +40,15 @@ from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.device_memory import keep_returnable
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.routing import router_flips
-from megatron_rl.learner.saver import Saver
+from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction import Correction, completed, correct, without_stale
 from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
-from megatron_rl.runs import checkpoints
 from megatron_rl.runs.metrics import combine
 from megatron_rl.runs.progress import Standing, reached
-from megatron_rl.runs.stop_request import StepGivenUp, heard
+from megatron_rl.survival.stop_request import StepGivenUp, heard
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import layer_probe, probe
 from megatron_rl.weight_sync.export import leave_models
@@ -85,7 +86,7 @@ def train(
         sync = WeightSync.from_config(learner, driver.sampler, config)
         learner.smooths_as(sync.smoothing)
         with closing(sync):
-            saver = Saver(run_dir / "checkpoints", config.checkpoint, learner, sync, driver.recorder.note)
+            saver = Saver(run_dir / "checkpoints", config.checkpoint, LearnerState(learner), sync, driver.recorder.note)
             loop(config, driver, learner, sync, saver, begin(config, driver, learner, saver))
             if config.log.export:
                 best, has_time = config.checkpoint.best, lambda: learner.broadcast(driver.has_time())

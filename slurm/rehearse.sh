@@ -16,7 +16,7 @@ case ${REHEARSE_EVENT:-} in
   *) echo "rehearse: REHEARSE_EVENT=$REHEARSE_EVENT: use usr1, scancel, requeue, limit, rank, server or daemon" >&2; exit 2 ;;
 esac
 
-placed=$(.venv/bin/python -m megatron_rl.preflight.plan.roles "$recipe" "$@") || exit 2
+placed=$(.venv/bin/python -m megatron_rl.preflight.roles "$recipe" "$@") || exit 2
 read -r ranks servers _ _ run <<<"$placed"
 count=${REHEARSE_NODES:-$((1 + (servers > 0)))}
 learning=$((servers > 0 ? count - 1 : count))  # servers share one node, unless REHEARSE_LEARNING says otherwise

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.config import load, to_yaml
+from megatron_rl.learner.state import LearnerState
 from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.record import SilentRecorder
 
@@ -30,12 +31,12 @@ class Kept(SilentRecorder):
 
 
 def main(folder: Path, cases: dict[str, list[str]]) -> None:
-    from megatron_rl.collect import sampling_params
+    from megatron_rl.checkpoint.saver import Saver
     from megatron_rl.config.schema import CheckpointSection
     from megatron_rl.driver import Driver
     from megatron_rl.learner.learner import Learner
-    from megatron_rl.learner.saver import Saver
     from megatron_rl.models.model import Model
+    from megatron_rl.rollout.collect import sampling_params
     from megatron_rl.runs.progress import Standing
     from megatron_rl.train import load_policy, loop
     from megatron_rl.weight_sync.push import WeightSync
@@ -50,7 +51,9 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
         )  # fmt: skip
         load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
         sync = WeightSync.from_config(learner, driver.sampler, base)
-        saver = Saver(folder / "run" / "checkpoints", CheckpointSection(), learner, sync, driver.recorder.note)
+        saver = Saver(
+            folder / "run" / "checkpoints", CheckpointSection(), LearnerState(learner), sync, driver.recorder.note
+        )
         try:
             for number, (name, overrides) in enumerate(cases.items()):
                 done = number * (base.run.steps + 1)  # policy versions only ever grow

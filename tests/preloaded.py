@@ -32,10 +32,10 @@ from typing import IO, Any
 from unittest import mock
 
 import megatron_rl.processes.process
-from megatron_rl import launch
 from megatron_rl.processes.process import SHORT_SPIN, die_with_parent, rare_collections
 from megatron_rl.sampler import child_engine
 from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.survival import launch
 
 VARIABLE = "MEGATRON_RL_TESTS_PRELOADED"  # the folder of the parents' sockets
 QUANTIZATIONS = ("compressed_tensors.compressed_tensors", "quark.quark", "inc", "online.base", "auto_gptq", "modelopt")

@@ -19,8 +19,8 @@ import pytest
 from box import ROOT, SMALL, Box, wait_for
 from preloaded import Process
 
+from megatron_rl.checkpoint.checkpoints import steps
 from megatron_rl.data.toy import write_toy
-from megatron_rl.runs.checkpoints import steps
 
 STEPS = 6
 QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")

@@ -19,7 +19,7 @@ from megatron_rl.data.toy import write_toy
 from megatron_rl.preflight.checks import check
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-from megatron_rl.preflight.plan.plan import plan
+from megatron_rl.workshop.planner.plan import plan
 
 ROOT = Path(__file__).parents[1]
 ALL = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not is_grid(path) and cluster(path)[0])

@@ -39,18 +39,18 @@ from megatron_rl.data.prompts import check_datasets
 from megatron_rl.preflight.checks import check
 from megatron_rl.preflight.machine import detect
 from megatron_rl.processes.process import lasting_output
-from megatron_rl.quickstart import TASKS
 from megatron_rl.rewards.own import RECIPE_FOLDER
-from megatron_rl.runs.comparison import Cell, Comparison, Result
-from megatron_rl.runs.comparison_docs import check_pages, write_docs
-from megatron_rl.runs.comparison_findings import said
-from megatron_rl.runs.comparison_report import write_comparison
-from megatron_rl.runs.comparison_wandb import log_comparison
 from megatron_rl.runs.console import duration
-from megatron_rl.runs.report import headline_numbers
-from megatron_rl.runs.run_data import RunData, load_run
 from megatron_rl.runs.run_dir import RunDir, check_run_dir
 from megatron_rl.runs.status import known_status
+from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result
+from megatron_rl.workshop.comparison.docs import check_pages, write_docs
+from megatron_rl.workshop.comparison.findings import said
+from megatron_rl.workshop.comparison.page import write_comparison
+from megatron_rl.workshop.comparison.wandb_runs import log_comparison
+from megatron_rl.workshop.quickstart import TASKS
+from megatron_rl.workshop.reports.report import headline_numbers
+from megatron_rl.workshop.reports.run_data import RunData, load_run
 
 INTERRUPTED = 130
 DOCS = Path("docs")

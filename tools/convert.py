@@ -69,7 +69,7 @@ def _done(given: argparse.Namespace) -> int:
         print(f"error: interrupted by {interrupted}", file=sys.stderr)
         status = 128 + signal.Signals[str(interrupted)]
     if (target := getattr(given, "target", None)) is not None:
-        from megatron_rl.conversion.work import partial_of
+        from megatron_rl.workshop.conversion.work import partial_of
 
         if partial_of(target).exists():
             kept = (
@@ -88,8 +88,8 @@ def note(line: str) -> None:
 
 
 def inspect(given: argparse.Namespace) -> int:
-    from megatron_rl.conversion.inspection import inspect
     from megatron_rl.runs.console import table
+    from megatron_rl.workshop.conversion.inspection import inspect
 
     found = inspect(given.source, given.hf, given.checksum)
     print("\n".join(table(("", given.source), found.rows)))
@@ -100,8 +100,8 @@ def inspect(given: argparse.Namespace) -> int:
 
 
 def import_(given: argparse.Namespace) -> int:
-    from megatron_rl.conversion.imports import import_folder
-    from megatron_rl.conversion.sources import find
+    from megatron_rl.workshop.conversion.imports import import_folder
+    from megatron_rl.workshop.conversion.sources import find
 
     import_folder(find(given.source, None, note), given.target, note)
     print(f"wrote the checkpoint {given.target}")
@@ -109,8 +109,8 @@ def import_(given: argparse.Namespace) -> int:
 
 
 def export(given: argparse.Namespace) -> int:
-    from megatron_rl.conversion.exports import export_folder
-    from megatron_rl.conversion.sources import find
+    from megatron_rl.workshop.conversion.exports import export_folder
+    from megatron_rl.workshop.conversion.sources import find
 
     export_folder(find(given.source, given.hf, note), given.target, note)
     print(f"wrote the Hugging Face folder {given.target}")
@@ -118,8 +118,8 @@ def export(given: argparse.Namespace) -> int:
 
 
 def quantize(given: argparse.Namespace) -> int:
-    from megatron_rl.conversion.quantize_command import quantize_as_asked
-    from megatron_rl.conversion.sources import find
+    from megatron_rl.workshop.conversion.quantize_command import quantize_as_asked
+    from megatron_rl.workshop.conversion.sources import find
 
     quantize_as_asked(
         find(given.source, given.hf, note),
@@ -135,8 +135,8 @@ def quantize(given: argparse.Namespace) -> int:
 
 
 def dequantize(given: argparse.Namespace) -> int:
-    from megatron_rl.conversion.dequantized import dequantize_folder
-    from megatron_rl.conversion.sources import find
+    from megatron_rl.workshop.conversion.dequantized import dequantize_folder
+    from megatron_rl.workshop.conversion.sources import find
 
     dequantize_folder(find(given.source, None, note), given.target, note)
     print(f"wrote the Hugging Face folder {given.target}")
@@ -144,8 +144,8 @@ def dequantize(given: argparse.Namespace) -> int:
 
 
 def average(given: argparse.Namespace) -> int:
-    from megatron_rl.conversion.average import average_folder
-    from megatron_rl.conversion.sources import find
+    from megatron_rl.workshop.conversion.average import average_folder
+    from megatron_rl.workshop.conversion.sources import find
 
     sources = [find(name, given.hf, note) for name in given.sources]
     average_folder(sources, given.weights or [1.0] * len(sources), given.target, note)
@@ -154,9 +154,9 @@ def average(given: argparse.Namespace) -> int:
 
 
 def verify(given: argparse.Namespace) -> int:
-    from megatron_rl.conversion.scores import Program
-    from megatron_rl.conversion.sources import find
-    from megatron_rl.conversion.verification import verify, write_report
+    from megatron_rl.workshop.conversion.scores import Program
+    from megatron_rl.workshop.conversion.sources import find
+    from megatron_rl.workshop.conversion.verification import verify, write_report
 
     sources = [find(name, given.hf, note) for name in (given.one, given.other)]
     programs = [Program(name) for name in given.programs.split(",")]

@@ -17,7 +17,7 @@ import yaml
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import SET_NAME
-from megatron_rl.quickstart import TASKS
+from megatron_rl.workshop.quickstart import TASKS
 
 KEYS = ("base", "task", "outliers", "seeds", "axes", "leave_out", "sizes", "reference")
 SIZES = ("subset", "default", "full")

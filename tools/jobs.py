@@ -31,7 +31,7 @@ def queue(
         words = shlex.join(["sbatch", "slurm/report.sh", *sys.argv[:1], *argv, "--starts"])
         print(f"error: the warm starts are still to be made, in a job of their own: {words}", file=sys.stderr)
         return 2
-    check_one = [sys.executable, "-m", "megatron_rl.preflight.plan.slurm", script]
+    check_one = [sys.executable, "-m", "megatron_rl.workshop.planner.slurm", script]
     if [run for run in left if subprocess.run([*check_one, *runs[run]], stdout=subprocess.DEVNULL).returncode]:
         return 2
     jobs: list[str] = []

@@ -10,9 +10,9 @@ from run_in_turn import FINISHED, Job, Runner
 
 from megatron_rl.models.outliers import with_outliers
 from megatron_rl.models.weight_files import INDEX, SINGLE
-from megatron_rl.quickstart import TASKS
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status
+from megatron_rl.workshop.quickstart import TASKS
 
 
 def write_data(grid: Grid) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands.recipe import recipe_arguments, rewards_beside
+from megatron_rl.commands.storeys import workshop
 from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.machine import own
@@ -68,7 +70,6 @@ def check_run(config: Config, found: Sequence[str] = ()) -> None:
 def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
     """What a run would do, here or on a machine that is only named."""
     from megatron_rl.preflight.machine import named
-    from megatron_rl.preflight.summary import describe
     from megatron_rl.runs.run_dir import RunDirectoryUsed
 
     checked = _checked(config, found, on=named(on) if on else None)
@@ -77,7 +78,8 @@ def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
             _check_place(config)
         except RunDirectoryUsed as used:
             checked = replace(checked, notes=(*checked.notes, f"as things stand a run would be refused: {used}"))
-    print(describe(config, checked))
+    summary = workshop("planner.summary")
+    print(summary.describe(config, checked) if summary else "checked: nothing prevents the run")
     return 0
 
 
@@ -89,27 +91,42 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
     for note in checked.notes if first else ():
         print(f"note: {note}", file=sys.stderr)
     _check_place(config, writes=first)
-    from megatron_rl.launch import launch
     from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
-    from megatron_rl.runs.attempts import keep_going
+    from megatron_rl.survival.attempts import keep_going
+    from megatron_rl.survival.launch import launch
 
+    path = Path(config.run.root) / str(config.run.name)
     if ranks == "local":
-        return keep_going(launch, config, attempts, print)
+        with reported(config, path):
+            return keep_going(launch, config, attempts, print)
     _ranks_of_starter(config, ranks)
     os.environ.update(slurm.rank_environment() if ranks == "slurm" else {})
-    with entered():
-        run_rank(config, Path(config.run.root) / str(config.run.name))
+    with entered(), reported(config, path) if first else nullcontext():
+        run_rank(config, path)
     return 0
+
+
+@contextmanager
+def reported(config: Config, path: Path) -> Iterator[None]:
+    """Around a run: however it ends, its report is written, where this installation has the workshop."""
+    try:
+        yield
+    finally:
+        if after_run := workshop("reports.after_run"):
+            from megatron_rl.runs.run_dir import RunDir
+
+            if said := after_run.finish(RunDir(path), config):
+                print(said, flush=True)
 
 
 def _checked(config: Config, found: Sequence[str], **given: Any) -> Checked:
     """What can be checked, then what can be reckoned: a plan is of sizes that go together."""
     from megatron_rl.preflight.checks import check
-    from megatron_rl.preflight.plan.plan import share_problems
 
     checked = check(config, found, **given)
-    if problems := share_problems(config, checked.policy.hf_config, checked.machine):
+    plan = workshop("planner.plan")
+    if plan and (problems := plan.share_problems(config, checked.policy.hf_config, checked.machine)):
         raise ConfigError("\n".join(problems))
     return checked
 

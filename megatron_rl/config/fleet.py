@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -60,6 +61,17 @@ def distinct_formats(sampler: SamplerSection, quantization: QuantizationSection)
 def max_sequences(sampler: SamplerSection) -> int:
     """How many sequences an engine decodes at once."""
     return int(sampler.vllm.get("max_num_seqs", MAX_SEQUENCES))
+
+
+def describe_sampler(sampler: SamplerSection, quantization: QuantizationSection) -> str:
+    formats = Counter(replica_formats(sampler, quantization))
+    parallel = f"TP{sampler.tensor_parallel}"
+    if not is_fleet(sampler):
+        several = f"{sampler.engines} engines of " if sampler.engines > 1 else ""
+        return f"{several}vLLM, format {quantization.format}, {parallel}"
+    return (
+        f"{sum(formats.values())} vLLM servers ({', '.join(f'{n} {f}' for f, n in formats.items())}), {parallel} each"
+    )
 
 
 def is_loopback(address: str) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from megatron_rl.collect import Generates, Group, Scorer, grouped
 from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.schema import VERIFIERS
 from megatron_rl.evaluation.estimators import majority, mean_and_error, pass_at
+from megatron_rl.rollout.collect import Generates, Group, Scorer, grouped
 from megatron_rl.types import Prompt, SamplingParams, Verdict
 
 

@@ -203,7 +203,9 @@ class Learner:
     def load_hf(self, path: Path | str) -> None:
         """Weights of a Hugging Face folder, or of a torch_dist checkpoint of any layout."""
         if is_checkpoint(Path(path)):
-            from megatron_rl.models import torch_dist  # with torch's own checkpoints: seconds that few runs need
+            from megatron_rl.checkpoint.torch_dist import (
+                reader as torch_dist,  # with torch's own checkpoints: seconds that few runs need
+            )
 
             get = torch_dist.getter(torch_dist.Reader(Path(path)), self.shape)
         else:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config.schema import OnNonFinite
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import state
 from megatron_rl.models.tensors import write_tensors
-from megatron_rl.models.torch_dist_writer import write_blocks, write_index
 from megatron_rl.types import Batch, Targets
 
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ class NonFiniteUpdates:
     def _write_policy(self, folder: Path) -> str | None:
         """Every rank its part of the weights; why one of them could not."""
         outcome: dict[str, Any] = {}
-        blocks = (block for block in state.blocks(self._learner) if not block.key.startswith(state.OPTIMIZER))
+        blocks = (
+            block for block in state.LearnerState(self._learner).blocks() if not block.key.startswith(state.OPTIMIZER)
+        )
         weights = (replace(block, tensor=block.tensor.cpu()) for block in blocks)
         try:
             outcome["written"] = write_blocks(folder / f"rank_{self._learner.rank}.distcp", weights)

@@ -18,13 +18,13 @@ from megatron_rl.learner import host  # noqa: F401 - before megatron
 
 from megatron.core import tensor_parallel  # isort: skip
 
+from megatron_rl.checkpoint.torch_dist.places import entries
+from megatron_rl.checkpoint.torch_dist.reader import Reader
+from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import Param, find
 from megatron_rl.models.regions import Region, run_regions, shard_regions
 from megatron_rl.models.table import Split
-from megatron_rl.models.torch_dist import Reader
-from megatron_rl.models.torch_dist_places import entries
-from megatron_rl.models.torch_dist_writer import Block, part_of
 
 if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
@@ -35,47 +35,74 @@ TRACKER = f"{RANDOM}tracker."
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
-def blocks(learner: Learner) -> Iterator[Block]:
-    """What this rank has to write, as views of the learner's own memory; no two ranks write the same."""
-    for name, parameter in learner.named_parameters():
-        param = find(name, learner.shape)
-        if not _writes(learner, param):
-            continue
-        entry, *_ = entries(param, learner.shape, stacked=not learner.shape.dense_layers)
-        whole = param.local_shape(Layout())
-        regions = shard_regions(param, learner.layout, learner.place)
-        if _first_replica(learner, param):
-            for region in regions:
-                yield part_of(entry, whole, region.offset, _part(parameter.detach(), region))
-        for kind, run, start, stop in _optimizer_runs(learner, parameter):
-            for at, region in run_regions(regions, tuple(parameter.shape), start, stop):
-                values = run[at : at + torch.Size(region.size).numel()].view(region.size)
-                yield part_of(entry, whole, region.offset, values, f"{OPTIMIZER}{kind}.")
+class LearnerState:
+    """A learner as a checkpoint saves and restores it (checkpoint/saver.py)."""
 
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self.rank, self.is_driver = learner.rank, learner.is_driver
+        self.layout, self.device = learner.layout, learner.device
 
-def restore(learner: Learner, reader: Reader, steps: int) -> None:
-    """Weights and optimizer after `steps` optimizer steps, written by a learner of any layout."""
-    if steps:
-        for each in _optimizers(learner):
-            each._init_optimizer_states_with_dummy_values()  # overwritten below
-    for name, parameter in learner.named_parameters():
-        _fill(learner, reader, find(name, learner.shape), parameter.data)
-    learner.optimizer.reload_model_params()
-    learner.weights_changed()
-    for name, parameter in learner.named_parameters() if steps else ():
-        for kind, run, start, stop in _optimizer_runs(learner, parameter):
-            local = torch.zeros(parameter.shape, dtype=run.dtype)
-            _fill(learner, reader, find(name, learner.shape), local, f"{OPTIMIZER}{kind}.")
-            run.copy_(local.flatten()[start:stop])
-    for each in _optimizers(learner) if steps else ():
-        _set_steps(each.optimizer, steps)
-    learner.steps = steps
+    @property
+    def steps(self) -> int:
+        return self._learner.steps
 
+    def blocks(self) -> Iterator[Block]:
+        """What this rank has to write, as views of the learner's own memory; no two ranks write the same."""
+        for name, parameter in self._learner.named_parameters():
+            param = find(name, self._learner.shape)
+            if not _writes(self._learner, param):
+                continue
+            entry, *_ = entries(param, self._learner.shape, stacked=not self._learner.shape.dense_layers)
+            whole = param.local_shape(Layout())
+            regions = shard_regions(param, self._learner.layout, self._learner.place)
+            if _first_replica(self._learner, param):
+                for region in regions:
+                    yield part_of(entry, whole, region.offset, _part(parameter.detach(), region))
+            for kind, run, start, stop in _optimizer_runs(self._learner, parameter):
+                for at, region in run_regions(regions, tuple(parameter.shape), start, stop):
+                    values = run[at : at + torch.Size(region.size).numel()].view(region.size)
+                    yield part_of(entry, whole, region.offset, values, f"{OPTIMIZER}{kind}.")
 
-def own(learner: Learner) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """This rank's small rest: tensors, and text."""
-    tensors = random_tensors(learner) | {name: value.clone() for name, value in learner.measured().items()}
-    return tensors, {"rng.python": json.dumps(random.getstate()), "nonfinite": str(learner.nonfinite.in_a_row)}
+    def restore(self, reader: Reader, steps: int) -> None:
+        """Weights and optimizer after `steps` optimizer steps, written by a learner of any layout."""
+        if steps:
+            for each in _optimizers(self._learner):
+                each._init_optimizer_states_with_dummy_values()  # overwritten below
+        for name, parameter in self._learner.named_parameters():
+            _fill(self._learner, reader, find(name, self._learner.shape), parameter.data)
+        self._learner.optimizer.reload_model_params()
+        self._learner.weights_changed()
+        for name, parameter in self._learner.named_parameters() if steps else ():
+            for kind, run, start, stop in _optimizer_runs(self._learner, parameter):
+                local = torch.zeros(parameter.shape, dtype=run.dtype)
+                _fill(self._learner, reader, find(name, self._learner.shape), local, f"{OPTIMIZER}{kind}.")
+                run.copy_(local.flatten()[start:stop])
+        for each in _optimizers(self._learner) if steps else ():
+            _set_steps(each.optimizer, steps)
+        self._learner.steps = steps
+
+    def own(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """This rank's small rest: tensors, and text."""
+        tensors = random_tensors(self._learner) | {
+            name: value.clone() for name, value in self._learner.measured().items()
+        }
+        return tensors, {
+            "rng.python": json.dumps(random.getstate()),
+            "nonfinite": str(self._learner.nonfinite.in_a_row),
+        }
+
+    def restore_own(self, tensors: dict[str, Tensor], text: dict[str, str]) -> None:
+        self._learner.measure(tensors)
+        restore_random(self._learner, tensors)
+        version, numbers, gauss = json.loads(text["rng.python"])
+        random.setstate((version, tuple(numbers), gauss))
+        self._learner.nonfinite.in_a_row = int(text.get("nonfinite", 0))
+
+    def restore_measured(self, ranks: list[dict[str, Tensor]]) -> None:
+        """From ranks of another layout: what any of them has seen. Their random states mean nothing here."""
+        seen = {name: torch.stack([rank[name] for rank in ranks]).amax(0) for name in self._learner.measured()}
+        self._learner.measure(seen)
 
 
 def random_tensors(learner: Learner) -> dict[str, Tensor]:
@@ -88,26 +115,12 @@ def random_tensors(learner: Learner) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in tensors.items()}
 
 
-def restore_own(learner: Learner, tensors: dict[str, Tensor], text: dict[str, str]) -> None:
-    learner.measure(tensors)
-    restore_random(learner, tensors)
-    version, numbers, gauss = json.loads(text["rng.python"])
-    random.setstate((version, tuple(numbers), gauss))
-    learner.nonfinite.in_a_row = int(text.get("nonfinite", 0))
-
-
 def restore_random(learner: Learner, tensors: dict[str, Tensor]) -> None:
     torch.set_rng_state(tensors["rng.cpu"])
     states = {name.removeprefix(TRACKER): value for name, value in tensors.items() if name.startswith(TRACKER)}
     tensor_parallel.get_cuda_rng_tracker().set_states(states)
     if "rng.device" in tensors and learner.device.type != "cpu":
         torch.cuda.set_rng_state(tensors["rng.device"])
-
-
-def restore_measured(learner: Learner, ranks: list[dict[str, Tensor]]) -> None:
-    """From ranks of another layout: what any of them has seen. Their random states mean nothing here."""
-    seen = {name: torch.stack([rank[name] for rank in ranks]).amax(0) for name in learner.measured()}
-    learner.measure(seen)
 
 
 def _writes(learner: Learner, param: Param) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.torch_dist import places as torch_dist_places
 from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import HeldOut, evaluated_tokens, held_out
 from megatron_rl.config.fleet import local_formats
@@ -31,7 +32,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
 )
 from megatron_rl.learner import limits
-from megatron_rl.models import torch_dist_places, weight_files
+from megatron_rl.models import weight_files
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import ModelShape

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.checkpoint.torch_dist import places as torch_dist_places
 from megatron_rl.config.schema import LogSection, ModelInit, ModelSection
 from megatron_rl.files import read_json
-from megatron_rl.models import torch_dist_places, weight_files
+from megatron_rl.models import weight_files
 from megatron_rl.models.shape import ModelShape
 
 LARGEST_TOKENIZER = 256 << 20

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
+from megatron_rl.config.fleet import KEY_VARIABLE
 
 SECRET = re.compile(
     r"(^|_)(KEYS?|TOKENS?|PAT|JWT|DSN|CREDS?)$|APIKEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|CONNECTION_STRING"
@@ -21,6 +22,8 @@ FOR_REWARDS = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TERM|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|PYTHON\w*"
     r"|\w+_NUM_THREADS|CUDA_VISIBLE_DEVICES|SSL_CERT_(FILE|DIR)|MEGATRON_RL_RECIPE_FOLDER"
 )
+# of a learner, for rank 0 alone
+DRIVER_SECRETS = frozenset({"WANDB_API_KEY", KEY_VARIABLE})
 # Where compiled code is kept. Each is read and run again: by default some of them lie where anyone may write.
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 

@@ -81,6 +81,7 @@ def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKI
 
 
 # "Finish the step, then stop", as schedulers ask before a time limit: for the driver alone.
+LEAVE_S = 90  # from a rank's last word to its end, which takes seconds where nothing else runs
 STOP_AFTER_STEP = signal.SIGUSR1
 # From a launcher to its ranks, and from the kernel where that is gone: there is nothing left to wait for.
 AT_ONCE = signal.SIGHUP

@@ -2,7 +2,7 @@
 
 The loop says what it does (`phase`, `waiting`, `mark`), which costs an addition. A thread of a rank writes it to the
 rank's file every few seconds, with what the kernel knows of the rank and of the processes that it has started: whoever
-reads the files can tell a rank that is slow from one that is stuck (runs/watch.py). In a process without that thread,
+reads the files can tell a rank that is slow from one that is stuck (watch.py). In a process without that thread,
 nothing comes of what is said.
 
 Times are counted in the thread's own beats: while the process is stopped, none pass.

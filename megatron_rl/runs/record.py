@@ -17,23 +17,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.checkpoint.checkpoints import Look
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.processes import pulse
 from megatron_rl.processes.memory_kills import MemoryKills
 from megatron_rl.runs.alarms import Alarms, News
 from megatron_rl.runs.causes import Cause, explain
-from megatron_rl.runs.checkpoints import Look
 from megatron_rl.runs.console import Display, choose_display, duration, step_line
 from megatron_rl.runs.disk import Disk, lasting
 from megatron_rl.runs.lanes import Span, encode_spans
-from megatron_rl.runs.last_words import came_to, describe_contents, write_own_report
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
 from megatron_rl.runs.metrics_file import append_to, encode_line
 from megatron_rl.runs.phase_clock import PhaseClock, throughput
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, claimed_for_this_process, open_run
 from megatron_rl.runs.samples import line as sample_line
 from megatron_rl.runs.status import ENDED, beat, mark_status
+from megatron_rl.runs.summary import numbers_of_file
 from megatron_rl.runs.wandb_log import WandbLog, resolve_mode
 from megatron_rl.types import Scored
 
@@ -222,17 +223,13 @@ class Recorder:
             mark_status(self.run.path, state, reason, unknown_metrics=sorted(self._unknown), **more)
         except OSError as error:
             self.note(f"{self.run.status} could not be written: {error.strerror}")
-        self._display.phase("report")
-        trouble = write_own_report(self.run)
         self._display.close()
-        if trouble:
-            self.note(trouble)
         self.note(f"{state} after {duration(time.perf_counter() - self._begun)}" + (f": {reason}" if reason else ""))
         if state == "failed":
             say = self._write_text if LAUNCHER in os.environ else self.note  # a launcher says it itself, last
             say(cause.paragraph())
         self.note(describe_contents(self.run))
-        if self._wandb and (left := self._wandb.close(state, came_to(self.run))):
+        if self._wandb and (left := self._wandb.close(state, numbers_of_file(self.run.metrics))):
             self.note(left)
         with suppress(OSError):
             self._text.close()
@@ -304,3 +301,22 @@ class Recorder:
 def _number(value: Any) -> float:
     """Also takes one-element tensors and NumPy scalars."""
     return value if isinstance(value, int) and not isinstance(value, bool) else float(value)
+
+
+def describe_contents(run: RunDir) -> str:
+    if not run.metrics.exists():
+        return f"{run.path} is gone"
+    n_rollouts = len(list(run.rollouts.glob("step_*.parquet")))
+    n_checkpoints = len(checkpoints.steps(run.checkpoints))
+    with run.metrics.open("rb") as lines:
+        n_lines = sum(1 for _ in lines)
+    rows = [
+        ("metrics.jsonl", f"{n_lines} lines"),
+        ("rollouts/", f"{n_rollouts} recorded steps") if n_rollouts else None,
+        ("checkpoints/", f"{n_checkpoints} checkpoints") if n_checkpoints else None,
+        ("model/", "the last policy, as a Hugging Face folder") if run.model.is_dir() else None,
+        ("model-best/", "the best one by checkpoint.best") if run.best_model.is_dir() else None,
+        (f"logs/attempt_{run.attempt}/", ""),
+    ]
+    lines_ = [f"in {run.path}/:", *(f"  {name:<18}{about}".rstrip() for name, about in filter(None, rows))]
+    return "\n".join(lines_)

@@ -32,15 +32,15 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.checkpoints import Checkpoint, Look
+from megatron_rl.checkpoint.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.files import write_whole
 from megatron_rl.processes.owned_folder import LOCK, held, hold, holder, sign
 from megatron_rl.processes.pulse import FOLDER
-from megatron_rl.runs.checkpoints import Checkpoint, Look
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
 from megatron_rl.runs.versions import environment
 

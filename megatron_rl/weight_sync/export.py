@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_rl.checkpoint import checkpoints
 from megatron_rl.distributed import exchange
 from megatron_rl.files import replacing
 from megatron_rl.models.hf_folder import INDEX, copy_companions
 from megatron_rl.models.tensors import write_tensors
-from megatron_rl.runs import checkpoints
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.transports import LearnerWeights

@@ -17,6 +17,9 @@ from enum import StrEnum
 
 from megatron_rl.config.schema import Format
 
+PROBE_PROMPTS = 64  # one answer each: where a format errs at a prompt, it errs in all of its answers
+PROBE_TOKENS = 128  # of a response, at most
+
 
 @dataclass(frozen=True)
 class Limit:

@@ -10,8 +10,8 @@ from preloaded import run
 from megatron_rl.config import load
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-from megatron_rl.preflight.plan.phases import SHARE, Memory, largest_share
-from megatron_rl.preflight.plan.plan import plan
+from megatron_rl.workshop.planner.phases import SHARE, Memory, largest_share
+from megatron_rl.workshop.planner.plan import plan
 
 ROOT = Path(__file__).parents[2]
 

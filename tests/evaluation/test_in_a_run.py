@@ -14,8 +14,8 @@ from preloaded import run
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.report_sections import sections
-from megatron_rl.runs.run_data import load_run
+from megatron_rl.workshop.reports.run_data import load_run
+from megatron_rl.workshop.reports.sections import sections
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """

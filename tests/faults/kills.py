@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 from box import Box, wait_for
 
-from megatron_rl.runs.checkpoints import steps
+from megatron_rl.checkpoint.checkpoints import steps
 
 STEPS = 12
 START_S, END_S = 400.0, 60.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from box import Box, wait_for
 
-from megatron_rl.runs import checkpoints
+from megatron_rl.checkpoint import checkpoints
 
 pytestmark = pytest.mark.timeout(1800)
 START_S = 300

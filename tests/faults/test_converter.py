@@ -10,12 +10,12 @@ import pytest
 import torch
 from box import ROOT, Box, wait_for
 
-from megatron_rl.conversion.work import partial_of
+from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import INDEX, HfFolder, write_folder
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.torch_dist import hf_shapes
+from megatron_rl.workshop.conversion.work import partial_of
 
 
 def convert(*words: object) -> list[str]:

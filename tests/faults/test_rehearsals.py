@@ -13,8 +13,8 @@ import kills
 import pytest
 from box import ROOT, SMALL, Box
 
+from megatron_rl.checkpoint import checkpoints
 from megatron_rl.data.toy import write_toy
-from megatron_rl.runs import checkpoints
 
 SLURM = ("munged", "slurmctld", "slurmd", "sbatch")
 pytestmark = [

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from box import ROOT, SMALL, Box, wait_for
 
-from megatron_rl.runs import checkpoints
+from megatron_rl.checkpoint import checkpoints
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, ("munged", "slurmctld", "slurmd", "sbatch"))),

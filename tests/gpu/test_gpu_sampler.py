@@ -33,7 +33,6 @@ from megatron_rl.config.schema import (
 from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
-from megatron_rl.preflight.plan.engine_memory import ASLEEP, CONTEXT
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import SamplerError
@@ -42,6 +41,7 @@ from megatron_rl.types import Rollout
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
+from megatron_rl.workshop.planner.engine_memory import ASLEEP, CONTEXT
 
 pytestmark = [
     pytest.mark.gpu,

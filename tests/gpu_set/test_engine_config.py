@@ -19,10 +19,10 @@ from megatron_rl.config import cluster, load
 from megatron_rl.config.schema import Config, Sleep, Transport
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-from megatron_rl.preflight.plan.phases import SHARE, largest_share
-from megatron_rl.preflight.plan.plan import plan
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.workshop.planner.phases import SHARE, largest_share
+from megatron_rl.workshop.planner.plan import plan
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if cluster(path)[0])

@@ -23,6 +23,8 @@ from replicas_worker import replicas
 from safetensors.torch import load_file, save_file
 from saver_worker import saves
 
+from megatron_rl.checkpoint.torch_dist.reader import Reader
+from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import (
     AdvantageConfig,
@@ -50,8 +52,6 @@ from megatron_rl.learner.parallel import RENDEZVOUS, leave
 from megatron_rl.learner.routing import router_flips
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
-from megatron_rl.models.torch_dist import Reader
-from megatron_rl.models.torch_dist_writer import write_blocks, write_index
 from megatron_rl.quantization import host_products
 from megatron_rl.rollout_correction import correct
 from megatron_rl.types import Targets
@@ -343,19 +343,19 @@ def checkpoint(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     batch, folder = make_batch(), Path(job["checkpoint"])
     targets = make_targets(batch, torch.zeros(batch.mask_BT.shape))
     if job["reads"]:
-        state.restore(learner, Reader(folder), 2)
+        state.LearnerState(learner).restore(Reader(folder), 2)
         if learner.world_size == job["wrote"]:
             own = load_file(folder / f"own_{learner.rank}.safetensors")
-            state.restore_own(learner, own, json.loads((folder / f"own_{learner.rank}.json").read_text()))
+            state.LearnerState(learner).restore_own(own, json.loads((folder / f"own_{learner.rank}.json").read_text()))
     else:
         for _ in range(2):
             learner.update(targets)
         folder.mkdir(parents=True, exist_ok=True)
-        written = write_blocks(folder / f"rank_{learner.rank}.distcp", state.blocks(learner))
+        written = write_blocks(folder / f"rank_{learner.rank}.distcp", state.LearnerState(learner).blocks())
         everything = exchange(written)
         if learner.is_driver:
             write_index(folder, [block for part in everything for block in part])
-        tensors, text = state.own(learner)
+        tensors, text = state.LearnerState(learner).own()
         save_file(tensors, folder / f"own_{learner.rank}.safetensors")
         (folder / f"own_{learner.rank}.json").write_text(json.dumps(text))
         learner.broadcast()

@@ -21,7 +21,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight import disk
 from megatron_rl.preflight.notes import plain_prompts, unusual_clip
-from megatron_rl.preflight.summary import _correction
+from megatron_rl.workshop.planner.summary import _correction
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megatron_rl import cli
+from megatron_rl.checkpoint.torch_dist.places import entries
+from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import ModelSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.torch_dist_places import entries
-from megatron_rl.models.torch_dist_writer import Block, write_blocks, write_index
 from megatron_rl.preflight.checks import check_served
 
 MODEL, IMPORTED = Path("data/toy/model"), Path("imported")

@@ -14,8 +14,8 @@ from megatron_rl.rollout_correction import CorrectionConfig, rollout_correction
 from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, mismatch_by_format, pooled
 from megatron_rl.runs.metrics import unknown
 from megatron_rl.runs.rollout_file import write_rollouts
-from megatron_rl.runs.run_data import recorded_breakdowns
 from megatron_rl.types import Prompt, Rollout, Scored, collate
+from megatron_rl.workshop.reports.run_data import recorded_breakdowns
 
 ROWS, COLUMNS = 6, 20
 REASONS = ["stop", "length", "stop", "stop", "abort", "length"]

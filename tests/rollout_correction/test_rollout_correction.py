@@ -26,7 +26,7 @@ from megatron_rl.rollout_correction import (
     keep_rows,
     rollout_correction,
 )
-from megatron_rl.translation.translate import yaml_text
+from megatron_rl.workshop.translation.translate import yaml_text
 
 PRESETS = sorted((Path(__file__).parents[2] / "conf" / "correction").glob("*.yaml"))
 

@@ -30,7 +30,7 @@ from megatron_rl.rollout_correction import (
 )
 from megatron_rl.rollout_correction.breakdown import breakdowns
 from megatron_rl.rollout_correction.learner_reward import learner_reward
-from megatron_rl.translation.translate import TranslationError, translate, translate_file
+from megatron_rl.workshop.translation.translate import TranslationError, translate, translate_file
 
 RATIO_LOSSES = [name for name in LossName if name not in ("reinforce", "cross_entropy")]
 

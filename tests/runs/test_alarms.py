@@ -21,10 +21,10 @@ from megatron_rl.runs.alarms import Alarms, bound_of, clear_at
 from megatron_rl.runs.metrics import METRICS
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.record import Recorder
-from megatron_rl.runs.report import page
-from megatron_rl.runs.report_alarms import episodes
-from megatron_rl.runs.run_data import load_run
 from megatron_rl.runs.status import read_status
+from megatron_rl.workshop.reports.alarm_section import episodes
+from megatron_rl.workshop.reports.report import page
+from megatron_rl.workshop.reports.run_data import load_run
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).parent / "recorded"

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from run_factory import make_config, make_scored, make_yaml, quiet
 
+from megatron_rl.checkpoint.resume import gap
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.files import last_lines
 from megatron_rl.runs import record, wandb_log
 from megatron_rl.runs.console import PlainDisplay
 from megatron_rl.runs.disk import RecordLost
-from megatron_rl.runs.last_words import write_own_report
 from megatron_rl.runs.metrics_file import read_lines, read_metrics
 from megatron_rl.runs.record import Recorder, describe_contents
-from megatron_rl.runs.resume import gap
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir, open_run
 from megatron_rl.runs.status import beat, mark_status, read_status
+from megatron_rl.workshop.reports.after_run import write_own_report
 
 
 def start(path: Path, steps: int = 3) -> Recorder:
@@ -230,6 +230,7 @@ def test_why_a_run_failed(tmp_path: Path) -> None:
     cause = read_status(tmp_path / "run")["cause"]
     assert (cause["class"], cause["process"], cause["phase"], cause["log"]) == ("device", "rank 0", "reduce", str(log))
     assert f"why: {cause['what']} (device): rank 0, in reduce. Look for Xid" in (log.parent / "driver.log").read_text()
+    assert write_own_report(recorder.run) == ""
     page = (tmp_path / "run" / "report.html").read_text()
     assert "<h2>run: a GPU or its link failed</h2>" in page
     assert "last words &lt;of&gt; rank 0" in page

@@ -5,12 +5,12 @@ import re
 import torch
 from run_factory import make_run
 
-from megatron_rl.runs.report import page
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
-from megatron_rl.runs.run_data import load_runs
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.samples import choose, line
 from megatron_rl.types import Prompt, Rollout, Scored, Verdict
+from megatron_rl.workshop.reports.report import page
+from megatron_rl.workshop.reports.run_data import load_runs
 
 
 def answer(text: str, verdict: Verdict, prompt: str = "1+1=") -> Scored:
@@ -54,7 +54,7 @@ def test_recorded_pieces_are_those_of_the_answer_and_on_the_page(tmp_path) -> No
 
 
 def test_an_answer_of_many_tokens_is_shown_by_its_ends() -> None:
-    from megatron_rl.runs.report_samples import _tokens
+    from megatron_rl.workshop.reports.sample_section import _tokens
 
     text = "".join(_tokens([f"t{n}," for n in range(20_000)], [0.0] * 20_000))
     assert "t119," in text

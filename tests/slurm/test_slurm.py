@@ -15,7 +15,7 @@ import pytest
 from megatron_rl.config import load
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.layout import Layout
-from megatron_rl.preflight.plan.roles import roles
+from megatron_rl.preflight.roles import roles
 
 ROOT = Path(__file__).parent.parent.parent
 GPUS = 8  # of a node that the scripts ask for

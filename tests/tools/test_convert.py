@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.models import torch_dist
+from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter, write_folder
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params, stage_params

@@ -74,9 +74,9 @@ def with_long_answers(model: Path, folder: Path) -> Path:
 def bench_rollout(repeats: int) -> None:
     from loop import give_weights
 
-    from megatron_rl.collect import AtOnce, Collector, Scorer
     from megatron_rl.config.schema import Config, DataSection, RolloutSection, SamplerSection
     from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset
+    from megatron_rl.rollout.collect import AtOnce, Collector, Scorer
     from megatron_rl.sampler.embedded import EmbeddedSampler
     from megatron_rl.sampler.engine_settings import EngineSettings
 

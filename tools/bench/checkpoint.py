@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.schema import (
     CheckpointSection,
     Config,
@@ -28,7 +29,6 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.saver import Saver
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.types import Batch, Targets

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_rl.collect import Scorer
 from megatron_rl.config.schema import RewardSection
 from megatron_rl.data.reasoning import write_tokenizer
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rollout.collect import Scorer
 from megatron_rl.runs.rollout_file import write_rollouts
 from megatron_rl.sampler.embedded_answering import unpack
 from megatron_rl.types import Prompt, collate

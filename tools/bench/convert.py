@@ -26,12 +26,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import convert
 
-from megatron_rl.conversion import average, dequantized, exports, imports, quantize_command  # noqa: F401 - not measured
+from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.models.hf_folder import HfFolderWriter
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import TensorSpec
-from megatron_rl.models.torch_dist import hf_shapes
 from megatron_rl.runs.console import table
+from megatron_rl.workshop.conversion import (
+    average,  # noqa: F401 - not measured
+    dequantized,  # noqa: F401 - not measured
+    exports,  # noqa: F401 - not measured
+    imports,  # noqa: F401 - not measured
+    quantize_command,  # noqa: F401 - not measured
+)
 
 LAYER_GB = 0.2013  # of the sizes below
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_rl.collect import Collector, Scorer
 from megatron_rl.config.schema import Config, DataSection, RolloutSection, SamplerSection
 from megatron_rl.data.prompts import Dataset, FolderTokenizer, PromptOrder, load_dataset
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rollout.collect import Collector, Scorer
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments

@@ -27,8 +27,6 @@ import torch
 
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.data.toy import ToyShape, hf_config
-from megatron_rl.evaluation.alone import settings
-from megatron_rl.evaluation.stored_model import StoredModel, StoredWeights
 from megatron_rl.models.hf_folder import write_folder
 from megatron_rl.processes.scratch import entered
 from megatron_rl.rank import alone
@@ -36,6 +34,8 @@ from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.types import Batch, Prompt, SamplingParams, Scored, collate
 from megatron_rl.weight_sync.push import WeightSync
+from megatron_rl.workshop.evaluation.alone import settings
+from megatron_rl.workshop.evaluation.stored_model import StoredModel, StoredWeights
 
 LEARNERS = {
     "bf16": (),

@@ -32,13 +32,14 @@ from typing import Any
 
 import torch
 
-from megatron_rl import launch, rank, train
+from megatron_rl import rank, train
 from megatron_rl.config import from_mapping, to_yaml
 from megatron_rl.config.schema import IfExists
 from megatron_rl.data.toy import save_tokenizer
 from megatron_rl.processes import instructions
 from megatron_rl.runs.progress import Standing
 from megatron_rl.runs.run_dir import RunDir, open_run
+from megatron_rl.survival import launch
 
 HERE = Path(__file__).resolve().parent
 BESIDE = HERE.parents[1] / "build" / "trl"

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
 from megatron_rl.rollout_correction import CorrectionConfig, WeightConfig, rollout_correction
-from megatron_rl.runs.svg import nice_ticks
+from megatron_rl.workshop.reports.svg import nice_ticks
 
 VOCABULARY, LENGTH = 4, 4
 REINFORCE = LossConfig(name="reinforce", reduction="seq_mean_token_sum")

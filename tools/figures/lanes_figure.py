@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_rl.runs.lanes import ROWS, Lane
-from megatron_rl.runs.report_figures import GRID, LANE_NAMES, lane_colour
-from megatron_rl.runs.run_data import load_runs
-from megatron_rl.runs.svg import heading, legend, nice_ticks, picture, small
+from megatron_rl.workshop.reports.figures import GRID, LANE_NAMES, lane_colour
+from megatron_rl.workshop.reports.run_data import load_runs
+from megatron_rl.workshop.reports.svg import heading, legend, nice_ticks, picture, small
 
 WIDTH, LEFT, RIGHT, TOP = 1000, 84, 16, 70
 ROW, GAP, BETWEEN = 26, 6, 62

@@ -9,9 +9,10 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_rl.runs.report_figures import PALETTE, running_mean
-from megatron_rl.runs.run_data import RunData, Series, load_runs
-from megatron_rl.runs.svg import TITLE, Plot, heading, legend, nice_ticks, picture
+from megatron_rl.runs.summary import Series
+from megatron_rl.workshop.reports.figures import PALETTE, running_mean
+from megatron_rl.workshop.reports.run_data import RunData, load_runs
+from megatron_rl.workshop.reports.svg import TITLE, Plot, heading, legend, nice_ticks, picture
 
 WIDTH, HEIGHT = 1200, 330
 PANEL, GAP, LEFT, TOP, BOTTOM = 340, 50, 46, 74, 36

@@ -1,0 +1,244 @@
+"""A run's checkpoints as folders: which there are, which are whole, which may go.
+
+checkpoints/step_120/
+  policy/           weights and optimizer: a torch_dist checkpoint
+  ranks/            random states and measurements of each rank
+  sync.safetensors  what the next sync builds on
+  checkpoint.json   written last: every other file with its size and checksum, and the driver's position
+
+A folder gets its name when it is complete; what a killed run left is called `.step_120.partial`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+import msgspec
+import xxhash
+
+from megatron_rl.config import ConfigError
+from megatron_rl.files import read_json, remove, write_whole
+
+MANIFEST = "checkpoint.json"
+POLICY, RANKS, SYNC = "policy", "ranks", "sync.safetensors"
+FORMAT = 1
+NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+
+
+class TornCheckpoint(ConfigError):
+    """A checkpoint that is not whole: the text says what is wrong with it."""
+
+
+class _Driver(msgspec.Struct):
+    position: Count
+    seen: dict[str, Count]
+    best: float | None = None
+    line: str | None = None
+    data: str | None = None  # the checksum of the prompts and answers that it counts in
+
+
+class _Manifest(msgspec.Struct):
+    """The types of what `publish` writes: a manifest may come from anywhere."""
+
+    step: Count
+    updates: Count
+    layout: dict[str, Count | None]
+    driver: _Driver
+    files: dict[str, tuple[Count, str]]
+    time: str
+    best: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole one, as its manifest describes it."""
+
+    path: Path
+    step: int
+    updates: int  # optimizer steps
+    layout: Mapping[str, Any]
+    driver: Mapping[str, Any]  # what rank 0 goes on from
+    files: Mapping[str, tuple[int, str]]  # name -> bytes, checksum
+    time: str
+    best: tuple[str, float] | None = None  # the metric that it was kept for, and its value
+
+    @property
+    def said(self) -> bool:
+        """Whether its step has a line of metrics; else the line is here, as far as it was known (runs/progress.py)."""
+        return self.driver.get("line") is None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+
+Look = Callable[[Checkpoint], None]  # at its tensors; ValueError says what is wrong with them
+
+
+def path_of(root: Path, step: int) -> Path:
+    return root / f"step_{step}"
+
+
+def partial_of(root: Path, step: int) -> Path:
+    return root / f".step_{step}.partial"
+
+
+def steps(root: Path) -> list[int]:
+    """Of everything that calls itself a checkpoint, the newest first."""
+    found = [NAME.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+    return sorted((int(name[1]) for name in found if name), reverse=True)
+
+
+def publish(partial: Path, root: Path, **about: Any) -> Checkpoint:
+    """The last act of a save: the manifest, and the name. `files` are those of `digest`."""
+    manifest = {"format": FORMAT, "time": datetime.now(UTC).isoformat(timespec="seconds"), **about}
+    write_whole(partial / MANIFEST, json.dumps({"content": manifest, "checksum": _checksum(manifest)}, indent=1))
+    final = path_of(root, about["step"])
+    remove(final)  # of an attempt that went on from an older one
+    for folder in (*(entry for entry in partial.iterdir() if entry.is_dir()), partial):
+        sync_folder(folder)
+    partial.rename(final)
+    sync_folder(root)
+    return read(final)
+
+
+def digest(path: Path, between: Callable[[], None] = lambda: None) -> tuple[int, str]:
+    """Bytes and checksum of what is on disk. `between`: called after each piece that was read."""
+    state = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(1 << 22):
+            state.update(piece)
+            between()
+        return file.tell(), state.hexdigest()
+
+
+def read(path: Path) -> Checkpoint:
+    """What the manifest says; the files are not looked at."""
+    if path.is_symlink():
+        raise TornCheckpoint(f"{path} is a link; put the folder itself there")
+    if not os.path.lexists(path / MANIFEST):
+        raise TornCheckpoint(f"{path} has no {MANIFEST}")
+    try:
+        _refuse_others(path, MANIFEST)
+        stored = read_json(path / MANIFEST)
+        content = stored.get("content")
+        if not isinstance(content, dict) or stored.get("checksum") != _checksum(content):
+            raise ValueError("it was changed after it was written")
+        if content.get("format") != FORMAT:
+            raise ValueError("it was written by another version of this project")
+        found = msgspec.convert(content, _Manifest)
+        if path.name != path_of(path.parent, found.step).name:
+            raise ValueError(f"it is that of step {found.step}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise TornCheckpoint(f"{path / MANIFEST} is not to be trusted: {error}") from None
+    about = {name: getattr(found, name) for name in ("step", "updates", "layout", "files", "time", "best")}
+    return Checkpoint(path, driver=content["driver"], **about)
+
+
+def verify(path: Path, look: Look) -> Checkpoint:
+    """Reads every byte and compares it with the manifest; then `look` sees whether its tensors can be read."""
+    found = read(path)
+    for name, (size, checksum) in found.files.items():
+        file = path / name
+        try:
+            _refuse_others(path, name)
+            if file.stat().st_size != size:
+                raise TornCheckpoint(f"{file} has {file.stat().st_size} bytes, its manifest says {size}")
+            if digest(file) != (size, checksum):
+                raise TornCheckpoint(f"{file} was changed after it was written: its checksum differs")
+        except (OSError, ValueError) as error:
+            if isinstance(error, TornCheckpoint):
+                raise
+            why = error.strerror if isinstance(error, OSError) else error
+            raise TornCheckpoint(f"{file} cannot be read ({why})") from None
+    try:
+        look(found)
+    except (OSError, ValueError) as error:
+        raise TornCheckpoint(f"{path} cannot be gone on from: {error}") from None
+    return found
+
+
+def newest_whole(root: Path, look: Look, note: Callable[[str], None]) -> Checkpoint | None:
+    return next(whole_ones(root, look, note), None)
+
+
+def whole_ones(root: Path, look: Look, note: Callable[[str], None]) -> Iterator[Checkpoint]:
+    """Where a run may go on, the newest first. One that is torn is left where it is, and passed over."""
+    for step in steps(root):
+        try:
+            found = verify(path_of(root, step), look)
+        except TornCheckpoint as error:
+            note(f"the checkpoint of step {step} is not whole and is passed over: {error}")
+        else:
+            yield found
+
+
+def prune(root: Path, keep_last: int, keep_every: int) -> list[int]:
+    """Removes what is not among the last, not at a step to keep, and not the best. Returns the steps removed."""
+    present = steps(root)
+    kept = set(present[:keep_last]) | {step for step in present if keep_every and step % keep_every == 0}
+    best = best_step(root)
+    removed = [step for step in present if step not in kept and step != best]
+    for step in removed:
+        doomed = partial_of(root, step)  # a half-removed folder does not look like a checkpoint
+        path_of(root, step).rename(doomed)
+        remove(doomed)
+    return removed
+
+
+def clean(root: Path) -> None:
+    """Removes what an earlier attempt had begun to save."""
+    for entry in root.glob(".step_*.partial"):
+        remove(entry)
+
+
+def forget_after(root: Path, step: int) -> None:
+    """A run that goes on from an older checkpoint writes the newer ones again."""
+    for newer in [each for each in steps(root) if each > step]:
+        remove(path_of(root, newer))
+
+
+def best_step(root: Path) -> int | None:
+    """The first of those with the highest value of checkpoint.best."""
+    scores = {}
+    for step in steps(root):
+        try:
+            found = read(path_of(root, step))
+        except TornCheckpoint:
+            continue
+        if found.best:
+            scores[step] = found.best[1]
+    return max(scores, key=lambda step: (scores[step], -step), default=None)
+
+
+def _refuse_others(path: Path, name: str) -> None:
+    """ValueError for what is no file of the checkpoint's own: another folder's, a link, a device, a pipe."""
+    plain = PurePosixPath(name)
+    if plain.is_absolute() or ".." in plain.parts or str(plain) != name or "\0" in name:
+        raise ValueError(f"{name[:200]!r} is no name of a file in {path}")
+    for part in (path / plain, *(path / parent for parent in plain.parents if parent.parts)):
+        if part.is_symlink():
+            raise ValueError(f"{part} is a link; put the file itself there")
+    if not stat.S_ISREG((path / plain).stat().st_mode):
+        raise ValueError(f"{path / plain} is no file")
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,133 @@
+"""Going on with a run that has stopped: what may have changed in its recipe, and what it takes back.
+
+Everything recorded after the checkpoint is taken back, and comes again: the same lines, where nothing was changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.checkpoint.checkpoints import Checkpoint
+from megatron_rl.config import ConfigError
+from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.files import replacing
+
+# what a run may go on with changed: how long, what is written down, on which machines
+MAY_CHANGE = (
+    *("run.root", "run.steps", "run.stop", "run.if_exists", "run.resume_allow", "run.device", "log.", "checkpoint."),
+    *("run.patience_s",),
+    *("eval.", "data.eval", "sampler.", "reward.workers", "reward.timeout_s", "learner.tensor_parallel"),
+    *("learner.pipeline_parallel", "learner.expert_parallel", "learner.data_parallel", "learner.megatron."),
+    *("learner.tokens_per_microbatch", "sync.transport", "sync.dir", "sync.full_every", "sync.verify_every"),
+    *("sync.probe_budget", "sync.probe_layers", "sync.staged"),
+)
+
+
+def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
+    """Raises where the recipe has changed in what the run has learnt with, unless the key is in run.resume_allow."""
+    before, after = read_yaml(recorded.read_text(encoding="utf-8")), read_yaml(resolved_yaml)
+    allowed = (after.get("run") or {}).get("resume_allow") or ()
+    found = [
+        (key, old, new)
+        for key, old, new in changes(before, after)
+        if not any(key == free or (free.endswith(".") and key.startswith(free)) for free in MAY_CHANGE)
+        and key not in allowed
+    ]
+    if found:
+        listed = "\n".join(f"  {key}: {old} -> {new}" for key, old, new in found)
+        names = ", ".join(key for key, *_ in found)
+        raise ConfigError(
+            f"run.if_exists=resume: the recipe is not the one that {recorded.parent} began with:\n{listed}\n"
+            f"Undo that, or go on with the change: run.resume_allow=[{names}]"
+        )
+
+
+def refuse_other_data(recorded: str | None, found: str, allowed: Collection[str], where: str) -> None:
+    """Raises where the place in the order of prompts is one in other data. `recorded`: None in old checkpoints."""
+    if recorded not in (None, found) and "data.train" not in allowed:
+        raise ConfigError(
+            f"data.train: prompts or answers in {where} are not those that the run has drawn from so far: some would "
+            "come twice, others never. Put the old rows back in their order, or go on from the same place in the new "
+            "ones: run.resume_allow=[data.train]"
+        )
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, old value, new value) of what differs. A key that the older version of the project did not have is new."""
+    before, after = dict(_flat(old)), dict(_flat(new))
+    for key in sorted(before.keys() & after.keys()):
+        if before[key] != after[key]:
+            yield key, before[key], after[key]
+    for key in sorted(before.keys() ^ after.keys()):
+        section = key.rpartition(".")[0]
+        if any(each.rpartition(".")[0] == section for each in before):  # else a whole section is new
+            yield key, before.get(key, "(none)"), after.get(key, "(none)")
+
+
+def goes_on_from(run: Path, look: checkpoints.Look, note: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint; where the records before it have a gap, one from before the gap, if there is one.
+
+    A disk that was full until the run was killed has not taken all lines.
+    """
+    newest = None
+    for found in checkpoints.whole_ones(run / "checkpoints", look, note):
+        missing = gap(run, found.step, found.said)
+        if missing is None:
+            return found
+        note(f"the records of {run} have a gap before the checkpoint of step {found.step}: {missing}")
+        newest = newest or found
+    if newest:
+        note(f"no checkpoint is from before the gap: the run goes on after step {newest.step}, and the gap stays")
+    return newest
+
+
+def gap(run: Path, step: int, said: bool = True) -> str | None:
+    """The first line up to a step that is not there, of a file that is. `said`: as in `rewind`."""
+    for name, first, last in (("metrics.jsonl", 0, step if said else step - 1), ("ledger.jsonl", 1, step)):
+        path = run / name
+        there = {_step(line) for line in path.read_bytes().splitlines(keepends=True)} if path.exists() else set()
+        for wanted in range(first, last + 1) if there else ():
+            if wanted not in there:
+                return f"{name} has no line of step {wanted}"
+    return None
+
+
+def rewind(run: Path, step: int, said: bool = True) -> None:
+    """The records as they were after a step; without its line of metrics, where that was not `said` before the save."""
+    _keep_lines(run / "metrics.jsonl", step if said else step - 1)
+    _keep_lines(run / "ledger.jsonl", step)
+    for path in (run / "rollouts").glob("step_*.parquet"):
+        number = path.stem.removeprefix("step_")
+        if number.isdigit() and int(number) > step:
+            path.unlink()
+    checkpoints.forget_after(run / "checkpoints", step)
+
+
+def _keep_lines(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    with replacing(path) as partial, partial.open("wb") as kept:
+        for line in path.read_bytes().splitlines(keepends=True):
+            if _step(line) <= step:
+                kept.write(line)
+
+
+def _step(line: bytes) -> float:
+    """A torn line, or one without a step, belongs to none that is kept."""
+    try:
+        found = json.loads(line)
+        return int(found.get("progress/step", found.get("step"))) if line.endswith(b"\n") else float("inf")
+    except (ValueError, TypeError, AttributeError):
+        return float("inf")
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item

@@ -1,0 +1,278 @@
+"""Saves while the run goes on, and loads. Every rank makes one and calls the same methods at the same steps.
+
+Weights and optimizer are saved as they are, all else as it was at the last `stand`: a step that is given up before its
+update has measured things, and may have drawn random numbers, and leaves no trace of that.
+
+A step waits only for the copy of the rank's state into memory that is kept for it; a thread writes that to disk and
+reads it back. Once every rank's thread is done, rank 0 gives the folder its name. Where the learner's arithmetic runs
+on the same cores, the thread rests most of the time, until somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.checkpoint.checkpoints import POLICY, RANKS, SYNC, Checkpoint, TornCheckpoint
+from megatron_rl.checkpoint.torch_dist.reader import Reader
+from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
+from megatron_rl.config.schema import CheckpointSection
+from megatron_rl.distributed import exchange
+from megatron_rl.files import remove
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.tensors import write_tensors
+from megatron_rl.processes.pace import Pace
+from megatron_rl.processes.threads import in_thread
+
+ALIGNMENT = 64
+BESIDE = 0.1  # of a core, for the thread that writes beside a learner without a device of its own
+_Small = tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor] | None]  # this rank's own, its text, the sync's
+
+
+class Keeps(Protocol):
+    """A part of the run that is the same on every rank, such as the scales of the weight sync."""
+
+    def state(self) -> dict[str, Tensor]: ...
+
+    def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None: ...
+
+
+class Kept(Protocol):
+    """The learner, as far as a checkpoint has to do with it (learner/state.py)."""
+
+    rank: int
+    is_driver: bool
+    layout: Layout
+    device: torch.device
+
+    @property
+    def steps(self) -> int: ...
+
+    def blocks(self) -> Iterator[Block]: ...
+
+    def own(self) -> tuple[dict[str, Tensor], dict[str, str]]: ...
+
+    def restore(self, reader: Reader, steps: int) -> None: ...
+
+    def restore_own(self, tensors: dict[str, Tensor], text: dict[str, str]) -> None: ...
+
+    def restore_measured(self, ranks: list[dict[str, Tensor]]) -> None: ...
+
+
+class Saver:
+    """Of one rank. A save that fails is reported and forgotten: the run, and the checkpoints before, go on."""
+
+    def __init__(
+        self, root: Path, section: CheckpointSection, learner: Kept, sync: Keeps, note: Callable[[str], None]
+    ) -> None:
+        self._root, self._section = root, section
+        self._learner, self._sync, self._note = learner, sync, note
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._pending: _Save | None = None
+        self._small: _Small | None = None
+        self.newest: int | None = None  # the step of what was saved, or loaded
+        self.seconds: float | None = None  # the longest save so far
+        if learner.is_driver:
+            checkpoints.clean(root)
+
+    def stand(self) -> None:
+        """Weights and optimizer stay as they are until the next update: remember the rest."""
+        if self._section.every or self._section.minutes:
+            self._small = *self._learner.own(), self._sync.state() if self._learner.is_driver else None
+
+    def begin(self, step: int, about: Mapping[str, Any]) -> None:
+        """Copy everything, and start to write. `about`: what the run itself wants to know again."""
+        begun = time.monotonic()
+        self.settle(wait=True)
+        partial = checkpoints.partial_of(self._root, step)
+        problem = None
+        if self._learner.is_driver:
+            try:
+                remove(partial)
+                for folder in (partial, partial / POLICY, partial / RANKS):  # a run's directory that is gone stays so
+                    folder.mkdir()
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        if problem := exchange(problem)[0]:
+            self._failed(step, partial, problem)
+            return
+        blocks = self._copied(list(self._learner.blocks()))
+        if self._small is None:
+            self.stand()
+        assert self._small is not None
+        own, text, shared = self._small
+        rank, pace = self._learner.rank, Pace(BESIDE if self._learner.device.type == "cpu" else 1.0)
+        self._pending = _Save(
+            step,
+            partial,
+            self._learner.steps,
+            about,
+            pace,
+            in_thread(
+                "checkpoint",
+                lambda: (
+                    _write(partial, rank, blocks, own, text, shared, pace)
+                    | {"seconds": time.monotonic() - begun - pace.rested}
+                ),
+            ),
+        )
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is under way."""
+        return self._pending is None
+
+    @property
+    def kept(self) -> str:
+        """What a run that ends now leaves to go on from."""
+        if self.newest is not None:
+            return f"the state after step {self.newest} is kept"
+        asked = self._section.every or self._section.minutes
+        return "no state is kept" + ("" if asked else ": checkpoint.every and checkpoint.minutes are 0")
+
+    def settle(self, wait: bool = False) -> None:
+        """All ranks: publish the save that is under way, once it is on disk everywhere."""
+        save = self._pending
+        if save is None:
+            return
+        if wait:
+            save.pace.hurry()
+            save.future.exception()
+        if not all(exchange(save.future.done())):
+            return
+        self._pending = None
+        outcomes = exchange(save.outcome())
+        problems = [outcome["problem"] for outcome in outcomes if "problem" in outcome]
+        if self._learner.is_driver and not problems:
+            try:
+                self._publish(save, outcomes)
+            except (OSError, ValueError) as error:
+                problems = [f"{type(error).__name__}: {error}"]
+        if problems:
+            self._failed(save.step, save.partial, problems[0])
+            return
+        self.newest = save.step
+        self.seconds = max(self.seconds or 0.0, *(outcome["seconds"] for outcome in outcomes))
+
+    def load(self, found: Checkpoint) -> None:
+        """Into the learner and the sync, whatever layout wrote it."""
+        try:
+            self._load(found)
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
+            # whole by its checksums, so that no older one was taken instead
+            raise TornCheckpoint(
+                f"{found.path} cannot be gone on from ({type(error).__name__}: {error}); move it away to go on from an "
+                "older one"
+            ) from error
+
+    def _load(self, found: Checkpoint) -> None:
+        self._learner.restore(Reader(found.path / POLICY), found.updates)
+        # where the line is still to be written, the sync of this step is, too
+        self._sync.restore(_read_tensors(found.path / SYNC)[0], repeats=found.said)
+        self.newest = found.step
+        if dict(found.layout) == asdict(self._learner.layout):
+            mine = found.path / RANKS / f"rank_{self._learner.rank}.safetensors"
+            self._learner.restore_own(*_read_tensors(mine))
+        else:
+            ranks = sorted(name for name in found.files if name.startswith(f"{RANKS}/"))
+            self._learner.restore_measured([_read_tensors(found.path / name)[0] for name in ranks])
+
+    def close(self) -> None:
+        """Before the processes part: what is under way is finished."""
+        self.settle(wait=True)
+
+    def _publish(self, save: _Save, outcomes: list[dict[str, Any]]) -> None:
+        written = [block for outcome in outcomes for block in outcome["written"]]
+        write_index(save.partial / POLICY, written)
+        files = {name: value for outcome in outcomes for name, value in outcome["files"].items()}
+        for path in (save.partial / POLICY).iterdir():
+            name = f"{POLICY}/{path.name}"
+            if name not in files:
+                files[name] = list(checkpoints.digest(path))
+        checkpoints.publish(
+            save.partial,
+            self._root,
+            step=save.step,
+            updates=save.updates,
+            layout=asdict(self._learner.layout),
+            files=files,
+            **save.about,
+        )
+        checkpoints.prune(self._root, self._section.keep_last, self._section.keep_every)
+
+    def _failed(self, step: int, partial: Path, problem: str) -> None:
+        if self._learner.is_driver:
+            remove(partial)
+            kept = checkpoints.steps(self._root)
+            older = f"the newest one is of step {kept[0]}" if kept else "there is none yet"
+            self._note(f"the checkpoint of step {step} was not saved ({problem}); the run goes on, {older}")
+
+    def _copied(self, blocks: list[Block]) -> list[Block]:
+        """The blocks' values, in memory that is used again for the next save."""
+        sizes = [-(-block.tensor.nbytes // ALIGNMENT) * ALIGNMENT for block in blocks]
+        if self._buffer.numel() < sum(sizes):
+            pinned = self._learner.device.type != "cpu"
+            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        copied, at = [], 0
+        for block, size in zip(blocks, sizes, strict=True):
+            room = self._buffer[at : at + block.tensor.nbytes].view(block.tensor.dtype).view(block.tensor.shape)
+            room.copy_(block.tensor, non_blocking=True)
+            copied.append(Block(block.key, block.whole, block.offset, room))
+            at += size
+        if self._learner.device.type != "cpu":
+            torch.cuda.synchronize()
+        return copied
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One that is under way."""
+
+    step: int
+    partial: Path
+    updates: int
+    about: Mapping[str, Any]
+    pace: Pace
+    future: Future[dict[str, Any]]
+
+    def outcome(self) -> dict[str, Any]:
+        """What the other ranks have to know of this one's part, once it is written."""
+        error = self.future.exception()
+        return self.future.result() if error is None else {"problem": f"{type(error).__name__}: {error}"}
+
+
+def _write(
+    partial: Path,
+    rank: int,
+    blocks: list[Block],
+    own: dict[str, Tensor],
+    text: dict[str, str],
+    shared: dict[str, Tensor] | None,
+    pace: Pace,
+) -> dict[str, Any]:
+    """This rank's files; returns what the index and the manifest must know of them."""
+    policy = partial / POLICY / f"rank_{rank}.distcp"
+    written = write_blocks(policy, blocks, pace)
+    paths = [policy, partial / RANKS / f"rank_{rank}.safetensors"]
+    write_tensors(own, paths[1], metadata=text)
+    if shared is not None:
+        paths.append(partial / SYNC)
+        write_tensors(shared, paths[2])
+    return {
+        "written": written,
+        "files": {str(path.relative_to(partial)): list(checkpoints.digest(path, pace)) for path in paths},
+    }
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -1,0 +1,190 @@
+"""The index of a torch_dist checkpoint: which tensors it holds, in which parts, at which places of which files.
+
+It comes from anywhere. It is read as data, never unpickled (pickled.py), and every number in it is held against the
+files before anybody reads or allocates by it. Torch-free, so that a dry run can look into a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.torch_dist.pickled import Items, Made, Name, read_pickle
+from megatron_rl.files import read_json
+from megatron_rl.models.tensors import DTYPES
+from megatron_rl.models.weight_files import BACKEND_FILE, INDEX_FILE, refuse_links_out
+
+LARGEST_INDEX = 1 << 30
+_METADATA = "torch.distributed.checkpoint.metadata"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_INDEXES = (f"{_METADATA}.Metadata", f"{_MEGATRON}.MCoreMetadata")
+_CLASSES = {
+    _METADATA: (
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.planner": (
+        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", *DTYPES, "int16", "float8_e5m2"),
+    "collections": ("OrderedDict",),
+    "builtins": ("set",),
+    _MEGATRON: ("MCoreSavePlan",),
+}
+# everything that an index written by torch or megatron-core refers to
+_NAMES = frozenset({*_INDEXES, *(f"{module}.{name}" for module, names in _CLASSES.items() for name in names)})
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, incomplete, or not what it claims to be."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of a tensor, `size` long from `offset` on, and the bytes of a file that hold it."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A whole tensor, as the index describes it."""
+
+    dtype: str  # as torch calls it
+    size: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def read_index(folder: Path) -> dict[str, Kept]:
+    """The tensors of a checkpoint by key; CheckpointError says what is wrong with it."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give a torch_dist checkpoint")
+    if not (folder / BACKEND_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} has no {BACKEND_FILE}: not a torch_dist checkpoint, or one whose writing never finished"
+        )
+    try:
+        refuse_links_out(folder, [BACKEND_FILE, INDEX_FILE])
+        backend = read_json(folder / BACKEND_FILE).get("sharded_backend")
+        if backend != "torch_dist":
+            raise CheckpointError(f"{folder} holds a checkpoint of another kind; only torch_dist is read")
+        content = _content(folder / INDEX_FILE)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder / INDEX_FILE} is missing: the checkpoint is incomplete") from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(str(error)) from None
+    try:
+        places = _places(folder, content)
+        described = _state(content, "state_dict_metadata").named()
+        tensors = {key: about for key, about in described if _is(about, f"{_METADATA}.TensorStorageMetadata")}
+        return {key: _kept(key, about, places) for key, about in tensors.items()}
+    except (ValueError, TypeError, OSError) as error:
+        raise CheckpointError(f"{folder / INDEX_FILE} is not an index to be read: {error}") from None
+
+
+def _content(path: Path) -> Made:
+    size = path.stat().st_size
+    if size > LARGEST_INDEX or not path.is_file():
+        raise ValueError(f"{path} is no file of at most {LARGEST_INDEX} bytes")
+    try:
+        found = read_pickle(path.read_bytes(), _NAMES)
+    except ValueError as error:
+        raise ValueError(f"{path} is unreadable: {error}") from None
+    if not any(_is(found, name) for name in _INDEXES):
+        raise ValueError(f"{path} does not hold a checkpoint index")
+    return found
+
+
+def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]:
+    """Tensor and offset -> file, first byte, bytes: in files of the folder, and in these no further than they reach."""
+    places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+    sizes: dict[str, int] = {}
+    for key, info in _state(content, "storage_data").pairs():
+        name, offset = _fields(key, "fqn", "offset")
+        file, begin, nbytes, transforms = _fields(info, "relative_path", "offset", "length", "transform_descriptors")
+        if not isinstance(name, str) or not isinstance(file, str) or transforms:
+            raise ValueError("a place in it is none")
+        if file not in sizes:
+            sizes[file] = _size_of(folder, file)
+        if not (_is_count(begin) and _is_count(nbytes)) or begin + nbytes > sizes[file]:
+            raise ValueError(f"it places {name} beyond the {sizes[file]} bytes of {file}")
+        place = name, () if offset is None else _numbers(offset)
+        if place in places:
+            raise ValueError(f"it places a part of {name} twice")
+        places[place] = file, begin, nbytes
+    return places
+
+
+def _size_of(folder: Path, file: str) -> int:
+    if Path(file).name != file:
+        raise ValueError(f"it names {file[:200]!r}, which is no file of its folder")
+    refuse_links_out(folder, [file])
+    about = (folder / file).stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError(f"{file} is no file")
+    return about.st_size
+
+
+def _kept(key: str, about: Made, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]) -> Kept:
+    properties, size, chunks = _fields(about, "properties", "size", "chunks")
+    whole, dtype = _numbers(size), _dtype(properties)
+    item_bytes = DTYPES.get(dtype, ("", 1))[1]
+    if not isinstance(chunks, list):
+        raise ValueError(f"the parts of {key} are none")
+    found = []
+    for chunk in chunks:
+        offset, length = map(_numbers, _fields(chunk, "offsets", "sizes"))
+        inside = len(offset) == len(length) == len(whole)
+        if not inside or any(o + n > w for o, n, w in zip(offset, length, whole, strict=True)):
+            raise ValueError(f"a part of {key} lies outside of its shape {list(whole)}")
+        if (key, offset) not in places:
+            raise ValueError(f"it has no place for a part of {key}")
+        file, begin, nbytes = places[key, offset]
+        if math.prod(length) * item_bytes > nbytes:
+            raise ValueError(f"a part of {key} is {dtype} {list(length)}, but has {nbytes} bytes")
+        found.append(Chunk(offset, length, file, begin, nbytes))
+    return Kept(dtype, whole, tuple(found))
+
+
+def _dtype(properties: Any) -> str:
+    state = properties.state if isinstance(properties, Made) else None
+    first = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(first, Name):
+        raise ValueError("a tensor in it has no dtype")
+    return first.text.removeprefix("torch.")
+
+
+def _state(content: Made, name: str) -> Items:
+    (found,) = content.fields(name)
+    return found if isinstance(found, Items) else Items()
+
+
+def _fields(value: Any, *names: str) -> list[Any]:
+    if not isinstance(value, Made):
+        raise ValueError("it is damaged")
+    return value.fields(*names)
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """What torch.Size would be made from."""
+    numbers = value.arguments[0] if _is(value, "torch.Size") and len(value.arguments) == 1 else None
+    if not isinstance(numbers, tuple) or not all(map(_is_count, numbers)):
+        raise ValueError("a shape in it is none")
+    return numbers
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _is(value: Any, name: str) -> bool:
+    return isinstance(value, Made) and value.name == name

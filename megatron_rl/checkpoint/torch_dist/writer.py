@@ -1,0 +1,125 @@
+"""Writes the files of a torch_dist checkpoint: blocks of tensors, and the index that says where they are.
+
+The format is that of torch.distributed.checkpoint, which megatron-core's `dist_checkpointing.load` reads. Each process
+writes a file of its own; one of them writes the index, from what the others tell it in plain JSON. Nothing here needs
+a process group, so that a thread can write while the learner goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_rl.checkpoint.torch_dist.places import Entry
+from megatron_rl.files import write_whole
+from megatron_rl.models.tensors import dtype_name, torch_dtype
+
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of the tensor `key`, whose whole size is `whole`."""
+
+    key: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+def part_of(
+    entry: Entry, whole: tuple[int, ...], offset: tuple[int, ...], values: torch.Tensor, kind: str = ""
+) -> Block:
+    """A part of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg."""
+    leading = tuple(length for _, length in entry.axes)
+    stacked = tuple(index for index, _ in entry.axes)
+    return Block(f"{kind}{entry.key}", (*leading, *whole), (*stacked, *offset), values[(None,) * len(leading)])
+
+
+def write_blocks(
+    path: Path, blocks: Iterable[Block], between: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """One file; returns what the index must know of it. `between`: called after each block."""
+    written = []
+    with path.open("wb") as file:
+        for block in blocks:
+            begin = file.tell()
+            _save(block, file)
+            written.append(
+                {
+                    "key": block.key,
+                    "whole": list(block.whole),
+                    "offset": list(block.offset),
+                    "size": list(block.tensor.shape),
+                    "dtype": dtype_name(block.tensor.dtype),
+                    "file": path.name,
+                    "begin": begin,
+                    "bytes": file.tell() - begin,
+                }
+            )
+            del block  # before the next one is made
+            between()
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
+def _save(block: Block, file: BufferedWriter) -> None:
+    try:
+        torch.save(_alone(block.tensor), file)
+    except (OSError, RuntimeError) as error:
+        # torch's archive cannot be closed after that, and says so instead
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, f"{cause.strerror}, at {block.key}", file.name) from None
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under a storage of its own: of a view, torch.save would write all that it is a view of."""
+    raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
+
+
+def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
+    """After every process has written its blocks."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for block in written:
+        key, file = sys.intern(block["key"]), sys.intern(block["file"])  # a pickle tells equal texts from the same one
+        offset, properties = torch.Size(block["offset"]), TensorProperties(torch_dtype(block["dtype"]))
+        known = tensors.setdefault(key, TensorStorageMetadata(properties, torch.Size(block["whole"]), []))
+        known.chunks.append(ChunkStorageMetadata(offset, torch.Size(block["size"])))
+        places[MetadataIndex(key, offset)] = _StorageInfo(file, block["begin"], block["bytes"])
+    for key, tensor in tensors.items():
+        covered = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+        if covered != tensor.size.numel():
+            raise ValueError(f"{folder}: {covered} of {tensor.size.numel()} values of {key} were written")
+    torch.save({}, folder / "common.pt")  # megatron-core wants one
+    with (folder / ".metadata").open("wb") as index:
+        pickle.dump(Metadata(dict(tensors), storage_data=places), index)
+        index.flush()
+        os.fsync(index.fileno())
+    write_whole(folder / "metadata.json", json.dumps(BACKEND) + "\n")  # last: without it there is no checkpoint

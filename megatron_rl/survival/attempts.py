@@ -1,0 +1,106 @@
+"""A run that fails goes on by itself: `train --attempts N`, and the batch scripts' question whether to queue again.
+
+    python -m megatron_rl.survival.attempts failed RECIPE [key=value ...]           0: another start would go on
+    python -m megatron_rl.survival.attempts stopped,failed RECIPE [key=value ...]   of a job that was asked to stop
+
+Another attempt is worth its while where the one before has failed, or was stopped before its end, and has come further
+than those before it. A configuration that is refused would be refused again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.config import load
+from megatron_rl.config.schema import CheckpointSection, Config, IfExists
+from megatron_rl.processes.owned_folder import held
+from megatron_rl.processes.process import interrupt_by_name
+from megatron_rl.runs.metrics_file import read_metrics
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.status import known_status, read_status
+
+REFUSED = 2  # exit status of a command whose configuration is wrong
+IN_VAIN = 2  # attempts in a row that came no further
+PAUSE_S = 5.0
+RELEASE_S = 60.0
+
+
+def keep_going(start: Callable[[Config], int], config: Config, attempts: int, say: Callable[[str], None]) -> int:
+    """Starts the run, and again while it fails, at most so many times; the last exit status."""
+    path = Path(config.run.root) / str(config.run.name)
+    furthest, in_vain = (0, 0), 0
+    for attempt in range(1, attempts + 1):
+        status = start(config)
+        said = read_status(path)
+        if status in (0, REFUSED) or said.get("state") != "failed" or attempt == attempts:
+            return status
+        reached = how_far(path)
+        in_vain = 0 if any(new > old for new, old in zip(reached, furthest, strict=True)) else in_vain + 1
+        furthest = max(furthest[0], reached[0]), max(furthest[1], reached[1])
+        reason = str(said.get("reason")).partition("\n")[0]
+        if in_vain == IN_VAIN:
+            say(f"attempt {attempt} of {attempts} has failed, the second in a row that came no further: {reason}")
+            return status
+        say(f"attempt {attempt} of {attempts} has failed: {reason}\n{next_start(path, config.checkpoint)}")
+        for number in (signal.SIGINT, signal.SIGTERM):  # the handlers are those of the attempt that has ended
+            signal.signal(number, interrupt_by_name)
+        time.sleep(PAUSE_S)
+        _wait_for_the_last(path)
+        config = replace(config, run=replace(config.run, if_exists=IfExists.resume))
+    return status
+
+
+def _wait_for_the_last(path: Path) -> None:
+    """Process of the attempt that has ended: a crowded machine takes its time to clear it away."""
+    deadline = time.monotonic() + RELEASE_S
+    while held(path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def how_far(path: Path) -> tuple[int, int]:
+    """(the last step with a line of metrics, the newest checkpoint); 0 where there is none."""
+    run = RunDir(path)
+    lines = read_metrics(run.metrics) if run.metrics.is_file() else []
+    return int(lines[-1]["progress/step"]) if lines else 0, max(checkpoints.steps(run.checkpoints), default=0)
+
+
+def next_start(path: Path, section: CheckpointSection) -> str:
+    step = how_far(path)[1]
+    if step:
+        return f"the next one goes on after step {step}, in {PAUSE_S:.0f} s"
+    why = "" if section.every or section.minutes else ": checkpoint.every and checkpoint.minutes are 0"
+    return f"the next one begins again, in {PAUSE_S:.0f} s, because there is no checkpoint{why}"
+
+
+def worth_it(path: Path, states: Sequence[str]) -> tuple[bool, str]:
+    """Whether a job that has just ended is to be queued again, where its run ended in one of `states`; and why."""
+    status = known_status(path)
+    state, reason = status.get("state"), str(status.get("reason")).partition("\n")[0]
+    if state not in states:
+        return False, f"the run in {path} is {state or 'not there'}, not {' or '.join(states)}: {reason}"
+    start = os.environ.get("SLURM_RESTART_COUNT")
+    if status.get("restarts") != start:
+        return False, f"the run in {path} has not begun in this start of the job; before, it was {state}: {reason}"
+    step, before = how_far(path)[1], status.get("resumes_after") or 0
+    if step <= before:
+        return False, f"the run in {path} has no checkpoint after step {before}: {reason}"
+    return True, f"the run in {path} goes on after step {step}: {reason}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    states, recipe, *overrides = arguments
+    config = load(Path(recipe), overrides)
+    again, why = worth_it(Path(config.run.root) / str(config.run.name), states.split(","))
+    print(why)
+    return 0 if again else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

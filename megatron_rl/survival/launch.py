@@ -1,0 +1,281 @@
+"""Starts the learner's ranks on this machine, watches them, and ends them all.
+
+Ranks live in sessions of their own, so that Ctrl-C reaches this process alone: it tells the driver rank
+(survival/stop_request.py) and, after the time that this asks for, ends whatever is left. The driver's stdout is the
+terminal; every other stream is a file under logs/attempt_N/.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron_rl.checkpoint.readable import look_into
+from megatron_rl.config import to_yaml
+from megatron_rl.config.schema import Config
+from megatron_rl.files import last_lines
+from megatron_rl.models.layout import Layout
+from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, without_secrets
+from megatron_rl.processes.memory_kills import MemoryKills
+from megatron_rl.processes.process import (
+    AT_ONCE,
+    LEAVE_S,
+    STOP_AFTER_STEP,
+    describe_end,
+    ending_orphans,
+    exit_status,
+    hold,
+    release,
+)
+from megatron_rl.processes.scratch import Scratch
+from megatron_rl.runs.causes import Cause, explain
+from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
+from megatron_rl.runs.status import ENDED, mark_status, mark_stuck, read_status
+from megatron_rl.survival.guard import Guard, kill
+from megatron_rl.survival.watch import Watch
+
+STOP_GRACE_S = 4.0  # for a driver that has not begun to end, and for one that has, beyond what it has said
+SILENT_S = 15.0  # for a driver to say what it will do, which takes it no time unless it is stuck
+PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
+REAP_S = 5.0  # for the kernel to end what was killed; who waits for a device may not hear of it
+LOG_LINES_SHOWN = 25
+ENDS_WITH = {signal.SIGINT: 130, signal.SIGTERM: 143, STOP_AFTER_STEP: 0}
+LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe", re.I)
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
+ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Lost|Used)(: |$))")
+
+
+def launch(config: Config) -> int:
+    """Runs every rank to its end; returns the exit status of the run."""
+    kills = MemoryKills()
+    with Scratch() as scratch, ending_orphans(REAP_S):
+        given = compiled_code() | scratch.environment
+        run, moved = open_run(
+            Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config), look_into
+        )
+        if moved:
+            print(moved, flush=True)
+        watch = Watch(run.path, config.run.patience_s, scratch.path)
+        ranks = RankProcesses(run, Layout.from_config(config.learner).world, scratch.path / "store", given, watch)
+        try:
+            status = ranks.wait()
+        finally:
+            ranks.end()
+            hold(STOP_AFTER_STEP)  # for the next run of this process, if there is one
+    if status or read_status(run.path).get("state") not in ENDED:
+        conclude(run, ranks, kills)
+    return status
+
+
+def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
+    """Writes how the run ended where the driver has not, or cannot know it, and says it last on the screen."""
+    said = read_status(run.path)
+    rank, why, log = ranks.culprit()
+    gone = not run.path.is_dir()  # status and logs with it
+    if gone and rank is not None:
+        why = f"RecordLost: {run.path} was removed or moved while the run went on"
+    state, reason = ("failed", ranks.stuck) if ranks.stuck else ending(said, ranks.stopping, rank, why)
+    cause = Cause.read(said.get("cause"))
+    if (state, reason) != (said.get("state"), said.get("reason")):
+        if rank is not None:
+            said_last = "\n".join([why, *log]) if "SIGABRT" in why else why  # C++ says why on its way out
+            about: dict[str, Any] = {"process": f"rank {rank}", "log": "" if gone else str(ranks.log_of(rank))}
+            about |= {"phase": said.get("phase") or ranks.guard.watch.phase_of(rank)}
+            about |= {"stuck": said.get("stuck"), "out_of_memory": kills.any()}
+            cause = explain(said_last, **about)
+        try:
+            mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))
+        except OSError as error:
+            print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
+    if rank is not None:
+        if not gone:
+            ranks.explain(rank, log)
+        verdict = f"{state}: {reason.partition(chr(10))[0] or why}"
+        print("\n" + "\n".join([*([cause.paragraph()] if cause else []), verdict]), file=sys.stderr, flush=True)
+
+
+def ending(said: Mapping[str, Any], stopping: str | None, rank: int | None, why: str) -> tuple[str, str]:
+    """State and reason, from the driver's own words, a signal to this process, and the rank that failed first."""
+    state, reason = str(said.get("state")), str(said.get("reason", ""))
+    if stopping and rank is None:
+        return (state, reason) if state in ENDED else ("stopped", stopping)
+    followed = rank and (state == "stopped" or LOST_PEER.search(reason))  # the driver cannot know what ended a rank
+    if state in ENDED and not followed:
+        return state, reason
+    return ("finished", "") if rank is None else ("failed", f"rank {rank}: {why}")
+
+
+class RankProcesses:
+    """Those of one attempt."""
+
+    def __init__(self, run: RunDir, count: int, store: Path, given: Mapping[str, str], watch: Watch) -> None:
+        """`given`: variables for every rank."""
+        self._run = run
+        self._count = count
+        self._given = given
+        self.guard = Guard(watch)
+        self.stopping: str | None = None
+        self.stuck: str | None = None  # why it had to be ended
+        self._stopped_by: signal.Signals = STOP_AFTER_STEP
+        self._asked_at, self._asked_twice = 0.0, False
+        self._failed: list[int] = []  # ranks that ended by themselves
+        self._next_look, self._last_word = 0.0, float("inf")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        hold(STOP_AFTER_STEP)  # a rank starts with what its parent holds, and keeps it until it can act on it
+        for number in ENDS_WITH:
+            signal.signal(number, self._on_signal)
+        for rank in range(self._count):
+            self._processes.append(self._start(rank, store))
+        watch.pids = {rank: process.pid for rank, process in enumerate(self._processes)}
+        release(STOP_AFTER_STEP)
+
+    def _start(self, rank: int, store: Path) -> subprocess.Popen[bytes]:
+        log = self.log_of(rank).open("ab")
+        inherited = without_secrets(os.environ, keep=() if rank else DRIVER_SECRETS)
+        with log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "megatron_rl.rank", str(self._run.path), str(os.getpid())],
+                env={**inherited, **self._given, **rank_environment(rank, self._count, store)},
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else log,
+                stderr=log,
+                pass_fds=[self._run.lock.fileno()] if self._run.lock else [],  # held until the last rank has ended
+                start_new_session=True,
+            )
+
+    def log_of(self, rank: int) -> Path:
+        return self._run.logs / f"rank_{rank}.log"
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number != STOP_AFTER_STEP and self.stopping and self._stopped_by != STOP_AFTER_STEP:
+            self._asked_twice = True  # now
+            return
+        self._stopped_by, self._asked_at = signal.Signals(number), time.monotonic()
+        self.stopping = f"stopped by {self._stopped_by.name}"
+        again = "" if number == STOP_AFTER_STEP else " (again to end the run at once)"
+        print(f"\n{self._stopped_by.name} is passed on to the driver{again}", flush=True)
+        for process in self._processes[:1]:  # none yet, while the ranks are being started
+            process.send_signal(number)
+
+    def wait(self) -> int:
+        """Until every rank has ended, one has failed, or the time to stop is over."""
+        while True:
+            codes = [process.poll() for process in self._processes]
+            has_stopped = codes[0] == 0 or (codes[0] is not None and self._stops())
+            if self.stopping and (has_stopped or self._overdue()):
+                return ENDS_WITH[self._stopped_by]
+            failed = [code for code in codes if code]
+            if failed and not self._stops():
+                self._settle(PEER_GRACE_S)
+                self._failed = [rank for rank, process in enumerate(self._processes) if process.poll()]
+                return exit_status(failed[0])
+            if reason := self.guard.look():
+                return self._give_up(reason)
+            if self._overstayed():
+                return int(read_status(self._run.path).get("state") != "finished")
+            if all(code == 0 for code in codes):
+                return 0
+            time.sleep(0.05)
+
+    def _give_up(self, reason: str) -> int:
+        """End who does not go on; the others notice, and the driver closes its engines."""
+        worst = self.guard.watch.blocking[0]
+        self.stuck, self._failed = reason, [worst.rank or 0]
+        with suppress(OSError):
+            mark_stuck(self._run.path, worst.about())
+        kill(worst)
+        self._processes[worst.rank or 0].kill()
+        self._settle(PEER_GRACE_S)
+        return 1
+
+    def _stops(self) -> bool:
+        """As it was asked to; otherwise a rank that fails meanwhile has failed."""
+        return self.stopping is not None and read_status(self._run.path).get("state") in ("starting", "stopped")
+
+    def _overdue(self) -> bool:
+        """Asked twice, silent, or beyond what the driver has said that it needs."""
+        status = read_status(self._run.path)
+        silent_s = 0.0 if status.get("state") == "starting" else SILENT_S
+        limit_s = (status.get("stopping") or {"limit_s": silent_s})["limit_s"]
+        late = limit_s is not None and time.monotonic() - self._asked_at > limit_s + STOP_GRACE_S
+        return late or self._asked_twice
+
+    def _overstayed(self) -> bool:
+        """The driver's last word is long past, and somebody is still there."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + 1
+            if read_status(self._run.path).get("state") in ENDED:
+                self._last_word = min(self._last_word, now)
+        return now - self._last_word > LEAVE_S + PEER_GRACE_S
+
+    def _settle(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        """Ends what still runs: politely, then for good. Engines die with their rank."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(AT_ONCE)
+        self._settle(1.0)
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        self.guard.end_stopped()
+        self._settle(REAP_S)
+
+    def culprit(self) -> tuple[int | None, str, list[str]]:
+        """The rank that failed for a reason of its own, that reason, and the end of its log."""
+        if not self._failed:
+            return None, "", []
+        logs = {rank: last_lines(self.log_of(rank), LOG_LINES_SHOWN) for rank in self._failed}
+        if self.stuck:
+            return self._failed[0], self.stuck, logs[self._failed[0]]
+        codes = {rank: self._processes[rank].returncode for rank in self._failed}
+        whys = {
+            rank: (last_error(logs[rank]) if code > 0 else "") or describe_end(code) for rank, code in codes.items()
+        }
+        rank = first_cause(whys)
+        return rank, whys[rank], logs[rank]
+
+    def explain(self, rank: int, log: Sequence[str]) -> None:
+        print(f"\nrank {rank} failed; the end of {self.log_of(rank)}:", file=sys.stderr)
+        print("\n".join(f"  {line}" for line in log or ["(empty)"]), file=sys.stderr, flush=True)
+
+
+def first_cause(logs: Mapping[int, str]) -> int:
+    """The first failed rank whose log does not end in a lost connection: those only followed another one."""
+    return next((rank for rank, log in logs.items() if not LOST_PEER.search(log)), min(logs, default=0))
+
+
+def last_error(log: Sequence[str]) -> str:
+    """The exception that a log ends with: what libraries say on their way out may follow it."""
+    errors = [line for line in log if ERROR.match(line)]
+    return RANK_PREFIX.sub("", (errors or list(log) or [""])[-1])
+
+
+def rank_environment(rank: int, count: int, store: Path) -> Mapping[str, str]:
+    """Ranks on one machine meet in a file and talk over the loopback interface: no port is open to others."""
+    return {
+        LAUNCHER: str(os.getpid()),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MEGATRON_RL_RENDEZVOUS": f"file://{store}",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        # megatron-core overlaps products with what ranks exchange only where both wait in one queue
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,210 @@
+"""Which process of a run is stopped or stuck, with its phase and its stack, and when the run has waited long enough.
+
+Reads the pulses of the ranks (processes/pulse.py) and, of processes on this machine, what the kernel knows. Four ways
+to be in trouble:
+
+stopped   SIGSTOP or a debugger holds the process, by its state in /proc
+silent    a rank gives no sign of life, and is not seen to be stopped: something holds its interpreter, or its machine
+          is gone
+stuck     nothing is seen of the run, and none of its processes works: whoever is waited for, else the ranks that have
+          not come as far as the others, else those that are in no collective, else all of them
+slow      nothing is seen of the run for much longer than in this phase before, although somebody works: on a GPU, who
+          waits in a collective spins
+
+To be in trouble ends nothing. The run is over when nothing has been seen of it for as long as its present phase allows.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megatron_rl.config.patience import MARGIN_S, allowed_s
+from megatron_rl.processes.process import STOPPED, state_of
+from megatron_rl.processes.pulse import FOLDER, file_of
+from megatron_rl.processes.stacks import ask
+from megatron_rl.survival.trouble import Seen, Trouble, behind, here, of_child, of_rank
+
+LOOK_S = 1.0
+AWAKE_S = 10.0  # what is longer between two looks, this process has slept through
+STOPPED_S = 5.0  # a shorter pause is nobody's business
+NAME_S = 30.0  # without work, or without a sign of life
+UNSEEN_S = 300.0  # with work, in a phase that has not been seen before
+USUAL = 2.0  # times the longest that this phase has shown
+LINES = 40
+LAUNCHER = "the launcher"
+
+
+@dataclass
+class Watch:
+    """`look` every now and then. Its time stands still while this process is stopped."""
+
+    run_dir: Path
+    patience_s: float
+    temporary: Path | None = None  # the folder in which processes of this machine show their stacks
+    pids: Mapping[int, int] = field(default_factory=dict)  # of ranks, before they have a pulse
+    launcher: int | None = None  # process id, where it is to be watched too
+    name_s: float = NAME_S
+    stopped_s: float = STOPPED_S
+    clock: Callable[[], float] = time.monotonic
+    troubles: list[Trouble] = field(default_factory=list)
+    _seen: dict[int, Seen] = field(default_factory=dict)
+    _held: dict[int, float] = field(default_factory=dict)  # process id -> for how long it has been seen stopped
+    _usual: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)  # longest silence, idleness
+    _present: tuple[tuple[str, str], float, float] | None = None  # of the run: place, silence, idleness
+    _held_up: bool = False  # somebody was stopped in this silence, from which nothing is learnt
+    _last: float | None = None
+    _passed: float = 0.0
+
+    def look(self, rank: int | None = None) -> tuple[list[Trouble], list[Trouble]]:
+        """Who is in trouble now and was not before, and who was and is not. `rank`: only where no lower one looks."""
+        now = self.clock()
+        if self._last is not None and now - self._last < LOOK_S:
+            return [], []
+        self._passed, self._last = 0.0 if self._last is None else min(now - self._last, AWAKE_S), now
+        lower = range(rank or 0)
+        if any(self._is_alive(one) for one in lower):
+            free, self.troubles = [one for one in self.troubles if not (one.here and _held(one.pid))], []
+            return [], free
+        paths = (self.run_dir / "logs" / FOLDER).glob("rank_*.json")
+        self._read(path for path in paths if path not in {file_of(self.run_dir, one) for one in lower})
+        self._learn()
+        before, self.troubles = {one.key: one for one in self.troubles}, list(self._find())
+        new = [one for one in self.troubles if one.key not in before]
+        kept = {one.key: one.stack for one in before.values()} | {one.key: self._stack(one) for one in new}
+        self.troubles = [replace(one, stack=kept[one.key]) for one in self.troubles]
+        present = {one.key: one for one in self.troubles}
+        gone = [one for key, one in before.items() if key not in present]
+        return [present[one.key] for one in new], gone
+
+    def over(self) -> str | None:
+        """Why the run has to end: it has waited for the first of `blocking` as long as it may."""
+        silence_s = min((one.age_s for one in self._present_ranks()), default=0.0)
+        for one in self.blocking[:1]:
+            limit_s, key = self._limit(self._seen.get(one.rank or 0))
+            if silence_s >= limit_s:
+                return f"{one}; nothing may be seen of a run for {limit_s:g} s here: raise {key} where it was only slow"
+        return None
+
+    @property
+    def blocking(self) -> list[Trouble]:
+        return [one for one in self.troubles if one.blocks]
+
+    def phase_of(self, rank: int) -> str | None:
+        """Where its last pulse was."""
+        self._read([file_of(self.run_dir, rank)])
+        return self._seen[rank].pulse["phase"] if rank in self._seen else None
+
+    def _limit(self, one: Seen | None) -> tuple[float, str]:
+        waits = one.pulse["waits"] if one else None
+        if waits:
+            return waits["limit_s"] + MARGIN_S, waits["key"]
+        longest_s = self._usual.get(one.place, (0.0, 0.0))[0] if one and one.pulse["seen"] else None
+        return allowed_s(self.patience_s, longest_s), f"run.patience_s={self.patience_s:g}"
+
+    def _is_alive(self, rank: int) -> bool:
+        self._read([file_of(self.run_dir, rank)])
+        one = self._seen.get(rank)
+        if one is None or one.quiet_s >= self.name_s or one.pulse.get("ended"):
+            return False
+        return not (here(one.pulse) and _held(one.pulse["pid"]))
+
+    def _read(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            with suppress(OSError, ValueError):
+                pulse = json.loads(path.read_text(encoding="utf-8"))
+                before = self._seen.get(pulse["rank"])
+                same = before is not None and all(before.pulse[name] == pulse[name] for name in ("pid", "beat"))
+                quiet_s = before.quiet_s + self._passed if before and same else 0.0
+                self._seen[pulse["rank"]] = Seen(pulse, quiet_s)
+
+    def _present_ranks(self) -> list[Seen]:
+        return [one for _, one in sorted(self._seen.items()) if not one.pulse.get("ended")]
+
+    def _learn(self) -> None:
+        """How long each phase is silent, and idle, without being stuck: as long as it went on afterwards."""
+        ranks = self._present_ranks()
+        if not ranks:
+            return
+        silence_s, idle_s = min(one.age_s for one in ranks), min(one.idle_s for one in ranks)
+        self._held_up = self._held_up or any(one.how in ("stopped", "silent") for one in self.troubles)
+        goes_on = self._present is not None and silence_s < self._present[1]
+        if self._present and goes_on and not self._held_up:
+            place, *longest = self._present
+            self._usual[place] = tuple(map(max, self._usual.get(place, (0.0, 0.0)), longest))  # type: ignore[assignment]
+        self._held_up = self._held_up and not goes_on
+        self._present = ranks[0].place, silence_s, idle_s
+
+    def _find(self) -> Iterator[Trouble]:
+        held, alive = list(self._stopped()), []
+        stopped = {one.pid for one in held}
+        yield from (one for one in held if one.seconds >= self.stopped_s)
+        for one in self._present_ranks():
+            if one.pulse["pid"] in stopped:
+                continue
+            alive.append(one)
+            if one.quiet_s >= self.name_s:
+                note = "; it is not stopped" if here(one.pulse) else "; it was ended or stopped, or its machine was"
+                held.append(of_rank(one, "silent", one.quiet_s, note))
+                yield held[-1]
+        if alive and not any(one.blocks for one in held):
+            yield from self._unmoved(alive)
+
+    def _stopped(self) -> Iterator[Trouble]:
+        before, self._held = self._held, {}
+        for one in self._present_ranks():
+            if not here(one.pulse):
+                continue
+            yield from (of_rank(one, "stopped", held_s) for held_s in self._held_s(one.pulse["pid"], before))
+            for child in one.pulse["children"]:
+                yield from (of_child(one, child, "stopped", held_s) for held_s in self._held_s(child["pid"], before))
+        host = platform.node()
+        for rank, pid in self.pids.items():
+            if rank not in self._seen:
+                for held_s in self._held_s(pid, before):
+                    yield Trouble("stopped", f"rank {rank}", pid, host, "start", held_s, rank, blocks=True, here=True)
+        for held_s in self._held_s(self.launcher, before):
+            note = "; the run goes on, and ends by itself alone"
+            yield Trouble("stopped", LAUNCHER, self.launcher, host, "", held_s, note=note)
+
+    def _held_s(self, pid: int | None, before: Mapping[int, float]) -> Iterator[float]:
+        """For how long it has been seen stopped, if it is."""
+        if pid and _held(pid):
+            self._held[pid] = before[pid] + self._passed if pid in before else 0.0
+            yield self._held[pid]
+
+    def _unmoved(self, ranks: list[Seen]) -> Iterator[Trouble]:
+        """Nothing is seen of the run: because of whom?"""
+        silence_s, idle_s = min(one.age_s for one in ranks), min(one.idle_s for one in ranks)
+        waiting = next((one for one in ranks if one.pulse["waits"]), None)
+        silent_before_s, idle_before_s = self._usual.get(ranks[0].place, (0.0, 0.0))
+        seen = all(one.pulse["seen"] for one in ranks)
+        shows = waiting is None or waiting.pulse["waits"]["steady"]  # an engine says nothing while it generates
+        if idle_s >= max(self.name_s, USUAL * idle_before_s):
+            how = "stuck"
+        elif shows and silence_s >= (max(self.name_s, USUAL * silent_before_s) if seen else UNSEEN_S):
+            how = "slow"
+        else:
+            return
+        if waiting is None:
+            yield from (of_rank(one, how, one.age_s) for one in behind(ranks))
+            return
+        whom = waiting.pulse["waits"]["whom"]
+        children = [child for child in waiting.pulse["children"] if child["name"].startswith(whom)]
+        for child in children or [{"name": whom, "pid": None}]:
+            yield of_child(waiting, child, how, waiting.age_s)
+
+    def _stack(self, one: Trouble) -> tuple[str, ...]:
+        """What it has told by itself, else what it shows when it is asked."""
+        if one.stack or one.how == "stopped" or not one.here or one.pid is None or self.temporary is None:
+            return one.stack
+        return tuple(ask(one.pid, self.temporary).splitlines()[:LINES])
+
+
+def _held(pid: int | None) -> bool:
+    return pid is not None and state_of(pid) in STOPPED

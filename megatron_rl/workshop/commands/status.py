@@ -1,0 +1,67 @@
+"""`megatron-rl status`, `watch` and `checkpoints`: how runs stand, and what they can go on from."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import ConfigError
+
+
+def add(commands: Any) -> None:
+    status = commands.add_parser("status", help="how runs stand: state, step, rate, scores, alarms, checkpoint")
+    status.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    status.set_defaults(run=_status)
+
+    watch = commands.add_parser("watch", help="the same, again and again, until all have ended")
+    watch.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    watch.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="default: 2")
+    watch.set_defaults(run=_watch)
+
+    kept = commands.add_parser("checkpoints", help="what a run can go on from, and whether it is whole")
+    kept.add_argument("folder", type=Path, metavar="RUN")
+    kept.set_defaults(run=_checkpoints)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.reports.overview import describe
+
+    print("\n\n".join(map(describe, options.runs)))
+    return 0
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.reports.overview import watch
+
+    if not 0 < options.every < float("inf"):
+        raise ConfigError(f"--every {options.every:g}: expected seconds above 0, such as 2")
+    watch(options.runs, options.every)
+    return 0
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    from megatron_rl.runs.run_dir import RunDir
+
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder}: no such folder; name a run directory such as runs/quickstart")
+    print(_describe(RunDir(options.folder).checkpoints))
+    return 0
+
+
+def _describe(root: Path) -> str:
+    """A table, the newest first. Every byte is read, to tell the whole ones from the others."""
+    from megatron_rl.checkpoint import checkpoints
+    from megatron_rl.checkpoint.readable import look_into
+    from megatron_rl.runs.console import table
+
+    rows = []
+    for step in checkpoints.steps(root):
+        try:
+            found, verdict = checkpoints.verify(checkpoints.path_of(root, step), look_into), "whole"
+        except checkpoints.TornCheckpoint as error:
+            rows.append((str(step), "", "", "", f"torn: {error}"))
+            continue
+        best = "" if found.best is None else f"{found.best[0]} {found.best[1]:.4g}"
+        rows.append((str(step), found.time, f"{found.nbytes / 1e6:.1f} MB", best, verdict))
+    return "\n".join(table(("step", "saved", "size", "best", "verdict"), rows)) if rows else f"{root}: no checkpoints"

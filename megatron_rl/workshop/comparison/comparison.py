@@ -1,0 +1,176 @@
+"""Runs as the cells of a grid: what each came to, and what is best beyond the noise of the seeds.
+
+A cell is a choice of one label on each axis; its runs differ in their seed alone. The labels of the last axis are what
+is compared, for each choice on the axes before it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.runs.summary import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE, Series, numbers
+from megatron_rl.workshop.reports.run_data import RunData
+
+CURVES = (ACCURACY, MISMATCH, SAMPLE_SIZE)
+DIGITS = 5
+# two-sided 95 % points of Student's t, by degrees of freedom; beyond them that of the last
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run, as far as a comparison looks at it."""
+
+    name: str
+    seed: int | None
+    state: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    curves: Mapping[str, Series] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: RunData, seed: int | None) -> Result:
+        curves = {name: series for name in CURVES if (series := run.series(name, 0 if name == ACCURACY else 1))}
+        return cls(run.name, seed, str(run.status.get("state", "unknown")), numbers(run), curves)
+
+
+@dataclass(frozen=True)
+class Cell:
+    labels: tuple[str, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def name(self) -> str:
+        return " / ".join(self.labels)
+
+    @property
+    def finished(self) -> tuple[Result, ...]:
+        return tuple(one for one in self.results if one.state == "finished")
+
+    @property
+    def whole(self) -> bool:
+        """Every run has finished: one that has not would flatter the others' mean."""
+        return bool(self.results) and len(self.finished) == len(self.results)
+
+    def by_seed(self, number: str) -> dict[int | None, float]:
+        return {one.seed: one.numbers[number] for one in self.finished if number in one.numbers}
+
+    def outcome(self) -> tuple[object, ...]:
+        """Of each run all but the time it took: the same in two cells where nothing told them apart."""
+        return tuple(
+            (one.seed, sorted((name, value) for name, value in one.numbers.items() if name != "step_s"), *curve)
+            for one in self.results
+            for curve in [(tuple(one.curves[ACCURACY].values),) if ACCURACY in one.curves else ()]
+        )
+
+    def mean(self, number: str) -> float | None:
+        return _mean(list(self.by_seed(number).values()))
+
+    def written(self, number: str) -> str:
+        """The mean over seeds, and from where to where they reach."""
+        values, form = list(self.by_seed(number).values()), NUMBERS[number].form
+        if not values:
+            return ""
+        shown = f"{statistics.fmean(values):{form}}"
+        return f"{shown} ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else shown
+
+    def curve(self, metric: str) -> tuple[Series, Series, Series]:
+        """The lowest, the mean and the highest of the seeds, at each step that all have."""
+        held = [dict(zip(one.curves[metric].steps, one.curves[metric].values, strict=True))
+                for one in self.results if metric in one.curves]  # fmt: skip
+        steps = sorted(set.intersection(*(set(one) for one in held))) if held else []
+        at = [[one[step] for one in held if math.isfinite(one[step])] for step in steps]
+        kept = [(step, values) for step, values in zip(steps, at, strict=True) if values]
+        low, mean, high = (
+            Series([step for step, _ in kept], [of(values) for _, values in kept])
+            for of in (min, statistics.fmean, max)
+        )
+        return low, mean, high
+
+
+@dataclass(frozen=True)
+class Comparison:
+    name: str
+    axes: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    reference: tuple[str, ...] | None = None  # the labels of the cell that all others are seen beside
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The labels of the last axis, in their order."""
+        return tuple(dict.fromkeys(cell.labels[-1] for cell in self.cells if cell.labels != self.reference))
+
+    def beside(self) -> Cell | None:
+        return next((cell for cell in self.cells if cell.labels == self.reference), None)
+
+    def places(self) -> dict[tuple[str, ...], list[Cell]]:
+        """Labels of the other axes -> the cells that are compared there."""
+        found: dict[tuple[str, ...], list[Cell]] = {}
+        for cell in self.cells:
+            if cell.labels != self.reference:
+                found.setdefault(cell.labels[:-1], []).append(cell)
+        return found
+
+    def as_json(self, curves: Sequence[str] = (ACCURACY,)) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "axes": list(self.axes),
+            "reference": None if self.reference is None else list(self.reference),
+            "cells": [
+                {"labels": list(cell.labels), "runs": [_as_json(one, curves) for one in cell.results]}
+                for cell in self.cells
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Comparison:
+        reference = stored["reference"]
+        return cls(
+            stored["name"],
+            tuple(stored["axes"]),
+            tuple(Cell(tuple(one["labels"]), tuple(map(_from_json, one["runs"]))) for one in stored["cells"]),
+            None if reference is None else tuple(reference),
+        )
+
+
+def beyond_noise(a: Cell, b: Cell, number: str = AREA) -> bool | None:
+    """Whether `a` is above `b` by more than seeds explain: a paired t-test, two-sided at 95 %.
+
+    The runs of a seed begin with the same policy and draw the same prompts, hence pairs. None: one seed, or none.
+    """
+    above, below = a.by_seed(number), b.by_seed(number)
+    pairs = [above[seed] - below[seed] for seed in above if seed in below]
+    if len(pairs) < 2:
+        return None
+    least = STUDENT[min(len(pairs) - 1, len(STUDENT)) - 1] * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return statistics.fmean(pairs) > least
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _as_json(one: Result, curves: Sequence[str]) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "seed": one.seed,
+        "state": one.state,
+        "numbers": {name: _rounded(value) for name, value in one.numbers.items()},
+        "curves": {
+            name: {"steps": series.steps, "values": [_rounded(value) for value in series.values]}
+            for name, series in one.curves.items()
+            if name in curves
+        },
+    }
+
+
+def _from_json(stored: Mapping[str, Any]) -> Result:
+    curves = {name: Series(one["steps"], one["values"]) for name, one in stored["curves"].items()}
+    return Result(stored["name"], stored["seed"], stored["state"], stored["numbers"], curves)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

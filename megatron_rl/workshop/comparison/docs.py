@@ -1,0 +1,91 @@
+"""What pages of text say of a comparison, between markers: written by a command, never by hand.
+
+    <!-- NAME: table -->
+    ...
+    <!-- /NAME -->
+
+NAME is the comparison's; beside `table` there are `findings` and `figure`. The numbers themselves are stored beside the
+figure, so that a test can write the same blocks again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from megatron_rl.config import ConfigError
+from megatron_rl.files import write_whole
+from megatron_rl.runs.summary import NUMBERS
+from megatron_rl.workshop.comparison.comparison import Comparison
+from megatron_rl.workshop.comparison.findings import TEST, said
+from megatron_rl.workshop.comparison.svg import comparison_svg
+
+BLOCKS = ("table", "findings", "figure")
+SHOWN = ("accuracy_area", "accuracy", "abs_difference", "k3_kl", "sample_size", "step_s")
+
+
+def write_docs(comparison: Comparison, pages: list[Path], folder: Path) -> list[Path]:
+    """The blocks of these pages, the figure and the numbers; returns what was written."""
+    stored = comparison.as_json()
+    comparison = Comparison.from_json(stored)  # numbers as they are stored: rounded
+    texts = {page: with_blocks(page.read_text(encoding="utf-8"), comparison, page, folder) for page in pages}
+    texts[folder / f"{comparison.name}.svg"] = comparison_svg(comparison)
+    texts[folder / f"{comparison.name}.json"] = json.dumps(stored, indent=1) + "\n"
+    for path, text in texts.items():
+        write_whole(path, text)
+    return list(texts)
+
+
+def check_pages(pages: Iterable[Path], name: str) -> None:
+    """Before the runs, what would keep their results from being written."""
+    for page in pages:
+        if not page.is_file():
+            raise ConfigError(f"--write-docs {page}: no such page")
+        _check_blocks(page.read_text(encoding="utf-8"), name, page)
+
+
+def stored(path: Path) -> Comparison:
+    return Comparison.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def with_blocks(text: str, comparison: Comparison, page: Path, folder: Path) -> str:
+    """The page with each of its blocks written anew."""
+    blocks: dict[str, Callable[[], str]] = {
+        "table": lambda: _table(comparison),
+        "findings": lambda: "\n".join([*(f"- {one}" for one in said(comparison)), "", TEST]),
+        "figure": lambda: f"![{_caption(comparison)}]({os.path.relpath(folder, page.parent)}/{comparison.name}.svg)"
+        .replace("(./", "("),
+    }  # fmt: skip
+    _check_blocks(text, comparison.name, page)
+    return _found(comparison.name).sub(lambda match: f"{match[1]}{blocks[match[2]]()}\n{match[3]}", text)
+
+
+def _found(name: str) -> re.Pattern[str]:
+    name = re.escape(name)
+    return re.compile(rf"(<!-- {name}: (\w+) -->\n).*?(<!-- /{name} -->)", re.S)
+
+
+def _check_blocks(text: str, name: str, page: Path) -> None:
+    kinds = [match[2] for match in _found(name).finditer(text)]
+    if not kinds or (wrong := [kind for kind in kinds if kind not in BLOCKS]):
+        what = f"a block of kind {wrong[0]}" if kinds else f"no block such as <!-- {name}: table -->"
+        raise ConfigError(f"{page}: {what}, expected {', '.join(BLOCKS)}, closed by <!-- /{name} -->")
+
+
+def _table(comparison: Comparison) -> str:
+    shown = [name for name in SHOWN if any(cell.by_seed(name) for cell in comparison.cells)]
+    head = [*comparison.axes, "finished", *(NUMBERS[name].title for name in shown)]
+    rows = [
+        [*cell.labels, f"{len(cell.finished)} of {len(cell.results)}", *(cell.written(name) for name in shown)]
+        for cell in comparison.cells
+    ]
+    about = "; ".join(f"*{NUMBERS[name].title}*: {NUMBERS[name].about}" for name in shown)
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join([*lines, "", f"Means over seeds, and from the lowest to the highest. {about}."])
+
+
+def _caption(comparison: Comparison) -> str:
+    return f"{comparison.name}: held-out accuracy over training, mean and reach of the seeds"

@@ -1,0 +1,143 @@
+"""What a comparison says, in sentences: which label is best where, and what to take. Nothing that noise may explain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.runs.summary import AREA
+from megatron_rl.workshop.comparison.comparison import Cell, Comparison, beyond_noise
+
+CRITERION = "area under the accuracy curve"
+TEST = (
+    "Noise: a paired t-test over the seeds, two-sided at 95 %, each pair of cells by itself. The runs of one seed "
+    "begin with the same policy and see the same prompts in the same order."
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Of the cells that are compared in one place, those that have all their runs."""
+
+    place: tuple[str, ...]
+    best: Cell
+    beaten: tuple[Cell, ...]
+    level: tuple[Cell, ...]  # not to be told from the best; with one seed all others
+    left_out: tuple[Cell, ...]  # a run is missing, or has not finished
+    alike: tuple[tuple[Cell, ...], ...] = ()  # several, whose runs came to the very same
+
+    @property
+    def seeds(self) -> int:
+        return len(self.best.by_seed(AREA))
+
+    def never_beaten(self) -> list[str]:
+        return [cell.labels[-1] for cell in (self.best, *self.level)]
+
+    def __str__(self) -> str:
+        where = f"{' / '.join(self.place)}: " if self.place else ""
+        same = "".join(
+            f" No weight was changed by what tells {_names(cells)} apart: their runs are the same; see "
+            "recipes/evidence.yaml for samplers that are further off."
+            for cells in self.alike
+        )
+        return f"{where}{self._best()}{same}"
+
+    def _best(self) -> str:
+        said = f"{self.best.labels[-1]} has the largest {CRITERION}, {self.best.written(AREA)}"
+        if not self.beaten and not self.level:
+            return f"{said}; nothing else finished there{_left_out(self.left_out)}."
+        if self.seeds < 2:
+            return f"{said}. One seed says nothing about noise{_left_out(self.left_out)}."
+        if not self.beaten:
+            return (
+                f"{said}, but nothing is best there beyond the noise of {self.seeds} seeds{_left_out(self.left_out)}."
+            )
+        level = f", and is not told apart from {_names(self.level)}" if self.level else ""
+        return (
+            f"{said}. Beyond the noise of {self.seeds} seeds it is above {_names(self.beaten)}{level}"
+            f"{_left_out(self.left_out)}."
+        )
+
+
+def findings(comparison: Comparison) -> list[Finding]:
+    """For each place where something has finished."""
+    found = []
+    for place, cells in comparison.places().items():
+        whole = [cell for cell in cells if cell.whole and cell.by_seed(AREA)]
+        rest = tuple(cell for cell in cells if cell not in whole)
+        if not whole:
+            continue
+        best = max(whole, key=lambda cell: cell.mean(AREA) or 0.0)
+        beaten = tuple(cell for cell in whole if cell is not best and beyond_noise(best, cell))
+        level = tuple(cell for cell in whole if cell is not best and cell not in beaten)
+        found.append(Finding(place, best, beaten, level, rest, tuple(_alike(whole))))
+    return found
+
+
+def _alike(cells: Sequence[Cell]) -> Iterator[tuple[Cell, ...]]:
+    left = list(cells)
+    while left:
+        same = tuple(cell for cell in left if cell.outcome() == left[0].outcome())
+        left = [cell for cell in left if cell not in same]
+        if len(same) > 1:
+            yield same
+
+
+def recommendation(comparison: Comparison) -> str:
+    """Which of the compared labels to take, as far as the runs can say it."""
+    judged = [one for one in findings(comparison) if one.seeds > 1 and (one.beaten or one.level)]
+    axis = comparison.axes[-1]
+    if not judged:
+        return f"No recommendation: it takes two finished seeds of at least two choices of {axis}."
+    if not any(one.beaten for one in judged):
+        return f"No choice of {axis} is best anywhere beyond the noise of the seeds: take the cheapest."
+    everywhere = [label for label in judged[0].never_beaten() if all(label in one.never_beaten() for one in judged)]
+    if not everywhere:
+        best = "; ".join(f"{' / '.join(one.place)}: {one.best.labels[-1]}" for one in judged if one.beaten)
+        return f"No choice of {axis} holds everywhere. Beyond the noise of the seeds: {best}."
+    if len(everywhere) == 1:
+        return f"Take {everywhere[0]}: no other choice of {axis} is above it anywhere beyond the noise of the seeds."
+    fastest = min(everywhere, key=lambda label: _step_time(comparison, label))
+    return (
+        f"Take one of {_listed(everywhere)}: nothing is above them anywhere beyond the noise of the seeds. "
+        f"{fastest} has the shortest steps."
+    )
+
+
+def beside_reference(comparison: Comparison) -> Iterator[str]:
+    """How far the best of each place is from the reference."""
+    reference = comparison.beside()
+    if reference is None or not reference.by_seed(AREA):
+        return
+    yield f"{reference.name}, which has neither cause of a mismatch: {reference.written(AREA)}."
+    for one in findings(comparison):
+        difference = (one.best.mean(AREA) or 0.0) - (reference.mean(AREA) or 0.0)
+        above, below = beyond_noise(one.best, reference), beyond_noise(reference, one.best)
+        noise = "one seed" if above is None else "beyond noise" if above or below else "within noise"
+        yield f"{one.best.name} is {difference:+.3f} from it, {noise}."
+
+
+def said(comparison: Comparison) -> list[str]:
+    """All of it, the recommendation first."""
+    return [recommendation(comparison), *map(str, findings(comparison)), *beside_reference(comparison)]
+
+
+def _step_time(comparison: Comparison, label: str) -> float:
+    times = [cell.mean("step_s") for cell in comparison.cells if cell.labels[-1] == label]
+    return sum(time for time in times if time is not None)
+
+
+def _left_out(cells: Sequence[Cell]) -> str:
+    if not cells:
+        return ""
+    return "; not judged: " + ", ".join(
+        f"{cell.labels[-1]} ({len(cell.finished)} of {len(cell.results)} runs finished)" for cell in cells
+    )
+
+
+def _names(cells: Sequence[Cell]) -> str:
+    return _listed([cell.labels[-1] for cell in cells])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -1,0 +1,84 @@
+"""What other corrections would have done to the batches that a run recorded. Nothing is trained.
+
+    megatron-rl replay runs/quickstart --corrections none tis icepop [correction.weight.high=4 ...]
+
+Shape suffixes: B sequences, T response positions (right-padded).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_rl.config import ConfigError, recorded_config
+from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig
+from megatron_rl.rollout_correction import correct, without_stale
+from megatron_rl.runs.console import table
+from megatron_rl.runs.rollout_file import Recorded, load_recorded, recorded_steps
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.workshop.reports.run_data import readable
+
+COLUMNS: dict[str, tuple[str, str]] = {
+    "rollout_is_eff_sample_size": ("ESS", ".4f"),
+    "rollout_is_mean": ("mean weight", ".4f"),
+    "rollout_is_max": ("max weight", ".3f"),
+    "rollout_is_ratio_fraction_high": ("above bound", ".2%"),
+    "rollout_rs_masked_fraction": ("tokens masked", ".2%"),
+    "rollout_rs_seq_masked_fraction": ("rows masked", ".2%"),
+    "weight_bias": ("bias", "+.2e"),
+    "weight_variance": ("variance", ".2e"),
+}
+
+
+def replay_run(folder: Path, names: Sequence[str], overrides: Sequence[str]) -> str:
+    """The run's own correction and the named presets, with overrides on top, on everything that it recorded."""
+    run = RunDir(folder)
+    own = recorded_config(run.config)
+    presets = {name: recorded_config(run.config, [f"correction={name}", *overrides]).correction for name in names}
+    files = recorded_steps(run.rollouts)
+    if not files:
+        raise ConfigError(f"{run.rollouts}: no recorded steps; log.record_every says which steps are recorded")
+    problems: list[str] = []
+    recorded = [one for _, path in files if (one := readable(path, load_recorded, None, problems))]
+    if not recorded:
+        raise ConfigError("\n".join(problems))
+    if any(one.prox_logprobs_BT is None for one in recorded):
+        raise ConfigError(
+            f"{run.rollouts}: no learner logprobs were recorded; a run has them with correction.anchor=prox and a "
+            "policy loss"
+        )
+    tokens = sum(int(one.batch.mask_BT.sum()) for one in recorded)
+    found = replay(recorded, {"(as run)": own.correction} | presets, own.advantage)
+    unread = "".join(f"\nnot readable: {problem}" for problem in problems)
+    return f"{len(recorded)} recorded steps of {run.path}, {tokens:,} tokens\n{describe(found)}{unread}"
+
+
+def replay(
+    recorded: Sequence[Recorded], corrections: Mapping[str, CorrectionConfig], advantage: AdvantageConfig
+) -> dict[str, dict[str, float]]:
+    """Correction -> its metrics (names without their group), averaged over the steps; the largest weight of all."""
+    replayed = {}
+    for name, config in corrections.items():
+        if config.anchor == Anchor.sampler:
+            raise ConfigError(f"correction {name}: anchor sampler has its weights only inside the loss; leave it out")
+        found = [_metrics(one, config, advantage) for one in recorded]
+        replayed[name] = {key: math.fsum(one[key] for one in found) / len(found) for key in found[0]}
+        replayed[name]["rollout_is_max"] = max(one["rollout_is_max"] for one in found)
+    return replayed
+
+
+def _metrics(recorded: Recorded, config: CorrectionConfig, advantage: AdvantageConfig) -> dict[str, float]:
+    assert recorded.prox_logprobs_BT is not None
+    batch, stale = without_stale(recorded.batch, config, recorded.version)
+    correction, _ = correct(recorded.prox_logprobs_BT, batch, config, advantage)
+    return {name.split("/", 1)[1]: value for name, value in (stale | correction.metrics).items()}
+
+
+def describe(replayed: Mapping[str, Mapping[str, float]]) -> str:
+    head = ["correction", *(label for label, _ in COLUMNS.values())]
+    rows = [
+        [name, *(format(metrics[key], form) if key in metrics else "" for key, (_, form) in COLUMNS.items())]
+        for name, metrics in replayed.items()
+    ]
+    return "\n".join(table(head, rows))

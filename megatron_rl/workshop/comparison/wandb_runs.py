@@ -1,0 +1,101 @@
+"""A comparison at W&B: one run in the group of its runs, with a table of them, a table of cells, and the curves.
+
+It is written where the compared runs were logged there, online or offline as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import Wandb
+from megatron_rl.files import write_whole
+from megatron_rl.runs.summary import ACCURACY, AREA, MISMATCH, NUMBERS
+from megatron_rl.runs.wandb_log import ID, WandbRun, in_columns, resolve_mode
+from megatron_rl.workshop.comparison.comparison import Comparison
+from megatron_rl.workshop.comparison.figures import bars, panels
+from megatron_rl.workshop.comparison.findings import said
+from megatron_rl.workshop.comparison.svg import comparison_svg
+from megatron_rl.workshop.reports.run_data import RunData, flatten
+from megatron_rl.workshop.reports.sections import UNIT
+
+JOB_TYPE = "comparison"
+
+
+def log_comparison(comparison: Comparison, runs: Sequence[RunData], folder: Path) -> str:
+    """Where it is to be seen, or how it is sent there; "" where the runs were not logged to W&B."""
+    asked = {Wandb(run.setting("log.wandb", "none")) for run in runs} - {Wandb.none}
+    if not asked:
+        return ""
+    mode = Wandb.online if Wandb.online in asked else Wandb.auto if Wandb.auto in asked else Wandb.offline
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = folder / f"{comparison.name}.svg"
+    write_whole(figure, comparison_svg(comparison))
+    about = {"axes": list(comparison.axes), "reference": list(comparison.reference or ())}
+    logged = WandbRun(about, folder, resolve_mode(mode), job_type=JOB_TYPE, group=comparison.name)
+    wandb = logged.wandb
+    logged.run.log({
+        "runs": wandb.Table(*_runs(comparison, {run.name: run for run in runs})),
+        "cells": wandb.Table(*_cells(comparison)),
+        "learning curves": wandb.Html(figure.read_text(encoding="utf-8")),
+        **_figures(comparison),
+    })  # fmt: skip
+    logged.run.summary.update(_summary(comparison))
+    where = logged.where
+    logged.finish(0)
+    return where
+
+
+def _runs(comparison: Comparison, runs: dict[str, RunData]) -> tuple[list[str], list[list[Any]]]:
+    """One row for each run: its labels, its seed, how it ended, its numbers, and its correction key by key."""
+    corrections = {name: _correction(run) for name, run in runs.items()}
+    keys = list(dict.fromkeys(key for one in corrections.values() for key in one))
+    head = ["run", "id", *comparison.axes, "seed", "state", *NUMBERS, *keys]
+    rows = []
+    for cell in comparison.cells:
+        for one in cell.results:
+            mine = corrections.get(one.name, {})
+            values = [one.numbers.get(name) for name in NUMBERS] + [_text(mine.get(key)) for key in keys]
+            rows.append([one.name, _id(runs.get(one.name)), *cell.labels, one.seed, one.state, *values])
+    return head, rows
+
+
+def _correction(run: RunData) -> dict[str, Any]:
+    return dict(flatten(in_columns({"correction": run.setting("correction", {})})))
+
+
+def _cells(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
+    head = [*comparison.axes, "finished", *NUMBERS]
+    rows = [[*cell.labels, len(cell.finished), *(cell.mean(number) for number in NUMBERS)] for cell in comparison.cells]
+    return head, rows
+
+
+def _figures(comparison: Comparison) -> dict[str, Any]:
+    shown = {
+        f"accuracy/{panel.title}": panel.figure
+        for panel in panels(comparison, ACCURACY, "", y_range=UNIT)
+    } | {f"mismatch/{panel.title}": panel.figure for panel in panels(comparison, MISMATCH, "", log=True)}  # fmt: skip
+    area = bars(comparison, AREA, NUMBERS[AREA].about)
+    return {**shown, **({"area": area} if area else {})}
+
+
+def _summary(comparison: Comparison) -> dict[str, Any]:
+    first, *rest = said(comparison)
+    means = {
+        f"{number}/{cell.name}": value
+        for cell in comparison.cells
+        for number in NUMBERS
+        if (value := cell.mean(number)) is not None
+    }
+    return {"recommendation": first, "findings": "\n".join(rest), **means}
+
+
+def _id(run: RunData | None) -> str:
+    """Of the run itself at W&B."""
+    path = run.path / ID if run else None
+    return path.read_text(encoding="utf-8").strip() if path and path.is_file() else ""
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,66 @@
+"""`megatron-rl chat`: a stored model answers what is typed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron_rl.config.evaluation import longest_answer
+from megatron_rl.config.schema import Config
+from megatron_rl.data.tokenizer import FolderTokenizer, has_template
+from megatron_rl.sampler.protocol import Sampler
+from megatron_rl.types import Prompt, SamplingParams
+from megatron_rl.workshop.evaluation.stored_model import StoredModel
+
+
+class TooLong(ValueError):
+    """More tokens than the engine has room for; the message says how many."""
+
+
+@dataclass
+class Chat:
+    """A conversation, where the model has a chat template; else each text is continued by itself."""
+
+    sampler: Sampler
+    tokenizer: FolderTokenizer
+    config: Config
+    talks: bool
+    messages: list[dict[str, str]] = field(default_factory=list)
+    turns: int = 0
+
+    @classmethod
+    def with_model(cls, sampler: Sampler, stored: StoredModel, config: Config) -> Chat:
+        return cls(sampler, FolderTokenizer(stored.folder), config, has_template(stored.folder))
+
+    def answer(self, text: str) -> str:
+        """Of a conversation that has become too long, its beginning is forgotten."""
+        self.messages.append({"role": "user", "content": text})
+        while len(ids := self._encoded(text)) > self.config.rollout.max_prompt_tokens:
+            if not self.talks or len(self.messages) == 1:
+                self.messages.pop()
+                most = self.config.rollout.max_prompt_tokens
+                raise TooLong(f"this has {len(ids)} tokens, the engine takes {most}: raise rollout.max_prompt_tokens")
+            del self.messages[:2]
+        sampling = self.config.eval
+        params = SamplingParams(
+            samples=1,
+            max_tokens=longest_answer(self.config.rollout, sampling),
+            temperature=sampling.temperature or 0.0,
+            top_p=sampling.top_p,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+        )
+        self.turns += 1
+        prompt = Prompt(self.turns, tuple(ids), text, {})
+        (rollout,) = self.sampler.generate([prompt], params, seed=self.turns, first_group=0, step=0)
+        (said,) = self.tokenizer.decode([rollout.token_ids])
+        self.messages.append({"role": "assistant", "content": said})
+        return said
+
+    def _encoded(self, text: str) -> list[int]:
+        if self.talks:
+            text = self.tokenizer.text([*self._system(), *self.messages], self.config.data.template)
+        return self.tokenizer.encode(text)
+
+    def _system(self) -> Iterator[dict[str, str]]:
+        if self.config.data.system_prompt is not None:
+            yield {"role": "system", "content": self.config.data.system_prompt}

@@ -1,0 +1,127 @@
+"""A model that lies on disk, whatever left it there, and its weights as a sync wants them: no learner, no megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.checkpoint.readable import look_into
+from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import KEPT, Config
+from megatron_rl.models.groups import ShardGroups
+from megatron_rl.models.hf_folder import HfFolder
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import params
+from megatron_rl.models.model import Model, read_hf_config
+from megatron_rl.models.shards import local_shard
+from megatron_rl.models.weight_files import is_checkpoint
+from megatron_rl.runs.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    folder: Path  # of config.json and tokenizer
+    weights: Path  # a Hugging Face folder, which is then the same, or a torch_dist checkpoint
+    label: str  # for file names
+    note: str = ""  # what is not obvious about it
+
+
+def run_of(path: Path) -> Path | None:
+    """The run's directory that MODEL is, or lies in: runs/NAME/model, runs/NAME/checkpoints/step_N."""
+    path = path.resolve()
+    path = path.parent if path.name == checkpoints.POLICY else path
+    for place in (path, path.parent, path.parents[1]):
+        run = RunDir(place)
+        if run.config.is_file() and (path in (place, run.model, run.best_model) or path.parent == run.checkpoints):
+            return place
+    return None
+
+
+def find(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
+    """`config`: of the run it belongs to. `hf`: config.json and tokenizer, where they are not beside the weights."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; name a run, a checkpoint or a Hugging Face model folder")
+    if RunDir(path).config.is_file():
+        return _of_run(path, config, hf)
+    if is_checkpoint(path / checkpoints.POLICY):  # a run's runs/NAME/checkpoints/step_N
+        return StoredModel(_companions(path, config, hf), path / checkpoints.POLICY, f"{_of(path)}{path.name}")
+    if is_checkpoint(path):
+        kept = hf or (path / KEPT if (path / KEPT / "config.json").is_file() else None)
+        return StoredModel(_companions(path, config, kept), path, path.name)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{path}: neither a run (config.yaml), nor a checkpoint (metadata.json), nor a Hugging Face model "
+            "(config.json); name one of these"
+        )
+    return StoredModel(path, path, f"{_of(path)}{path.name}")
+
+
+def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
+    model, root = RunDir(path).model, RunDir(path).checkpoints
+    if (model / "config.json").is_file():
+        written = {step: checkpoints.path_of(root, step).stat().st_mtime for step in checkpoints.steps(root)}
+        newer = [step for step, moment in written.items() if moment > model.stat().st_mtime]
+        note = f"{model} is older than the checkpoint of step {newer[0]}, which can be named too" if newer else ""
+        return StoredModel(model, model, path.name, note)
+    newest = checkpoints.newest_whole(root, look_into, lambda line: None)
+    if newest is None:
+        raise ConfigError(
+            f"{path}: no model/ and no whole checkpoint yet; a run leaves model/ at its end with log.export=true, and "
+            "checkpoints with checkpoint.every or checkpoint.minutes"
+        )
+    policy = newest.path / checkpoints.POLICY
+    note = (
+        f"{path} has no model/ yet, so that its newest checkpoint is taken (step {newest.step}); `python "
+        f"tools/convert.py export {policy} FOLDER` makes a model of it"
+    )
+    return StoredModel(_companions(path, config, hf), policy, f"{path.name}-step_{newest.step}", note)
+
+
+def _companions(path: Path, config: Config | None, hf: Path | None) -> Path:
+    folder = hf or (config.model.folder if config else None)
+    if folder is None or not (folder / "config.json").is_file():
+        where = f"{folder} has none" if folder else "nobody says where they are"
+        raise ConfigError(f"{path} holds weights alone, and {where}: name config.json and tokenizer with --hf FOLDER")
+    return folder
+
+
+def _of(path: Path) -> str:
+    run = run_of(path)
+    return f"{run.name}-" if run else ""
+
+
+class StoredWeights:
+    """What `weight_sync` calls a learner, of one rank that never changes; read anew at each sync."""
+
+    def __init__(self, stored: StoredModel) -> None:
+        self._stored = stored
+        try:
+            self.model = Model.of(read_hf_config(stored.folder, key="MODEL"), Layout())
+        except ValueError as error:
+            raise ConfigError(f"{stored.folder}: {error}") from None
+        self.groups = ShardGroups()
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """In BF16, from which live updates are quantized too."""
+        shape, layout, get = self.model.shape, self.model.layout, self._getter()
+        for param in params(shape):
+            if not param.row.copy:
+                shard = local_shard(param.megatron, shape, layout, self.groups.place, get)
+                yield param.megatron, shard.to(torch.bfloat16)
+
+    def _getter(self) -> Callable[[str], torch.Tensor]:
+        if self._stored.weights == self._stored.folder:
+            return HfFolder(self._stored.weights).get
+        from megatron_rl.checkpoint.torch_dist import reader as torch_dist
+
+        return torch_dist.getter(torch_dist.Reader(self._stored.weights), self.model.shape)
+
+    def take_activation_amax(self) -> torch.Tensor:
+        raise NotImplementedError("smoothing is measured by a learner")
+
+    def take_cache_amax(self) -> torch.Tensor:
+        raise NotImplementedError("scales of an FP8 cache are measured by a learner")

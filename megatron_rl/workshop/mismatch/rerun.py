@@ -1,0 +1,234 @@
+"""An update that was not finite, repeated on this machine by one rank: where the first value appears that is no number.
+
+Looked at in the order of the computation: the weights, what the minibatch holds, the outputs of the model's modules,
+the loss, and the gradients on their way back.
+
+S positions of a pack, N response tokens of a pack.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from megatron_rl.checkpoint.torch_dist.reader import Reader
+from megatron_rl.config import ConfigError, recorded_config
+from megatron_rl.config.schema import Config, Device, KvCache, OnNonFinite
+from megatron_rl.learner import state
+from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.nonfinite import CONFIG, POLICY, read_minibatch
+from megatron_rl.learner.packing import Pack
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model
+from megatron_rl.types import Targets
+
+# of a layout: one rank has none of them
+PARALLEL = (
+    *("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+)
+# what a row of the minibatch holds, and what it is called
+VALUES = {
+    "advantages_B": "the advantage",
+    "weights_BT": "the weight of rollout_correction",
+    "anchor_logprobs_BT": "the logprob of the anchor",
+    "ref_logprobs_BT": "the logprob of the reference",
+}
+
+
+def rerun(dump: Path) -> str:
+    """A minibatch of a dump, or the first of a dump's folder."""
+    path = _minibatch(dump)
+    try:
+        targets, random, about = read_minibatch(path)
+        layout = Layout(**about["layout"])
+    except (OSError, ValueError, TypeError, LookupError, SafetensorError) as error:
+        raise ConfigError(f"{path}: no minibatch of a dump ({type(error).__name__}: {error})") from None
+    learner = _learner(_one_rank(recorded_config(path.parent / CONFIG)))
+    state.LearnerState(learner).restore(Reader(path.parent / POLICY), steps=0)
+    same = layout == learner.layout
+    if random and same:
+        state.restore_random(learner, random)
+    found = [*_weights(learner), *_values(targets)]
+    look = _Look(learner, targets)
+    metrics = learner.update(targets)
+    loss, norm = metrics.get("loss/total", 0.0), metrics["optim/grad_norm"]
+    found += look.found
+    if not look.found and not math.isfinite(loss):
+        found += _loss(learner, targets)
+    if not math.isfinite(norm):
+        found += _gradients(learner)
+    return _describe(path, targets, about, (loss, norm), found, same)
+
+
+def _minibatch(dump: Path) -> Path:
+    found = sorted(dump.glob("minibatch_*.safetensors")) if dump.is_dir() else [dump]
+    if not found or not found[0].is_file():
+        raise ConfigError(f"{dump}: no minibatch there; name a folder of a run's dumps, or a minibatch in it")
+    for name in (CONFIG, f"{POLICY}/metadata.json"):
+        if not (found[0].parent / name).is_file():
+            raise ConfigError(f"{dump}: no {name} beside it: the dump is not whole, and cannot be repeated")
+    return found[0]
+
+
+def _one_rank(config: Config) -> Config:
+    learner = config.learner
+    return replace(
+        config,
+        run=replace(config.run, device=Device.auto),  # a dump may have come from another machine
+        learner=replace(
+            learner,
+            tensor_parallel=1,
+            pipeline_parallel=1,
+            expert_parallel=1,
+            data_parallel=1,
+            on_nonfinite=OnNonFinite.skip,
+            megatron={name: value for name, value in learner.megatron.items() if name not in PARALLEL},
+        ),
+        quantization=replace(config.quantization, smoothing=None, kv_cache=KvCache.none),  # measured for the sampler
+    )
+
+
+def _learner(config: Config) -> Learner:
+    sections = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
+    model = Model.read(config.model.folder, config.learner, config.model.head_precision)
+    return Learner(model, **{name: getattr(config, name) for name in sections})
+
+
+def _weights(learner: Learner) -> Iterator[str]:
+    for name, parameter in learner.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            yield f"the weight {name} holds {_odd(parameter)}"
+
+
+def _values(targets: Targets) -> Iterator[str]:
+    for name, what in VALUES.items():
+        values = getattr(targets, name)
+        if values is None:
+            continue
+        looked_at = targets.denominator_mask_BT if values.dim() == 2 else targets.denominator_mask_BT.any(1)
+        for row, *token in (~values.isfinite() & looked_at).nonzero().tolist()[:1]:
+            place = f", token {token[0]} of the response" if token else ""
+            yield f"{what} of row {row}{place} is {float(values[row, *token])}"
+
+
+def _loss(learner: Learner, targets: Targets) -> Iterator[str]:
+    """All that went into it was finite: the ratio of policy and anchor, as far as it may be."""
+    if targets.anchor_logprobs_BT is None:
+        yield "the loss, of finite logprobs; its ratio is 1, as the policy is its own anchor"
+        return
+    ratio_BT = (learner.logprobs(targets.batch) - targets.anchor_logprobs_BT).abs()
+    ratio_BT = torch.where(targets.mask_BT, ratio_BT, 0.0)
+    row, token = divmod(int(ratio_BT.argmax()), ratio_BT.shape[1])
+    yield (
+        f"the loss, of finite logprobs; policy and anchor differ most, by {float(ratio_BT[row, token]):.4g}, at row "
+        f"{row}, token {token} of the response"
+    )
+
+
+def _gradients(learner: Learner) -> Iterator[str]:
+    """The last in the order of the model is the first in the order of the backward pass."""
+    held: list[tuple[str, Any]] = [
+        (name, vars(parameter)["main_grad"]) for name, parameter in learner.named_parameters()
+    ]
+    odd = [name for name, gradient in held if not bool(gradient.isfinite().all())]
+    if odd:
+        yield f"the gradients of {len(odd)} of {len(held)} weights, {odd[-1]} the first of them on the way back"
+    else:
+        name, largest = max(((name, float(gradient.abs().max())) for name, gradient in held), key=lambda pair: pair[1])
+        yield f"no weight's gradient; the largest value of all is {largest:.4g}, of {name}"
+
+
+class _Look:
+    """The first output that is no number in the forward pass, and the first such gradient in the backward pass."""
+
+    def __init__(self, learner: Learner, targets: Targets) -> None:
+        self._targets = targets
+        self._pack: Pack | None = None
+        self._forward: str | None = None
+        self._backward: str | None = None
+        for policy in learner.modules:
+            policy.register_forward_pre_hook(self._begin, with_kwargs=True)
+            for name, module in policy.named_modules():
+                if name:
+                    module.register_forward_pre_hook(partial(self._before, name))
+                    module.register_forward_hook(partial(self._after, name))
+
+    @property
+    def found(self) -> list[str]:
+        return [each for each in (self._forward, self._backward) if each is not None]
+
+    def _begin(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._pack = kwargs.get("pack", args[0] if args else None)
+
+    def _before(self, name: str, module: torch.nn.Module, args: Any) -> None:
+        """What lies between two modules, such as a sum, shows in what the next one is given."""
+        self._check(args, f"the input of {name}")
+
+    def _after(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._check(output, f"the output of {name}")
+        for tensor in _activations(output):
+            tensor.register_hook(partial(self._gradient, name, self._pack))
+
+    def _check(self, values: Any, what: str) -> None:
+        for tensor in _activations(values) if self._forward is None else ():
+            if not bool(tensor.isfinite().all()):
+                self._forward = f"{what} holds {_odd(tensor)}{self._place(tensor, self._pack)}"
+                return
+
+    def _gradient(self, name: str, pack: Pack | None, gradient: Tensor) -> None:
+        if self._backward is None and not bool(gradient.isfinite().all()):
+            self._backward = f"the gradient of the output of {name} holds {_odd(gradient)}{self._place(gradient, pack)}"
+
+    def _place(self, tensor: Tensor, pack: Pack | None) -> str:
+        """Of the first odd value: its row, and its token in that row."""
+        if pack is None or not pack.rows:
+            return ""
+        first = (~tensor.isfinite()).nonzero()[0].tolist()
+        for axis, size in enumerate(tensor.shape):
+            if size == len(pack.logit_index_N) or size == len(pack.tokens_S):
+                at = first[axis] if size == len(pack.tokens_S) else int(pack.logit_index_N[first[axis]])
+                sequence = int(torch.searchsorted(pack.starts, at, right=True)) - 1
+                row, token = pack.rows[sequence], at - int(pack.starts[sequence])
+                length = int(self._targets.batch.prompt_lengths_B[row])
+                part = f"token {token} of the prompt" if token < length else f"token {token - length} of the response"
+                return f", first at row {row}, {part}"
+        return ""
+
+
+def _activations(values: Any) -> Iterator[Tensor]:
+    """Those that gradients flow through: masks may well hold infinities."""
+    for value in values if isinstance(values, (tuple, list)) else (values,):
+        if isinstance(value, Tensor) and value.requires_grad:
+            yield value
+
+
+def _odd(tensor: Tensor) -> str:
+    odd = tensor.detach()[~tensor.isfinite()]
+    return f"{len(odd)} of {tensor.numel()} values that are no number ({float(odd[0])})"
+
+
+def _describe(
+    path: Path, targets: Targets, about: dict[str, Any], now: tuple[float, float], found: list[str], same: bool
+) -> str:
+    recorded = about["metrics"]
+    again = not all(map(math.isfinite, now))
+    sizes = " ".join(f"{name.upper()}{about['layout'][name]}" for name in ("tp", "pp", "ep", "dp"))
+    rows = [
+        ("dump", f"{path}: after {about['steps']} optimizer steps, {len(targets.batch)} rows"),
+        ("then", f"loss {recorded.get('loss/total')}, gradient norm {recorded['optim/grad_norm']} ({sizes})"),
+        ("now", f"loss {now[0]}, gradient norm {now[1]} (one rank)"),
+        *(("first:" if not number else "after it:", text) for number, text in enumerate(found)),
+        ("repeats", "yes" if again else "no: what was found there depends on that machine, or on the layout"),
+    ]
+    if not same:
+        rows.append(("note:", "sums are rounded in another order than on the ranks that met it"))
+    return "\n".join(f"{name:<9} {text}" for name, text in rows)

@@ -1,0 +1,93 @@
+"""Bytes on one GPU of an engine, and how many tokens and sequences its cache holds.
+
+As vLLM 0.32 reckons (v1/worker/gpu_worker.py, v1/worker/utils.py, utils/mem_utils.py): a worker makes its CUDA context
+and NCCL's buffers, and looks at the memory; gpu_memory_utilization times all of it has to be free then, or the start
+ends. Out of that come the weights, the most that a profiling run takes, CUDA graphs, and the cache, which gets the rest
+(or kv_cache_memory_bytes; the share has to be free then, too). So context and NCCL lie beside the share, and what
+another process takes while the engine profiles is taken from the cache.
+
+Asleep (device_allocator/sleep_mode_backend.py, cumem.py) all of the share is given back. Graphs and workspaces wake
+with the weights, the cache apart from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.fleet import HOST_CACHE_BYTES, max_sequences
+from megatron_rl.config.schema import Format, KvCache, QuantizationSection, SamplerSection
+from megatron_rl.models.model import Model
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.workshop.planner.learner_memory import chosen
+from megatron_rl.workshop.planner.weights import BF16, engine_weights
+
+GIB = 1 << 30
+UTILIZATION = 0.92  # vLLM's own, where sampler.vllm.gpu_memory_utilization names no other
+CONTEXT = 0.8 * GIB  # CUDA's own, with the kernels of torch, Transformer Engine and cuBLAS
+COMMUNICATOR = 0.3 * GIB  # NCCL's buffers for a group of ranks
+RUNTIME = 2 * GIB  # CUDA graphs, workspaces of kernels
+HOST_RUNTIME = 1.8 * GIB  # of an engine without a GPU, as measured
+ASLEEP = 2 * GIB  # what of them stays
+BATCHED = 4096  # tokens of a step at least: sampler/engine_settings.py
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Of one GPU."""
+
+    context: float  # CUDA and NCCL, beside its share of the memory
+    weights: float
+    runtime: float  # graphs, and what a step of the largest batch needs
+    cache: float
+    unused: float  # of the share, which has to be free at the start: where the cache's size is given
+    token: float  # bytes of the cache for one token
+    asleep: float  # what it keeps while it sleeps
+
+    @property
+    def tokens(self) -> int:
+        """Of the engine's whole cache: its GPUs hold different heads of the same tokens."""
+        return int(max(self.cache, 0) / self.token)
+
+
+def of_engine(
+    model: Model,
+    sampler: SamplerSection,
+    quantization: QuantizationSection,
+    format: Format,
+    longest: int,
+    capacity: float | None,
+    host: bool = False,
+) -> EngineMemory:
+    """`longest`: tokens of a prompt with its answer. `capacity`: bytes of a GPU; None: not known, and no cache."""
+    shape, tp, given = model.shape, sampler.tensor_parallel, sampler.vllm
+    weights = engine_weights(shape, format, quantization.ignore).of_rank(tp, shape.kv_heads)
+    runtime = RUNTIME + _step(model, tp, max(longest, BATCHED), given, max_sequences(sampler))
+    token = cache_token(shape, tp, quantization.kv_cache)
+    cache = given.get("kv_cache_memory_bytes")
+    if host:
+        return EngineMemory(0.0, weights, HOST_RUNTIME, float(cache or HOST_CACHE_BYTES), 0.0, token, ASLEEP)
+    rest = utilization(sampler) * capacity - weights - runtime if capacity else 0.0
+    cache = rest if cache is None else float(cache)
+    context = CONTEXT + COMMUNICATOR * (tp > 1)
+    return EngineMemory(context, weights, runtime, cache, max(rest - cache, 0.0), token, ASLEEP)
+
+
+def utilization(sampler: SamplerSection) -> float:
+    return float(sampler.vllm.get("gpu_memory_utilization") or UTILIZATION)
+
+
+def cache_token(shape: ModelShape, tp: int, cache: KvCache) -> float:
+    """Keys and values of all layers, on one GPU; ranks beyond the key-value heads hold copies."""
+    heads = shape.kv_heads / min(tp, shape.kv_heads)
+    return 2 * shape.layers * heads * shape.head_dim * (1 if cache == KvCache.fp8 else BF16)
+
+
+def _step(model: Model, tp: int, batched: int, given: Mapping[str, Any], sequences: int) -> float:
+    """What vLLM's profiling run finds: a layer's widest results, and FP32 logits twice."""
+    tokens = int(given.get("max_num_batched_tokens") or batched)
+    shape = model.shape
+    width = 3 * (chosen(model) * shape.expert_ffn if shape.experts else shape.ffn)
+    return tokens * BF16 * (width / tp + 3 * shape.hidden) + 2 * sequences * shape.vocab * FP32

@@ -1,0 +1,126 @@
+"""Bytes on one GPU (or of one process of a host) of the learner, by what they are for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.schema import LearnerSection, OptimSection
+from megatron_rl.learner import limits, logit_chunks
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.model import Model
+from megatron_rl.workshop.planner import activations
+from megatron_rl.workshop.planner.activations import Pack, Training
+from megatron_rl.workshop.planner.weights import Held, held
+
+MASTERS_AND_MOMENTS = 12  # bytes for each parameter: FP32 copy, two moments; one rank of the replicas holds them
+MOMENTS = 8  # an FP32 learner needs no copy
+GRADIENT = 4  # summed in FP32, a whole one on every rank
+FP8_COPIES = 2  # bytes for each element of a matrix: as it is, and transposed
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """Of the rank that needs the most, of the pipeline stage `stage`."""
+
+    stage: int
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float  # another policy's weights, for a KL penalty
+    activations: float  # of the layers, from forward to backward
+    head: float  # the same, of the last stage's end
+    logits: float  # the same, of its logits
+    recomputed: float  # layers that backward computes again
+    gradients_of_layer: float  # what comes and goes inside a layer
+    forward: float  # what comes and goes inside a pass without a gradient, logits included
+    logit_chunks: float  # FP32 copies of some rows of logits
+
+    @property
+    def static(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.reference
+
+    @property
+    def of_logits(self) -> float:
+        """At the end of a forward pass: logits, their gradient, and what is worked on in FP32."""
+        return self.head + 2 * self.logits + self.logit_chunks
+
+    @property
+    def dynamic(self) -> float:
+        """The most that an update adds, when the last logits or a layer's gradients are made."""
+        return self.activations + max(self.of_logits, self.recomputed + self.gradients_of_layer)
+
+
+def of_stage(
+    model: Model,
+    learner: LearnerSection,
+    optim: OptimSection,
+    stage: int,
+    pack: Pack,
+    packs: int,
+    *,
+    host: bool = False,
+    reference: bool = False,
+) -> LearnerMemory:
+    """`packs`: micro-batches of an update, of one replica."""
+    shape, layout, training = model.shape, model.layout, Training.of(learner, host)
+    mine, last = held(shape, layout, stage), stage == layout.pp - 1
+    layers = layout.stage_layers(shape.layers)[stage]
+    pack = Pack(pack.tokens / layout.cp, pack.responses / layout.cp, pack.longest, pack.padded)
+    kept = activations.kept(shape, chosen(model), layout, training, pack)
+    alive = activations.in_flight(layout, stage, packs, layers)
+    waiting, again = activations.of_layers(kept, training, layers, alive)
+    norms, logits = activations.head(model, training, pack) if last else (0.0, 0.0)
+    weights = training.width * mine.count
+    cast = FP8_COPIES * mine.linear if training.fp8 else 0
+    copies = logit_chunks.COPIES * min(logit_chunks.chunk_bytes(host), logits / training.width * logit_chunks.FP32)
+    step = _step(model, training, pack)
+    return LearnerMemory(
+        stage=stage,
+        weights=weights + cast,
+        gradients=GRADIENT * mine.count,
+        optimizer=_optimizer(mine, layout, training, optim),
+        reference=weights if reference else 0,
+        activations=pack.tokens * waiting,
+        head=norms,
+        logits=logits,
+        recomputed=pack.tokens * again,
+        gradients_of_layer=step,
+        forward=pack.tokens * kept.layer + step + norms + logits + copies,
+        logit_chunks=copies,
+    )
+
+
+def stages(
+    model: Model, learner: LearnerSection, optim: OptimSection, pack: Pack, packs: int, *, host: bool, reference: bool
+) -> list[LearnerMemory]:
+    return [
+        of_stage(model, learner, optim, stage, pack, packs, host=host, reference=reference)
+        for stage in range(model.layout.pp)
+    ]
+
+
+def chosen(model: Model) -> int:
+    """Experts of each token."""
+    return limits.experts_per_token(model.hf_config) if model.shape.experts else 0
+
+
+def _optimizer(mine: Held, layout: Layout, training: Training, optim: OptimSection) -> float:
+    """The distributed optimizer: replicas of the dense weights share theirs, replicas of the experts theirs."""
+    each = MASTERS_AND_MOMENTS if training.width < 4 else MOMENTS
+    replicas = layout.dp * layout.cp
+    of_experts = max(layout.tp * replicas // (layout.expert_tp * layout.ep), 1)
+    offloaded = float(optim.megatron.get("optimizer_offload_fraction") or 0)
+    on_device = 1 - offloaded if optim.megatron.get("optimizer_cpu_offload") else 1
+    return each * on_device * (mine.dense / replicas + mine.experts / of_experts)
+
+
+def _step(model: Model, training: Training, pack: Pack) -> float:
+    """The gradients of a layer's widest part, and the whole sequence that sequence parallelism gathers."""
+    shape, layout = model.shape, model.layout
+    if shape.experts:
+        rows = chosen(model) * layout.expert_tp / training.sp
+        widest = rows * (shape.hidden + 2 * shape.expert_ffn / layout.expert_tp)
+    else:
+        widest = 3 * shape.ffn / layout.tp
+    gathered = 2 * shape.hidden if training.sp > 1 else 0
+    return pack.tokens * training.width * (widest + 2 * shape.hidden + gathered)

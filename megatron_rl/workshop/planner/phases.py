@@ -1,0 +1,157 @@
+"""The memory of each kind of GPU at each moment of a run, by what it is for, and whether it is there.
+
+Where an engine sleeps (`sampler.sleep`) it starts alone, and sleeps before the learner is built. It is awake from one
+sync to the end of the next rollout: probe, evaluation and save included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import floor, prod
+
+from megatron_rl.config.schema import Sleep, SyncSection, Transport
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import params
+from megatron_rl.models.model import Model
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.preflight.placement import RANK_GIB
+from megatron_rl.workshop.planner.engine_memory import COMMUNICATOR, CONTEXT, GIB, EngineMemory
+from megatron_rl.workshop.planner.learner_memory import LearnerMemory
+from megatron_rl.workshop.planner.weights import BF16, EngineWeights
+
+PHASES = ("rollout", "prox", "update", "sync", "save")  # of a step, that take time
+MOMENTS = ("start", "rollout", "prox", "update", "sync", "probe", "save")
+CACHE = "engine: cache"
+SHARE = ("engine: weights", "engine: runtime", CACHE, "engine: unused")  # what gpu_memory_utilization is a share for
+USABLE = 0.99  # of what a GPU is sold with
+TIGHT = 0.05  # of it: a smaller margin is called tight
+SLACK = 0.06  # of what comes and goes: what torch's allocator holds and cannot use
+BUCKETS = 2 * (64 << 20)  # weight_sync/buckets.py
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one kind of GPU. Part -> bytes, for each phase."""
+
+    kind: str
+    gpus: int
+    phases: Mapping[str, Mapping[str, float]]
+    limit: float | None  # bytes that a GPU has; None: not known
+    what: str = "a GPU of"
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: (sum(self.phases[phase].values()), phase != "start"))
+
+    @property
+    def peak(self) -> float:
+        return sum(self.phases[self.peak_phase].values())
+
+    @property
+    def margin(self) -> float | None:
+        return None if self.limit is None else self.limit - self.peak
+
+    @property
+    def verdict(self) -> str:
+        if self.limit is None or self.margin is None:
+            return "not known"
+        if self.margin < 0:
+            return "does not fit"
+        return "tight" if self.margin < TIGHT * self.limit else "fits"
+
+
+def learner_phases(
+    memory: LearnerMemory, model: Model, probe: float, host: bool = False, waits: bool = False
+) -> dict[str, dict[str, float]]:
+    """Of a GPU that works for the learner alone, or of a rank on a host.
+
+    `probe`: what comes and goes in its forward pass. `waits`: until an engine that has started sleeps.
+    """
+    runtime = {"CUDA, NCCL": CONTEXT + COMMUNICATOR * communicators(model.layout)}
+    held = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "masters, moments": memory.optimizer,
+        "reference policy": memory.reference,
+        **({"process": RANK_GIB * GIB} if host else runtime),
+    }
+    logits = 2 * memory.logits + memory.logit_chunks
+    at_logits = memory.of_logits >= memory.recomputed + memory.gradients_of_layer
+    update = {
+        "activations": memory.activations + (memory.head if at_logits else 0.0),
+        "logits": logits if at_logits else 0.0,
+        "recomputed layers": 0.0 if at_logits else memory.recomputed + memory.gradients_of_layer,
+    }
+    passing = {
+        "start": {},
+        "rollout": {},
+        "prox": {"forward pass": memory.forward, "reference policy": memory.reference},
+        "update": update,
+        "sync": {"sync": staging(model)},
+        "probe": {"forward pass": probe},
+        "save": {},
+    }
+    found = {moment: _together(held, passing[moment]) for moment in MOMENTS}
+    return found | ({"start": {}} if waits else {})
+
+
+def _together(held: Mapping[str, float], passing: Mapping[str, float]) -> dict[str, float]:
+    """The policy that takes the reference's place for a while is kept beside it."""
+    found = dict(held)
+    for part, nbytes in passing.items():
+        found[part] = found.get(part, 0.0) + nbytes
+    found["allocator"] = SLACK * sum(passing.values()) if "process" not in held else 0.0
+    return {part: nbytes for part, nbytes in found.items() if nbytes}
+
+
+def communicators(layout: Layout) -> int:
+    """Groups of ranks that talk over NCCL: the world, and each axis that is split."""
+    experts = (layout.ep > 1) + (layout.ep > 1 and layout.dp > 1)
+    return (layout.world > 1) + sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.dp)) + experts
+
+
+def staging(model: Model) -> float:
+    """A bucket that is gathered, one that is sent, and the largest tensor whole."""
+    return BUCKETS + BF16 * _largest(model.shape)
+
+
+@cache
+def _largest(shape: ModelShape) -> int:
+    return max(prod(size) for param in params(replace(shape, layers=1)) for size in param.shapes)
+
+
+def engine_phases(
+    engine: EngineMemory, weights: EngineWeights, sync: SyncSection, sleep: Sleep
+) -> dict[str, dict[str, float]]:
+    """What an engine adds to its GPU."""
+    loaded = {"engine: weights": engine.weights, "engine: runtime": engine.runtime}
+    loaded |= {"engine: CUDA, NCCL": engine.context} if engine.context else {}
+    awake = loaded | {CACHE: engine.cache}
+    start = awake | ({"engine: unused": engine.unused} if engine.unused else {})
+    whole = weights.whole + weights.split + weights.key_value
+    staged = {"engine: next weights": float(whole)} if sync.staged and sync.transport != Transport.file else {}
+    if sleep == Sleep.none:
+        return dict.fromkeys(MOMENTS, awake) | {"start": start, "sync": awake | staged}
+    asleep = {"engine: asleep": engine.asleep}
+    learning = {"prox": asleep, "update": asleep, "sync": loaded | staged}
+    return dict.fromkeys(MOMENTS, awake) | {"start": start} | learning
+
+
+def joined(*each: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Moments of learner and engine on one GPU."""
+    return {moment: {part: n for one in each for part, n in one[moment].items()} for moment in MOMENTS}
+
+
+def largest_share(memory: Memory, spare: float = 0.0) -> float | None:
+    """The largest sampler.vllm.gpu_memory_utilization, in hundredths, that leaves every moment room.
+
+    `spare`: of the GPU's memory, to be left over. None: no cache that grows with it, or the memory is not known. A
+    moment without the cache is the same with every value.
+    """
+    moments = [parts for parts in memory.phases.values() if CACHE in parts]
+    if memory.limit is None or not moments:
+        return None
+    beside = max(sum(nbytes for part, nbytes in parts.items() if part not in SHARE) for parts in moments)
+    return floor((1 - spare - beside / memory.limit) * 100) / 100

@@ -1,0 +1,105 @@
+"""The sbatch line that a plan needs.
+
+python -m megatron_rl.workshop.planner.slurm SCRIPT RECIPE [key=value ...]     for slurm/submit: its options, one on a
+                                                                             line, or all that is wrong
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+
+from megatron_rl.config import ConfigError, cluster, read
+from megatron_rl.config.schema import Config, Format
+from megatron_rl.preflight import checks
+from megatron_rl.preflight.files import read_card
+from megatron_rl.preflight.machine import named
+from megatron_rl.workshop.planner.engine_memory import GIB
+from megatron_rl.workshop.planner.plan import Plan, plan
+
+LONGEST_JOB_S = 24 * 3600
+SPARE = 1.25  # of the planned time, and of the planned memory
+CORES = 8  # of a task
+
+
+def sbatch(recipe: Path, overrides: Sequence[str], config: Config, made: Plan) -> str:
+    """What to type, and what to know about it. One task is one rank of the learner."""
+    roles, servers, seconds = made.roles, config.sampler.fleet.servers, _seconds(config, made)
+    alone = "slurm/dapo_int8.sbatch" if config.quantization.format == Format.int8 else "slurm/dapo_fp8.sbatch"
+    given = f"RECIPE={shlex.quote(str(recipe))} "
+    if overrides:
+        given += f"OVERRIDES={shlex.quote(' '.join(overrides))} "
+    script = "slurm/dapo_split.sbatch" if servers else alone
+    lines = [f"{given}sbatch {' '.join(options(config, made))} {script}"]
+    if seconds > LONGEST_JOB_S:
+        lines.append(
+            f"# about {seconds / LONGEST_JOB_S:.1f} jobs of 24 hours, one after another: the script queues itself again"
+        )
+    if roles.distant and not servers:
+        lines.append(
+            f"# before it: {roles.distant} server(s) of {roles.engine_tp} GPUs on other nodes, each `megatron-rl serve "
+            f"{recipe} --host 0.0.0.0`, at sampler.fleet.addresses"
+        )
+    return "\n".join(lines)
+
+
+def options(config: Config, made: Plan) -> list[str]:
+    """Servers of the job's own have nodes of it; those that are given by address are elsewhere."""
+    roles, gpus = made.roles, os.environ.get("SITE_GPUS") or "gres=gpu"
+    return [
+        f"--job-name={config.run.name}",
+        f"--nodes={roles.nodes if config.sampler.fleet.servers else roles.learner_nodes}",
+        f"--ntasks-per-node={roles.tasks_per_node}",
+        f"--cpus-per-task={CORES}",
+        f"--{gpus}{':' if '=' in gpus else '='}{roles.per_node}",
+        f"--mem={_memory(made)}",
+        f"--time={_clock(min(_seconds(config, made), LONGEST_JOB_S))}",
+    ]
+
+
+def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[str]:
+    """The options that a checked recipe needs; raises one error that lists all that is wrong with it."""
+    config, found = read(recipe, overrides)
+    name, where = cluster(recipe, overrides)
+    machine = named(where) if where else None
+    problems, made = [*found, *checks.problems(config, on=machine, complete=True)], None
+    if machine is None:
+        problems.append(f"cluster: {name} names no machine to ask Slurm for; use another, such as cluster=1n8g")
+    elif not problems:
+        made = plan(config, read_card(str(config.model.folder)), machine)
+        problems += made.problems
+    if ("split" in Path(script).name) != bool(config.sampler.fleet.servers):
+        other = (
+            "slurm/dapo_split.sbatch" if config.sampler.fleet.servers else "slurm/dapo_int8.sbatch or dapo_fp8.sbatch"
+        )
+        problems.append(f"{script}: sampler.fleet.servers is {config.sampler.fleet.servers}; submit {other}")
+    if made is None or problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return options(config, made)
+
+
+def _memory(made: Plan) -> str:
+    """Of each node: 0 is all that it has."""
+    given = os.environ.get("SITE_MEM") or "0"
+    return f"{ceil(SPARE * sum(made.host.values()) / GIB)}G" if given == "plan" else given
+
+
+def _seconds(config: Config, made: Plan) -> float:
+    return made.time.step * config.run.steps * SPARE if made.time else LONGEST_JOB_S
+
+
+def _clock(seconds: float) -> str:
+    minutes = max(int(seconds // 60) + 1, 10) if seconds < LONGEST_JOB_S else LONGEST_JOB_S // 60
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
+
+
+if __name__ == "__main__":
+    try:
+        print("\n".join(for_submission(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])))
+    except ConfigError as error:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,123 @@
+"""What a recipe would do on this machine, in a few lines: the output of --dry-run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl.config import patience, prox_pass
+from megatron_rl.config.evaluation import held_out
+from megatron_rl.config.fleet import describe_sampler
+from megatron_rl.config.schema import (
+    CheckpointSection,
+    Config,
+    CorrectionConfig,
+    Decay,
+    Forward,
+    LearnerSection,
+    Level,
+    OptimSection,
+    Outside,
+    RunSection,
+)
+from megatron_rl.learner import limits
+from megatron_rl.preflight.checks import Checked
+from megatron_rl.preflight.disk import writes
+from megatron_rl.preflight.sync_plan import plan_sync
+
+
+def describe(config: Config, checked: Checked) -> str:
+    learner, rollout = config.learner, config.rollout
+    layout = checked.policy.layout
+    plan = plan_sync(checked.policy, config.quantization.format, config.quantization.ignore)
+    sizes = (("TP", layout.tp), ("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep), ("DP", layout.dp))
+    axes = [f"{name}{size}" for name, size in sizes if size > 1]
+    rows = [
+        ("run", str(Path(config.run.root) / str(config.run.name))),
+        ("machine", str(checked.machine)),
+        ("model", f"{config.model.path}, {plan.plain_bytes / 2e6:.2f}M parameters, {config.model.init}"),
+        ("learner", f"{layout.world} ranks ({' '.join(axes) or 'one rank'}), {_arithmetic(learner)}"),
+        ("sampler", describe_sampler(config.sampler, config.quantization)),
+        ("sync", f"{config.sync.transport}, {plan.nbytes / 1e6:.2f} MB in {len(plan.transfers)} tensors each time"),
+        ("step", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} answers, at most "
+                 f"{rollout.max_response_tokens} tokens each; {learner.n_minibatches} update(s){_prox(config)}"),
+        ("loss", _loss(config)),
+        ("optim", _schedule(config.optim)),
+        ("eval", _held_out(config)),
+        ("kept", _checkpoints(config.checkpoint)),
+        ("steps", f"{config.run.steps}" + _stop(config.run)),
+        ("patience", patience.describe(config)),
+        ("disk", _disk(config, checked)),
+        *(("to bring:", what) for what in checked.to_bring),
+        *(("note:", what) for what in checked.notes),
+    ]  # fmt: skip
+    return "\n".join(f"{name:<8} {text}" for name, text in rows) + "\nnothing was written (dry run)"
+
+
+def _arithmetic(learner: LearnerSection) -> str:
+    forward = "" if learner.forward == Forward.bf16 else ", forward as the sampler computes it"
+    if scaled := limits.fp8(learner):
+        return f"fp8 ({scaled}, {limits.fp8_recipe(learner)}), the rest in {learner.precision}{forward}"
+    return f"{learner.precision}{forward}"
+
+
+def _loss(config: Config) -> str:
+    loss = config.loss
+    kl = f"KL {loss.kl_coef:g} ({loss.kl_estimator})" if loss.kl_coef else "no KL"
+    correction = _correction(config.correction)
+    return f"{loss.name}, {kl}, {config.advantage.estimator} advantages, correction: {correction}"
+
+
+def _schedule(optim: OptimSection) -> str:
+    decay = str(optim.decay) if optim.decay == Decay.constant else f"{optim.decay} to {optim.min_lr:g}"
+    return f"learning rate {optim.lr:g}, {optim.warmup_steps} steps of warm-up, then {decay}"
+
+
+def _held_out(config: Config) -> str:
+    sets = held_out(config)
+    if not sets or not config.eval.every:
+        return "never"
+    named = (f"{one.name or 'eval'} ({one.path}, {one.samples} answer(s) each)" for one in sets)
+    return f"every {config.eval.every} steps: {', '.join(named)}"
+
+
+def _checkpoints(checkpoint: CheckpointSection) -> str:
+    moments = [f"every {checkpoint.every} steps"] if checkpoint.every else []
+    moments += [f"every {checkpoint.minutes:g} minutes"] if checkpoint.minutes else []
+    best = f", and the one with the highest {checkpoint.best}" if checkpoint.best else ""
+    return (
+        f"checkpoints {' and '.join(moments)}, the last {checkpoint.keep_last}{best}" if moments else "no checkpoints"
+    )
+
+
+def _correction(correction: CorrectionConfig) -> str:
+    weight = correction.weight
+    rules = f", {len(correction.reject)} reject rule(s)" if correction.reject else ""
+    if weight.level == Level.none:
+        return f"no weight{rules}"
+    inside = " to ".join(f"{bound:g}" for bound in (weight.low, weight.high) if bound is not None)
+    if weight.target_ess is not None:
+        bounds = f", capped for an effective sample size of {weight.target_ess:g}"
+    elif weight.outside == Outside.zero:
+        where = "above" if weight.low is None else "below" if weight.high is None else "outside"
+        bounds = f", 0 {where} {inside}"
+    else:
+        low = f", at least {weight.low:g}" if weight.low is not None else ""
+        bounds = (f" capped at {weight.high:g}" if weight.high is not None else "") + low
+    return f"{weight.level} weight{bounds}{rules}"
+
+
+def _prox(config: Config) -> str:
+    made = prox_pass.is_made(config.correction, config.loss, config.learner, config.rollout)
+    if made or not prox_pass.anchored_to_learner(config.correction, config.rollout):
+        return ""
+    return ", whose own forward pass gives the proximal logprobs"
+
+
+def _disk(config: Config, checked: Checked) -> str:
+    sections = (config.learner, config.run, config.rollout, config.checkpoint, config.log)
+    limit = "" if config.log.disk_gib is None else f"; log.disk_gib={config.log.disk_gib:g}"
+    return f"{writes(checked.policy.shape, *sections)}{limit}"
+
+
+def _stop(run: RunSection) -> str:
+    return "".join(f", or {metric} >= {least:g}" for metric, least in (run.stop or {}).items())

@@ -1,0 +1,114 @@
+"""A plan as text: a table of memory for each kind of GPU, and lines about the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.schema import Config, InFlight, RolloutSection
+from megatron_rl.runs.console import duration, table
+from megatron_rl.workshop.planner.engine_memory import GIB
+from megatron_rl.workshop.planner.phases import MOMENTS, PHASES, Memory
+from megatron_rl.workshop.planner.plan import Plan
+from megatron_rl.workshop.planner.time import FP8_PAYS, StepTime
+
+
+def describe(config: Config, plan: Plan) -> str:
+    sections = [list(_who(config, plan)), *(_memory(one) for one in plan.memory), list(_rest(config, plan))]
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _who(config: Config, plan: Plan) -> Iterator[str]:
+    roles, layout = plan.roles, plan.layout
+    axes = (("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("DP", layout.dp))
+    sizes = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one rank"
+    where = f"{roles.learner_nodes} node(s), {roles.tasks_per_node} on each" if roles.learner_nodes > 1 else "one node"
+    yield f"machine   {plan.machine}"
+    yield f"model     {config.model.path}: {plan.parameters / 1e6:,.1f} M parameters"
+    yield f"learner   {roles.learner:,} ranks ({sizes}) on {where}"
+    beside = f", {len(roles.shared)} of them the learner's, too" if roles.shared else ""
+    local = f"GPUs {', '.join(map(str, roles.local))} of the first node{beside}" if roles.local else "other nodes"
+    local = local if plan.machine.gpus else "this host"
+    others = f" and {roles.distant} on other nodes" if roles.distant and roles.local else ""
+    yield f"sampler   {roles.engines:,} engine(s) of {roles.engine_tp} on {local}{others}"
+    work = plan.work
+    yield (
+        f"step      {work.sequences:,} answers, about {work.tokens / 1e6:.2f} M tokens; {work.updates} update(s) of "
+        f"{plan.packs} micro-batch(es) on each replica"
+    )
+
+
+def _memory(memory: Memory) -> list[str]:
+    parts = dict.fromkeys(part for phase in MOMENTS for part in memory.phases[phase])
+    head = (f"{memory.what}: {memory.kind} ({memory.gpus})", *MOMENTS)
+    rows = [(part, *(_gib(memory.phases[phase].get(part, 0.0)) for phase in MOMENTS)) for part in parts]
+    rows.append(("all, in GiB", *(_gib(sum(memory.phases[phase].values())) for phase in MOMENTS)))
+    most = sorted(memory.phases[memory.peak_phase].items(), key=lambda part: -part[1])[:3]
+    told = ", ".join(f"{part} {nbytes / memory.peak:.0%}" for part, nbytes in most)
+    lines = table(head, rows)
+    if memory.limit is None or memory.margin is None:
+        return [*lines, f"  most in {memory.peak_phase}: {told}"]
+    less = f"{abs(memory.margin) / GIB:.1f} GiB {'left' if memory.margin >= 0 else 'too much'}"
+    usable = f"{_gib(memory.peak)} of {_gib(memory.limit)} GiB in {memory.peak_phase} ({told})"
+    return [*lines, f"  {memory.verdict}: {usable}; {less}"]
+
+
+def _ahead(time: StepTime, plan: Plan, rollout: RolloutSection) -> Iterator[str]:
+    waits = "learner waits for answers" if time.rollout > time.learner else "sampler waits for updates"
+    yield (
+        f"ahead     {duration(time.overlap)} of a step overlap, in turns it would take {duration(time.in_turn)}; the "
+        f"{waits}. Batches that wait take {_gib(plan.work.waiting_bytes(rollout.ahead))} GiB of the driver's host"
+    )
+    # an update that comes into the middle of an answer makes the rest of it younger
+    older = min(1.0, time.learner / time.rollout) if rollout.in_flight is InFlight.continue_ else 1.0
+    yield f"          about {older:.0%} of a batch's tokens are {rollout.ahead} update(s) old, the others younger"
+
+
+def _gib(nbytes: float) -> str:
+    if not nbytes:
+        return "-"
+    return f"{nbytes / GIB:.1f}" if nbytes >= 0.05 * GIB else f"{nbytes / GIB:.4f}"
+
+
+def _rest(config: Config, plan: Plan) -> Iterator[str]:
+    cache, sync, learner = plan.cache, config.sync, config.learner
+    yield (
+        f"cache     {cache.tokens:,} tokens of an engine: {cache.at_limits:,} sequences at their limit of "
+        f"{plan.work.longest:,}, {cache.at_mean:,} at the mean; sampler.vllm.max_num_seqs is {cache.wanted}"
+    )
+    yield f"save      {_gib(plan.kept_gib * GIB)} GiB, and as much of the hosts' memory together"
+    if plan.host:
+        parts = ", ".join(f"{part} {_gib(nbytes)}" for part, nbytes in plan.host.items())
+        has = plan.machine.host_gib
+        there = f"this one has {has:.0f}" if has else "how much that one has is not known"
+        yield f"host      about {_gib(sum(plan.host.values()))} GiB of the first node's own memory ({parts}); {there}"
+    old = max(config.rollout.ahead, sync.every - 1)
+    behind = f"answers are up to {old} update(s) of the sampler old" if old else ""
+    within = f"the last of a step's updates is {learner.n_minibatches - 1} behind them" * (learner.n_minibatches > 1)
+    yield f"staleness {'; '.join(filter(None, (behind, within))) or 'none: each answer is of the policy it trains'}"
+    if plan.time is None:
+        yield "time      not known for this machine; --on names one, such as 1x8xH100-80"
+    else:
+        yield from _time(plan.time, plan, config)
+    yield from (f"note      {note}" for note in plan.notes)
+
+
+def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
+    phases = ", ".join(f"{phase} {duration(getattr(time, phase))}" for phase in PHASES if getattr(time, phase) >= 0.5)
+    steps = config.run.steps
+    yield f"time      a step {duration(time.step)}: {phases}"
+    yield (
+        f"          {steps} steps {duration(time.step * steps)} and {plan.gpu_hours:,.0f} GPU-hours "
+        "(without evaluations; early steps have shorter answers)"
+    )
+    yield (
+        f"          rollout: {time.decoded} sequences together, {time.decode_s * 1e3:.0f} ms for a token of each; "
+        f"update: {time.talking:.0%} in collectives, {time.bubble:.0%} waiting for stages"
+    )
+    if time.ahead:
+        yield from _ahead(time, plan, config.rollout)
+    word = "less" if time.fp8_s >= 0 else "more"
+    yield (
+        f"fp8       a learner in FP8 takes about {duration(abs(time.fp8_s))} {word} for {plan.work.tokens / 1e6:.2f} M "
+        f"tokens than in BF16, and 2 bytes more for each weight; it pays above {FP8_PAYS / 1e6:.2f} M tokens a step"
+    )
+    yield "assumed   " + ", ".join(f"{name} {value:g}" for name, value in vars(plan.assumed).items())

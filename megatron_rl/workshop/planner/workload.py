@@ -1,0 +1,90 @@
+"""What a step has to do: sequences, tokens, micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.schema import LearnerSection, RolloutSection
+from megatron_rl.models.model import Model
+from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
+from megatron_rl.workshop.planner.activations import Pack
+
+WAITING_TOKEN = 13  # bytes: id, logprob, mask, text
+WAITING_ANSWER = 4096  # bytes: objects, and what a reward measured
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no recipe says. Lengths are shares of rollout.max_*; efficiencies are of the maker's peak."""
+
+    response: float = 0.4  # mean length of an answer
+    prompt: float = 0.25
+    batches: float = 1.0  # generation batches until enough groups have spread
+    dense: float = 0.40  # of the learner's matrix products
+    experts: float = 0.15
+    attention: float = 0.5
+    halved: float = 0.05  # of that, lost with each doubling of the ranks that share a matrix
+    sampling: float = 0.35  # of an engine's products, prompts included
+    reading: float = 0.75  # of memory bandwidth, while an engine decodes
+    reading_experts: float = 0.4
+    link: float = 0.6
+    host_ms: float = 4.0  # of an engine, for every token of its sequences
+    hop_us: float = 15.0  # of an all-reduce between ranks of an engine
+    far_hop_us: float = 50.0  # the same, between nodes
+    file_gbs: float = 2.0  # weights through files: written, checked, read
+    keep_gbs: float = 10.0  # a rank's state into the host's memory
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Of one step."""
+
+    sequences: int
+    prompt: float  # tokens of a prompt
+    response: float  # and of its answer, on average
+    longest: int  # a prompt and an answer at their limits
+    updates: int
+
+    @property
+    def length(self) -> float:
+        return self.prompt + self.response
+
+    @property
+    def tokens(self) -> float:
+        return self.sequences * self.length
+
+    @classmethod
+    def of(cls, rollout: RolloutSection, learner: LearnerSection, assumed: Assumptions) -> Workload:
+        return cls(
+            sequences=rollout.prompts_per_step * rollout.samples_per_prompt,
+            prompt=max(assumed.prompt * rollout.max_prompt_tokens, 1),
+            response=max(assumed.response * rollout.max_response_tokens, 1),
+            longest=rollout.max_prompt_tokens + rollout.max_response_tokens,
+            updates=learner.n_minibatches,
+        )
+
+    def waiting_bytes(self, ahead: int) -> float:
+        """Of the driver's host, for batches that wait for the learner."""
+        return ahead * self.sequences * (self.response * WAITING_TOKEN + WAITING_ANSWER)
+
+    def packs(self, learner: LearnerSection, model: Model) -> int:
+        """Micro-batches of an update on one replica."""
+        layout = model.layout
+        of_replica = self.tokens / self.updates / layout.dp
+        count = max(-(-int(of_replica) // max(learner.tokens_per_microbatch, int(self.length))), 1)
+        return max(count, min(2 * layout.pp, max(self.sequences // self.updates // layout.dp, 1)))
+
+    def worst_pack(self, learner: LearnerSection, model: Model) -> Pack:
+        """The fullest that can come: answers at their limit, or as many rows as the budget takes."""
+        rows = -(-self.sequences // self.updates // model.layout.dp)
+        tokens = max(self.longest, min(learner.tokens_per_microbatch, rows * self.longest))
+        share = 1 - self.prompt / max(self.longest, 1)  # prompts may be short
+        return Pack(tokens, max(tokens * share, 1), self.longest)
+
+
+def probe_pack(rollout: RolloutSection, learner: LearnerSection, model: Model) -> Pack:
+    """The fullest of a probe's forward pass: short answers, to prompts of any length."""
+    response = min(PROBE_TOKENS, rollout.max_response_tokens)
+    longest, rows = rollout.max_prompt_tokens + response, -(-PROBE_PROMPTS // model.layout.dp)
+    tokens = max(longest, min(learner.tokens_per_microbatch, rows * longest))
+    return Pack(tokens, min(tokens, rows * response), longest)

@@ -1,0 +1,29 @@
+"""A run that has ended: its plan and its report, written beside what the run itself has left."""
+
+from __future__ import annotations
+
+from megatron_rl.config.schema import Config
+from megatron_rl.preflight.machine import detect
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.workshop.planner.kept import keep
+
+
+def finish(run: RunDir, config: Config) -> str:
+    """Where the report lies, or what prevented it; empty where the run has left no line of metrics."""
+    if not run.metrics.is_file():
+        return ""
+    keep(config, detect(config.run.device), run)
+    return write_own_report(run) or (f"report   {run.report}" if run.report.is_file() else "")
+
+
+def write_own_report(run: RunDir) -> str:
+    """Once there is a line of metrics; returns what prevented it, as nothing may hide how the run itself ended."""
+    try:
+        if not run.metrics.is_file() or not run.metrics.stat().st_size:
+            return ""
+        from megatron_rl.workshop.reports.report import write_report
+
+        write_report([run.path], run.report)
+    except Exception as error:
+        return f"report.html was not written: {type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,116 @@
+"""`megatron-rl status` and `watch`: how runs stand, out of what they have written; they are not disturbed."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.runs.console import TREND, duration, sparkline
+from megatron_rl.runs.eval_metrics import accuracies
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.status import ENDED
+from megatron_rl.workshop.reports.run_data import RunData, load_run
+
+RECENT = 10  # steps, of which the rate is told
+SHOWN = (("rollout/response_tokens_mean", "length", ".0f"), ("reward/sampler_mean", "reward", ".3f"))
+
+
+def describe(path: Path) -> str:
+    """One run: its state, how far and how fast it is, what it scores, what it complains about, where to go on from."""
+    run = load_run(path)
+    rows = [("", _state(run)), *_rows(run)]
+    width = max(len(label) for label, _ in rows)
+    return "\n".join([run.name, *(f"  {label:<{width}}  {text}" if label else f"  {text}" for label, text in rows)])
+
+
+def ended(path: Path) -> bool:
+    return load_run(path).status.get("state", "finished") in ENDED
+
+
+def watch(paths: Sequence[Path], every_s: float, stream: TextIO | None = None) -> None:
+    """Until all have ended. A terminal is drawn anew; elsewhere what has changed is printed."""
+    console = Console(file=stream or sys.stdout)
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(Text(_all(paths)), refresh=True)
+                if all(map(ended, paths)):
+                    return
+                time.sleep(every_s)
+    before: dict[Path, str] = {}
+    while True:
+        for path in paths:
+            if (now := describe(path)) != before.get(path):
+                print(now, file=console.file, flush=True)
+                before[path] = now
+        if all(map(ended, paths)):
+            return
+        time.sleep(every_s)
+
+
+def _all(paths: Sequence[Path]) -> str:
+    return "\n\n".join(map(describe, paths))
+
+
+def _state(run: RunData) -> str:
+    status = run.status
+    state, reason = str(status.get("state", "no status.json")), str(status.get("reason") or "")
+    attempt = f", attempt {status['attempt']}" if status.get("attempt") else ""
+    where = f" on {status['host']}" if status.get("host") and state not in ENDED else ""
+    return f"{state}{where}{attempt}" + (f": {reason.splitlines()[0]}" if reason else "")
+
+
+def _rows(run: RunData) -> Iterator[tuple[str, str]]:
+    planned = run.status.get("steps") or run.setting("run.steps")
+    step = int(run.lines[-1]["progress/step"]) if run.lines else 0
+    seconds = run.series("time/step", first_step=max(step - RECENT + 1, 1)).finite
+    parts = [f"{step} of {planned if planned is not None else '?'}"]
+    if seconds:
+        each = statistics.median(seconds)
+        parts.append(f"{each:.1f} s each" if each < 60 else f"{duration(each)} each")
+        if run.status.get("state") not in ENDED and isinstance(planned, int) and planned > step:
+            parts.append(f"{duration((planned - step) * each)} left")
+    yield "step", ", ".join(parts)
+    yield from _curves(run)
+    yield from (("alarm", text) for text in _alarms(run.status.get("alarms")))
+    if run.status.get("state") == "running" and (silent := _since(run.status.get("heartbeat"))):
+        yield "sign of life", f"{duration(silent)} ago"
+    kept = checkpoints.steps(RunDir(run.path).checkpoints)
+    yield "checkpoint", f"step {kept[-1]}" + (f", {len(kept)} kept" if len(kept) > 1 else "") if kept else "none"
+    yield "logs", str(RunDir(run.path).logs)
+    yield from (("not readable", problem) for problem in run.unreadable)
+
+
+def _curves(run: RunData) -> Iterator[tuple[str, str]]:
+    evaluated = accuracies({name: None for line in run.lines for name in line})
+    for name, label, form in (*((name, label, ".3f") for name, label in evaluated.items()), *SHOWN):
+        values = run.series(name)
+        if values:
+            yield label, f"{values.finite[-1]:{form}}  {sparkline(values.values[-TREND:])}"
+
+
+def _alarms(given: Any) -> Iterator[str]:
+    """A name with what is known of it; a run of before there were any has none."""
+    if isinstance(given, Mapping):
+        for name, about in given.items():
+            known = about if isinstance(about, Mapping) else {}
+            yield ", ".join([str(name), *(f"{key} {value}" for key, value in known.items())])
+    elif isinstance(given, list):
+        yield from map(str, given)
+
+
+def _since(moment: Any) -> float | None:
+    try:
+        return max((datetime.now(UTC) - datetime.fromisoformat(str(moment))).total_seconds(), 0.0)
+    except (ValueError, TypeError):
+        return None

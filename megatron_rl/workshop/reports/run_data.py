@@ -1,0 +1,189 @@
+"""Reading a run directory back: the curves, the configuration and the recorded tokens, for reports and comparisons."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megatron_rl.config import ConfigError
+from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, pooled
+from megatron_rl.runs.lanes import Lane, read_lanes
+from megatron_rl.runs.metrics_file import read_lines
+from megatron_rl.runs.rollout_file import STEP, arrays, load_recorded, read_rollouts, recorded_steps
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.status import known_status
+from megatron_rl.runs.summary import Curves
+
+T = TypeVar("T")
+LONGEST_PROBLEM = 300  # characters
+RECORDED_STEPS = 8  # as many recorded steps, evenly spread, are read for histograms and cuts
+
+
+class NotARun(ConfigError):
+    pass
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Trained-on response tokens of the recorded steps, one entry each."""
+
+    sampler_logprobs: np.ndarray
+    prox_logprobs: np.ndarray
+    weights: np.ndarray  # NaN where the correction dropped the token, or none were recorded
+
+    @property
+    def log_ratio(self) -> np.ndarray:
+        return np.clip(self.prox_logprobs - self.sampler_logprobs, -20.0, 20.0)
+
+
+@dataclass(frozen=True)
+class RunData(Curves):
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    env: Mapping[str, Any]
+    status: Mapping[str, Any]
+    lines: tuple[Mapping[str, float], ...]  # one per step, in order
+    unreadable: list[str] = field(default_factory=list)  # files of a torn folder, and why; grows while it is read
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        value: Any = self.config
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        kinds = (dict, list)  # where a section or a list is expected, a torn file may hold something else
+        return default if isinstance(default, kinds) and not isinstance(value, type(default)) else value
+
+    @cached_property
+    def tokens(self) -> Tokens | None:
+        """None without recorded steps that hold both logprobs."""
+        nothing: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        parts = [part for _, path in self._recorded() for part in readable(path, _tokens_of, nothing, self.unreadable)]
+        if not parts:
+            return None
+        return Tokens(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    @cached_property
+    def mismatch(self) -> list[Slice]:
+        """The recorded steps along every cut; the policy that step N ought to sample from has version N - 1."""
+        nothing: list[Slice] = []
+        return pooled(
+            part
+            for step, path in self._recorded()
+            for part in readable(path, partial(recorded_breakdowns, policy_version=step - 1), nothing, self.unreadable)
+        )
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        return readable(self.path / "lanes.jsonl", read_lanes, list[Lane](), self.unreadable)
+
+    def logs(self) -> list[Path]:
+        """Of every attempt."""
+        return sorted((self.path / "logs").glob("attempt_*/*.log"))
+
+    def _recorded(self) -> list[tuple[int, Path]]:
+        steps = recorded_steps(RunDir(self.path).rollouts)
+        picks = sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), RECORDED_STEPS)).round().astype(int)))
+        return [steps[pick] for pick in picks]
+
+
+def load_run(path: Path) -> RunData:
+    run = RunDir(path)
+    if not any(file.is_file() for file in (run.metrics, run.config, run.status)):
+        raise NotARun(f"{path} is not a run directory: it has no metrics.jsonl. Give the folder of a run, as runs/NAME")
+    problems: list[str] = []
+    config = readable(run.config, lambda path: _mapping(read_yaml(_text(path))), dict[str, Any](), problems)
+    env, _ = (
+        readable(file, lambda path: _mapping(json.loads(_text(path))), dict[str, Any](), problems)
+        for file in (run.env, run.status)
+    )
+    lines, torn = readable(run.metrics, read_lines, (list[dict[str, float]](), 0), problems)
+    if torn:
+        problems.append(f"{run.metrics.name}: {torn} lines are torn, or do not say their step")
+    strange = [file.name for file in run.rollouts.glob("*.parquet") if not STEP.fullmatch(file.name)]
+    problems += [f"rollouts/{name}: not named after a step" for name in sorted(strange)]
+    return RunData(path.resolve().name, path, config, env, known_status(path), tuple(lines), problems)
+
+
+def readable(path: Path, read: Callable[[Path], T], otherwise: T, problems: list[str]) -> T:
+    """What a file holds. A torn one may fail its reader in any way: that is said, and the others are still shown."""
+    try:
+        return read(path)
+    except Exception as error:
+        text = " ".join(str(error).split())[:LONGEST_PROBLEM]
+        problem = f"{path.parent.name}/{path.name}: {type(error).__name__}: {text}"
+        if problem not in problems:
+            problems.append(problem)
+        return otherwise
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _mapping(found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise TypeError(f"it holds {type(found).__name__}, not keys and values")
+    return found
+
+
+def load_runs(paths: Sequence[Path]) -> list[RunData]:
+    """Runs with distinct names: folders of the same name are told apart by their paths."""
+    runs = [load_run(path) for path in paths]
+    names = [run.name for run in runs]
+    return [run if names.count(run.name) == 1 else replace(run, name=str(run.path)) for run in runs]
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def config_differences(runs: Sequence[RunData]) -> dict[str, list[Any]]:
+    """Key -> value per run, only where they differ. A run's own name is no difference."""
+    flat = [dict(flatten(run.config)) for run in runs]
+    keys = list(dict.fromkeys(key for one in flat for key in one))
+    table = {key: [one.get(key) for one in flat] for key in keys if key not in ("run.name", "run.if_exists")}
+    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
+
+
+def recorded_breakdowns(path: Path, policy_version: int | None = None) -> list[Slice]:
+    """The breakdowns of one recorded step; none where it holds no learner logprobs."""
+    recorded = load_recorded(path)
+    if recorded.prox_logprobs_BT is None:
+        return []
+    return breakdowns(
+        recorded.prox_logprobs_BT,
+        recorded.batch.sampler_logprobs_BT,
+        recorded.batch.mask_BT,
+        finish_reasons=[one.rollout.finish_reason for one in recorded.scored],
+        versions_BT=recorded.batch.token_versions_BT,
+        policy_version=policy_version,
+        formats=[one.rollout.format for one in recorded.scored],
+    )
+
+
+def _tokens_of(path: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    parts = []
+    table = read_rollouts(path)
+    columns = [arrays(table, name) for name in ("sampler_logprobs", "prox_logprobs", "weights", "kept", "loss_mask")]
+    for mu, p, weights, kept, mask in zip(*columns, strict=True):
+        if p is None or mu is None or not len(mu):
+            continue
+        w = np.full(len(mu), np.nan) if weights is None else weights
+        if kept is not None:
+            w = np.where(kept, w, np.nan)
+        use = mask & np.isfinite(mu) & np.isfinite(p)
+        parts.append((mu[use].astype(np.float64), p[use].astype(np.float64), w[use].astype(np.float64)))
+    return parts

@@ -1,0 +1,1 @@
+"""One module per project whose correction settings `megatron_rl.workshop.translation.translate` reads."""

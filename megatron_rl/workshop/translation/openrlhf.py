@@ -1,0 +1,92 @@
+"""OpenRLHF's `--algo.advantage.is_correction_*`: those of 0.11.2, those before it, and the latter's former names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.config.schema import CorrectionConfig, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import Keys, Translation, anywhere
+from megatron_rl.workshop.translation.shared import BYPASS, NO_WEIGHT, keeps_kl
+
+BOUNDS = "is_correction_threshold"
+LEVEL, MODE, GATING = "is_correction_level", "is_correction_mode", "is_correction_gating"
+ENABLE, KIND = "is_correction_enable", "is_correction_type"
+FIRST_BOUND = "vllm_is_truncated_threshold"
+FORMER = {"enable_vllm_is_correction": ENABLE, FIRST_BOUND: BOUNDS, "vllm_is_correction_type": KIND}
+REMOVED = {"use_icepop": f"{KIND}: icepop does it"}
+KL_KEY, COMMON = "unbiased_gradient", ("use_loss",)
+KEYS = (LEVEL, MODE, GATING, BOUNDS, ENABLE, KIND, "policy_loss_type", KL_KEY, *COMMON, *FORMER)
+# what a scheme is called before 0.11.2, and its level and mode since
+SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+
+
+def openrlhf(mapping: Mapping[str, Any]) -> Translation:
+    keys = anywhere("openrlhf", mapping, KEYS, COMMON, old=REMOVED)
+    keys.rename(FORMER)
+    if keys.flag(KL_KEY, False) and keys.flag("use_loss", True):
+        raise keys.error(KL_KEY, "our KL term takes no importance weight")
+    scheme = _scheme(keys) if any(map(keys.given, (LEVEL, MODE, GATING))) else _former_scheme(keys)
+    if scheme is None:
+        return Translation(CorrectionConfig(weight=NO_WEIGHT, rebaseline=False, renormalize=False), keys.notes)
+    if keys.choice("policy_loss_type", "ppo", "ppo", "gspo") == "gspo":
+        keys.notes.append("with gspo OpenRLHF takes the sampler's logprobs as the anchor; goes with loss.name: gspo")
+        return Translation(BYPASS, keys.notes)
+    level, mode = scheme
+    low, high = _bounds(keys)
+    rules = []
+    if level == "seq":
+        weight = WeightConfig(level=Level.token, high=None)
+        rules.append(RejectRule(stat=Stat.ratio, reduce=Reduce.mean, low=low, high=high))
+        keys.notes.append(keeps_kl("OpenRLHF"))
+    else:
+        outside = Outside.zero if mode == "mask" else Outside.truncate
+        weight = WeightConfig(level=Level.token, outside=outside, low=low, high=high)
+    return Translation(CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=False), keys.notes)
+
+
+def _scheme(keys: Keys) -> tuple[str, str] | None:
+    """Level and mode as 0.11.2 has them; none where the correction is off."""
+    for name in (ENABLE, KIND):
+        if keys.given(name):
+            raise keys.error(name, f"OpenRLHF 0.11.2 has {LEVEL} and {MODE} in its place; keep those of one version")
+    if keys.raw(LEVEL) is False:  # the word off, as YAML reads it
+        return None
+    if keys.text(LEVEL) == "geo":
+        raise keys.error(LEVEL, "OpenRLHF's name for a geometric mean is seq, write that; labs-molt's seq is a product")
+    level = keys.choice(LEVEL, "off", "off", "token", "seq")
+    if not keys.given(LEVEL):
+        keys.notes.append(f"{LEVEL} is not given and off by default, so OpenRLHF corrects nothing")
+    if level in (None, "off"):
+        return None
+    mode = keys.choice(MODE, "mask", "mask", "clip") or "mask"
+    if level == "seq" and mode == "clip":
+        raise keys.error(MODE, f"OpenRLHF refuses it with {LEVEL} seq")
+    gated = keys.choice(GATING, "ratio", "ratio", "binary_kl", "tv") != "ratio"
+    if gated and keys.text("policy_loss_type") != "gspo":  # whose loss has no gate
+        raise keys.error(GATING, "a bound on the divergence of two probabilities, which we have not; bound the ratio")
+    return str(level), mode
+
+
+def _former_scheme(keys: Keys) -> tuple[str, str] | None:
+    if keys.given(BOUNDS) and not keys.given(ENABLE) and not keys.given(KIND):
+        raise keys.error(BOUNDS, f"OpenRLHF corrects nothing by it alone; add {LEVEL}, or {ENABLE} before 0.11.2")
+    kind = keys.choice(KIND, "tis", *SCHEMES) or "tis"
+    if keys.given(KIND) and not keys.given(ENABLE):
+        keys.notes.append(f"{ENABLE} is not given and taken as true; without it OpenRLHF corrects nothing")
+    return SCHEMES[kind] if keys.flag(ENABLE, default=keys.given(KIND)) else None
+
+
+def _bounds(keys: Keys) -> tuple[float | None, float]:
+    """A pair or the two words of the flag; where OpenRLHF takes a single number, it is the upper one."""
+    bounds = keys.raw(BOUNDS)
+    if bounds is None:
+        return 0.5, 5.0
+    words = bounds.split() if isinstance(bounds, str) else bounds if isinstance(bounds, list | tuple) else [bounds]
+    single = keys.given(LEVEL) or keys.given(FIRST_BOUND)
+    if len(words) != 2 and not (single and len(words) == 1):
+        raise keys.error(BOUNDS, f"expected two numbers, low and high{', or high alone' if single else ''}")
+    *_, high = numbers = [keys.as_number(BOUNDS, word) for word in words]
+    if numbers[0] < 0:
+        raise keys.error(BOUNDS, "ratios are never negative")
+    return (numbers[0] or None) if len(numbers) == 2 else None, high

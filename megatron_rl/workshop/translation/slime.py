@@ -1,0 +1,167 @@
+"""slime's flags: TIS and its variants, the mismatch helper of its examples (MIS), off-policy sequence masking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.config.schema import (
+    Aggregate,
+    Anchor,
+    CorrectionConfig,
+    Level,
+    Outside,
+    Reduce,
+    RejectRule,
+    Stat,
+    WeightConfig,
+)
+from megatron_rl.workshop.translation.keys import Keys, Translation, anywhere
+from megatron_rl.workshop.translation.shared import NO_WEIGHT, gspo_tokens, keeps_kl, opsm
+
+FUNCTION = "custom_tis_function_path"
+FLAGS = (
+    "use_tis",
+    "tis_clip",
+    "tis_clip_low",
+    FUNCTION,
+    "use_rollout_logprobs",
+    "get_mismatch_metrics",
+    "custom_config_path",
+)
+PARTIAL, MASK_OLD = "partial_rollout", "mask_offpolicy_in_partial_rollout"
+OTHER_FLAGS = ("use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss", "advantage_estimator", PARTIAL, MASK_OLD)
+MIS = (
+    "use_rs",
+    "tis_level",
+    "rs_level",
+    "tis_mode",
+    "tis_lower_bound",
+    "tis_upper_bound",
+    "rs_lower_bound",
+    "rs_upper_bound",
+    "rs_veto_threshold",
+    "tis_batch_normalize",
+)
+COMMON = ("use_kl_loss", "custom_config_path", "advantage_estimator")
+LEVELS = ("token", "sequence", "geometric")
+REDUCE = {"sequence": Reduce.sum, "geometric": Reduce.mean}
+
+
+def slime(mapping: Mapping[str, Any]) -> Translation:
+    keys = anywhere("slime", mapping, FLAGS + OTHER_FLAGS + MIS, COMMON)
+    if keys.flag("use_unbiased_kl", False) and keys.flag("use_kl_loss", True):
+        raise keys.error("use_unbiased_kl", "our KL term takes no importance weight")
+    by_sampler = keys.flag("use_rollout_logprobs", False)
+    if by_sampler and keys.flag("use_tis", False):
+        raise keys.error("use_tis", "slime refuses it with use_rollout_logprobs")
+    weight, rules = _correction(keys)
+    if by_sampler and weight.level != Level.none:
+        raise keys.error(
+            "get_mismatch_metrics", "with icepop_function slime weighs a ratio that holds the weight already"
+        )
+    if keys.text("advantage_estimator") == "gspo" and any(rule.level == Level.token for rule in rules):
+        keys.notes.append(gspo_tokens("slime"))
+    if keys.flag("use_opsm", False):
+        delta = keys.number("opsm_delta", 1e-4)
+        assert delta is not None
+        rules.append(opsm(delta))
+        if by_sampler:
+            keys.notes.append("use_opsm: each micro-batch judges by the current policy, as slime does")
+        else:
+            keys.notes.append(
+                "use_opsm: slime compares the learner's own old logprobs with its current ones, which rejects nothing "
+                "with one update per batch; ours compares the sampler's with the proximal ones, which is slime's rule "
+                "under use_rollout_logprobs"
+            )
+        keys.notes.append(keeps_kl("slime", "what use_opsm, not what use_rs, rejects"))
+    if keys.flag(MASK_OLD, False):
+        rules.insert(0, _fresh(keys))
+    anchor = Anchor.sampler if by_sampler else Anchor.prox
+    config = CorrectionConfig(anchor=anchor, weight=weight, reject=rules, rebaseline=False, renormalize=False)
+    return Translation(config, keys.notes)
+
+
+def _fresh(keys: Keys) -> RejectRule:
+    """What was written before the call that finished the batch is not trained on."""
+    if not keys.flag(PARTIAL, True):
+        raise keys.error(MASK_OLD, f"slime ignores it without {PARTIAL}; set that, or leave this out")
+    if not keys.given(PARTIAL):
+        keys.notes.append(f"{PARTIAL} is not given and taken as true; without it slime masks nothing here")
+    keys.notes.append(
+        f"{MASK_OLD}: the call that completes a batch has the learner's weights in slime's train.py, and those of one "
+        "update before in train_async.py: raise the rule's high to 1 for that"
+    )
+    keys.notes.append("a row that is masked as a whole still counts in slime's mean over rows, not in ours")
+    return RejectRule(level=Level.token, stat=Stat.staleness, high=0.0)
+
+
+def _correction(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
+    function = keys.text(FUNCTION) or ""
+    mis = [name for name in MIS if keys.given(name)]
+    is_mis = function.endswith("compute_mis_weights_with_cp")
+    wanted = keys.flag("use_tis", False)
+    if mis and function and not is_mis:
+        raise keys.error(mis[0], f"{FUNCTION} {function} does not read it")
+    if is_mis and not mis and wanted:
+        raise keys.error(FUNCTION, "its settings are in another file, custom_config_path; write them beside it")
+    if mis and not wanted and keys.flag("use_rs", False):
+        raise keys.error("use_rs", "slime rejects nothing without use_tis; set it, or leave use_rs out")
+    if mis and wanted:
+        if not function:
+            keys.notes.append(f"{FUNCTION} is not given and taken as that of examples/train_infer_mismatch_helper")
+        return _mis(keys)
+    # the metrics call the function too, and an icepop that is called is an icepop that weighs
+    if not wanted and not (function and not is_mis and keys.flag("get_mismatch_metrics", False)):
+        return NO_WEIGHT, []
+    if function and not function.endswith("icepop_function"):
+        raise keys.error(FUNCTION, "what a custom function computes is not known here")
+    outside = Outside.zero if function else Outside.truncate
+    low, high = keys.lower("tis_clip_low"), keys.positive("tis_clip", 2.0)
+    return WeightConfig(level=Level.token, outside=outside, low=low, high=high), []
+
+
+def _mis(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
+    """examples/train_infer_mismatch_helper: weights, rejection and a veto, per token, product or geometric mean."""
+    level = keys.choice("tis_level", "token", *LEVELS) or "token"
+    mode = keys.choice("tis_mode", "truncate", "truncate", "clip", "mask")
+    rejects = keys.flag("use_rs", False)
+    normalize = keys.flag("tis_batch_normalize", False)
+    if normalize and (rejects or mode == "mask"):
+        raise keys.error("tis_batch_normalize", "with rejection slime's mean includes rejected tokens, ours never does")
+    if normalize and level == "geometric":
+        raise keys.error("tis_batch_normalize", "slime refuses it with tis_level geometric")
+    if normalize:
+        keys.notes.append("tis_batch_normalize: slime's mean is of a micro-batch, ours of the batch: the same with one")
+    high = keys.positive("tis_upper_bound")
+    if high is None:
+        raise keys.error("tis_upper_bound", "slime needs it")
+    low = keys.positive("tis_lower_bound") or 1.0 / high
+    weight = WeightConfig(
+        level=Level.token if level == "token" else Level.sequence,
+        aggregate=Aggregate.geometric if level == "geometric" else Aggregate.product,
+        outside=Outside.zero if mode == "mask" else Outside.truncate,
+        low=None if mode == "truncate" else low,
+        high=high,
+        normalize=normalize,
+    )
+    if mode == "mask":
+        keys.notes.append("tis_mode: mask: slime's reference KL and entropy leave out masked tokens, ours keep them")
+    return weight, _rejection(keys, low, high) if rejects else []
+
+
+def _rejection(keys: Keys, low: float, high: float) -> list[RejectRule]:
+    level = keys.choice("rs_level", "token", *LEVELS) or "token"
+    rules = [
+        RejectRule(
+            level=Level.token if level == "token" else Level.sequence,
+            stat=Stat.ratio,
+            reduce=REDUCE.get(level),
+            low=keys.positive("rs_lower_bound") or low,
+            high=keys.positive("rs_upper_bound") or high,
+        )
+    ]
+    veto = keys.positive("rs_veto_threshold")
+    if veto is not None:
+        rules.append(RejectRule(stat=Stat.ratio, reduce=Reduce.min, low=veto))
+    return rules

@@ -1,0 +1,74 @@
+"""TRL's GRPOConfig: `vllm_importance_sampling_*` and the off-policy sequence mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.config.schema import CorrectionConfig, Level, NonFinite, Outside, WeightConfig
+from megatron_rl.workshop.translation.keys import Keys, Translation, anywhere, flatten, last
+from megatron_rl.workshop.translation.shared import NO_WEIGHT, keeps_kl, opsm
+
+MODE, MASK_KEY = "vllm_importance_sampling_mode", "off_policy_mask_threshold"
+LOW, HIGH = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
+OLD_HIGH = "vllm_importance_sampling_cap"
+CORRECTION = "vllm_importance_sampling_correction"
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+COMMON = ("beta", "loss_type")
+KL_KEY = "use_bias_correction_kl"
+KEYS = (CORRECTION, MODE, LOW, HIGH, OLD_HIGH, MASK_KEY, "use_vllm", KL_KEY, *COMMON)
+# 0.23 to 0.25 know token truncation alone; these tell a file of a later version
+SINCE_0_26 = {MODE, LOW, HIGH, KL_KEY, MASK_KEY, "num_generations_eval", "log_unique_prompts", "vllm_max_model_length"}
+EARLY = f"without {MODE} read as TRL 0.23 to 0.25 do: token_truncate; since 0.26 it is sequence_mask, say which"
+LATER = (
+    f"without {MODE} read as TRL does since 0.26: sequence_mask; 0.23 to 0.25 cap tokens at {OLD_HIGH}, 2: say which"
+)
+
+
+def trl(mapping: Mapping[str, Any]) -> Translation:
+    keys = anywhere("trl", mapping, KEYS, COMMON)
+    undated = SINCE_0_26.isdisjoint(map(last, flatten(mapping)))
+    early = undated and keys.given(OLD_HIGH)
+    if keys.flag(KL_KEY, default=keys.given("beta") and not early) and keys.number("beta") != 0:
+        raise keys.error(KL_KEY, "our KL term takes no importance weight, and TRL's does by default; set it to false")
+    by_vllm = keys.flag("use_vllm", True)
+    weight = NO_WEIGHT
+    if by_vllm and keys.flag(CORRECTION, True):
+        weight = WeightConfig(level=Level.token, high=keys.positive(OLD_HIGH)) if early else _weight(keys)
+        if undated:
+            keys.notes.append(EARLY if early else LATER)
+        if keys.text("loss_type") == "vespo":
+            raise keys.error("loss_type", "VESPO takes the ratio into a weighting of its own, which we have not")
+    rules = []
+    threshold = keys.positive(MASK_KEY)
+    if threshold is not None:
+        rules.append(opsm(threshold))
+        keys.notes.append(
+            f"{MASK_KEY}: judges by the proximal policy, TRL by the current one: the same with one update per batch"
+        )
+        if not by_vllm:
+            keys.notes.append(f"{MASK_KEY}: without vLLM TRL compares with the learner's own old logprobs")
+    if rules:
+        keys.notes.append(keeps_kl("TRL"))
+    if weight.level == Level.sequence:
+        keys.notes.append("a token without a sampler logprob has the row's ratio in TRL, weight 1 here")
+    if weight.level != Level.none and not keys.given("use_vllm"):
+        keys.notes.append("use_vllm is not given and taken as true; without vLLM TRL corrects nothing")
+    config = CorrectionConfig(
+        weight=weight, reject=rules, rebaseline=False, renormalize=False, non_finite=NonFinite.one
+    )
+    return Translation(config, keys.notes)
+
+
+def _weight(keys: Keys) -> WeightConfig:
+    mode = keys.choice(MODE, "sequence_mask", *MODES)
+    if mode is None:
+        raise keys.error(MODE, f"expected one of {', '.join(MODES)}")
+    level, action = mode.split("_")
+    low, high = keys.lower(LOW), keys.positive(OLD_HIGH) or keys.positive(HIGH, 3.0)
+    if high is None and low is None:
+        if action == "truncate":
+            raise keys.error(HIGH, f"TRL needs a bound with {mode}; set {HIGH} or {LOW}")
+        action = "truncate"
+    outside = Outside.zero if action == "mask" else Outside.truncate
+    return WeightConfig(level=Level(level), outside=outside, low=low, high=high)

@@ -1,0 +1,293 @@
+"""What a stranger may have put into a checkpoint: it is named, and nothing runs, leads out, or grows."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import shutil
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+
+from megatron_rl import cli
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.checkpoint.readable import look_into
+from megatron_rl.checkpoint.torch_dist.index import CheckpointError, read_index
+from megatron_rl.checkpoint.torch_dist.places import Entry
+from megatron_rl.checkpoint.torch_dist.reader import Reader
+from megatron_rl.checkpoint.torch_dist.saved_tensor import read_saved
+from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
+from megatron_rl.config.schema import IfExists
+from megatron_rl.runs.run_dir import open_run
+
+YAML = "run: {name: run}"
+WEIGHT = torch.arange(64, dtype=torch.float32).view(8, 8)
+EVIDENCE = "executed"
+
+
+class Attack:
+    """Leaves evidence, when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.system, (f"touch {EVIDENCE}",)
+
+
+def save(root: Path, step: int, change: Callable[[Path], None] = lambda folder: None) -> Path:
+    """A checkpoint that is whole by its checksums, whatever has been changed in it."""
+    partial = checkpoints.partial_of(root, step)
+    (partial / "policy").mkdir(parents=True)
+    (partial / "ranks").mkdir()
+    halves = [Block("embedding.word_embeddings.weight", (8, 8), (row, 0), WEIGHT[row : row + 4]) for row in (0, 4)]
+    write_index(partial / "policy", write_blocks(partial / "policy" / "rank_0.distcp", halves))
+    save_file({"rng.cpu": torch.get_rng_state()}, partial / "ranks" / "rank_0.safetensors")
+    save_file({}, partial / "sync.safetensors")
+    change(partial)
+    files = {
+        str(path.relative_to(partial)): list(checkpoints.digest(path))
+        for path in partial.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    }
+    driver = {"position": 10 * step, "seen": {"samples": 1, "tokens": 2}, "best": None}
+    return checkpoints.publish(
+        partial, root, step=step, updates=step, layout={"tp": 1}, files=files, driver=driver
+    ).path
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with a good checkpoint of step 2; the working folder is where an attack would leave evidence."""
+    monkeypatch.chdir(tmp_path)
+    run, _ = open_run(tmp_path / "run", IfExists.refuse, YAML)
+    assert run.lock is not None
+    run.lock.close()
+    run.metrics.write_text('{"progress/step": 1}\n')
+    save(run.checkpoints, 2)
+    return run.path
+
+
+def indexed(change: Callable[[Metadata], Metadata]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / "policy" / ".metadata"
+        path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()))))
+
+    return apply
+
+
+def written(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+def linked(name: str, target: str) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return apply
+
+
+def pipe(folder: Path) -> None:
+    (folder / "policy" / ".metadata").unlink()
+    os.mkfifo(folder / "policy" / ".metadata")
+
+
+def places(**changes: Any) -> Callable[[Path], None]:
+    return indexed(
+        lambda one: replace(one, storage_data={key: replace(info, **changes) for key, info in one.storage_data.items()})
+    )
+
+
+def places_of_another(folder: Path) -> None:
+    indexed(lambda one: replace(one, storage_data={}))(folder)
+
+
+def described(size: tuple[int, ...]) -> Callable[[Path], None]:
+    """Of the declared size, in one part."""
+
+    def change(one: Metadata) -> Metadata:
+        ((key, about),) = one.state_dict_metadata.items()
+        part = ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
+        whole = TensorStorageMetadata(about.properties, torch.Size(size), [part])
+        return replace(one, state_dict_metadata={key: whole})
+
+    return indexed(change)
+
+
+def laughs() -> bytes:
+    """Keys whose hash would take forever: tuples of twice the same, a hundred times."""
+    content = b"\x80\x04}" + b"K\x00"
+    for _ in range(100):
+        content += b"2\x86"  # DUP is not even read; TUPLE2
+    return content + b"K\x01s."
+
+
+def zipped(head: bytes, packing: int = zipfile.ZIP_STORED, **others: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", packing) as archive:
+        for name, content in {"archive/data.pkl": head, **others}.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+COMMON = "policy/common.pt"
+BAD: dict[str, Callable[[Path], None]] = {
+    "common state that is an attack": written(COMMON, pickle.dumps(Attack())),
+    "packed common state that executes": written(COMMON, zipped(pickle.dumps(Attack(), 2))),
+    "common state twice": written(COMMON, zipped(pickle.dumps({}, 2), **{"b/data.pkl": pickle.dumps(Attack(), 2)})),
+    "common state that unpacks to gigabytes": written(COMMON, zipped(bytes(64 << 20), zipfile.ZIP_DEFLATED)),
+    "data beside common state that does": written(
+        COMMON, zipped(pickle.dumps({}, 2), zipfile.ZIP_DEFLATED, **{"archive/data/0": bytes(64 << 20)})
+    ),
+    "common state that names a file": written(COMMON, zipped(b"\x80\x02cbuiltins\nopen\nq\x00.")),
+    "common state of megabytes": written(COMMON, zipped(pickle.dumps(bytes(1 << 20), 2))),
+    "common state that is a link": linked(COMMON, "/etc/passwd"),
+    "an index that executes": indexed(lambda one: replace(one, planner_data=Attack())),
+    "an index that is an attack": written("policy/.metadata", pickle.dumps(Attack())),
+    "an index of old opcodes that executes": written("policy/.metadata", b"cos\nsystem\n(S'touch executed'\ntR."),
+    "an index with an instance": written("policy/.metadata", b"(S'touch executed'\nios\nsystem\n."),
+    "an index that is none": written("policy/.metadata", pickle.dumps({"x": 1})),
+    "an index that is empty": written("policy/.metadata", b""),
+    "an index that asks for a huge memo": written("policy/.metadata", b"\x80\x04Nr\xff\xff\xff\x7f."),
+    "an index with huge bytes": written("policy/.metadata", b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x."),
+    "an index with a huge number": written("policy/.metadata", b"\x80\x04\x8b" + struct.pack("<i", 1 << 30) + b"x."),
+    "an index of endless hashes": written("policy/.metadata", laughs()),
+    "an index of deep lists": written("policy/.metadata", b"\x80\x04" + b"](" * 20_000 + b"."),
+    "a place outside": places(relative_path="../../../secret"),
+    "an absolute place": places(relative_path="/etc/passwd"),
+    "a place in a folder": places(relative_path="."),
+    "a place that begins before its file": places(offset=-8),
+    "a place beyond its file": places(offset=1 << 40),
+    "a place that is longer than its file": places(length=1 << 40),
+    "a place that is no number": places(length="x"),
+    "a packed place": places(transform_descriptors=["zstd"]),
+    "a tensor of terabytes": described((1 << 40, 8)),
+    "a tensor of more numbers than there are": described((1 << 62, 1 << 62)),
+    "parts in no place": places_of_another,
+    "a backend of another kind": written("policy/metadata.json", b'{"sharded_backend": "zarr"}'),
+    "a backend that is too deep": written("policy/metadata.json", b"[" * 100_000),
+    "a header that lies": written("ranks/rank_0.safetensors", struct.pack("<Q", 1 << 60) + b"{}"),
+    "a header of dicts": written("ranks/rank_0.safetensors", struct.pack("<Q", 90_000) + b"[" * 90_000),
+    "a header that names more than there is": written(
+        "sync.safetensors",
+        struct.pack("<Q", 64) + b'{"a":{"dtype":"F32","shape":[99],"data_offsets":[0,396]}}'.ljust(64),
+    ),
+    "no index": lambda folder: (folder / "policy" / ".metadata").unlink(),
+    "no scales": lambda folder: (folder / "sync.safetensors").unlink(),
+    "no data": lambda folder: (folder / "policy" / "rank_0.distcp").unlink(),
+    "a link to data elsewhere": linked("policy/rank_0.distcp", "/etc/passwd"),
+    "an index that is a link": linked("policy/.metadata", "/etc/passwd"),
+    "a pipe for an index": pipe,
+}
+
+
+@pytest.mark.fault(
+    "a checkpoint of a stranger lies about its content, or would execute, with checksums that are right",
+    "it has a verdict, an older one is taken; nothing runs, is read elsewhere, or is allocated beyond the files",
+)
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_one_is_told_and_passed_over(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save(run / "checkpoints", 4, BAD[name])
+    Path("secret").write_text("secret")
+    tracemalloc.start()
+    assert cli.main(["checkpoints", str(run)]) == 0
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) >= 3
+    assert any("torn: " in line for line in told)
+    assert told[-1].rstrip().endswith("whole")
+    assert peak < 64 << 20
+    _, said = open_run(run, IfExists.resume, YAML, look_into)
+    assert "the checkpoint of step 4 is not whole and is passed over" in said
+    assert "goes on after step 2" in said
+    assert not Path(EVIDENCE).exists()
+    assert Path("secret").read_text() == "secret"
+
+
+def test_with_bad_ones_alone_the_run_begins_again(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step_2")
+    for step, name in ((4, "no index"), (6, "a tensor of terabytes")):
+        save(run / "checkpoints", step, BAD[name])
+    found, said = open_run(run, IfExists.resume, YAML, look_into)
+    assert found.resumes_after is None
+    lines = said.splitlines()
+    assert ["step 6" in lines[0], "step 4" in lines[1], len(lines)] == [True, True, 3]
+    assert lines[2].endswith("is now " + f"{run}.1: none of its 2 checkpoints is whole; the run begins again")
+    assert (run.with_name("run.1") / "checkpoints" / "step_6").is_dir()
+
+
+@pytest.mark.fault("the file of a tensor is not what it says", "it is refused; nothing runs, nothing huge is made")
+def test_a_tensor_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    torch.save(WEIGHT, good)
+    whole = good.read_bytes()
+    assert torch.equal(read_saved(good, 0, len(whole), "float32", (8, 8)), WEIGHT)
+    transposed = tmp_path / "transposed"
+    torch.save(WEIGHT.t(), transposed)
+    assert torch.equal(read_saved(transposed, 0, transposed.stat().st_size, "float32", (8, 8)), WEIGHT.t())
+    for content in (pickle.dumps(Attack()), b"", b"PK\x05\x06" + b"\0" * 18, b"PK\x05\x06" + b"\xff" * 18):
+        bad.write_bytes(content)
+        with pytest.raises(ValueError, match=r"."):
+            read_saved(bad, 0, len(content), "float32", (8, 8))
+    torch.save(Attack(), bad)
+    with pytest.raises(ValueError, match=r"refers to posix\.system"):
+        read_saved(bad, 0, bad.stat().st_size, "float32", (8, 8))
+    assert not Path(EVIDENCE).exists()
+    choice = random.Random(1)
+    for _ in range(300):  # whatever is damaged: the same values, other values, or a ValueError
+        content = bytearray(whole)
+        for _ in range(choice.randrange(1, 4)):
+            content[choice.randrange(len(content))] = choice.randrange(256)
+        bad.write_bytes(content[: choice.randrange(len(content))] if choice.random() < 0.3 else content)
+        try:
+            assert read_saved(bad, 0, bad.stat().st_size, "float32", (8, 8)).shape == (8, 8)
+        except ValueError:
+            pass
+
+
+@pytest.mark.fault("an index is damaged anywhere", "it is read, or refused by a sentence")
+def test_a_damaged_index(run: Path) -> None:
+    folder = run / "checkpoints" / "step_2" / "policy"
+    whole, choice = (folder / ".metadata").read_bytes(), random.Random(2)
+    for _ in range(200):
+        content = bytearray(whole)
+        for _ in range(choice.randrange(1, 5)):
+            content[choice.randrange(len(content))] = choice.randrange(256)
+        (folder / ".metadata").write_bytes(content)
+        try:
+            read_index(folder)
+        except CheckpointError:
+            pass
+
+
+@pytest.mark.fault(
+    "a part of a tensor is there twice, or not at all", "it is refused: nothing is left as it happened to be"
+)
+def test_parts_that_do_not_cover(tmp_path: Path) -> None:
+    entry = Entry("embedding.word_embeddings.weight", ())
+
+    def reader(*rows: int) -> Reader:
+        folder = tmp_path / str(rows)
+        folder.mkdir()
+        blocks = [Block(entry.key, (8, 8), (row, 0), WEIGHT[row : row + 4]) for row in rows]
+        write_index(folder, write_blocks(folder / "rank_0.distcp", blocks))
+        return Reader(folder)
+
+    assert torch.equal(reader(0, 4).read(entry, (2, 1), (5, 3)), WEIGHT[2:7, 1:4])
+    overlapping = reader(0, 3)
+    with pytest.raises(CheckpointError, match="holds a part of it twice"):
+        overlapping.read(entry, (0, 0), (8, 8))
+    assert torch.equal(overlapping.read(entry, (4, 0), (3, 8)), WEIGHT[4:7])
+    with pytest.raises(CheckpointError, match="is incomplete: 8 of 16 values"):
+        overlapping.read(entry, (6, 0), (2, 8))

@@ -1,0 +1,177 @@
+"""Folders of runs that ended badly: what can be read is shown, and what cannot is named."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from run_factory import make_config, make_run, make_scored, make_yaml, quiet
+
+from megatron_rl import cli
+from megatron_rl.config import load, to_yaml
+from megatron_rl.config.removed import REMOVED
+from megatron_rl.runs.metrics_file import read_lines, read_metrics
+from megatron_rl.runs.record import Recorder
+from megatron_rl.runs.rollout_file import read_rollouts
+from megatron_rl.workshop.reports.figures import weight_bounds
+from megatron_rl.workshop.reports.report import setup
+from megatron_rl.workshop.reports.run_data import load_run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs"), "run", steps=20)
+
+
+def cut(share: float) -> Callable[[Path], None]:
+    def tear(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+    return tear
+
+
+def replaced(text: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text(text) and None
+
+
+def added(text: str) -> Callable[[Path], None]:
+    def add(path: Path) -> None:
+        with path.open("a") as file:
+            file.write(text)
+
+    return add
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+TORN: dict[str, list[Callable[[Path], None]]] = {
+    "rollouts/step_10.parquet": [cut(0), cut(0.5), cut(0.99), replaced("PAR1")],
+    "status.json": [cut(0), cut(0.5), replaced("[]"), folder],
+    "env.json": [folder, cut(0.5), replaced("[]"), cut(0)],
+    "config.yaml": [Path.unlink, replaced("a: [b"), replaced("- 1"), folder],
+    "metrics.jsonl": [Path.unlink, added("{}\n"), added('{"loss/total": 1}\n'), added('{"progress/st')],
+    "rollouts/step_x.parquet": [replaced("x")] * 4,
+}
+LINES = ['{"progress/step": ' + step + "}" for step in ('"x"', "null", "1e999", "[]", "NaN", "9" * 5000)]
+LINES += ["[" * 100_000, "[1]", "null", "", "\x00", "\xff"]
+
+
+@pytest.mark.fault("files of a run's folder are torn or something else", "the report shows the rest, and names them")
+@pytest.mark.parametrize("number", range(4))
+def test_a_report_of_a_torn_folder(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for name, tears in TORN.items():
+        tears[number](run / name)
+    assert cli.main(["report", str(run)]) == 0
+    said = capsys.readouterr().out
+    html = (run / "report.html").read_text()
+    for name in TORN:
+        assert all(Path(name).name in text.partition("ot readable")[2] for text in (said, html)), (name, said)
+    assert ("Held-out accuracy" in html) == (number > 0)
+
+
+@pytest.mark.fault("one file of a folder is torn", "nothing else is missing")
+@pytest.mark.parametrize("name", TORN)
+def test_the_rest_of_a_torn_folder(whole: Path, tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    TORN[name][1](run / name)
+    torn, complete = load_run(run), load_run(whole)
+    assert torn.tokens is not None  # of the steps that are whole
+    assert len(torn.unreadable) == 1
+    assert not complete.unreadable
+    assert repr(torn.lines) == repr(complete.lines)  # some values are NaN
+
+
+@pytest.mark.fault("a configuration is cut short anywhere", "what is left of it is shown")
+def test_a_configuration_that_ends_early(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    text = to_yaml(load(ROOT / "recipes" / "quickstart_fleet.yaml"))
+    for end in range(len(text)):
+        if end % 5 == 0 or text[end - 1] in ":-":
+            (run / "config.yaml").write_text(text[:end])
+            found = load_run(run)
+            setup(found)
+            weight_bounds(found)
+
+
+@pytest.mark.fault("lines of metrics say no step, or are no lines", "they are counted, the others are shown")
+def test_odd_lines_are_counted(whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    shutil.copy(whole / "metrics.jsonl", path)
+    added("\n".join(LINES) + "\n")(path)
+    lines, torn = read_lines(path)
+    assert torn == len(LINES)
+    assert repr(lines) == repr(read_metrics(whole / "metrics.jsonl"))
+
+
+@pytest.mark.fault("values of a line are no numbers", "the others count")
+def test_odd_values_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"progress/step": 1, "loss/total": "x", "a": null, "b": [1], "c": true, "d": 2}\n'
+    )
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"progress/step": 1, "d": 2}]
+
+
+@pytest.mark.fault("a recorded step is torn", "replay uses the others, and names it")
+def test_a_replay_of_a_torn_folder(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    cut(0.5)(run / "rollouts" / "step_10.parquet")
+    assert cli.main(["replay", str(run), "--corrections", "none"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1 recorded steps")
+    assert "not readable: rollouts/step_10.parquet" in said
+    cut(0)(run / "rollouts" / "step_20.parquet")
+    assert cli.main(["replay", str(run), "--corrections", "none"]) == 2
+    assert "step_20.parquet" in capsys.readouterr().err
+    (run / "config.yaml").write_text("correction: [")
+    assert cli.main(["replay", str(run), "--corrections", "none"]) == 2
+    assert "config.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.fault("a run was recorded with keys and presets that are gone", "it is replayed and reported")
+def test_recorded_keys_that_are_gone(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    text = to_yaml(load(ROOT / "recipes" / "toy_sft.yaml", ["correction=tis"]))
+    assert "preset: tis" in text
+    text = text.replace("preset: tis", "preset: gone_since\n  also: gone").replace(
+        "optim:", "optim:\n  weight_decay: 0.1"
+    )
+    text = text.replace("weight:\n", "weight:\n    odd: [1]\n", 1) + "whole_section: {a: 1}\n"
+    assert "optim.weight_decay" in REMOVED
+    (run / "config.yaml").write_text(text)
+    assert cli.main(["replay", str(run), "--corrections", "none", "correction.weight.level=token"]) == 0
+    assert "none" in capsys.readouterr().out
+    assert cli.main(["report", str(run)]) == 0
+    assert cli.main(["replay", str(run), "correction.wieght.level=token", "--corrections", "none"]) == 2
+    assert "correction.wieght" in capsys.readouterr().err
+
+
+@pytest.mark.fault("a report's place cannot be written, or holds no run", "a sentence says so")
+def test_where_no_report_can_be(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(whole), "-o", "/nonexistent/x.html"]) == 2
+    assert "/nonexistent/x.html" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.fault("somebody looks for prompt and truth of a recorded answer", "both stand beside it")
+def test_prompt_and_truth_are_recorded(tmp_path: Path) -> None:
+    config = make_config()
+    recorder = Recorder(config.log, make_yaml(config, "run"), tmp_path / "run", 1, quiet(1))
+    scored, _ = make_scored(4)
+    recorder.rollouts(1, scored, truths=["2", 7, {"a": ["é"]}, None])
+    rows = read_rollouts(tmp_path / "run" / "rollouts" / "step_1.parquet").to_pylist()
+    assert [row["truth"] for row in rows] == ["2", "7", '{"a": ["é"]}', None]
+    assert {row["prompt"] for row in rows} == {"1+1="}

@@ -1,0 +1,135 @@
+"""prompt -> rollout -> reward -> group filter: answers without a score, truncated answers, refills."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.config.schema import (
+    AdvantageConfig,
+    Config,
+    CorrectionConfig,
+    Estimator,
+    RewardSection,
+    RolloutSection,
+)
+from megatron_rl.data.prompts import Dataset, PromptOrder
+from megatron_rl.rewards.pool import Score
+from megatron_rl.rewards.task import Task
+from megatron_rl.rollout.collect import MOST_DETAILS, AtOnce, Collector, RewardError, Scorer, _verdicts
+from megatron_rl.rollout_correction import correct, rollout_correction
+from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, Verdict, collate
+
+CORRECTION = CorrectionConfig()
+
+
+class Words:
+    stop_token_ids = (0,)
+
+    def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        return [ord(letter) for letter in str(prompt)]
+
+    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        return ["".join(map(chr, row)) for row in token_ids]
+
+
+class Script:
+    """Answers and scores as written: one word per answer, `?` has no score, a capital was cut off."""
+
+    def __init__(self, *groups: str) -> None:
+        self.groups = list(groups)
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
+    ) -> list[Rollout]:
+        return [
+            Rollout(
+                prompt=prompt,
+                group=first_group + offset,
+                sample=sample,
+                token_ids=(ord(letter),),
+                logprobs=(-1.0,),
+                loss_mask=(True,),
+                finish_reason="length" if letter.isupper() else "stop",
+                policy_version=step,
+            )
+            for offset, prompt in enumerate(prompts)
+            for sample, letter in enumerate(self.groups.pop(0) if self.groups else "nnnn")
+        ]
+
+    def score(self, tasks: Sequence[Task]) -> list[Score]:
+        return [judged(task.response) for task in tasks]
+
+
+def judged(word: str) -> Score:
+    if word == "?":
+        return Score(0.0, Verdict.error, "no score")
+    return Score(1.0, Verdict.right) if word in "yY" else Score(0.0, Verdict.wrong)
+
+
+def config(**keys: Any) -> Config:
+    sizes = {"prompts_per_step": 1, "samples_per_prompt": 4, "max_gen_batches": 2}
+    return Config(
+        rollout=RolloutSection(**{**sizes, **keys.pop("rollout", {})}),
+        advantage=AdvantageConfig(Estimator.dr_grpo),
+        **keys,
+    )
+
+
+def collector(setting: Config, script: Script) -> Collector:
+    prompts = tuple(Prompt(index, (1,), "1", {}) for index in range(4))
+    order = PromptOrder(Dataset(prompts, 4, 0, 0), seed=1, shuffle=False)
+    scorer = Scorer(setting.reward, script, Words())  # type: ignore[arg-type]
+    rebaseline = setting.correction.rebaseline
+    return Collector(setting.rollout, order, AtOnce(script), scorer, rebaseline=rebaseline, seed=1)
+
+
+@pytest.mark.parametrize("rebaseline", [True, False])
+def test_an_answer_without_a_score_is_in_neither_the_mask_nor_the_baseline(rebaseline: bool) -> None:
+    setting = config(correction=CorrectionConfig(rebaseline=rebaseline))
+    found = collector(setting, Script("yn?y")).collect(1)
+    batch = collate(found.scored)
+    assert batch.mask_BT[:, 0].tolist() == [True, True, False, True]
+    assert [math.isnan(reward) for reward in batch.rewards_B.tolist()] == [False, False, True, False]
+    correction, advantages_B = correct(batch.sampler_logprobs_BT, batch, setting.correction, setting.advantage)
+    assert torch.allclose(advantages_B, torch.tensor([1 / 3, -2 / 3, 0.0, 1 / 3]))
+    assert not correction.mask_BT[2].any()
+    assert not correction.denominator_mask_BT[2].any()
+    assert found.metrics["reward/errors"] == 1
+    assert found.metrics["reward/mean"] == pytest.approx(2 / 3)
+
+
+def test_a_missing_score_makes_no_spread() -> None:
+    found = collector(config(), Script("nnn?", "ynnn")).collect(1)
+    assert [one.text for one in found.scored] == list("ynnn")
+    assert found.metrics["rollout/gen_batches"] == 2
+    assert found.metrics["rollout/groups_all_wrong"] == 4  # the first, and three of the four that replaced it
+
+
+@pytest.mark.parametrize(("rebaseline", "kept"), [(True, "ynnn"), (False, "yYNN")])
+def test_truncated_answers_that_are_filtered(rebaseline: bool, kept: str) -> None:
+    """With rebaseline they leave the baseline too, so a spread that only they make is none."""
+    setting = config(correction=CorrectionConfig(rebaseline=rebaseline), reward=RewardSection(overlong_filter=True))
+    found = collector(setting, Script("yYNN", "ynnn")).collect(1)
+    assert "".join(one.text for one in found.scored) == kept
+    batch = collate(found.scored)
+    correction = rollout_correction(batch.sampler_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, CORRECTION)
+    trained_on = [letter.islower() for letter in kept]
+    assert correction.mask_BT[:, 0].tolist() == trained_on
+    assert correction.baseline_keep_B(CORRECTION).tolist() == trained_on
+
+
+def test_a_reward_that_never_works_stops_the_run() -> None:
+    with pytest.raises(RewardError, match="none of 20 answers got a score; the first: no score"):
+        collector(config(), Script(*["????"] * 5)).collect(1)
+
+
+def test_names_of_a_reward_s_own_are_bounded_and_take_no_room_of_the_recipe_s() -> None:
+    prompt = Prompt("0", (1,), "", {})
+    rollout = Rollout(prompt, 0, 0, (1,), (0.0,), (1,), "stop", 0)
+    scored = [Scored(rollout, 1.0, details={f"own/{each:04}": 1.0, "part/style": 0.5}) for each in range(1000)]
+    metrics = _verdicts(scored)
+    assert metrics["reward/part/style"] == 0.5
+    assert sum(name.startswith("reward/own/") for name in metrics) == MOST_DETAILS - 1

@@ -1,0 +1,235 @@
+"""A run is asked to end: what the clock expects, what is decided, and that what was given up comes again exactly."""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from preloaded import run
+
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.config.schema import IfExists
+from megatron_rl.data.toy import write_toy
+from megatron_rl.processes.process import hold
+from megatron_rl.runs.phase_clock import PhaseClock
+from megatron_rl.runs.run_dir import open_run
+from megatron_rl.runs.status import mark_status, read_status
+from megatron_rl.survival.stop_request import ASKS, WAKE, StepGivenUp, StopRequest, heard
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_rest_of_a_step_is_what_the_longest_of_the_last_ones_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = PhaseClock()
+    assert clock.rest() == math.inf
+    for rollout, update in ((4.0, 2.0), (6.0, 1.0)):
+        for name, seconds in (("rollout", rollout), ("update", update)):
+            clock.enter(name)
+            now += seconds
+            clock.leave()
+        clock.finish_step()
+    clock.enter("rollout")
+    now += 1.0
+    assert (clock.rest(), clock.rest(after=True)) == (7.0, 2.0)
+    now += 60.0
+    assert (clock.rest(), clock.rest(after=True)) == (2.0, 2.0)
+    clock.leave()
+    clock.enter("update")
+    assert (clock.rest(), clock.rest(after=True)) == (2.0, 0.0)
+
+
+class Clock(PhaseClock):
+    """The rest of the step takes so long, whatever was measured."""
+
+    seconds = 0.0
+
+    def rest(self, after: bool = False) -> float:
+        return self.seconds
+
+
+class Alone:
+    def broadcast(self, value: object = None) -> object:
+        return value
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[StopRequest]:
+    before = [(number, signal.getsignal(number)) for number in (*ASKS, WAKE)]
+    open_run(tmp_path / "run", IfExists.refuse, "run: {name: run}")
+    mark_status(tmp_path / "run", "running")
+    try:
+        with StopRequest(Clock(), print, tmp_path / "run") as request:
+            request.save_s = 1.0
+            yield request
+    finally:
+        hold(signal.SIGUSR1)
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def said(run: Path, word: str) -> dict:
+    for _ in range(6000):
+        stopping = read_status(run).get("stopping") or {"said": ""}
+        if word in stopping["said"]:
+            return stopping
+        time.sleep(0.01)
+    raise AssertionError(read_status(run))
+
+
+@pytest.mark.fault("a run is asked to end and has the time", "its status says so; the step is finished")
+@pytest.mark.parametrize("number", ASKS)
+def test_a_step_that_has_the_time_is_finished(asked: StopRequest, tmp_path: Path, number: int) -> None:
+    asked.begin(3)
+    with asked.waiting():
+        os.kill(os.getpid(), number)
+        stopping = said(tmp_path / "run", "of step 3: the step is finished")
+    asked.check()
+    assert (stopping["limit_s"] is None) == (number == signal.SIGUSR1)
+    assert asked.reason == f"{signal.Signals(number).name} in between phases of step 3"
+    with pytest.raises(StepGivenUp):
+        asked.begin(4)
+
+
+@pytest.mark.fault("a run is asked to end and has no time", "what it waits for is left at once")
+def test_a_step_that_has_no_time_is_given_up(asked: StopRequest, tmp_path: Path) -> None:
+    asked._clock.seconds = 1e6  # type: ignore[attr-defined]
+    asked.begin(3)
+
+    def generate() -> None:
+        with asked.waiting():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+            waited.append(True)
+
+    waited: list[bool] = []
+    with pytest.raises(StepGivenUp, match=r"SIGTERM .* of step 3"):
+        heard(Alone(), generate)
+    assert not waited, "it is left, and not waited for"
+    assert "what stands is saved" in said(tmp_path / "run", "saved")["said"]
+    assert not asked._waiting
+
+
+def test_a_phase_that_cannot_be_left_is_finished_first(asked: StopRequest, tmp_path: Path) -> None:
+    asked._clock.seconds = 1e6  # type: ignore[attr-defined]
+    asked.begin(3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    said(tmp_path / "run", "what stands is saved")
+    with pytest.raises(StepGivenUp):
+        asked.check()
+
+
+@pytest.mark.fault("a run is asked to end before its first step", "it ends at once")
+@pytest.mark.parametrize("number", ASKS)
+def test_what_ends_a_run_at_once(asked: StopRequest, tmp_path: Path, number: int) -> None:
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIG"):
+        os.kill(os.getpid(), number)
+    said(tmp_path / "run", "nothing yet to be saved")
+
+
+@pytest.mark.fault("Slurm sends SIGTERM to a job, and srun once more to its step", "that is one request, not two")
+def test_a_signal_that_comes_twice(asked: StopRequest, tmp_path: Path) -> None:
+    asked.begin(3)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    said(tmp_path / "run", "the step is finished")
+    asked.check()
+
+
+@pytest.mark.fault("the time limit of a job is too near for the step", "the step is given up")
+def test_the_time_limit_of_a_job_counts(asked: StopRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 7200)))
+    asked._clock.seconds = 10_000.0  # type: ignore[attr-defined]
+    asked.begin(3)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert "whose rest takes 2h46m, with 1h" in said(tmp_path / "run", "what stands")["said"]
+
+
+# in a worker that has scored so many answers of the training set, or of the other one: USR1 to the run
+REWARD = """
+import os, signal, time, zlib
+scored = {"train": 0, "eval": 0}
+moment = os.environ["MOMENT"].split()
+def score(row, key, response):
+    kind = row["kind"]
+    scored[kind] += 1
+    if moment and (kind, scored[kind]) == (moment[0], int(moment[1])):
+        os.kill(os.getppid(), signal.SIGUSR1)
+        time.sleep(60)  # longer than it takes to be noticed
+    return zlib.crc32(response.encode()) % 7 / 6
+"""
+SETTINGS = (
+    *("run.name=run", "run.steps=3", "run.if_exists=resume", "model.path=toy/model", "model.init=random"),
+    *("data.train=train.jsonl", "data.eval=eval.jsonl", "reward.name=signals:score", "reward.workers=1"),
+    "reward.timeout_s=100",
+    *("reward.environment=[MOMENT]", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4"),
+    *("rollout.max_gen_batches=1", "rollout.max_response_tokens=12", "eval.every=1", "eval.max_prompts=8"),
+    *("checkpoint.minutes=600", "sampler.vllm.max_num_seqs=64", "log.export=true", "learner.n_minibatches=1"),
+    *("quantization.smoothing=0.5", "sync.verify_every=0"),
+)
+
+
+def train(place: Path, moment: str) -> str:
+    """An attempt in a job whose time is up."""
+    env = {**os.environ, "MOMENT": moment, "SLURM_JOB_END_TIME": "1"}
+    command = [sys.executable, "-m", "megatron_rl.cli", "train", str(ROOT / "recipes" / "quickstart.yaml"), *SETTINGS]
+    done = run("torch", command, cwd=place, timeout=400, env=env)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def records(run: Path) -> tuple[list[dict], str, bytes]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [
+        {k: v for k, v in line.items() if not k.startswith(("time/", "perf/")) and k[-2:] != "_s"} for line in lines
+    ]
+    weights = b"".join(path.read_bytes() for path in sorted((run / "model").glob("*.safetensors")))
+    return kept, (run / "ledger.jsonl").read_text(), weights
+
+
+@pytest.mark.engine
+@pytest.mark.ranks
+@pytest.mark.fault("steps are given up in a rollout and in an evaluation", "they come again, and nothing else differs")
+def test_what_is_given_up_comes_again(tmp_path: Path) -> None:
+    write_toy(tmp_path / "toy")
+    for kind, name in (("train", "train"), ("eval", "test")):
+        rows = [json.loads(line) for line in (tmp_path / "toy" / f"{name}.jsonl").read_text().splitlines()]
+        (tmp_path / f"{kind}.jsonl").write_text("".join(json.dumps(row | {"kind": kind}) + "\n" for row in rows))
+    (tmp_path / "signals.py").write_text(REWARD)
+    folder = tmp_path / "runs" / "run"
+    train(tmp_path, "")
+    undisturbed = folder.rename(tmp_path / "undisturbed")
+
+    screen = train(tmp_path, "train 50")  # of 32 answers a step
+    status = read_status(folder)
+    assert status["state"] == "stopped"
+    assert "SIGUSR1 in rollout of step 2" in status["reason"], status
+    assert "the state after step 1 is kept" in status["reason"]
+    assert "what stands is saved" in screen
+    assert "no time is left to write" in screen and "tools/convert.py export" in screen
+    assert not (folder / "model").exists()
+    assert (checkpoints.steps(folder / "checkpoints"), len(records_of(folder))) == ([1], 2)
+
+    train(tmp_path, "eval 4")  # this attempt's first evaluation is of step 2
+    status = read_status(folder)
+    assert "SIGUSR1 in eval of step 2" in status["reason"], status
+    assert "the state after step 2 is kept" in status["reason"]
+    assert checkpoints.steps(folder / "checkpoints") == [2, 1]
+    assert len(records_of(folder)) == 2  # its line is in the checkpoint, as far as it goes
+    assert status["before"]["state"] == "stopped"
+
+    train(tmp_path, "")
+    mine, theirs = records(folder), records(undisturbed)
+    for line, other in zip(mine[0], theirs[0], strict=True):
+        assert line == other
+    assert mine[1:] == theirs[1:]
+
+
+def records_of(run: Path) -> list[str]:
+    return (run / "metrics.jsonl").read_text().splitlines()

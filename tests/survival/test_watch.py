@@ -1,0 +1,338 @@
+"""Who is named as stopped or stuck, from pulses as ranks write them and from real processes; and when a run is over."""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl.config.patience import MARGIN_S
+from megatron_rl.processes.owned_folder import LOCK
+from megatron_rl.processes.process import birth_of, state_of
+from megatron_rl.processes.pulse import file_of
+from megatron_rl.processes.stacks import ask
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.status import mark_status, read_status
+from megatron_rl.survival.guard import Guard
+from megatron_rl.survival.watch import NAME_S, UNSEEN_S, Watch
+
+PATIENCE_S = 600.0
+WAITS = {"whom": "engine", "limit_s": 900.0, "key": "sampler.request_timeout_s", "steady": False}
+
+
+class Run:
+    """Pulses are written by hand, and a second passes with every look."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 0.0
+        self.folder = folder
+        file_of(folder, 0).parent.mkdir(parents=True)
+        self.watch = Watch(folder, PATIENCE_S, folder, clock=lambda: self.now)
+        self.beats = 0
+
+    def pulse(self, rank: int, **told: Any) -> None:
+        self.beats += 1
+        about = {
+            "rank": rank, "host": platform.node(), "pid": os.getpid(), "birth": birth_of(os.getpid()),
+            "beat": self.beats, "phase": "update", "seen": True, "entered": 7, "age_s": 0.0, "idle_s": 0.0,
+            "waits": None, "children": [], "stack": [f"file.py:1 of_rank_{rank}"], "meets": True,
+        }  # fmt: skip
+        file_of(self.folder, rank).write_text(json.dumps(about | told))
+
+    def look(self, rank: int | None = None, seconds: float = 1.0) -> tuple[list[str], list[str]]:
+        """The names of those in trouble that were not before, and of those who were."""
+        self.now += seconds
+        new, gone = self.watch.look(rank)
+        return [f"{one.process} {one.how}" for one in new], [f"{one.process} {one.how}" for one in gone]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    one = subprocess.Popen(["sleep", "1000"])
+    yield one
+    one.kill()
+    one.wait()
+
+
+def stopped(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    while state_of(process.pid) != "T":
+        pass
+
+
+@pytest.mark.fault("a rank is stopped (SIGSTOP), and goes on", "it is named once, and once when it goes on")
+def test_a_stopped_rank(run: Run, process: subprocess.Popen[bytes]) -> None:
+    pid = process.pid
+    run.pulse(0)
+    run.pulse(1, pid=pid, birth=birth_of(pid))
+    assert run.look() == ([], [])
+    stopped(process)
+    found = [run.look() for _ in range(20)]
+    assert [names for names in found if any(names)] == [(["rank 1 stopped"], [])]
+    assert run.watch.troubles[0].about()["phase"] == "update"
+    assert run.watch.troubles[0].about()["pid"] == pid
+    process.send_signal(signal.SIGCONT)
+    while state_of(pid) == "T":
+        pass
+    assert run.look() == ([], ["rank 1 stopped"])
+
+
+def test_a_short_pause_is_not_named(run: Run, process: subprocess.Popen[bytes]) -> None:
+    run.pulse(1, pid=process.pid, birth=birth_of(process.pid))
+    for _ in range(3):
+        stopped(process)
+        assert [run.look() for _ in range(4)] == [([], [])] * 4
+        process.send_signal(signal.SIGCONT)
+        while state_of(process.pid) == "T":
+            pass
+        assert run.look() == ([], [])
+
+
+def test_a_rank_that_is_stopped_before_its_first_sign(run: Run, process: subprocess.Popen[bytes]) -> None:
+    run.watch.pids = {3: process.pid}
+    stopped(process)
+    assert (["rank 3 stopped"], []) in [run.look() for _ in range(10)]
+
+
+def test_the_launcher_is_named_and_ends_nothing(run: Run, process: subprocess.Popen[bytes]) -> None:
+    run.watch.launcher = process.pid
+    stopped(process)
+    run.pulse(0)
+    assert (["the launcher stopped"], []) in [run.look(0) for _ in range(10)]
+    assert not run.watch.blocking
+
+
+def test_a_stopped_process_of_a_rank(run: Run, process: subprocess.Popen[bytes]) -> None:
+    """It blocks the run where the rank waits for it, and then for as long as the rank would wait."""
+    child = {"name": "engine", "pid": process.pid}
+    stopped(process)
+    run.pulse(0, children=[child])
+    assert (["engine stopped"], []) in [run.look() for _ in range(10)]
+    assert not run.watch.blocking
+    run.pulse(0, children=[child], waits=WAITS, age_s=WAITS["limit_s"])
+    run.look()
+    assert str(run.watch.blocking[0]).endswith("; rank 0 waits for it")
+    assert run.watch.over() is None
+    run.pulse(0, children=[child], waits=WAITS, age_s=WAITS["limit_s"] + MARGIN_S)
+    run.look()
+    assert "raise sampler.request_timeout_s" in (run.watch.over() or "")
+
+
+def test_silence_is_named_though_nothing_is_seen_to_be_stopped(run: Run) -> None:
+    run.pulse(0)
+    run.pulse(1, host="node7")
+    run.look()
+    found = []
+    for _ in range(int(NAME_S) + 5):
+        run.pulse(0)
+        found += run.look()[0]
+    assert found == ["rank 1 silent"]
+    run.pulse(1, host="node7")
+    assert run.look()[1] == ["rank 1 silent"]
+
+
+def test_a_rank_that_has_said_its_last_word_is_not_missed(run: Run) -> None:
+    run.pulse(0)
+    run.pulse(1, host="node7", ended=True)
+    for _ in range(50):
+        run.pulse(0)
+        assert run.look() == ([], [])
+
+
+@pytest.mark.fault("a rank does not come to where the others wait", "it is named with its stack, and not the others")
+@pytest.mark.parametrize("told", [{"meets": False}, {"entered": 6}], ids=["in no collective", "in an earlier phase"])
+def test_who_does_not_arrive(run: Run, told: dict[str, Any]) -> None:
+    for rank in range(3):
+        run.pulse(rank, age_s=NAME_S, idle_s=NAME_S, **(told if rank == 1 else {}))
+    assert run.look() == (["rank 1 stuck"], [])
+    assert run.watch.troubles[0].stack == ("file.py:1 of_rank_1",)
+
+
+def test_where_nobody_can_be_told_apart_all_are_named(run: Run) -> None:
+    for rank in range(2):
+        run.pulse(rank, age_s=NAME_S, idle_s=NAME_S)
+    assert run.look()[0] == ["rank 0 stuck", "rank 1 stuck"]
+
+
+def test_the_engine_that_does_not_work_is_named_and_not_those_who_wait_for_it(run: Run) -> None:
+    children = [{"name": "engine", "pid": None}, {"name": "reward worker 0", "pid": None}]
+    run.pulse(0, phase="rollout", age_s=900, idle_s=NAME_S - 1, waits=WAITS, children=children)
+    run.pulse(1, phase="rollout", age_s=900, idle_s=900)
+    assert run.look() == ([], [])  # it generates
+    run.pulse(0, phase="rollout", age_s=900, idle_s=NAME_S, waits=WAITS, children=children)
+    assert run.look()[0] == ["engine stuck"]
+
+
+def test_work_is_slow_when_it_takes_much_longer_than_before(run: Run) -> None:
+    def silent(age_s: float, **told: Any) -> list[str]:
+        for rank in range(2):
+            run.pulse(rank, age_s=age_s, meets=bool(rank), **told)
+        return run.look()[0]
+
+    assert silent(UNSEEN_S - 1, seen=False) == []  # it may compile
+    assert silent(UNSEEN_S, seen=False) == ["rank 0 slow"]
+    assert silent(0) == []  # it went on: that long is usual now
+    assert silent(2 * UNSEEN_S - 1) == []
+    assert silent(2 * UNSEEN_S) == ["rank 0 slow"]
+
+
+def test_a_reward_that_works_without_an_end_is_named(run: Run) -> None:
+    waits = WAITS | {"whom": "reward worker", "steady": True}
+    for age_s, named in ((NAME_S - 1, []), (NAME_S, ["reward worker slow"])):
+        run.pulse(0, phase="rollout", age_s=age_s, waits=waits)
+        assert run.look()[0] == named
+
+
+def test_waiting_for_others_outside_is_learnt(run: Run) -> None:
+    """A reward that asks a slow service is named once, and not in every step."""
+    waits = WAITS | {"whom": "reward worker"}
+    named = []
+    for _ in range(5):
+        for age_s in (0, 20, 40, 50):
+            run.pulse(0, phase="rollout", age_s=age_s, idle_s=age_s, waits=waits)
+            named += run.look()[0]
+    assert named == ["reward worker stuck"]
+
+
+def test_nothing_is_learnt_while_somebody_is_stopped(run: Run, process: subprocess.Popen[bytes]) -> None:
+    stopped(process)
+    child = {"name": "reward worker 0", "pid": process.pid}
+    for age_s in range(0, 1000, 10):
+        run.pulse(0, age_s=age_s, idle_s=age_s, children=[child])
+        run.look()
+    process.send_signal(signal.SIGCONT)
+    while state_of(process.pid) == "T":
+        pass
+    named = []
+    for age_s in (1000, 0, NAME_S):
+        run.pulse(0, age_s=age_s, idle_s=age_s if age_s == NAME_S else 0, meets=False)
+        named += run.look()[0]
+    assert named == ["rank 0 slow", "rank 0 stuck"]
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "seen", "limit_s"),
+    [(0, False, 3 * PATIENCE_S), (0, True, PATIENCE_S), (200, True, 1000), (500, True, 3 * PATIENCE_S)],
+)
+def test_how_long_a_phase_may_be_silent(run: Run, usual_s: float, seen: bool, limit_s: float) -> None:
+    for age_s in (usual_s, 0):
+        run.pulse(0, age_s=age_s)
+        run.look()
+    for age_s, over in ((limit_s - 2, False), (limit_s, True)):
+        run.pulse(0, age_s=age_s, idle_s=age_s, seen=seen)
+        run.look()
+        assert bool(run.watch.over()) is over
+    assert f"for {limit_s:g} s here: raise run.patience_s=600" in str(run.watch.over())
+
+
+def test_a_run_that_moves_is_not_over(run: Run, process: subprocess.Popen[bytes]) -> None:
+    stopped(process)
+    run.pulse(1, pid=process.pid, birth=birth_of(process.pid), age_s=1e6)
+    for _ in range(20):
+        run.pulse(0)
+        run.look()
+    assert run.watch.blocking
+    assert run.watch.over() is None
+
+
+@pytest.mark.fault("a whole run is suspended for an hour, the one that watches it too", "nobody is accused of it")
+def test_who_slept_as_well_accuses_nobody(run: Run) -> None:
+    run.pulse(0)
+    run.look()
+    assert run.look(seconds=3600) == ([], [])
+
+
+def test_the_lowest_rank_that_lives_looks(run: Run) -> None:
+    for rank in range(3):
+        run.pulse(rank, age_s=99, idle_s=99, meets=rank != 2)
+    assert run.look(1) == ([], [])
+    assert run.look(0) == (["rank 2 stuck"], [])
+    fresh = Run(run.folder / "other")
+    found = []
+    fresh.pulse(0)
+    for _ in range(int(NAME_S) + 5):
+        fresh.pulse(1)
+        found += fresh.look(1)[0]
+    assert found == ["rank 0 silent"]
+
+
+def test_a_higher_rank_looks_while_the_lowest_is_stopped(run: Run, process: subprocess.Popen[bytes]) -> None:
+    run.pulse(0, pid=process.pid, birth=birth_of(process.pid))
+    run.pulse(1)
+    stopped(process)
+    assert [run.look(1) for _ in range(10)].count((["rank 0 stopped"], [])) == 1
+    process.send_signal(signal.SIGCONT)
+    while state_of(process.pid) == "T":
+        pass
+    run.pulse(0, pid=process.pid, birth=birth_of(process.pid))
+    assert run.look(1) == ([], ["rank 0 stopped"])
+    assert run.look(1) == ([], [])
+
+
+def test_torn_and_foreign_files_are_passed_over(run: Run) -> None:
+    run.pulse(0)
+    file_of(run.folder, 1).write_text('{"rank": 1, "bea')
+    file_of(run.folder, 2).write_text("")
+    assert run.look() == ([], [])
+
+
+def test_it_is_said_once_on_the_screen_in_the_log_and_in_the_status(
+    run: Run, process: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.folder / "logs" / "attempt_1").mkdir()
+    mark_status(run.folder, "running")
+    guard = Guard(run.watch)
+    stopped(process)
+    for _ in range(10):
+        run.now += 1
+        run.pulse(0, pid=process.pid, birth=birth_of(process.pid))
+        guard.look()
+    stuck = read_status(run.folder)["stuck"]
+    assert (stuck["process"], stuck["how"], stuck["phase"]) == ("rank 0", "stopped", "update")
+    process.send_signal(signal.SIGCONT)
+    while state_of(process.pid) == "T":
+        pass
+    run.now += 1
+    guard.look()
+    assert read_status(run.folder)["stuck"] is None
+    said = capsys.readouterr().out
+    assert (said.count("is stopped"), said.count("goes on after")) == (1, 1)
+    assert (RunDir(run.folder).logs / "driver.log").read_text() == said
+
+
+SHOWS = """
+import time
+from megatron_rl.processes.stacks import show_on_request
+show_on_request()
+def waits_here():
+    print("ready", flush=True)
+    time.sleep(1000)
+waits_here()
+"""
+
+
+def test_a_process_shows_where_it_stands(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", SHOWS], env=env, stdout=subprocess.PIPE) as one:
+        assert one.stdout is not None
+        assert one.stdout.readline() == b"ready\n"
+        assert "in waits_here" in ask(one.pid, tmp_path)
+        assert ask(one.pid, tmp_path).count("in waits_here") == 1
+        one.kill()
+
+
+def test_a_process_that_does_not_listen_is_left_alone(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
+    assert ask(process.pid, tmp_path) == ""
+    assert process.poll() is None

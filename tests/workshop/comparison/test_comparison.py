@@ -1,0 +1,207 @@
+"""What a comparison says of its runs, and how it is drawn: never more than the seeds can tell."""
+
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.config import ConfigError
+from megatron_rl.runs.summary import ACCURACY, AREA, Series, area
+from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result, beyond_noise
+from megatron_rl.workshop.comparison.docs import stored, with_blocks, write_docs
+from megatron_rl.workshop.comparison.findings import findings, recommendation, said
+from megatron_rl.workshop.comparison.page import write_comparison
+from megatron_rl.workshop.comparison.svg import comparison_svg
+from megatron_rl.workshop.reports.run_data import load_run
+
+ROOT = Path(__file__).parents[3]
+RECORDED = Path(__file__).parent / "recorded" / "evidence"  # two steps of real runs, each with both engines
+
+
+def cell(*labels: str, areas: tuple[float, ...], state: str = "finished") -> Cell:
+    return Cell(
+        labels,
+        tuple(
+            Result(f"{'_'.join(labels)}_s{seed}", seed, state, {AREA: value, "step_s": 1.0})
+            for seed, value in enumerate(areas, start=1)
+        ),
+    )
+
+
+def compared(*cells: Cell, reference: tuple[str, ...] | None = None) -> Comparison:
+    return Comparison("grid", ("sampler", "correction"), cells, reference)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory):
+    """Real runs, as a grid of one axis."""
+    folder, cells = tmp_path_factory.mktemp("runs"), {}
+    runs = []
+    for file in sorted(RECORDED.glob("*.jsonl")):
+        label, _, seed = file.stem.rpartition("_s")
+        (folder / file.stem).mkdir()
+        (folder / file.stem / "metrics.jsonl").write_text(file.read_text())
+        (folder / file.stem / "status.json").write_text('{"state": "finished"}')
+        runs.append(load_run(folder / file.stem))
+        cells.setdefault(label, []).append(Result.of(runs[-1], int(seed)))
+    assert len(runs) == 4
+    return Comparison("tiny", ("correction",), tuple(Cell((k,), tuple(v)) for k, v in cells.items())), runs
+
+
+def test_the_area_is_the_mean_height():
+    assert area(Series([0, 10], [0.2, 0.4])) == pytest.approx(0.3)
+    assert area(Series([0, 2, 10], [0.0, 1.0, 1.0])) == pytest.approx(0.9)
+    assert area(Series([0, 5, 10], [0.5, math.nan, 0.5])) == pytest.approx(0.5)
+    assert area(Series([0], [0.5])) is None
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(-1, 1))
+def test_noise_is_that_of_differences(values, shift):
+    """What all runs of a seed share is no noise; a difference of nothing is never beyond it."""
+    here, moved = cell("a", "x", areas=tuple(values)), cell("a", "y", areas=tuple(v + shift for v in values))
+    assert not beyond_noise(here, here)
+    if abs(shift) > 1e-3:
+        assert beyond_noise(moved, here) is (shift > 0)
+        assert beyond_noise(here, moved) is (shift < 0)
+
+
+def test_noise_agrees_with_scipy():
+    from scipy import stats
+
+    for a, b in (((0.5, 0.6, 0.7), (0.4, 0.5, 0.55)), ((0.5, 0.6, 0.7), (0.45, 0.65, 0.6)), ((0.9, 0.8), (0.1, 0.2))):
+        test = stats.ttest_rel(a, b)
+        above = test.pvalue < 0.05 and test.statistic > 0
+        assert beyond_noise(cell("p", "a", areas=a), cell("p", "b", areas=b)) is bool(above)
+
+
+def test_one_seed_says_nothing_about_noise():
+    one = compared(cell("s", "a", areas=(0.9,)), cell("s", "b", areas=(0.1,)))
+    (found,) = findings(one)
+    assert "One seed says nothing about noise" in str(found)
+    assert recommendation(one).startswith("No recommendation")
+
+
+def test_the_best_beyond_noise_is_named_with_what_it_beats():
+    shown = compared(
+        cell("s", "good", areas=(0.70, 0.71, 0.72)),
+        cell("s", "near", areas=(0.72, 0.66, 0.74)),
+        cell("s", "bad", areas=(0.40, 0.41, 0.43)),
+        cell("s", "torn", areas=(0.99, 0.99, 0.99), state="failed"),
+        cell("exact", "none", areas=(0.73, 0.74, 0.75)),
+        reference=("exact", "none"),
+    )
+    (found,) = findings(shown)
+    assert str(found).startswith("s: good has the largest area under the accuracy curve, 0.710 (0.700 to 0.720).")
+    assert "Beyond the noise of 3 seeds it is above bad, and is not told apart from near" in str(found)
+    assert "not judged: torn (0 of 3 runs finished)" in str(found)
+    assert said(shown)[-1] == "s / good is -0.030 from it, beyond noise."
+    assert recommendation(shown).startswith("Take one of good and near")
+
+
+def test_nothing_is_recommended_where_nothing_differs():
+    level = compared(cell("s", "a", areas=(0.7, 0.5, 0.6)), cell("s", "b", areas=(0.5, 0.7, 0.59)))
+    assert recommendation(level) == (
+        "No choice of correction is best anywhere beyond the noise of the seeds: take the cheapest."
+    )
+    assert "nothing is best there beyond the noise of 3 seeds" in said(level)[1]
+
+
+def test_corrections_that_did_the_same_are_named():
+    tis, icepop = cell("s", "tis", areas=(0.7, 0.6)), cell("s", "icepop", areas=(0.7, 0.6))
+    moved = replace(tis.results[1], numbers=tis.results[1].numbers | {"step_s": 9.0})
+    other, same = cell("s", "none", areas=(0.7, 0.5)), "No weight was changed by what tells tis and icepop apart"
+    assert same in str(findings(compared(other, replace(tis, results=(tis.results[0], moved)), icepop))[0])
+    assert "No weight was changed" not in str(findings(compared(other, tis))[0])
+    assert same in str(findings(compared(*(replace(one, results=one.results[:1]) for one in (tis, icepop))))[0])
+
+
+def test_what_holds_in_one_place_alone_is_not_recommended_for_all():
+    cells = [cell(place, label, areas=areas) for place, label, areas in (
+        ("s", "a", (0.7, 0.7, 0.71)), ("s", "b", (0.1, 0.1, 0.12)),
+        ("t", "a", (0.1, 0.1, 0.11)), ("t", "b", (0.7, 0.7, 0.72)),
+    )]  # fmt: skip
+    assert recommendation(compared(*cells)) == (
+        "No choice of correction holds everywhere. Beyond the noise of the seeds: s: a; t: b."
+    )
+    assert recommendation(compared(*cells[:2])).startswith("Take a: ")
+
+
+def test_the_page_of_recorded_runs(recorded, tmp_path):
+    comparison, runs = recorded
+    write_comparison(comparison, runs, tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    for heading in ("Recommendation", "Cells", "Held-out accuracy", "Effective sample size", "Runs"):
+        assert f"<h2>{heading}</h2>" in html
+    assert "Mismatch of sampler and learner" in html
+    assert "Time of a step" in html
+    assert all(run.name in html for run in runs)
+    page_itself = re.sub(r"<script\b[^>]*>.*?</script>", "", html, flags=re.S)
+    assert not re.search(r"\bsrc\s*=|href\s*=\s*.https?:|@import|url\(", page_itself)
+
+
+def test_the_picture_of_recorded_runs(recorded):
+    comparison, _ = recorded
+    root = ElementTree.fromstring(comparison_svg(comparison))
+    assert len(root.findall(".//{*}polyline")) == len(root.findall(".//{*}polygon")) == len(comparison.cells)
+    assert {one.labels[-1] for one in comparison.cells} <= {text.text for text in root.findall(".//{*}text")}
+    _, _, width, height = map(float, root.get("viewBox").split())
+    for line in root.findall(".//{*}polyline"):
+        for point in line.get("points").split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= width
+            assert 0 <= y <= height
+
+
+def test_pages_are_written_between_their_markers(recorded, tmp_path):
+    comparison, _ = recorded
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    kinds = ("table", "findings", "figure")
+    page.write_text(
+        "top\n" + "".join(f"<!-- tiny: {kind} -->\n{kind} of old\n<!-- /tiny -->\nkept\n" for kind in kinds)
+    )
+    write_docs(comparison, [page], page.parent)
+    text = page.read_text()
+    assert "of old" not in text
+    assert text.count("kept") == 3
+    assert "](tiny.svg)" in text
+    assert all(f"| {one.labels[-1]} | 2 of 2 |" in text for one in comparison.cells)
+    again = stored(page.parent / "tiny.json")
+    assert with_blocks(text, again, page, page.parent) == text  # what is stored writes the same words
+    assert again.cells[0].curve(ACCURACY)[1].steps == comparison.cells[0].curve(ACCURACY)[1].steps
+
+
+@pytest.mark.parametrize(
+    "text", ["no marker", "<!-- tiny: tabel -->\n<!-- /tiny -->", "<!-- other: table -->\n<!-- /other -->"]
+)
+def test_a_page_without_its_markers_is_refused_and_nothing_is_written(recorded, tmp_path, text):
+    (tmp_path / "page.md").write_text(text)
+    with pytest.raises(ConfigError, match=r"page.md: "):
+        write_docs(recorded[0], [tmp_path / "page.md"], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
+
+
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("evidence", "evidence"),
+        ("evidence_hot", "evidence"),
+        ("evidence_full", "evidence"),
+        ("one_arithmetic", "one_arithmetic"),
+    ],
+)
+def test_the_numbers_in_the_docs_are_the_commands_own(name, page):
+    """docs/NAME.json is what the runs came to; every block that shows it is written from it."""
+    numbers = ROOT / "docs" / f"{name}.json"
+    comparison = stored(numbers)
+    assert comparison.name == name
+    assert (ROOT / "docs" / f"{name}.svg").read_text() == comparison_svg(comparison)
+    pages = [page for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if f"<!-- {name}: " in page.read_text()]
+    assert ROOT / "docs" / f"{page}.md" in pages
+    for page in pages:
+        assert with_blocks(page.read_text(), comparison, page, ROOT / "docs") == page.read_text()

@@ -1,0 +1,92 @@
+"""Replay: other corrections on recorded batches give what the loop itself would have given."""
+
+import math
+
+import pytest
+import torch
+from run_factory import make_config, make_run, make_scored, make_yaml, quiet
+
+from megatron_rl import cli
+from megatron_rl.config.schema import AdvantageConfig, Anchor, CorrectionConfig, Level, RejectRule, Stat, WeightConfig
+from megatron_rl.rollout_correction import rollout_correction
+from megatron_rl.runs.record import Recorder
+from megatron_rl.runs.rollout_file import load_recorded, recorded_steps
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.types import collate
+from megatron_rl.workshop.comparison.replay import describe, replay
+
+
+def main(arguments):
+    return cli.main(["replay", *arguments])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs"), "int8", steps=20)
+
+
+def test_a_recorded_batch_is_the_batch_of_the_step(run):
+    step, path = recorded_steps(RunDir(run).rollouts)[0]
+    scored, prox_BT = make_scored(32, noise=0.5, seed=step)
+    recorded = load_recorded(path)
+    batch, width = recorded.batch, recorded.batch.mask_BT.shape[1]
+    assert recorded.prox_logprobs_BT is not None
+    assert torch.equal(recorded.prox_logprobs_BT, prox_BT[:, :width])
+    assert batch.mask_BT.sum(dim=1).tolist() == [len(one.rollout.token_ids) for one in scored]
+    assert batch.rewards_B.tolist() == [one.reward for one in scored]
+    assert torch.equal(batch.tokens_BS, collate(scored).tokens_BS)
+    direct = rollout_correction(recorded.prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, CorrectionConfig())
+    found = replay([recorded], {"tis": CorrectionConfig()}, AdvantageConfig())["tis"]
+    assert found["kl"] == pytest.approx(direct.metrics["rollout_corr/kl"])
+
+
+def test_a_rule_on_staleness_judges_by_the_version_that_the_step_began_with(run):
+    step, path = recorded_steps(RunDir(run).rollouts)[1]
+    recorded = load_recorded(path)
+    oldest = step - 1 - int(recorded.batch.token_versions_BT[recorded.batch.mask_BT].min())
+    rules = {high: [RejectRule(Level.token, Stat.staleness, high=high)] for high in (oldest, oldest - 1)}
+    corrections = {str(high): CorrectionConfig(reject=rule) for high, rule in rules.items()}
+    found = replay([recorded], corrections, AdvantageConfig())
+    assert found[str(oldest)]["stale_masked_fraction"] == 0
+    assert found[str(oldest - 1)]["stale_masked_fraction"] > 0
+
+
+def test_the_trade_between_bias_and_variance_shows(run):
+    batches = [load_recorded(path) for _, path in recorded_steps(RunDir(run).rollouts)]
+    weights = {"none": WeightConfig(level=Level.none), "tis": WeightConfig(high=1.2), "raw": WeightConfig(high=None)}
+    corrections = {name: CorrectionConfig(weight=weight) for name, weight in weights.items()}
+    corrections["mask"] = CorrectionConfig(reject=[RejectRule(level=Level.token, stat=Stat.ratio, low=0.5, high=2.0)])
+    table = replay(batches, corrections, AdvantageConfig())
+    assert table["raw"]["weight_bias"] == pytest.approx(0.0, abs=1e-6) != table["tis"]["weight_bias"]
+    assert table["none"]["weight_variance"] < table["raw"]["weight_variance"]
+    assert table["tis"]["rollout_is_eff_sample_size"] > table["raw"]["rollout_is_eff_sample_size"]
+    assert table["mask"]["rollout_rs_masked_fraction"] > 0.05 > table["raw"]["rollout_rs_masked_fraction"] == 0
+    assert math.isclose(table["tis"]["rollout_is_max"], 1.2, rel_tol=1e-6)
+    lines = describe(table).splitlines()
+    assert len(lines) == 5
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_the_command_line_replays_presets_of_the_runs_own_configuration(run, capsys):
+    assert main([str(run), "--corrections", "none", "tis", "correction.weight.high=1.5"]) == 0
+    text = capsys.readouterr().out
+    assert main([str(run), "correction.weight.high=1.5", "--corrections", "none", "tis"]) == 0
+    assert capsys.readouterr().out == text
+    lines = text.splitlines()
+    assert lines[0].startswith("2 recorded steps")
+    assert [line.split("  ")[0] for line in lines[2:]] == ["(as run)", "none", "tis"]
+    assert lines[2].split()[3:5] != lines[4].split()[2:4]  # the override reached the preset
+
+
+def test_what_cannot_be_replayed_is_said(run, tmp_path, capsys):
+    with pytest.raises(Exception, match="anchor sampler"):
+        replay([], {"bypass": CorrectionConfig(anchor=Anchor.sampler)}, AdvantageConfig())
+    config = make_config()
+    recorder = Recorder(config.log, make_yaml(config, "run"), tmp_path / "run", 1, quiet(1))
+    assert main([str(tmp_path / "run")]) == 2
+    assert "no recorded steps" in capsys.readouterr().err
+    recorder.rollouts(1, make_scored(4)[0])
+    assert main([str(tmp_path / "run")]) == 2
+    assert "no learner logprobs were recorded" in capsys.readouterr().err
+    assert main([str(run), "--corrections", "tiss"]) == 2
+    assert "tiss" in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""Small models of every family on disk, the converter as a function, and a run's checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from simulated import hf_config, random_hf
+
+from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter
+from megatron_rl.models.shape import FAMILIES, ModelShape
+from megatron_rl.models.tensors import TensorSpec
+
+ROOT = Path(__file__).parents[3]
+ALL = sorted(FAMILIES)
+
+
+def _tool() -> Any:
+    spec = importlib.util.spec_from_file_location("convert", ROOT / "tools" / "convert.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+convert = _tool()
+
+
+def done(*words: object) -> None:
+    assert convert.main([str(word) for word in words]) == 0
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    return hf_config(family, num_hidden_layers=2, rms_norm_eps=1e-6, rope_theta=10000.0, **changes)
+
+
+def made(folder: Path, config: dict[str, Any], seed: int = 0, file_bytes: int = 1 << 30, scale: float = 0.1) -> Path:
+    """BF16 weights, norms near one."""
+    shape = ModelShape.from_hf(config)
+    tensors = {
+        name: (1 + 0.02 * tensor if tensor.ndim == 1 and not name.endswith("bias") else scale * tensor).bfloat16()
+        for name, tensor in random_hf(shape, torch.float32, seed).items()
+    }
+    specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
+    with HfFolderWriter(folder, specs, max_file_bytes=file_bytes) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    opened = HfFolder(folder)
+    return {name: opened.read(name) for name in opened.names}

@@ -1,0 +1,163 @@
+"""Folders that other tools have quantized, back to plain weights: as those tools read them themselves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import (
+    NaiveQuantizationCompressor,
+    NVFP4PackedCompressor,
+    PackedQuantizationCompressor,
+)
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from models import ALL, config_of, convert, done, made, tensors_of
+from safetensors.torch import save_file
+
+from megatron_rl.quantization.formats import FP8_MAX
+from megatron_rl.workshop.conversion.sources import find
+
+ROWS, COLUMNS = 192, 320
+WEIGHT = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
+
+
+def scaled(args: QuantizationArgs, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    largest = {"int": 2 ** (args.num_bits - 1) - 1, "float": FP8_MAX if args.num_bits == 8 else 6.0}[args.type]
+    scale = (0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(2))) * float(WEIGHT.abs().max()) / largest
+    return {"weight": WEIGHT, "weight_scale": scale}
+
+
+def cases() -> dict[str, tuple[Any, QuantizationArgs, tuple[int, ...]]]:
+    plain, packed = NaiveQuantizationCompressor, PackedQuantizationCompressor
+    return {
+        "int8 channel": (plain, QuantizationArgs(num_bits=8, type="int", strategy="channel"), (ROWS, 1)),
+        "int8 tensor": (plain, QuantizationArgs(num_bits=8, type="int", strategy="tensor"), (1,)),
+        "fp8 channel": (plain, QuantizationArgs(num_bits=8, type="float", strategy="channel"), (ROWS, 1)),
+        "fp8 tensor": (plain, QuantizationArgs(num_bits=8, type="float", strategy="tensor"), (1,)),
+        "fp8 block": (
+            plain,
+            QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[64, 64]),
+            (3, 5),
+        ),
+        "int8 asymmetric": (
+            plain,
+            QuantizationArgs(num_bits=8, type="int", strategy="channel", symmetric=False),
+            (ROWS, 1),
+        ),
+        "int4 group": (
+            packed,
+            QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=64),
+            (ROWS, COLUMNS // 64),
+        ),
+        "int4 asymmetric": (
+            packed,
+            QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=64, symmetric=False),
+            (ROWS, COLUMNS // 64),
+        ),
+        "int8 packed": (packed, QuantizationArgs(num_bits=8, type="int", strategy="channel"), (ROWS, 1)),
+        "nvfp4": (
+            NVFP4PackedCompressor,
+            QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16),
+            (ROWS, COLUMNS // 16),
+        ),
+    }
+
+
+def folder_of(path: Path, tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any]) -> Path:
+    path.mkdir()
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"}
+    )
+    (path / "config.json").write_text(json.dumps({"model_type": "other", "quantization_config": dict(quantization)}))
+    return path
+
+
+@pytest.mark.parametrize("name", cases())
+def test_as_compressed_tensors_reads_it(tmp_path: Path, name: str) -> None:
+    """Whose library llm-compressor writes its folders with."""
+    compressor, args, shape = cases()[name]
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    given = scaled(args, shape)
+    if not args.symmetric:
+        low, high = -(2 ** (args.num_bits - 1)), 2 ** (args.num_bits - 1) - 1
+        given["weight_zero_point"] = torch.randint(low, high, shape, generator=torch.Generator().manual_seed(3)).to(
+            torch.int8
+        )
+    if name == "nvfp4":
+        given["weight_global_scale"] = torch.tensor([37.0])
+        given["weight_scale"] = given["weight_scale"] * 37.0
+    with torch.compiler.set_stance("force_eager"):  # else FP4 waits for a compiler
+        stored = compressor.compress(given, scheme)
+        expected = compressor.decompress(stored, scheme)["weight"]
+    layer = "model.layers.0.self_attn"
+    tensors = {f"{layer}.q_proj.{part}": tensor for part, tensor in stored.items() if tensor is not None}
+    rest = {"model.norm.weight": torch.ones(4), f"{layer}.q_proj.bias": torch.ones(3)}
+    more = {f"{layer}.k_scale": torch.ones(1), f"{layer}.q_proj.input_scale": torch.ones(1)}
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": json.loads(args.model_dump_json())}},
+    }
+    folder = folder_of(tmp_path / "quantized", tensors | rest | more, config)
+    done("dequantize", folder, tmp_path / "plain")
+    got = tensors_of(tmp_path / "plain")
+    assert got.keys() == {*rest, f"{layer}.q_proj.weight"}
+    assert torch.equal(got[f"{layer}.q_proj.weight"], expected.bfloat16())
+    assert all(torch.equal(got[key], tensor) for key, tensor in rest.items())
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def test_blocks_as_deepseek_stores_them(tmp_path: Path) -> None:
+    blocks = torch.rand(2, 3) + 0.5
+    quantized = WEIGHT.to(torch.float8_e4m3fn)
+    full = blocks.repeat_interleave(128, 0)[:ROWS].repeat_interleave(128, 1)[:, :COLUMNS]
+    tensors = {"a.weight": quantized, "a.weight_scale_inv": blocks, "b.weight": torch.ones(2, 2).bfloat16()}
+    folder = folder_of(tmp_path / "fp8", tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    done("dequantize", folder, tmp_path / "plain")
+    got = tensors_of(tmp_path / "plain")
+    assert torch.equal(got["a.weight"], (quantized.float() * full).bfloat16())
+    assert got.keys() == {"a.weight", "b.weight"}
+
+
+@pytest.mark.parametrize(("family", "format"), zip(ALL, itertools.cycle(["int8", "fp8", "fp8_block"]), strict=False))
+def test_what_is_quantized_here_can_be_trained_again(tmp_path: Path, family: str, format: str) -> None:
+    source = made(tmp_path / "hf", config_of(family))
+    done("quantize", source, tmp_path / "quantized", "--format", format)
+    done("dequantize", tmp_path / "quantized", tmp_path / "plain")
+    done("import", tmp_path / "plain", tmp_path / "checkpoint")
+    assert {n: t.shape for n, t in tensors_of(source).items()} == {
+        n: t.shape for n, t in tensors_of(tmp_path / "plain").items()
+    }
+    done("verify", tmp_path / "plain", tmp_path / "quantized", "--report", tmp_path / "parity.json")
+
+
+@pytest.mark.fault("a quantized folder lacks a scale, or is of a form that is not read", "dequantize names the tensor")
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"a.weight": torch.ones(2, 2, dtype=torch.int8)}, "there is no a.weight_scale"),
+        ({"a.weight_scale": torch.ones(2, 1)}, "a.weight_scale belongs to a weight that is not there"),
+        ({"a.weight_packed": torch.ones(2, 2, dtype=torch.uint8)}, "there is no a.weight_scale"),
+        ({"a.weight_g_idx": torch.ones(2, dtype=torch.int32)}, "a.weight_g_idx: columns in an order of their own"),
+        ({"a.weight": torch.ones(2, dtype=torch.int8), "a.weight_scale": torch.ones(1)}, "no matrix"),
+        (
+            {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(3, 5)},
+            "a.weight_scale is [3, 5]",
+        ),
+    ],
+)
+def test_what_cannot_be_understood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tensors: dict[str, torch.Tensor], said: str
+) -> None:
+    folder = folder_of(tmp_path / "hf", tensors, {"quant_method": "compressed-tensors"})
+    assert convert.main(["dequantize", str(folder), str(tmp_path / "out")]) == 1
+    assert said in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+    plain = made(tmp_path / "plain", config_of("llama"))
+    assert find(str(plain)).quantization is None
+    assert convert.main(["dequantize", str(plain), str(tmp_path / "out")]) == 1
+    assert "holds plain weights" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""A run's checkpoint as its sampler had it: the format, the smoothing and the cache's scales of the last sync."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import config_of, convert, done, made, tensors_of
+from safetensors.torch import save_file
+from simulated import assert_same_bits
+
+from megatron_rl.checkpoint import checkpoints
+from megatron_rl.config import from_mapping, to_yaml
+from megatron_rl.config.schema import Format, KvCache
+from megatron_rl.distributed import TorchGroup
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.quantization.cache_scales import CacheScales
+from megatron_rl.quantization.engine_layout import quantization_config
+from megatron_rl.quantization.smoothing import Smoothing
+from megatron_rl.weight_sync.source import ShardSource
+from megatron_rl.workshop.evaluation import stored_model
+from megatron_rl.workshop.evaluation.stored_model import StoredWeights
+
+Run = tuple[Path, dict[str, torch.Tensor]]
+
+
+def leave_step(run: Path, imported: Path, step: int, state: dict[str, torch.Tensor]) -> None:
+    """A checkpoint of a run whose policy is what was imported."""
+    partial = checkpoints.partial_of(run / "checkpoints", step)
+    (partial / "ranks").mkdir(parents=True)
+    shutil.copytree(imported, partial / "policy", ignore=shutil.ignore_patterns("hf", "parity.json"))
+    save_file({"rng.cpu": torch.get_rng_state()}, partial / "ranks" / "rank_0.safetensors")
+    save_file(state, partial / "sync.safetensors")
+    files = {str(p.relative_to(partial)): list(checkpoints.digest(p)) for p in partial.rglob("*") if p.is_file()}
+    driver = {"position": step, "seen": {}, "best": None}
+    about: dict[str, Any] = {"updates": step, "layout": asdict(Layout(tp=2, dp=2)), "files": files, "driver": driver}
+    checkpoints.publish(partial, run / "checkpoints", step=step, **about)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Its last sync smoothed, quantized to INT8 and sent the scales of an FP8 cache; what it sent."""
+    folder = tmp_path_factory.mktemp("run")
+    config, layers = config_of("qwen3", tie_word_embeddings=True), 2
+    source, shape = made(folder / "hf", config), ModelShape.from_hf(config)
+    done("import", source, folder / "imported")
+    amax_LNH = 1 + 40 * torch.rand(layers, 2, shape.hidden) ** 8
+    smoothing = Smoothing(shape, 0.5, 10, TorchGroup(), lambda: amax_LNH)
+    cache = CacheScales(layers, TorchGroup(), lambda: torch.rand(layers, 2) + 1)
+    weights = StoredWeights(stored_model.find(source, None, None))
+    sync = ShardSource(weights.model, weights.groups, Format.int8, ["lm_head"], smoothing=smoothing, cache_scales=cache)
+    sent = dict(sync.tensors(dict(weights.named_parameters())))
+    quantization = {"format": "int8", "smoothing": 0.5, "kv_cache": "fp8"}
+    (folder / "run").mkdir()
+    recorded = from_mapping({"model": {"path": str(source)}, "quantization": quantization})
+    (folder / "run" / "config.yaml").write_text(to_yaml(recorded))
+    leave_step(folder / "run", folder / "imported", 3, smoothing.state() | cache.state())
+    return folder / "run", sent
+
+
+def test_as_its_sampler_had_it(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, sent = run
+    done("quantize", f"{folder}@3", tmp_path / "out", "--format", "as_sampler")
+    assert_same_bits(list(tensors_of(tmp_path / "out").items()), sent)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == quantization_config(Format.int8, ["lm_head"], KvCache.fp8)
+    done("verify", f"{folder}@3", tmp_path / "out", "--report", tmp_path / "parity.json")
+
+
+def test_a_step_and_a_run(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = run
+    source = folder.parent / "hf"
+    done("export", f"{folder}@3", tmp_path / "of_step")
+    done("export", folder, tmp_path / "of_run")
+    capsys.readouterr()
+    for name in ("of_step", "of_run"):
+        got, want = tensors_of(tmp_path / name), tensors_of(source)
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[key], want[key]) for key in want)
+    done("inspect", f"{folder}@3")
+    said = capsys.readouterr().out
+    assert "checkpoint of step 3 of the run run, saved under tp=2 dp=2" in said
+    assert f"export {folder}@3 HF_FOLDER" in said
+    assert convert.main(["export", f"{folder}@4", str(tmp_path / "x")]) == 1
+    assert "no checkpoint of step 4" in (said := capsys.readouterr().err)
+    assert "(there are: 3)" in said
+
+
+@pytest.mark.fault("a checkpoint of a run is torn", "export names the file, and takes no other in its place")
+def test_a_torn_step(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    data = next((folder / "checkpoints" / "step_3" / "policy").glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert convert.main(["export", f"{folder}@3", str(tmp_path / "x")]) == 1
+    assert f"{data} was changed after it was written" in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""A quantized folder holds what a sync would have sent, bit for bit, whatever the form of its source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import ALL, config_of, convert, done, made, tensors_of
+from simulated import assert_same_bits
+
+from megatron_rl.config.schema import Format
+from megatron_rl.distributed import TorchGroup
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.quantization.engine_layout import quantization_config
+from megatron_rl.quantization.smoothing import Smoothing
+from megatron_rl.weight_sync.source import ShardSource
+from megatron_rl.workshop.conversion import quantize_command
+from megatron_rl.workshop.conversion.calibration import Coverage
+from megatron_rl.workshop.conversion.sources import find
+from megatron_rl.workshop.evaluation import stored_model
+from megatron_rl.workshop.evaluation.stored_model import StoredWeights
+
+IGNORE = ("lm_head", "re:.*layers.1.mlp.down_proj")
+
+
+def sent(folder: Path, format: Format, ignore: tuple[str, ...], smoothing: Smoothing | None = None) -> dict[str, Any]:
+    """What an engine of this format would be sent."""
+    weights = StoredWeights(stored_model.find(folder, None, None))
+    source = ShardSource(weights.model, weights.groups, format, ignore, smoothing=smoothing)
+    tensors = dict(source.tensors(dict(weights.named_parameters())))
+    assert source.failure is None
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [*((family, "int8") for family in ALL), ("qwen2", "fp8"), ("qwen3_moe", "fp8"), ("llama", "fp8_block")],
+)
+def test_the_bytes_of_a_sync(tmp_path: Path, family: str, format: str) -> None:
+    tied = (ALL.index(family) + len(format)) % 2 == 0
+    source = made(tmp_path / "hf", config_of(family, tie_word_embeddings=tied), file_bytes=40_000)
+    words = [word for pattern in IGNORE for word in ("--ignore", pattern)]
+    done("quantize", source, tmp_path / "out", "--format", format, *words)
+    assert_same_bits(list(tensors_of(tmp_path / "out").items()), sent(source, Format(format), IGNORE))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"] == quantization_config(Format(format), IGNORE)
+    done("import", source, tmp_path / "checkpoint")
+    done("quantize", tmp_path / "checkpoint", tmp_path / "of_checkpoint", "--format", format, *words)
+    contents = {
+        json.loads((tmp_path / n / "parity.json").read_text())["output"]["content"] for n in ("out", "of_checkpoint")
+    }
+    assert len(contents) == 1
+    done("verify", source, tmp_path / "out", "--report", tmp_path / "parity.json")
+
+
+def test_smoothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given what was measured, it folds and quantizes as a sync does; `verify` finds the folding in the norms."""
+    config = config_of("qwen3")
+    source, shape = made(tmp_path / "hf", config), ModelShape.from_hf(config)
+    (tmp_path / "texts.txt").write_text("a\n")
+    amax_LNH = torch.rand(shape.layers, 2, shape.hidden)
+    amax_LNH[..., ::7] *= 50
+    monkeypatch.setattr(quantize_command, "token_rows", lambda *_: [(1, 2)])
+    monkeypatch.setattr(
+        "megatron_rl.workshop.conversion.calibration.activation_amax", lambda *_: (amax_LNH, Coverage(1, 2, 1.0))
+    )
+    done("quantize", source, tmp_path / "out", "--format", "int8", "--smooth", 0.5, "--calibrate", "texts.txt")
+    smoothing = Smoothing(shape, 0.5, 1, TorchGroup(), lambda: amax_LNH)
+    expected = sent(source, Format.int8, ("lm_head",), smoothing)
+    assert bool((smoothing.scales_LNH != 1).any())
+    assert_same_bits(list(tensors_of(tmp_path / "out").items()), expected)
+    assert json.loads((tmp_path / "out" / "parity.json").read_text())["calibration"]["samples"] == 1
+    done("verify", source, tmp_path / "out", "--report", tmp_path / "parity.json")
+    for words, said in (
+        (["--format", "fp8", "--smooth", "0.5", "--calibrate", "x"], "smoothing is for int8"),
+        (["--format", "int8", "--smooth", "1.5", "--calibrate", "x"], "0 < ALPHA < 1"),
+        (["--format", "int8", "--smooth", "0.5"], "belong together"),
+        (["--format", "as_sampler"], "belongs to no run"),
+        (["--format", "as_sampler", "--ignore", "x"], "leave the other options out"),
+    ):
+        assert convert.main(["quantize", str(source), str(tmp_path / "x"), *words]) == 1
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.fault("weights that are quantized already, or hold NaN", "quantize names the folder or the tensor")
+def test_what_is_not_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = made(tmp_path / "hf", config_of("llama"))
+    done("quantize", source, tmp_path / "int8", "--format", "int8")
+    for words in (["import"], ["export"], ["quantize", "--format", "fp8"]):
+        command, *options = words
+        assert convert.main([command, str(tmp_path / "int8"), str(tmp_path / "x"), *options]) == 1
+        assert f"dequantize {tmp_path / 'int8'}" in capsys.readouterr().err
+    weights = source / "model.safetensors"
+    opened = find(str(source)).weights
+    stored = opened.open()("model.layers.1.mlp.up_proj.weight")
+    content = weights.read_bytes()
+    weights.write_bytes(content.replace(stored.view(torch.uint8).numpy().tobytes()[:64], b"\xff" * 64))
+    assert convert.main(["quantize", str(source), str(tmp_path / "x"), "--format", "int8"]) == 1
+    assert "model.layers.1.mlp.up_proj.weight: the weight holds NaN" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "int8"]

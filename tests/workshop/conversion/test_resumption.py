@@ -1,0 +1,213 @@
+"""A conversion is killed at random moments: its folder is whole or not there, and what was finished stays finished."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from models import config_of, convert, done, made, tensors_of
+
+from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
+from megatron_rl.models.hf_folder import make_header
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.workshop.conversion import side_by_side, to_checkpoint, to_folder
+from megatron_rl.workshop.conversion.work import JOURNAL, Work, partial_of
+
+KILLS = 20
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Dozens of them; one thread, as forks are made here."""
+    monkeypatch.setattr(to_checkpoint, "FILE_BYTES", 30_000)
+    monkeypatch.setattr(to_folder, "FILE_BYTES", 30_000)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def in_a_fork(work: Callable[[], int], said: Path | None = None) -> int:
+    pid = os.fork()
+    if pid == 0:
+        sys.stderr = (said or Path(os.devnull)).open("w")
+        try:
+            status = work()
+        except BaseException:
+            traceback.print_exc()
+            status = 99
+        sys.stderr.flush()
+        os._exit(status)
+    return pid
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def finished(partial: Path) -> dict[str, tuple[int, int]]:
+    """Files that the journal calls whole, by what tells that one was written again."""
+    if not (partial / JOURNAL).is_file():
+        return {}
+    names = [json.loads(line).get("file") for line in (partial / JOURNAL).read_bytes().split(b"\n")[:-1]]
+    about = {name: (partial / name).stat() for name in names if name}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in about.items()}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """But for the time in parity.json."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "parity.json"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.fault("kill -9 of a conversion at random moments", "it goes on where it was, and ends with the same bytes")
+@pytest.mark.parametrize("command", ["import", "export", "quantize"])
+def test_random_kills(tmp_path: Path, command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(command)
+    source = made(tmp_path / "hf", config_of("qwen3_moe"), file_bytes=30_000)
+    if command == "export":
+        done("import", source, tmp_path / "checkpoint")
+        source = tmp_path / "checkpoint"
+    options = ["--format", "int8"] if command == "quantize" else []
+    words = [command, str(source), str(tmp_path / "out"), *options]
+    started = time.perf_counter()
+    assert ended(in_a_fork(lambda: convert.main([command, str(source), str(tmp_path / "undisturbed"), *options]))) == 0
+    whole_s = time.perf_counter() - started
+    before, killed = content(source), 0
+    least = KILLS if command == "import" else KILLS // 2
+    for attempt in range(10 * least):  # the moments are of a duration that the next one need not have
+        if attempt >= least and killed >= 3:
+            break
+        if (tmp_path / "out").exists():
+            assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+            (tmp_path / "out").rename(tmp_path / f"whole_{attempt}")
+        was = finished(partial_of(tmp_path / "out"))
+        pid = in_a_fork(lambda: convert.main(words))
+        time.sleep(rng.uniform(0.1, 0.9) * whole_s)
+        os.kill(pid, signal.SIGKILL)
+        killed += ended(pid) == -signal.SIGKILL
+        now = finished(partial_of(tmp_path / "out"))
+        if now:  # neither ended nor killed before it had read what there was
+            assert {name: now[name] for name in was if name in now} == was
+    assert killed >= 3
+    if not (tmp_path / "out").exists():
+        done(*words)
+    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+    assert content(source) == before
+    assert not partial_of(tmp_path / "out").exists()
+
+
+def begin(source: Path, target: Path) -> None:
+    """An import of which some files are finished."""
+
+    def work() -> int:
+        finish = Work.finish
+
+        def stop_after_three(work: Work, name: str, **about: object) -> None:
+            finish(work, name, **about)
+            if len(work.finished) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        side_by_side.MOST, Work.finish = 1, stop_after_three
+        return convert.main(["import", str(source), str(target)])
+
+    assert ended(in_a_fork(work)) == -signal.SIGKILL
+    assert len(finished(partial_of(target))) == 3
+
+
+def test_what_is_left_is_not_taken_for_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
+    begin(source, target)
+    assert convert.main(["inspect", str(partial_of(target))]) == 1
+    assert "is unfinished" in capsys.readouterr().err
+    done("import", source, target)
+    assert "goes on with" in capsys.readouterr().err
+    (tmp_path / "out").rename(tmp_path / "first")
+    begin(source, target)
+    made(source, config_of("llama"), seed=5)  # another model in its place
+    done("import", source, target)
+    assert "removed what another conversion had begun" in capsys.readouterr().err
+    done("export", target, tmp_path / "back")
+    for name, tensor in tensors_of(source).items():
+        assert torch.equal(tensors_of(tmp_path / "back")[name], tensor)
+    begin(source, tmp_path / "again")
+    torn = partial_of(tmp_path / "again")
+    (torn / JOURNAL).write_bytes((torn / JOURNAL).read_bytes()[:-7])
+    (torn / "weights_1.distcp").write_bytes(b"")
+    done("import", source, tmp_path / "again")
+    assert "of which 1 files are finished" in capsys.readouterr().err
+    assert content(tmp_path / "again") == content(target)
+
+
+@pytest.mark.fault("two conversions to one target at once", "the second is refused and the first goes on")
+def test_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
+    partial_of(target).mkdir()
+    with (partial_of(target) / JOURNAL).open("w") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        assert convert.main(["import", str(source), str(target)]) == 1
+        assert "is being written by another process" in capsys.readouterr().err
+    done("import", source, target)
+
+
+@pytest.mark.fault("no space is left, or a file may not grow", "one line with file and reason; it goes on with room")
+@pytest.mark.parametrize("command", ["import", "quantize"])
+def test_no_space_left(tmp_path: Path, command: str) -> None:
+    """RLIMIT_FSIZE refuses as a full disk does."""
+    source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
+    words = [command, str(source), str(target), *(["--format", "fp8"] if command == "quantize" else [])]
+
+    def work() -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        return convert.main(words)
+
+    assert ended(in_a_fork(work, tmp_path / "said")) == 1
+    said = (tmp_path / "said").read_text()
+    assert os.strerror(errno.EFBIG) in said
+    assert "give the same command again" in said
+    assert "Traceback" not in said
+    assert not target.exists()
+    done(*words)
+
+
+@pytest.mark.fault("a disk whose room is known to be too little", "one line with need and have, at once")
+@pytest.mark.parametrize("command", ["import", "quantize"])
+def test_too_small_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """The model's file is a hole, of twice the bytes that are free."""
+    narrow, wide = 1 << 15, 1 << 20  # 206 GB in each layer
+    layers = 1 + 2 * shutil.disk_usage(tmp_path).free // (2 * 3 * narrow * wide)
+    sizes = {"hidden_size": narrow, "intermediate_size": wide, "vocab_size": wide}
+    config, source = config_of("llama", **sizes) | {"num_hidden_layers": layers}, tmp_path / "hf"
+    specs = [TensorSpec(name, "bfloat16", size) for name, size in hf_shapes(ModelShape.from_hf(config)).items()]
+    header = make_header(specs)
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    try:
+        with (source / "model.safetensors").open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            file.truncate(8 + len(header) + sum(spec.nbytes for spec in specs))
+    except OSError as error:
+        pytest.skip(f"the file system has no file of that size: {error}")
+    words = [command, str(source), str(tmp_path / "out"), *(["--format", "int8"] if command == "quantize" else [])]
+    assert convert.main(words) == 1
+    said = capsys.readouterr().err
+    assert os.strerror(errno.ENOSPC) in said
+    assert " GB are still to be written, " in said
+    assert said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

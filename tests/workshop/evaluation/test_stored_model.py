@@ -1,0 +1,142 @@
+"""What MODEL may be, the settings it is asked with, and the weights that come of it."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl import cli
+from megatron_rl.config import ConfigError, from_mapping, load, to_yaml
+from megatron_rl.config.evaluation import held_out
+from megatron_rl.config.schema import Format
+from megatron_rl.data.toy import write_toy
+from megatron_rl.learner.weights import random_tensors
+from megatron_rl.models.hf_folder import HfFolder, copy_companions, write_folder
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import params
+from megatron_rl.models.model import Model, read_hf_config
+from megatron_rl.weight_sync.source import ShardSource
+from megatron_rl.workshop.evaluation.alone import settings
+from megatron_rl.workshop.evaluation.measure import with_sets
+from megatron_rl.workshop.evaluation.stored_model import StoredWeights, find, run_of
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy's, in FP32."""
+    folder = tmp_path_factory.mktemp("stored")
+    write_toy(folder)
+    about = Model.of(read_hf_config(folder / "model"), Layout())
+    get = random_tensors(about, 1)
+    names = [name for param in params(about.shape) if not param.row.copy for name in param.hf]
+    write_folder(folder / "model", {name: get(name) for name in names}, about.hf_config)
+    return folder / "model"
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path) -> Path:
+    """Of a warm start, with what no other process can repeat."""
+    config = load(ROOT / "recipes" / "toy_sft.yaml", [f"model.path={model}", "quantization.smoothing=0.5"])
+    home = tmp_path / "runs" / "mine"
+    home.mkdir(parents=True)
+    (home / "config.yaml").write_text(to_yaml(config))
+    return home
+
+
+def test_the_weights_are_the_folder_s_in_bf16(model: Path) -> None:
+    weights = StoredWeights(find(model, None, None))
+    source = ShardSource(weights.model, weights.groups)
+    sent = dict(source.tensors(dict(weights.named_parameters())))
+    stored = HfFolder(model)
+    assert source.failure is None
+    assert sent.keys() == set(stored.names)
+    assert all(torch.equal(tensor, stored.get(name).bfloat16()) for name, tensor in sent.items())
+
+
+def test_a_run_is_its_model_once_there_is_one(run: Path, model: Path) -> None:
+    config = load(run / "config.yaml")
+    with pytest.raises(ConfigError, match=r"runs/mine: no model/ and no whole checkpoint yet; .*log\.export=true"):
+        find(run, config, None)
+    copy_companions(model, run / "model")
+    os.link(model / "model.safetensors", run / "model" / "model.safetensors")
+    found = find(run, config, None)
+    assert (found.folder, found.label, found.note) == (run / "model", "mine", "")
+    assert run_of(run) == run_of(run / "model") == run_of(run / "checkpoints" / "step_3" / "policy") == run
+    assert run_of(model) is run_of(run / "logs") is None
+    assert find(run / "model", config, None).label == "mine-model"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("nowhere", "nowhere: no such folder"), ("", "neither a run .config.yaml., nor a checkpoint")],
+)
+def test_what_is_no_model(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        find(tmp_path / name, None, None)
+
+
+def test_a_bare_checkpoint_needs_a_tokenizer_from_somewhere(tmp_path: Path, model: Path) -> None:
+    for name in ("metadata.json", ".metadata"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=r"weights alone, and nobody says where they are: .* --hf FOLDER"):
+        find(tmp_path, None, None)
+    assert find(tmp_path, None, model).folder == model
+
+
+def test_a_run_s_settings_without_what_only_a_run_has(run: Path, model: Path) -> None:
+    stored = find(model, None, None)
+    config = settings(run, stored, "int8", ["eval.samples=4"])
+    assert (config.quantization.format, config.quantization.smoothing) == (Format.int8, None)
+    assert (config.eval.samples, config.rollout.max_response_tokens, config.run.stop) == (4, 8, None)
+    assert config.data.eval == "data/toy/test.jsonl"
+
+
+def test_a_model_of_no_run_has_lengths_that_its_context_allows(model: Path) -> None:
+    rollout = settings(None, find(model, None, None), "bf16").rollout
+    assert (rollout.max_prompt_tokens, rollout.max_response_tokens) == (16, 48)
+
+
+def test_sets_are_named_by_file_name_or_preset() -> None:
+    config = from_mapping({"data": {"eval": "e.jsonl"}, "eval": {"sets": {"a": {"samples": 2}, "b": {}}}})
+    chosen = held_out(with_sets(config, ["a", "eval", "some/x.y.jsonl", "z=f.jsonl", "math"]))
+    assert [(one.name, one.path) for one in chosen] == [
+        *(("", "e.jsonl"), ("a", "e.jsonl"), ("x_y", "some/x.y.jsonl")),
+        *(("z", "f.jsonl"), ("math", "data/math500.parquet")),
+    ]
+    assert [one.name for one in held_out(with_sets(config, []))] == ["", "a", "b"]
+    assert [(one.name, one.path) for one in held_out(with_sets(config, ["a"]))] == [("a", "e.jsonl")]
+    for twice in (["some/x.jsonl", "x.jsonl"], ["a b=x.jsonl"]):
+        with pytest.raises(ConfigError, match="write NAME=FILE"):
+            with_sets(config, twice)
+    with pytest.raises(ConfigError, match="--set: nothing to evaluate on"):
+        with_sets(from_mapping({}), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["eval", "MODEL", "--set", "missing.jsonl"], "eval.sets.missing.path: no file 'missing.jsonl'"),
+        (["eval", "MODEL"], "--set: nothing to evaluate on"),
+        (["eval", "MODEL", "--set", "x.jsonl", "reward.name=exact_macth"], "did you mean exact_match?"),
+        (["eval", "MODEL", "--set", "x.jsonl", "--format", "fp8_block"], "no CPU kernel"),
+        (["chat", "MODEL", "-p", ""], "-p: nothing to answer"),
+        (["chat", "nowhere", "-p", "1"], "nowhere: no such folder"),
+        (["mismatch", "nowhere"], "nowhere: no such folder"),
+        (["mismatch", "MODEL", "-n", "0"], "--sequences: 0, expected 1 or more"),
+        (
+            ["mismatch", "MODEL", "--format", "fp8_block", "--forward", "as_sampler"],
+            "as_sampler with quantization.format=fp8_block",
+        ),
+        (["mismatch", "MODEL", "sampler.tensor_parallel=2"], "mismatch: an engine of sampler.tensor_parallel=2"),
+    ],
+)
+def test_the_commands_refuse_before_anything_starts(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words, said
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([str(model) if word == "MODEL" else word for word in words]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,150 @@
+"""A learner in this process beside live engines in processes of their own: leaves what it found as JSON."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tiny_engine import Live, make_config, make_live, startable
+from transformers import Qwen3ForCausalLM
+
+from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision
+from megatron_rl.learner.activations import Activations
+from megatron_rl.learner.learner import Learner
+from megatron_rl.models.model import Model
+from megatron_rl.types import Rollout, SamplingParams, Scored, collate
+from megatron_rl.weight_sync import layer_probe
+from megatron_rl.weight_sync.probe import SyncMismatch
+from megatron_rl.workshop.mismatch.walk import Walk
+
+SEED = 3
+FAULTS = ("layers_exchanged", "gate_and_up_exchanged", "norms_exchanged", "heads_exchanged")
+# of transformers' modules, and the points whose values they are
+THEIRS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "head_norm": ("self_attn.q_norm", "self_attn.k_norm"),
+    "o_proj": ("self_attn.o_proj",),
+    "post_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "activation": ("mlp.act_fn",),
+    "down": ("mlp.down_proj",),
+}
+
+
+class Case:
+    def __init__(self, folder: Path, format: Format, head: Precision = Precision.bf16) -> None:
+        self.head = head
+        self.live: Live = make_live(folder, format, tied=True, head=head)
+        with startable():
+            self.live.sampler.start()
+        self.live.update(SEED)
+        save_file(self.live.model.weights(SEED), folder / "hf" / "model.safetensors", {"format": "pt"})
+        self.rollouts = self.live.rollouts(params=SamplingParams(samples=1, max_tokens=12))[:3]
+
+    @contextmanager
+    def learner(self, forward: Forward) -> Iterator[Learner]:
+        config, section = make_config(self.live.format), LearnerSection(forward=forward)
+        names = ("run", "optim", "loss", "correction", "rollout", "quantization")
+        given = {name: getattr(config, name) for name in names} | {"learner": section}
+        with closing(Learner(Model.read(self.live.model.folder, section, self.head), **given)) as learner:
+            learner.load_hf(self.live.model.folder)
+            yield learner
+
+    def walk(self, learner: Learner) -> dict[str, Any]:
+        walk, before = Walk(learner), [learner.logprobs(_batch(one)).tolist() for one in self.rollouts]
+        for rollout in self.rollouts:
+            walk.add(_batch(rollout), self.values(rollout))
+        return {
+            "kl": walk.kl / walk.tokens,
+            "entered": {str(point): entered for point, entered in walk.entered().items()},
+            "own": {str(point): found.own.max for point, found in walk.points.items()},
+            "apart": {str(point): found.apart.max for point, found in walk.points.items()},
+            "rounded logits": _rounded(self.values(self.rollouts[0])["lm_head"]),
+            "left alone": before == [learner.logprobs(_batch(one)).tolist() for one in self.rollouts],
+        }
+
+    def probe(self, learner: Learner) -> str:
+        """What the probe of layers says of the engine as it is."""
+        (rollout, *_) = self.rollouts
+        with Activations(learner).beside(self.values(rollout), replace=True) as seen:
+            learner.logprobs(_batch(rollout))
+        try:
+            return f"{layer_probe.check(seen, learner.shape, self.live.format, 1)['sync/probe_layer_error']:.3f}"
+        except SyncMismatch as error:
+            return str(error)
+
+    def faults(self, learner: Learner) -> dict[str, str]:
+        found = {}
+        for fault in FAULTS:
+            self.live.update(SEED, fault)
+            found[fault] = self.probe(learner)
+        self.live.update(SEED)
+        return found | {"none": self.probe(learner)}
+
+    def values(self, rollout: Rollout) -> dict[str, torch.Tensor]:
+        return self.live.sampler.activations([*rollout.prompt.token_ids, *rollout.token_ids])
+
+    def beside_transformers(self) -> dict[str, float]:
+        """The largest difference of each point from transformers' modules, as a share of the values' size."""
+        model = Qwen3ForCausalLM.from_pretrained(self.live.model.folder, dtype=torch.bfloat16)
+        passed: dict[str, torch.Tensor] = {}
+        for name, module in model.named_modules():
+            module.register_forward_hook(lambda _, args, out, name=name: passed.update({name: out}))
+        (rollout, *_) = self.rollouts
+        with torch.no_grad():
+            model(torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]]))
+        found = {}
+        for point, engine in self.values(rollout).items():
+            _, _, rest = point.partition("layers.")
+            layer, _, kind = rest.partition(".")
+            if kind not in THEIRS:
+                continue
+            parts = [passed[f"model.layers.{layer}.{name}"].flatten(2)[0] for name in THEIRS[kind]]
+            if kind == "activation":  # theirs is of the gate alone
+                parts = [parts[0] * passed[f"model.layers.{layer}.mlp.up_proj"][0]]
+            theirs = torch.cat(parts, 1)
+            found[point] = float((engine - theirs).float().norm() / theirs.float().norm())
+        return found
+
+
+def _rounded(values: torch.Tensor) -> bool:
+    return bool((values == values.bfloat16()).all())
+
+
+def _batch(rollout: Rollout) -> Any:
+    return collate([Scored(rollout, reward=0.0)])
+
+
+def main() -> None:
+    out, found = Path(sys.argv[1]), dict[str, Any]()
+    for format in (Format.int8, Format.fp8):
+        (out / format.value).mkdir()
+        case = Case(out / format.value, format)
+        with closing(case.live.sampler):
+            for forward in Forward:
+                with case.learner(forward) as learner:
+                    found[f"{format} {forward}"] = case.walk(learner)
+                    if (format, forward) == (Format.int8, Forward.bf16):
+                        found["faults"] = case.faults(learner)
+    (out / "wide").mkdir()
+    wide = Case(out / "wide", Format.none, Precision.fp32)
+    with closing(wide.live.sampler), wide.learner(Forward.bf16) as learner:
+        found["fp32 logits"] = wide.walk(learner)
+        wide.live.update(SEED + 1)
+        wide.live.update(SEED)
+        found["fp32 logits, again"] = wide.walk(learner)
+    (out / "none").mkdir()
+    bf16 = Case(out / "none", Format.none)
+    with closing(bf16.live.sampler), bf16.learner(Forward.bf16) as learner:
+        found["bf16"] = bf16.walk(learner)
+        found["transformers"] = bf16.beside_transformers()
+        found["bf16 faults"] = bf16.faults(learner)
+    (out / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

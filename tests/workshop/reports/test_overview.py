@@ -1,0 +1,81 @@
+"""`megatron-rl status` and `watch`: runs that go on, that have ended, that are torn."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from run_factory import make_run
+
+from megatron_rl import cli
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.status import mark_status, now, read_status
+from megatron_rl.workshop.reports.overview import describe, watch
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs"), "mine", STEPS)
+
+
+@pytest.fixture
+def run(made: Path) -> Path:
+    mark_status(made, "finished", "", step=STEPS, steps=STEPS, alarms={})
+    return made
+
+
+def lines(text: str) -> dict[str, str]:
+    return {line.split()[0]: line.strip() for line in text.splitlines()}
+
+
+def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(run)]) == 0
+    said = lines(capsys.readouterr().out)
+    assert said["mine"] == "mine"
+    assert said["finished,"] == "finished, attempt 1"
+    assert f"{STEPS} of {STEPS}, " in said["step"]
+    assert "left" not in said["step"]
+    assert any(bar in said["eval"] for bar in "▁█")
+    assert said["checkpoint"].endswith("none")
+    assert "alarm" not in said
+
+
+def test_a_run_that_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (RunDir(run).checkpoints / "step_8").mkdir(parents=True, exist_ok=True)
+    standing = {"entropy": {"since": 7, "value": 0.02}}
+    mark_status(run, "running", "", steps=4 * STEPS, alarms=standing, heartbeat=now())
+    monkeypatch.setattr(
+        "megatron_rl.workshop.reports.run_data.known_status", read_status
+    )  # as its owner, who lives, would see it
+    said = lines(describe(run))
+    assert "left" in said["step"]
+    assert "entropy, since 7, value 0.02" in said["alarm"]
+    assert "ago" in said["sign"]
+    assert "step 8" in said["checkpoint"]
+
+
+def test_why_it_failed(run: Path) -> None:
+    mark_status(run, "failed", "rank 1 died\nand more")
+    assert "failed" in describe(run)
+    assert "rank 1 died" in describe(run)
+    assert "and more" not in describe(run)
+
+
+def test_watching_ends_with_the_last_run(run: Path, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    watch([run], 0.01, stream)
+    assert stream.getvalue().count("mine") >= 1
+
+
+def test_torn_and_strange_folders(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content in ("{", "[1]", json.dumps({"state": "running", "alarms": [1, "x"], "steps": "x", "heartbeat": 3})):
+        torn = tmp_path / "torn"
+        torn.mkdir(exist_ok=True)
+        (torn / "status.json").write_text(content)
+        (torn / "metrics.jsonl").write_text('{"progress/step": 1}\n{"prog')
+        assert cli.main(["status", str(torn), str(run)]) == 0
+        assert "1 of" in capsys.readouterr().out
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert "not a run directory" in capsys.readouterr().err

@@ -1,0 +1,189 @@
+"""The report: every section is there, nothing is fetched, several runs stand side by side."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from run_factory import make_config, make_run, make_yaml, quiet
+from summary_figure import summary_svg
+
+from megatron_rl.config.schema import Config, Format, Level, RolloutSection, RolloutSource
+from megatron_rl.runs.record import Recorder
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.workshop.reports import figures
+from megatron_rl.workshop.reports.after_run import finish, write_own_report
+from megatron_rl.workshop.reports.report import headline_numbers, page, write_report
+from megatron_rl.workshop.reports.run_data import NotARun, config_differences, load_run, load_runs
+from megatron_rl.workshop.reports.svg import nice_ticks
+
+SINGLE = [
+    "Reward",
+    "Held-out accuracy",
+    "Mismatch KL",
+    "Effective sample size",
+    "Importance ratio",
+    "Logprob probe after sync",
+    "Where a step's time goes",
+    "Weight sync",
+    "Weight sync size",
+    "Response length",
+    "Entropy",
+    "Gradient norm",
+    "Clipping and rejection",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    made = [
+        make_run(folder, "tis_int8", steps=20),
+        make_run(folder, "none_bf16", steps=20, level=Level.none, fmt=Format.none, seed=1),
+    ]
+    assert [finish(RunDir(path), Config()) for path in made] == [f"report   {path}/report.html" for path in made]
+    return made
+
+
+def panels(html):
+    return re.findall(r"<figcaption><b>(.*?)</b>", html)
+
+
+def test_one_run_has_every_section(runs):
+    html = (runs[0] / "report.html").read_text()
+    titles = [title.replace("&#x27;", "'") for title in panels(html)]
+    assert [title for title in SINGLE if title not in titles] == []
+    assert "0.310 → " in html
+    assert "20 of 20" in html
+    assert "sampler INT8" in html
+    assert "finished" in html
+
+
+def test_nothing_is_fetched(runs, tmp_path):
+    write_report(runs, tmp_path / "r.html")
+    for html in ((runs[0] / "report.html").read_text(), (tmp_path / "r.html").read_text()):
+        page_itself = re.sub(r"<script\b[^>]*>.*?</script>", lambda tag: tag[0].split(">")[0] + ">", html, flags=re.S)
+        assert not re.search(r"\b(src|href)\s*=|@import|url\(", page_itself)
+        assert len(html) > 3_000_000  # plotly.js is inside
+
+
+def test_several_runs_stand_side_by_side(runs):
+    loaded = load_runs(runs)
+    assert config_differences(loaded) == {
+        "quantization.format": ["int8", "none"],
+        "correction.weight.level": ["token", "none"],
+    }
+    html = page(loaded)
+    assert "Configuration differences" in html
+    assert "quantization.format" in html
+    assert "optim.lr</code>" not in html
+    reward = figures.curves(loaded, {"reward/sampler_mean": "reward"})
+    assert [trace.name for trace in reward.data] == ["tis_int8", "none_bf16"]
+    assert len({trace.line.color for trace in reward.data}) == 2
+    split = figures.time_split(loaded)
+    assert all(list(trace.y) == ["tis_int8", "none_bf16"] for trace in split.data)
+
+
+def test_a_gap_is_drawn_where_a_value_is_not_finite(runs):
+    (trace,) = figures.curves([load_run(runs[0])], {"optim/grad_norm": "norm"}).data
+    assert trace.y[list(trace.x).index(7)] is None
+    assert sum(value is None for value in trace.y) == 1
+
+
+def test_the_histogram_shows_the_ratios_and_the_clamped_weights(runs):
+    run = load_run(runs[0])
+    figure = figures.ratio_histogram([run])
+    by_name = {trace.name: np.array(trace.y) for trace in figure.data}
+    centres = np.array(figure.data[0].x)
+    applied, empty = by_name["applied weight"], by_name["rho"].min()
+    assert by_name["rho"][centres > 2.2].max() > empty
+    assert (applied[centres > 2.2] == empty).all()
+    assert abs(by_name["rho"].sum() - 1) < 0.1
+    assert figure.layout.shapes[0].x0 == 2.0
+    assert figures.weight_bounds(load_run(runs[1])) == []
+
+
+def test_breakdowns_hold_every_recorded_token(runs):
+    run = load_run(runs[0])
+    (trace,) = figures.mismatch_by([run], "position", "").data
+    assert len(trace.y) == 10
+    assert all(0.2 < value < 0.8 for value in trace.y)
+    assert sum(trace.customdata) == len(run.tokens.weights)
+
+
+def test_the_cuts_are_shown_where_they_cut(runs):
+    """The recorded answers are of several lengths and ages; all ended alike, and in one format."""
+    shown = [title for title in panels((runs[0] / "report.html").read_text()) if title.startswith("Mismatch by")]
+    assert shown == [f"Mismatch by {name}" for name in ("probability", "position", "length", "staleness")]
+    (trace,) = figures.mismatch_by([load_run(runs[0])], "staleness", "").data
+    assert list(trace.x) == ["6", "16"]  # steps 10 and 20, all written by version 3
+    both = figures.mismatch_by(load_runs(runs), "length", "").data
+    assert [list(trace.x) for trace in both] == [["1 to 1", "2 to 3", "4 to 7", "8 to 15"]] * 2
+    assert all(noisy > clean for noisy, clean in zip(both[0].y, both[1].y, strict=True))
+
+
+def test_a_run_that_stopped_at_once_still_has_a_report(tmp_path):
+    config = make_config()
+    recorder = Recorder(config.log, make_yaml(config, "short"), tmp_path / "short", 5, quiet(5))
+    recorder.log(0, {})
+    recorder.close("failed", "ValueError: <no> & more")
+    assert write_own_report(recorder.run) == ""
+    html = (tmp_path / "short/report.html").read_text()
+    assert "ValueError: &lt;no&gt; &amp; more" in html
+    assert panels(html) == []
+    assert headline_numbers(load_run(tmp_path / "short"))["Steps"] == "0 of 5"
+
+
+def test_a_failing_report_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_rl.workshop.reports.report.page", lambda runs: 1 / 0)
+    assert write_own_report(RunDir(tmp_path)) == ""
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert write_own_report(RunDir(tmp_path)).startswith("report.html was not written: ZeroDivisionError")
+
+
+def test_a_supervised_run_shows_no_mismatch(tmp_path):
+    config = Config(rollout=RolloutSection(source=RolloutSource.dataset))
+    with Recorder(config.log, make_yaml(config, "warm"), tmp_path / "warm", 2, quiet(2)) as recorder:
+        for step in (1, 2):
+            recorder.log(step, {"loss/total": 1.0, "rollout_corr/kl": 0.0, "reward/mean": 1.0, "eval/accuracy": 0.1})
+    assert write_own_report(recorder.run) == ""
+    shown = panels((tmp_path / "warm/report.html").read_text())
+    assert shown[:2] == ["Loss", "Held-out accuracy"]
+    assert not {"Reward", "Mismatch KL"} & set(shown)
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(NotARun, match=str(tmp_path)):
+        write_report([tmp_path], tmp_path / "r.html")
+
+
+def test_runs_of_the_same_name_are_told_apart(runs, tmp_path):
+    twin = tmp_path / runs[0].name
+    twin.mkdir()
+    (twin / "metrics.jsonl").write_text(json.dumps({"progress/step": 0}) + "\n")
+    assert [run.name for run in load_runs([runs[0], twin])] == [str(runs[0]), str(twin)]
+
+
+def test_of_a_step_done_twice_the_latest_counts(tmp_path):
+    lines = [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4), (3, 0.5)]
+    text = "".join(json.dumps({"progress/step": step, "loss/total": value}) + "\n" for step, value in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert load_run(tmp_path).series("loss/total").values == [0.1, 0.4, 0.5]
+
+
+def test_the_summary_figure_is_sound_svg_with_a_curve_per_run_and_chart(runs):
+    root = ElementTree.fromstring(summary_svg(load_runs(runs)))
+    assert len(root.findall(".//{*}polyline")) == 6
+    numbers = [float(n) for line in root.findall(".//{*}polyline") for n in re.split("[ ,]", line.get("points"))]
+    assert all(0 <= number <= 1200 for number in numbers)
+    assert {"tis_int8", "none_bf16"} <= {text.text for text in root.findall(".//{*}text")}
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.0043), (0, 60), (-0.3, 17), (2, 2), (0, 0)])
+def test_ticks_enclose_the_values(low, high):
+    ticks = nice_ticks(low, high)
+    assert ticks[0] <= low
+    assert ticks[-1] >= high
+    assert 2 <= len(ticks) <= 9
+    assert ticks == sorted(set(ticks))

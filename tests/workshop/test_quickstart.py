@@ -1,0 +1,111 @@
+"""The quickstart fits the machine: on GPUs the toy's engine leaves room for the ranks beside it."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.commands import train
+from megatron_rl.config import load
+from megatron_rl.config.schema import Config, Device, Precision
+from megatron_rl.preflight import checks
+from megatron_rl.preflight.machine import Machine, named
+from megatron_rl.runs.run_dir import mark_status
+from megatron_rl.workshop.quickstart import TASKS, fitting, quickstart
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (2, 2), (8, 2)])
+@pytest.mark.parametrize("recipe", [TASKS["toy"].warm_start, TASKS["toy"].recipe], ids=lambda path: path.stem)
+def test_it_fits_one_gpu_and_more(recipe: Path, gpus: int, ranks: int, place: Path) -> None:
+    machine = named(f"1x{gpus}xH100-80")
+    config = load(ROOT / recipe, [*fitting(machine), "model.path=data/toy/model", "model.init=random"])
+    assert config.learner.tensor_parallel == ranks
+    assert checks.check(config, on=machine).machine == machine
+
+
+def test_a_host_takes_the_recipes_as_they_are() -> None:
+    assert fitting(Machine(Device.cpu, "a host")) == []
+
+
+@pytest.mark.parametrize("recipe", [TASKS["toy"].warm_start, TASKS["toy"].recipe], ids=lambda path: path.stem)
+def test_a_host_without_bf16_products_learns_in_fp32_beside_two_engines(recipe: Path, place: Path) -> None:
+    host = Machine(Device.cpu, "a host", fastest=(("learner.precision", "fp32"), ("sampler.engines", "2")))
+    given = ["model.path=data/toy/model", "model.init=random"]
+    config = load(ROOT / recipe, [*fitting(host), *given])
+    assert (config.learner.precision, config.sampler.engines) == (Precision.fp32, 2)
+    assert checks.check(config, on=host).notes == ()
+    (note,) = checks.check(load(ROOT / recipe, given), on=host).notes
+    assert note.endswith("learner.precision=fp32 sampler.engines=2")
+
+
+def test_a_sampler_that_is_asked_for_stays_as_it_is() -> None:
+    host = Machine(Device.cpu, "a host", fastest=(("learner.precision", "fp32"), ("sampler.engines", "2")))
+    assert fitting(host, ["sampler.fleet.replicas=2"]) == ["learner.precision=fp32"]
+
+
+@pytest.mark.fault("an override of the quickstart is wrong", "it is refused before the warm start; nothing is moved")
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("foo.bar=1", "foo: unknown key"),
+        ("correction=tiss", "did you mean tis?"),
+        ("optim.lr=-1", "optim.lr: -1"),
+        ("data.train=nope.jsonl", "data.train: no file 'nope.jsonl'"),
+        ("reward.name=nope:f", "No module named 'nope'"),
+        ("sampler.vllm.foo=1", "sampler.vllm.foo"),
+        ("rollout.max_prompt_tokens=3", "rollout.max_prompt_tokens: 3"),
+        ("learner.tensor_parallel=3", "learner.tensor_parallel=3"),
+        ("model.path=nowhere", "no config.json in 'nowhere'"),
+    ],
+)
+def test_an_override_is_checked_before_the_warm_start(
+    override: str, said: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("recipes", "conf"):
+        (place / name).symlink_to(ROOT / name)
+    (place / "runs" / "toy_sft").mkdir(parents=True)
+    (place / "runs" / "toy_sft" / "metrics.jsonl").write_text("{}\n")
+    monkeypatch.setattr(train, "run", lambda config: pytest.fail("the warm start was begun"))
+    assert cli.main(["quickstart", override]) == 2
+    assert said in capsys.readouterr().err
+    assert [path.name for path in (place / "runs").iterdir()] == ["toy_sft"]
+
+
+def test_what_an_override_says_of_the_machine_reaches_the_warm_start(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("recipes", "conf"):
+        (place / name).symlink_to(ROOT / name)
+    begun: list[Config] = []
+    share = "sampler.vllm.gpu_memory_utilization=0.2"
+    status = quickstart(["learner.tensor_parallel=1", share, "optim.lr=2e-4"], lambda config: begun.append(config) or 1)
+    assert status == 1
+    assert begun[0].learner.tensor_parallel == 1
+    assert begun[0].sampler.vllm["gpu_memory_utilization"] == 0.2
+    assert begun[0].optim.lr == 1e-3
+
+
+def test_a_quickstart_that_can_run_is_begun(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("recipes", "conf"):
+        (place / name).symlink_to(ROOT / name)
+    begun = []
+    monkeypatch.setattr(train, "run", lambda config: begun.append(config.run.name) or 7)
+    assert cli.main(["quickstart", "correction=icepop", "optim.lr=2e-4"]) == 7
+    assert begun == ["toy_sft"]
+
+
+@pytest.mark.fault("USR1 during the quickstart's warm start", "the warm start ends well, and no second run starts")
+def test_a_warm_start_that_was_asked_to_stop_is_the_last_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "recipes").symlink_to(ROOT / "recipes")
+    begun = []
+
+    def run(config: Config) -> int:
+        begun.append(config.run.name)
+        (place / config.run.root / str(config.run.name)).mkdir(parents=True)
+        mark_status(place / config.run.root / str(config.run.name), "stopped", "asked to by SIGUSR1")
+        return 0
+
+    assert quickstart([], run) == 0
+    assert begun == ["toy_sft"]

@@ -1,0 +1,284 @@
+"""Files of other projects through `megatron-rl translate`: whole runs, what is printed, and what is refused.
+
+That the numbers are the same is in test_translate.py.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from translation_cases_flat import CASES as FLAT_CASES
+from translation_cases_sections import CASES as SECTION_CASES
+from translation_cases_two_policies import BYPASSES, TWO_POLICIES
+
+from megatron_rl import cli
+from megatron_rl.config import from_mapping, load
+from megatron_rl.config.correction_rules import check_correction, check_objective
+from megatron_rl.config.schema import AdvantageConfig, LossName
+from megatron_rl.loss.policy_loss import LossConfig
+from megatron_rl.rollout_correction import CorrectionConfig
+from megatron_rl.workshop.translation import translate as translate_module
+from megatron_rl.workshop.translation.keys import flatten
+from megatron_rl.workshop.translation.translate import (
+    FRAMEWORKS,
+    TranslationError,
+    translate,
+    translate_file,
+    yaml_text,
+)
+
+CASES = SECTION_CASES + FLAT_CASES
+
+
+ALL = [(framework, mapping) for framework, _, mapping, _ in CASES] + BYPASSES
+ALL += [(framework, mapping) for framework, mapping, _, _ in TWO_POLICIES]
+
+
+def test_what_is_printed_is_read_back_as_the_same_correction() -> None:
+    """Typed as a recipe's section is; with the loss that it goes with it passes the checks of a recipe."""
+    for framework, mapping in ALL:
+        config, _ = translate(framework, mapping)
+        section = yaml.safe_load(yaml_text(config))["correction"]
+        read = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(CorrectionConfig), section))
+        assert read == config, (framework, mapping)
+        weighs = config.anchor == "sampler" and config.weight.level != "none"
+        loss = LossConfig(name=LossName.reinforce if weighs else LossName.ppo)
+        assert check_objective(config, loss, AdvantageConfig()) == [], (framework, mapping)
+
+
+def test_whatever_is_handed_over_is_translated_or_refused() -> None:
+    """Random settings under the real names: a valid correction or an error of ours, nothing else."""
+    names = {name: sorted({key for f, mapping in ALL if f == name for key in flatten(mapping)}) for name in FRAMEWORKS}
+    words = "token sequence geometric product tis icepop mask clamp ratio kl_k1 sum 0.5_5 0.5 true null rollout 1.2,0.3"
+    odd: list[Any] = [None, True, False, [], [0.5, 2.0], {}]
+    values = [*words.split(), "", *odd, 0, 1, -1, 2.0, 1e300, 5e-324, math.nan, math.inf]
+    source = random.Random(0)
+    translated = 0
+    for _ in range(3000):
+        framework = source.choice(list(FRAMEWORKS))
+        keys = source.sample(names[framework], source.randint(0, 4))
+        try:
+            config, _ = translate(framework, {key: source.choice(values) for key in keys})
+        except TranslationError:
+            continue
+        translated += 1
+        assert check_correction(config) == []
+    assert 500 < translated < 2500
+
+
+# the rest of a run's file: names of each project that resemble its correction settings and are none
+REST: dict[str, dict[str, Any]] = {
+    "verl": {
+        "algorithm": {"adv_estimator": "grpo", "gamma": 1.0, "rollout_correction": {"rollout_is": "token"}},
+        "actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanilla"}}, "rollout": {"n": 8}},
+        "critic": {"loss_agg_mode": "seq-mean-token-mean"},
+        "distillation": {"distillation_loss": {"use_policy_gradient": True, "loss_max_clamp": 10.0}},
+        "trainer": {"n_gpus_per_node": 8, "v1": {"trainer_mode": "sync"}},
+    },
+    "skyrl": {
+        "trainer": {
+            "algorithm": {
+                "policy_loss_type": "cispo",
+                "cispo": {"cispo_eps_clip_low": 0.2, "cispo_anchor": "old"},
+                "off_policy_correction": {"tis_ratio_type": "token"},
+                "use_tis": False,
+                "tis_imp_ratio_cap": -1.0,
+            },
+            "placement": {"colocate_all": True},
+        },
+        "generator": {"sampling_params": {"logprobs": 1, "top_p": 1.0}},
+    },
+    "trl": {
+        "importance_sampling_level": "token",
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": 2048,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "top_entropy_quantile": 1.0,
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "use_bias_correction_kl": True,
+    },
+    "nemo_rl": {
+        "grpo": {"num_prompts_per_step": 32, "seq_logprob_error_threshold": None},
+        "loss_fn": {
+            "ratio_clip_max": 0.2,
+            "use_importance_sampling_correction": True,
+            "use_kl_in_reward": False,
+            "use_on_policy_kl_approximation": True,
+            "reference_policy_kl_penalty": 0.0,
+        },
+        "policy": {"generation": {"temperature": 1.0}},
+    },
+    "areal": {
+        "actor": {
+            "use_decoupled_loss": True,
+            "rejection_sampling": {"upper": 2.0},
+            "importance_sampling_level": "token",
+            "optimizer": {"type": "adam", "lr": 1e-5},
+        },
+        "teacher": {"use_decoupled_loss": False, "rejection_sampling": {"upper": 9.0}},
+        "gconfig": {"temperature": 1.0},
+    },
+    "slime": {
+        "use_tis": True,
+        "tis_clip": 1.5,
+        "eps_clip": 0.2,
+        "use_opd": False,
+        "rollout_batch_size": 32,
+        "custom_rm_path": "my.reward",
+    },
+    "openrlhf": {
+        "algo": {"advantage": {"is_correction_enable": True, "estimator": "reinforce"}},
+        "actor": {"eps_clip_low_high": [0.2, 0.2], "policy_loss_type": "ppo"},
+        "vllm": {"num_engines": 4},
+    },
+    "fireworks": {
+        "log_path": "logs",
+        "kl_beta": 0.001,
+        "tis": {"cap": 2.0},
+        "anchor_logp": "old_policy",
+        "trainer": {"training_shape_id": "x"},
+    },
+    "prime_rl": {
+        "orchestrator": {"algo": {"type": "grpo"}, "train": {"source": [{"name": "a", "algo": {"type": "max_rl"}}]}},
+        "trainer": {"loss": {"kl_tau": 0, "dppo_mask_high": 0.1}, "optim": {"type": "adamw", "lr": 1e-6}},
+    },
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_whole_file_says_what_it_did_not_look_at(framework: str, tmp_path: Path) -> None:
+    """The correction is found, the notes list the rest, and nothing in it is taken for a mistyped setting."""
+    config, notes = translate(framework, REST[framework])
+    assert config.weight.level == ("none" if framework == "prime_rl" else "token")
+    assert notes[-1].startswith("left out, as not about correction: ")
+    assert sum("left out" in note for note in notes) == 1
+    source = tmp_path / "theirs.yaml"
+    source.write_text(yaml.safe_dump(REST[framework]))
+    printed = translate_file(framework, source)
+    assert yaml.safe_load(printed) == yaml.safe_load(yaml_text(config))
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_files(framework: str, tmp_path: Path) -> None:
+    """What is printed is valid YAML, holds the whole correction, and passes the checks."""
+    mapping = next(mapping for name, mapping in ALL if name == framework)
+    source = tmp_path / "theirs.yaml"
+    source.write_text(yaml.safe_dump(mapping))
+    printed = yaml.safe_load(translate_file(framework, source))["correction"]
+    config, _ = translate(framework, mapping)
+    assert printed["weight"]["level"] == config.weight.level
+    assert set(printed) == set(vars(CorrectionConfig()))
+    assert from_mapping({"correction": printed}).correction == config
+    assert check_correction(config) == []
+
+
+def test_underscores_in_a_file_stay_two_bounds(tmp_path: Path) -> None:
+    """YAML 1.1 reads 0.5_5 as the number 0.55, and 1e-4 as text."""
+    source = tmp_path / "verl.yaml"
+    source.write_text("rollout_is: token\nrollout_is_threshold: 0.5_5\n")
+    assert yaml.safe_load(source.read_text())["rollout_is_threshold"] == 0.55
+    weight = yaml.safe_load(translate_file("verl", source))["correction"]["weight"]
+    assert (weight["low"], weight["high"], weight["outside"]) == (0.5, 5.0, "zero")
+    source.write_text("sequence_mask_metric: geometric\noutlier_token_is_threshold_low: 1e-4\n")
+    rules = yaml.safe_load(translate_file("skyrl", source))["correction"]["reject"]
+    assert rules[1] == {"level": "sequence", "stat": "ratio", "reduce": "min", "low": 1e-4}
+
+
+def test_a_file_of_toml(tmp_path: Path) -> None:
+    source = tmp_path / "rl.toml"
+    source.write_text('[trainer.loss]\ntype = "default"\nkl_tau = 0.0\nteacher_tau = 0.0\ndppo_mask_high = 0.3\n')
+    printed = translate_file("prime-rl", source)
+    assert yaml.safe_load(printed)["correction"]["anchor"] == "sampler"
+    assert "goes with loss.name: dppo" in printed
+    assert "loss.clip_low: 0.2, loss.clip_high: 0.3, loss.reduction: token_mean" in printed
+    source.write_text("[trainer.loss]\nkl_tau: 0\n")
+    with pytest.raises(TranslationError, match="not valid TOML"):
+        translate_file("prime-rl", source)
+
+
+def test_an_empty_or_broken_file(tmp_path: Path) -> None:
+    source = tmp_path / "empty.yaml"
+    source.write_text("")
+    assert "sequence" in translate_file("trl", source)
+    source.write_text("a: [1")
+    with pytest.raises(TranslationError, match="not valid YAML"):
+        translate_file("trl", source)
+    source.write_text("- 1")
+    with pytest.raises(TranslationError, match="expected keys and values"):
+        translate_file("trl", source)
+
+
+def test_the_command_prints_a_recipe_s_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a file or standard input, with another spelling of the project's name."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("loss_fn: {use_importance_sampling_correction: true}"))
+    assert cli.main(["translate", "NeMo-RL", "-"]) == 0
+    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
+    assert load(tmp_path / "ours.yaml").correction.weight.high is None
+
+
+@pytest.mark.parametrize(
+    ("framework", "content", "words"),
+    [
+        ("verl", None, ["no such file", "theirs.yaml"]),
+        ("verl", b"rollout_is: [token", ["not valid YAML", "line 1"]),
+        ("verl", b"rollout_is: !token x", ["not valid YAML", "!token"]),
+        ("verl", b"a: 1\n---\nb: 2", ["not valid YAML", "single document"]),
+        ("verl", b"rollout_is: token\nrollout_is: sequence", ["not valid YAML", "rollout_is is given twice", "line 2"]),
+        ("verl", b"a: &a {b: *a}", ["an alias", "part of"]),
+        ("verl", b"\xff\xfe\x00", ["not readable as text"]),
+        ("verl", b"just words", ["expected keys and values, got str"]),
+        ("verl", b"rollout_is: token\nrollout_is_threshold: high", ["rollout_is_threshold is 'high'", "a number"]),
+        ("verl", b"rollout_is: token\nrollout_is_threshold: [2]", ["rollout_is_threshold", "expected a number"]),
+        ("verl", b"rollout_is: token\nrollout_is_threshold: .inf", ["rollout_is_threshold", "expected a number"]),
+        ("verl", b"bypass_mode: 1", ["bypass_mode", "true or false"]),
+        ("skyrl", b"sequence_mask_metric: product\nproduct_mask_low: 0.5_2", ["product_mask_low is '0.5_2'"]),
+        ("skyrl", b"sequence_mask_metric: product\nproduct_mask_low: 3", ["no valid correction", "below"]),
+        (
+            "nemo_rl",
+            b"base: ../conf/toy.yaml\nrun: {steps: 120}\noptim: {decay: cosine}",
+            ["a recipe of ours", "nemo_rl's"],
+        ),
+        ("trl", b"quantization: int8\nbase: a.yaml", ["a recipe of ours", "trl's"]),
+        ("verl", b"a: [" + b"[" * 9000, ["not valid YAML", "deep"]),
+        ("very", b"", ["framework is 'very'", "did you mean verl", "fireworks"]),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    framework: str, content: bytes | None, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "theirs.yaml"
+    if content is not None:
+        source.write_bytes(content)
+    assert cli.main(["translate", framework, str(source)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert all(line.startswith("error: ") for line in err.splitlines())
+    assert all(word in err for word in words), err
+
+
+def test_the_command_on_a_folder_an_empty_file_and_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["translate", "verl", str(tmp_path)]) == 2
+    assert "not readable" in capsys.readouterr().err
+    (tmp_path / "empty.yaml").touch()
+    assert cli.main(["translate", "verl", str(tmp_path / "empty.yaml")]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["correction"]["weight"]["level"] == "none"
+
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(translate_module, "translate_file", interrupted)
+    assert cli.main(["translate", "verl", str(tmp_path / "empty.yaml")]) == 130
