@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -54,8 +54,11 @@ RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
 ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Lost|Used)(: |$))")
 
 
-def launch(config: Config) -> int:
-    """Runs every rank to its end; returns the exit status of the run."""
+def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> int:
+    """Runs every rank to its end; returns the exit status of the run.
+
+    `report` writes what people read of a run that has ended, before the last words; it returns what there is to say.
+    """
     kills = MemoryKills()
     with Scratch() as scratch, ending_orphans(REAP_S):
         given = compiled_code() | scratch.environment
@@ -72,11 +75,13 @@ def launch(config: Config) -> int:
             ranks.end()
             hold(STOP_AFTER_STEP)  # for the next run of this process, if there is one
     if status or read_status(run.path).get("state") not in ENDED:
-        conclude(run, ranks, kills)
+        conclude(run, ranks, kills, report)
+    elif said := report(run):
+        print(said, flush=True)
     return status
 
 
-def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
+def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills, report: Callable[[RunDir], str]) -> None:
     """Writes how the run ended where the driver has not, or cannot know it, and says it last on the screen."""
     said = read_status(run.path)
     rank, why, log = ranks.culprit()
@@ -96,6 +101,8 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
             mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))
         except OSError as error:
             print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
+    if told := report(run):
+        print(told, flush=True)
     if rank is not None:
         if not gone:
             ranks.explain(rank, log)
