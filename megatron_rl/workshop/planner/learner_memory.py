@@ -10,7 +10,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.workshop.planner import activations
 from megatron_rl.workshop.planner.activations import Pack, Training
-from megatron_rl.workshop.planner.engine_memory import Held, held
+from megatron_rl.workshop.planner.weights import Held, held
 
 MASTERS_AND_MOMENTS = 12  # bytes for each parameter: FP32 copy, two moments; one rank of the replicas holds them
 MOMENTS = 8  # an FP32 learner needs no copy

@@ -17,8 +17,9 @@ from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.placement import RANK_GIB
-from megatron_rl.workshop.planner.engine_memory import BF16, COMMUNICATOR, CONTEXT, GIB, EngineMemory, EngineWeights
+from megatron_rl.workshop.planner.engine_memory import COMMUNICATOR, CONTEXT, GIB, EngineMemory
 from megatron_rl.workshop.planner.learner_memory import LearnerMemory
+from megatron_rl.workshop.planner.weights import BF16, EngineWeights
 
 PHASES = ("rollout", "prox", "update", "sync", "save")  # of a step, that take time
 MOMENTS = ("start", "rollout", "prox", "update", "sync", "probe", "save")

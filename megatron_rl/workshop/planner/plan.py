@@ -18,10 +18,11 @@ from megatron_rl.preflight.placement import WORKER_GIB
 from megatron_rl.preflight.roles import Roles, roles
 from megatron_rl.workshop.planner import learner_memory, phases
 from megatron_rl.workshop.planner.activations import Pack
-from megatron_rl.workshop.planner.engine_memory import GIB, EngineMemory, engine_weights, of_engine, utilization
+from megatron_rl.workshop.planner.engine_memory import GIB, EngineMemory, of_engine, utilization
 from megatron_rl.workshop.planner.learner_memory import LearnerMemory
 from megatron_rl.workshop.planner.phases import CACHE, Memory, engine_phases, joined, largest_share, learner_phases
 from megatron_rl.workshop.planner.time import StepTime, step_time
+from megatron_rl.workshop.planner.weights import engine_weights
 from megatron_rl.workshop.planner.workload import Assumptions, Workload, probe_pack
 
 SHARE_KEY = "sampler.vllm.gpu_memory_utilization"

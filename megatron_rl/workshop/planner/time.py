@@ -16,15 +16,9 @@ from megatron_rl.preflight.machine import Gpu
 from megatron_rl.preflight.roles import Roles
 from megatron_rl.runs.console import duration
 from megatron_rl.workshop.planner.activations import Training
-from megatron_rl.workshop.planner.engine_memory import (
-    BF16,
-    EngineMemory,
-    EngineWeights,
-    engine_weights,
-    held,
-    of_engine,
-)
+from megatron_rl.workshop.planner.engine_memory import EngineMemory, of_engine
 from megatron_rl.workshop.planner.learner_memory import GRADIENT, MASTERS_AND_MOMENTS, chosen
+from megatron_rl.workshop.planner.weights import BF16, EngineWeights, engine_weights, held
 from megatron_rl.workshop.planner.workload import Assumptions, Workload
 
 TERA, GIGA = 1e12, 1e9

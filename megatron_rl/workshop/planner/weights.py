@@ -1,0 +1,105 @@
+"""How many parameters a rank of the learner holds, and how many bytes of them an engine holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+
+from megatron_rl.config.schema import Format
+from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.mapping import Param, params, stage_params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.table import Split
+from megatron_rl.models.tensors import DTYPES
+from megatron_rl.quantization.formats import QUANTIZED, SCALE_DTYPE, is_quantized, scale_shape
+
+BF16 = 2  # bytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of one rank of a pipeline stage."""
+
+    dense: int
+    experts: int
+    linear: int  # of both: matrices that Transformer Engine multiplies
+
+    @property
+    def count(self) -> int:
+        return self.dense + self.experts
+
+
+def held(shape: ModelShape, layout: Layout, stage: int) -> Held:
+    """Layers are alike: one of them is counted, and the ends of the pipeline."""
+    layer, ends = _parts(shape, layout.tp, layout.expert_tp, layout.ep, layout.pp > 1)
+    layers = layout.stage_layers(shape.layers)[stage]
+    outer = sum(size for where, size in ends if stage == (0 if where == "first" else layout.pp - 1))
+    return Held(layer.dense * layers + outer, layer.experts * layers, layer.linear * layers)
+
+
+@cache
+def _parts(
+    shape: ModelShape, tp: int, expert_tp: int, ep: int, several: bool
+) -> tuple[Held, tuple[tuple[str, int], ...]]:
+    """Of a rank: one layer, and (end of the pipeline, parameters there)."""
+    layout, one = Layout(tp=tp, etp=expert_tp, ep=ep), replace(shape, layers=1)
+    inside = [param for param in stage_params(one, layout, Place()) if param.layer is not None]
+    count = dict.fromkeys(("dense", "experts", "linear"), 0)
+    for param in inside:
+        size = prod(param.local_shape(layout))
+        count["experts" if param.row.expert else "dense"] += size
+        count["linear"] += size * (param.row.split is not Split.replicated and len(param.shapes[0]) == 2)
+    ends = [
+        ("first" if param.row.megatron[0].startswith("embedding.") else "last", prod(param.local_shape(layout)))
+        for param in params(one)
+        if param.layer is None and not (param.row.copy and not several)
+    ]
+    return Held(**count), tuple(ends)
+
+
+@cache
+@dataclass(frozen=True)
+class EngineWeights:
+    """Bytes, by how the ranks of a tensor-parallel engine hold them."""
+
+    whole: int = 0
+    split: int = 0
+    key_value: int = 0  # split over key-value heads, of which the ranks beyond hold copies
+    experts: int = 0  # of all three: experts
+
+    def of_rank(self, tp: int, kv_heads: int) -> int:
+        return self.whole + self.split // tp + self.key_value // min(tp, kv_heads)
+
+
+def engine_weights(shape: ModelShape, format: Format, ignore: Sequence[str]) -> EngineWeights:
+    return _engine_weights(shape, format, tuple(ignore))
+
+
+@cache
+def _engine_weights(shape: ModelShape, format: Format, ignore: tuple[str, ...]) -> EngineWeights:
+    counts = {"whole": 0, "split": 0, "key_value": 0, "experts": 0}
+    for param in params(shape):
+        if param.row.copy:
+            continue
+        for name, size in zip(param.hf, param.shapes, strict=True):
+            nbytes = _nbytes(name, size, format, ignore)
+            counts[_way(param, name)] += nbytes
+            counts["experts"] += nbytes * param.row.expert
+    return EngineWeights(**counts)
+
+
+def _nbytes(name: str, size: tuple[int, ...], format: Format, ignore: tuple[str, ...]) -> int:
+    if not is_quantized(name, format, ignore):
+        return BF16 * prod(size)
+    kind = QUANTIZED[format]
+    rows, columns = size
+    scales: int = prod(scale_shape(rows, columns, kind.blocks))
+    return DTYPES[kind.dtype][1] * prod(size) + DTYPES[SCALE_DTYPE][1] * scales
+
+
+def _way(param: Param, name: str) -> str:
+    if param.row.split is Split.replicated:
+        return "whole"
+    return "key_value" if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj") else "split"
