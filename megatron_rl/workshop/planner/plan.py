@@ -21,7 +21,7 @@ from megatron_rl.workshop.planner.activations import Pack
 from megatron_rl.workshop.planner.engine_memory import GIB, EngineMemory, of_engine, utilization
 from megatron_rl.workshop.planner.learner_memory import LearnerMemory
 from megatron_rl.workshop.planner.phases import CACHE, Memory, engine_phases, joined, largest_share, learner_phases
-from megatron_rl.workshop.planner.time import StepTime, step_time
+from megatron_rl.workshop.planner.time import StepTime, faster, step_time
 from megatron_rl.workshop.planner.weights import engine_weights
 from megatron_rl.workshop.planner.workload import Assumptions, Workload, probe_pack
 
@@ -79,7 +79,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
         time = step_time(config, model, machine.gpu, found, engine, weights, assumed)
     notes = list(_notes(found, model, machine, engine, work, config, memory))
     if machine.gpu is not None and time is not None and limit:
-        notes += time.faster(config, model, machine.gpu, found, longest(config), limit, time, assumed)
+        notes += faster(config, model, machine.gpu, found, longest(config), limit, time, assumed)
     count = parameters(model.shape)
     kept = disk.PARAMETER[config.learner.precision] * count
     return Plan(
