@@ -48,7 +48,7 @@ from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_b
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs.metrics import combine
 from megatron_rl.runs.progress import Standing, reached
-from megatron_rl.survival.stop_request import StepGivenUp, heard
+from megatron_rl.survival.stop_request import StepGivenUp, ask_driver
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import layer_probe, probe
 from megatron_rl.weight_sync.export import leave_models
@@ -146,7 +146,7 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
     """One step's rollouts, and the policy that they make."""
     recorder, step = driver.recorder, at.step + 1
     with recorder.phase("rollout"):
-        batch, drawn = heard(learner, lambda: driver.collect(step))
+        batch, drawn = ask_driver(learner, lambda: driver.collect(step))
         batch, stale = without_stale(batch, config.correction, at.step)
         drawn |= stale
     with recorder.phase("prox"):
@@ -155,7 +155,7 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
         drawn |= learner_estimate(learner, driver, config.reward)
     with recorder.phase("correction"):
         correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
-        heard(learner, driver.check_time)  # the last moment in which the step can be given up without a trace
+        ask_driver(learner, driver.check_time)  # the last moment in which the step can be given up without a trace
     with recorder.phase("update"):
         seed = config.run.seed
         targets = join(batch, anchor_BT, reference_BT, correction, advantages_B, config.loss, seed + step)
@@ -183,7 +183,7 @@ def arrive(
     """The new policy into the sampler, what is to be said of the step, a checkpoint; and whether the run ends here."""
     recorder, step, end = driver.recorder, at.step, config.run.steps
     saver.stand()
-    heard(learner, driver.check_time)
+    ask_driver(learner, driver.check_time)
     synced = publish(step, end, config.sync, driver, learner, sync, first)
     if at.line is None:  # by an attempt before this one
         recorder.skip()
@@ -295,7 +295,7 @@ def publish(
         if due(step // section.every, section.verify_every):
             if section.probe_layers:
                 metrics |= compare_layers(step, driver, learner, sync)
-            batch, formats = heard(learner, lambda: driver.probe(step))
+            batch, formats = ask_driver(learner, lambda: driver.probe(step))
             logprobs_BT = learner.logprobs(batch)
             about = probe_of(step, section, learner, batch, logprobs_BT)
             floor = probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
@@ -325,7 +325,7 @@ def _arithmetic(learner: LearnerSection) -> Arithmetic:
 
 def compare_layers(step: int, driver: Driver | Follower, learner: Learner, sync: WeightSync) -> dict[str, float]:
     """What the engine computes at every point of a forward pass, against what the learner makes of the same inputs."""
-    batch, values, format = heard(learner, lambda: driver.look(step))
+    batch, values, format = ask_driver(learner, lambda: driver.look(step))
     with Activations(learner).beside(layer_probe.unsmoothed(values, sync.smoothing), replace=True) as seen:
         learner.logprobs(batch)
     return layer_probe.check(seen, learner.shape, Format(format), step)
@@ -335,7 +335,7 @@ def flips(batch: Batch, driver: Driver | Follower, learner: Learner) -> dict[str
     """Of a mixture of experts, where the engine tells what its routers chose: how often the learner's choose others."""
     if not learner.shape.experts:
         return {}
-    chosen = heard(learner, lambda: driver.routed(batch, learner.shape.layers))
+    chosen = ask_driver(learner, lambda: driver.routed(batch, learner.shape.layers))
     return {} if chosen is None else router_flips(learner, batch, chosen)
 
 
@@ -345,7 +345,7 @@ def evaluate(
     if section.every == 0 or not (due(step, section.every) or step == end):
         return {}
     with driver.recorder.phase("eval"):
-        return heard(learner, lambda: driver.evaluate(step))
+        return ask_driver(learner, lambda: driver.evaluate(step))
 
 
 def keep(

@@ -30,7 +30,7 @@ from megatron_rl.distributed import TorchGroup, exchange, receive_size
 from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.tensors import dtype_name, torch_dtype
-from megatron_rl.processes.threads import later_threads_compute_alone
+from megatron_rl.processes.threads import limit_new_threads_to_one_core
 from megatron_rl.types import Batch, Targets
 
 RENDEZVOUS = "MEGATRON_RL_RENDEZVOUS"
@@ -199,7 +199,7 @@ def _limit_threads(local_ranks: int) -> None:
     """Ranks of one machine share its cores; more threads than cores wait for each other."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
-    later_threads_compute_alone()  # gloo's
+    limit_new_threads_to_one_core()  # gloo's
 
 
 def _join(rank: int, world_size: int, limit: timedelta) -> None:

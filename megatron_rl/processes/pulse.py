@@ -53,7 +53,7 @@ class Waits:
 
 class Pulse:
     """Of this process. Any thread may call `mark` and `own`, and `waiting`, which counts for the process while the main
-    thread stands `behind_others`; the rest is for the main thread.
+    thread stands `delegate_wait`; the rest is for the main thread.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Pulse:
             self.marks += 1
 
     @contextmanager
-    def behind_others(self) -> Iterator[None]:
+    def delegate_wait(self) -> Iterator[None]:
         """The main thread waits for another one: what that one waits for, the process waits for."""
         self._behind = True
         try:
@@ -128,7 +128,7 @@ class Pulse:
 
 
 PULSE = Pulse()
-mark, phase, waiting, own, behind_others = PULSE.mark, PULSE.phase, PULSE.waiting, PULSE.own, PULSE.behind_others
+mark, phase, waiting, own, delegate_wait = PULSE.mark, PULSE.phase, PULSE.waiting, PULSE.own, PULSE.delegate_wait
 
 
 class Beats:
