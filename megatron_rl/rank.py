@@ -36,8 +36,7 @@ from megatron_rl.processes.pulse import Beats
 from megatron_rl.processes.stacks import show_on_request
 from megatron_rl.runs.run_dir import LAUNCHER
 from megatron_rl.survival.attempts import REFUSED
-from megatron_rl.survival.guard import RankGuard
-from megatron_rl.survival.watch import Watch
+from megatron_rl.survival.watch import RankGuard, Watch
 
 
 def main(run_dir: Path, parent: int) -> None:

@@ -130,7 +130,7 @@ def _checked(config: Config, found: Sequence[str], **given: Any) -> Checked:
 
 
 def _ranks_of_starter(config: Config, ranks: str) -> None:
-    """As many processes as the learner's layout has places."""
+    """Refuse a starter that has started more or fewer processes than the learner's layout has places."""
     from megatron_rl.models.layout import Layout
 
     name, world = "SLURM_NTASKS" if ranks == "slurm" else "WORLD_SIZE", Layout.from_config(config.learner).world

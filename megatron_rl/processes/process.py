@@ -114,7 +114,7 @@ def leave_to_the_driver() -> None:
 
 
 def die_with_spawner() -> None:
-    """End with the process whose `multiprocessing` started this one: vLLM's workers outlive a killed engine by seconds."""
+    """End with the spawner, in what `multiprocessing` starts: vLLM's workers outlive a killed engine by seconds."""
     from multiprocessing import parent_process  # slow to import: few need it
 
     spawner = parent_process()
@@ -198,7 +198,7 @@ def state_of(pid: int) -> str:
 
 
 def birth_of(pid: int) -> int:
-    """In ticks since the machine's start: with it, a process id names one process. 0 where there is none."""
+    """When a process began, in ticks since the machine's start: with its id that names one process. 0: there is none."""
     stat = _stat(pid)
     return int(stat[19]) if stat else 0
 
@@ -226,7 +226,7 @@ def describe_end(code: int) -> str:
 
 
 def exit_status(code: int) -> int:
-    """As a shell gives it: 128 and the number of the signal that ended the process."""
+    """The exit status as a shell gives it: 128 and the number of the signal that ended the process."""
     return 128 - code if code < 0 else code
 
 

@@ -85,7 +85,7 @@ class Pulse:
 
     @contextmanager
     def waiting(self, whom: str, limit_s: float, key: str, **more: bool) -> Iterator[None]:
-        """For whom, and so on: see `Waits`."""
+        """Say for whom the process waits meanwhile, and how long it may: see `Waits`."""
         main = threading.current_thread() is threading.main_thread()
         before, self._waits[main] = self._waits[main], Waits(whom, limit_s, key, **more)
         self.marks += 1
@@ -212,7 +212,7 @@ def file_of(run_dir: Path, rank: int) -> Path:
 
 
 def _stacks() -> dict[str, Any]:
-    """Where the main thread stands, and whether any waits for other ranks."""
+    """The main thread's stack, and whether any thread waits for other ranks."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     main = frames.get(threading.main_thread().ident or 0)

@@ -51,7 +51,7 @@ class InTurn:
         """Nothing more is begun; what is being collected is given up."""
 
     def join(self) -> None:
-        """Once the sampler and the rewards are closed."""
+        """Wait for the thread, once the sampler and the rewards are closed."""
 
 
 class GivenUp(Exception):

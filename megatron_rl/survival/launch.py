@@ -40,8 +40,7 @@ from megatron_rl.processes.scratch import Scratch
 from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
 from megatron_rl.runs.status import ENDED, mark_status, mark_stuck, read_status
-from megatron_rl.survival.guard import Guard, kill
-from megatron_rl.survival.watch import Watch
+from megatron_rl.survival.watch import Guard, Watch, kill
 
 STOP_GRACE_S = 4.0  # for a driver that has not begun to end, and for one that has, beyond what it has said
 SILENT_S = 15.0  # for a driver to say what it will do, which takes it no time unless it is stuck
@@ -174,7 +173,7 @@ class RankProcesses:
             process.send_signal(number)
 
     def wait(self) -> int:
-        """Until every rank has ended, one has failed, or the time to stop is over."""
+        """Wait until every rank has ended, one has failed, or the time to stop is over."""
         while True:
             codes = [process.poll() for process in self._processes]
             has_stopped = codes[0] == 0 or (codes[0] is not None and self._stops())
@@ -205,7 +204,7 @@ class RankProcesses:
         return 1
 
     def _stops(self) -> bool:
-        """As it was asked to; otherwise a rank that fails meanwhile has failed."""
+        """Whether the run is stopping as it was asked to; otherwise a rank that fails meanwhile has failed."""
         return self.stopping is not None and read_status(self._run.path).get("state") in ("starting", "stopped")
 
     def _overdue(self) -> bool:

@@ -4,8 +4,8 @@ USR1            the step is finished, where the job's time limit leaves room for
 TERM, Ctrl-C    the same, with half a minute to do it in
 
 Where the time left is too short, the step is given up: rank 0 leaves what it waits for, and tells the other ranks in
-the broadcast in which they wait for it (`ask_driver`). Before the first step nothing is to be saved, and all three end the
-run at once.
+the broadcast in which they wait for it (`ask_driver`). Before the first step nothing is to be saved, and all three end
+the run at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WAKE = signal.SIGURG  # from the thread to the main thread, which may wait for a
 
 
 class StepGivenUp(BaseException):
-    """On every rank, at the same place: what stood before the step is what is left of it. No error."""
+    """A step that every rank gives up at the same place: what stood before it is what is left. No error."""
 
 
 class Ranks(Protocol):
@@ -60,7 +60,7 @@ def ask_driver(ranks: Ranks, ask: Callable[[], Any]) -> Any:
 
 
 class StopRequest:
-    """What rank 0 knows of a request to stop, from the start of its engines on. `step`: under way; None before the first."""
+    """A request to stop, as rank 0 knows it from the start of its engines on. `step`: None before the first."""
 
     def __init__(self, clock: PhaseClock, note: Callable[[str], None], run: Path) -> None:
         self.step: int | None = None
@@ -99,7 +99,7 @@ class StopRequest:
         return self._end - time.monotonic()
 
     def has_time(self) -> bool:
-        """For the model to be written once more, as a Hugging Face folder."""
+        """Whether the model can be written once more, as a Hugging Face folder."""
         return self._end == math.inf or (self.save_s is not None and self.left() > self.save_s + MARGIN_S)
 
     def check(self) -> None:
