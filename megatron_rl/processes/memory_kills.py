@@ -14,7 +14,7 @@ OWN = Path("/proc/self/cgroup")
 
 
 class MemoryKills:
-    """Processes that the kernel has ended in this one's control group (a run's others are in it) since this was made."""
+    """Processes that the kernel has ended in this one's control group (a run's others are in it) since it was made."""
 
     def __init__(self) -> None:
         self._before = count()

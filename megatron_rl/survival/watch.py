@@ -258,7 +258,7 @@ class RankGuard:
             self._end(reason)
 
     def _end(self, reason: str) -> None:
-        """End the run at once: whoever started the ranks ends the others; this one's main thread may hear of nothing."""
+        """End the run now: whoever started the ranks ends the others; this one's main thread may hear of nothing."""
         worst = self._watch.blocking[0]
         with suppress(OSError):
             mark_status(self._watch.run_dir, "failed", reason, stuck=worst.about())
