@@ -60,12 +60,12 @@ ROUTED_ROWS = 8  # of a probe's answers, one request each
 
 
 def train(
-    config: Config, resolved_yaml: str, run_dir: Path, rank: int, said: Callable[[], None] = lambda: None
+    config: Config, resolved_yaml: str, run_dir: Path, rank: int, on_driver_closed: Callable[[], None] = lambda: None
 ) -> None:
-    """One run, from loaded weights to the last report; after the driver's last word, `said` is called."""
+    """One run, from loaded weights to the last report; after the driver's last word, `on_driver_closed` is called."""
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
-    with ExitStack() as last, ExitStack() as word, driving as driver:
-        word.callback(said)
+    with ExitStack() as after_driver, ExitStack() as driver_closed, driving as driver:
+        driver_closed.callback(on_driver_closed)
         keep_returnable(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
         learner = Learner(
@@ -82,7 +82,7 @@ def train(
             note=driver.recorder.note,
         )
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
-        last.callback(learner.close)
+        after_driver.callback(learner.close)
         sync = WeightSync.from_config(learner, driver.sampler, config)
         learner.smooths_as(sync.smoothing)
         with closing(sync):

@@ -198,7 +198,7 @@ def state_of(pid: int) -> str:
 
 
 def birth_of(pid: int) -> int:
-    """A process's beginning in ticks since the machine's start: with its id that names one process. 0: there is none."""
+    """Its beginning in ticks since the machine's start: with its id that names one process. 0: there is none."""
     stat = _stat(pid)
     return int(stat[19]) if stat else 0
 
