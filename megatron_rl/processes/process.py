@@ -198,7 +198,7 @@ def state_of(pid: int) -> str:
 
 
 def birth_of(pid: int) -> int:
-    """Its beginning in ticks since the machine's start: with its id that names one process. 0: there is none."""
+    """When a process began, in ticks of the machine: with its id the name of one process. 0 where there is none."""
     stat = _stat(pid)
     return int(stat[19]) if stat else 0
 
