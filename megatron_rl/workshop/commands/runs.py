@@ -1,4 +1,4 @@
-"""`megatron-rl status`, `watch` and `checkpoints`: how runs stand, and what they can go on from."""
+"""What is asked of runs: report, status, watch, checkpoints, replay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,26 @@ from typing import Any
 from megatron_rl.config import ConfigError
 
 
-def add(commands: Any) -> None:
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser("report", help="one HTML page from one or several run directories")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    report.add_argument("-o", "--output", type=Path, help="default: report.html in the (first) run directory")
+    report.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.reports.report import write_report
+
+    output = options.output or options.runs[0] / "report.html"
+    try:
+        unread = write_report(options.runs, output)
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}; name another file with --output") from None
+    print("\n".join([*(f"not readable: {problem}" for problem in unread), str(output)]))
+    return 0
+
+
+def _add_status(commands: Any) -> None:
     status = commands.add_parser("status", help="how runs stand: state, step, rate, scores, alarms, checkpoint")
     status.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     status.set_defaults(run=_status)
@@ -65,3 +84,27 @@ def _describe(root: Path) -> str:
         best = "" if found.best is None else f"{found.best[0]} {found.best[1]:.4g}"
         rows.append((str(step), found.time, f"{found.nbytes / 1e6:.1f} MB", best, verdict))
     return "\n".join(table(("step", "saved", "size", "best", "verdict"), rows)) if rows else f"{root}: no checkpoints"
+
+
+def _add_replay(commands: Any) -> None:
+    parser = commands.add_parser("replay", help="other corrections on the batches that a run recorded")
+    parser.usage = "%(prog)s RUN --corrections NAME [NAME ...] [key=value ...]"
+    parser.description = "Applies other corrections to the batches that a run recorded. Nothing is trained."
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--corrections", nargs="+", default=[], metavar="NAME", help="presets of conf/correction")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as correction.weight.high=4")
+    parser.set_defaults(run=_replay)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.comparison.replay import replay_run
+
+    overrides = [word for word in options.corrections if "=" in word]  # those that follow the names
+    names = [word for word in options.corrections if word not in overrides]
+    print(replay_run(options.folder, names, [*overrides, *options.overrides]))
+    return 0
+
+
+def add(commands: Any) -> None:
+    for add_one in (_add_report, _add_status, _add_replay):
+        add_one(commands)

@@ -1,0 +1,208 @@
+"""What is asked of a stored model: eval, chat, mismatch; and of an update that was not finite: rerun-step."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.config import ConfigError, recorded_config
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import Config
+    from megatron_rl.workshop.evaluation.stored_model import StoredModel
+import contextlib
+from typing import Any
+
+
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="a run, one of its checkpoints, a torch_dist checkpoint or a "
+        "Hugging Face folder",
+    )  # fmt: skip
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as eval.samples=8 data.template={}")
+    parser.add_argument(
+        "--format", choices=("bf16", "int8", "fp8", "fp8_block"), default="bf16", help="of the weights in the engine"
+    )
+    parser.add_argument("--hf", type=Path, metavar="FOLDER", help="config.json and tokenizer of a bare checkpoint")
+
+
+@contextmanager
+def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config, StoredModel]]:
+    """The model that MODEL names, and how it is to be sampled, `without` what the run had; what fails is one line."""
+    from megatron_rl.checkpoint.torch_dist.index import CheckpointError
+    from megatron_rl.rewards.pool import RewardsHang
+    from megatron_rl.sampler.protocol import SamplerError
+    from megatron_rl.weight_sync.manifest import WeightSyncError
+    from megatron_rl.workshop.evaluation.alone import settings
+    from megatron_rl.workshop.evaluation.stored_model import find, run_of
+
+    run = run_of(options.model)
+    stored = find(options.model, recorded_config(run / "config.yaml") if run else None, options.hf)
+    if stored.note:
+        print(f"note: {stored.note}", file=sys.stderr)
+    try:
+        yield settings(run, stored, options.format, [*without, *options.overrides]), stored
+    except (CheckpointError, RewardsHang, SamplerError, WeightSyncError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser("eval", help="avg@k, pass@k and maj@k of a model on held-out sets")
+    model_arguments(parser)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SET", dest="sets",
+        help="a file, NAME=FILE, a preset of conf/data, or a set of the run; several times for several (default: all)",
+    )  # fmt: skip
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="default: evals/MODEL-FORMAT")
+    parser.set_defaults(run=_eval)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    with opened(options) as (config, stored):
+        from megatron_rl.preflight.checks import check_alone
+        from megatron_rl.workshop.evaluation.measure import measure, with_sets
+
+        config = with_sets(config, options.sets)
+        folder = options.output or Path("evals") / f"{stored.label}-{options.format}"
+        for note in check_alone(config, stored.weights):
+            print(f"note: {note}", file=sys.stderr)
+        print(measure(config, stored, folder, lambda line: print(line, file=sys.stderr, flush=True)))
+        print(f"pass rates, prompt by prompt: {folder}")
+    return 0
+
+
+UNUSED = ("data.eval=null", "eval.sets=null", "reward.name=exact_match")  # files and functions that need not be here
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser("chat", help="a run's model, or any other, answers what is typed")
+    model_arguments(parser)
+    parser.add_argument("-p", "--prompt", metavar="TEXT", help="answer this once; without it, standard input is asked")
+    parser.set_defaults(run=_chat)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    with opened(options, *UNUSED) as (config, stored):
+        from megatron_rl.preflight.checks import check_alone
+        from megatron_rl.workshop.evaluation.alone import served
+        from megatron_rl.workshop.evaluation.chat import Chat, TooLong
+
+        once = options.prompt
+        if once is None and not sys.stdin.isatty():
+            once = sys.stdin.read().rstrip("\n")
+        if once == "":
+            raise ConfigError("-p: nothing to answer; give a text")
+        check_alone(config, stored.weights)
+        with served(config, stored, lambda line: print(line, file=sys.stderr)) as sampler:
+            chat = Chat.with_model(sampler, stored, config)
+            if once is not None:
+                try:
+                    print(chat.answer(once))
+                except TooLong as error:
+                    raise ConfigError(f"-p: {error}") from None
+                return 0
+            _talk(chat)
+    return 0
+
+
+def _talk(chat: Any) -> None:
+    from megatron_rl.workshop.evaluation.chat import TooLong
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - lines can be edited
+
+    print("a conversation; Ctrl-D ends it" if chat.talks else "no chat template: each line is continued; Ctrl-D ends")
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            print()
+            return
+        if text.strip():
+            try:
+                print(chat.answer(text))
+            except TooLong as error:
+                print(f"error: {error}")
+
+
+def _add_mismatch(commands: Any) -> None:
+    parser = commands.add_parser("mismatch", help="where learner and sampler differ, point by point of a forward pass")
+    model_arguments(parser)
+    parser.add_argument("--forward", choices=("bf16", "as_sampler"), help="the learner's (default: the run's, or bf16)")
+    parser.add_argument("--head", choices=("bf16", "fp32"), help="logits of both (default: the run's, or bf16)")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="for the engine to answer (default: the run's recorded rollouts, "
+        "or random tokens)",
+    )  # fmt: skip
+    parser.add_argument("-n", "--sequences", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="of each at most (default: %(default)s)")
+    parser.add_argument("-o", "--out", type=Path, metavar="FOLDER", help="default: mismatch/MODEL-FORMAT-FORWARD")
+    parser.set_defaults(run=_mismatch, format=None)
+
+
+def _mismatch(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.evaluation.stored_model import run_of
+
+    for name, least in (("sequences", 1), ("tokens", 4)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name}: {getattr(options, name)}, expected {least} or more")
+    run = run_of(options.model)
+    with opened(options, *UNUSED, *_as_the_run(options, run)) as (config, stored):
+        from megatron_rl.preflight.checks import check_alone, check_watched
+        from megatron_rl.rank import alone
+
+        check_alone(config, stored.weights)
+        check_watched(config)
+        folder = options.out or Path("mismatch") / f"{stored.label}-{options.format}-{config.learner.forward}"
+        with alone():
+            from megatron_rl.evaluation.sequences import Wanted
+            from megatron_rl.workshop.mismatch.mismatch import measure
+
+            wanted = Wanted(options.sequences, options.tokens, options.prompts, run)
+            print(measure(config, stored, wanted, folder, lambda line: print(line, file=sys.stderr, flush=True)))
+        print(f"figure and numbers: {folder}")
+    return 0
+
+
+def _as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
+    """Whatever the command line leaves open is as the run had it."""
+    from megatron_rl.config.schema import Config
+    from megatron_rl.workshop.evaluation.alone import FORMATS
+
+    recorded = recorded_config(run / "config.yaml") if run else Config()
+    names = {format: name for name, format in FORMATS.items()}
+    options.format = options.format or names[recorded.quantization.format]
+    if recorded.quantization.smoothing:
+        print("note: the engine is served without the run's quantization.smoothing", file=sys.stderr)
+    forward = options.forward or recorded.learner.forward.value
+    head = options.head or recorded.model.head_precision.value
+    return [
+        f"learner.forward={forward}",
+        f"learner.precision={recorded.learner.precision.value}",
+        f"model.head_precision={head}",
+    ]
+
+
+def _add_rerun_step(commands: Any) -> None:
+    repeat = commands.add_parser("rerun-step", help="repeats an update that was not finite, and says where it began")
+    repeat.add_argument("dump", type=Path, metavar="DUMP", help="such as runs/NAME/dumps/nonfinite_12")
+    repeat.set_defaults(run=_rerun_step)
+
+
+def _rerun_step(options: argparse.Namespace) -> int:
+    from megatron_rl.rank import alone
+
+    with alone():
+        from megatron_rl.workshop.mismatch.rerun import rerun
+
+        print(rerun(options.dump))
+    return 0
+
+
+def add(commands: Any) -> None:
+    for add_one in (_add_eval, _add_chat, _add_mismatch, _add_rerun_step):
+        add_one(commands)

@@ -1,0 +1,107 @@
+"""What is asked before a run: plan, translate, toy, quickstart."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.commands import train
+from megatron_rl.commands.recipe import rewards_beside
+from megatron_rl.config import ConfigError
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="ranks, memory, time and the sync of a recipe; starts nothing")
+    plan.add_argument("target", type=Path, metavar="RECIPE", help="a recipe, or a model's config.json")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="such as learner.tensor_parallel=8")
+    plan.add_argument(
+        "--on",
+        metavar="NODESxGPUSxNAME-GIB",
+        help="for this machine, such as 1x8xH100-80; own: the recipe's cluster, also meant where no GPU is here",
+    )
+    plan.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="name=value",
+        help="such as response=0.2",
+    )
+    plan.add_argument("--json", action="store_true", help="the plan as JSON, in bytes and seconds")
+    plan.add_argument("--suggest", action="store_true", help="the fastest layouts that fit, as overrides")
+    plan.add_argument("--sbatch", action="store_true", help="the sbatch line for it")
+    plan.add_argument("--replicas", type=int, default=1, help="of the sync's links: sampler engines (default: 1)")
+    plan.add_argument("--link-gbs", type=float, help="GB/s of a link, to turn bytes into seconds")
+    plan.add_argument("--rows", type=int, default=5, help="how many writers and tensors to name (default: 5)")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.planner.command import Request, answer
+    from megatron_rl.workshop.planner.traffic import Request as Links
+
+    rewards_beside(options.target)
+    given = {name: getattr(options, name) for name in ("target", "overrides", "on", "assume", "suggest", "sbatch")}
+    links = Links(options.replicas, options.link_gbs, options.rows)
+    said, problems = answer(Request(**given, as_json=options.json, links=links))
+    if said:
+        print(said)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return 0
+
+
+def _add_translate(commands: Any) -> None:
+    translate = commands.add_parser("translate", help="another project's correction settings as ours")
+    translate.add_argument("framework", help="such as verl, skyrl or trl; an unknown one lists them all")
+    translate.add_argument(
+        "file", type=Path, help="their YAML: a whole run's file or the section; - for standard input"
+    )
+    translate.set_defaults(run=_translate)
+
+
+def _translate(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.translation.translate import TranslationError, translate_file
+
+    if str(options.file) != "-" and not options.file.exists():
+        raise ConfigError(f"{options.file}: no such file; name a YAML file that holds the other project's keys")
+    try:
+        print(translate_file(options.framework, options.file), end="")
+    except TranslationError as error:
+        raise ConfigError(str(error)) from None
+    return 0
+
+
+def _add_toy(commands: Any) -> None:
+    toy = commands.add_parser("toy", help="make the toy's model folder and data")
+    toy.add_argument("folder", nargs="?", type=Path, default=Path("data/toy"))
+    toy.add_argument("--like", metavar="MODEL", help="of the family of this model of conf/model, such as Qwen3-30B-A3B")
+    toy.set_defaults(run=_toy)
+
+
+def _toy(options: argparse.Namespace) -> int:
+    from megatron_rl.data.toy import write_toy
+    from megatron_rl.preflight.files import read_card
+
+    counts = write_toy(options.folder, like=read_card(options.like) if options.like else None)
+    print(f"{options.folder}: {counts['train']} problems to train on, {counts['test']} held out, and model/")
+    return 0
+
+
+def _add_quickstart(commands: Any) -> None:
+    quickstart = commands.add_parser("quickstart", help="a small task, a warm start, and RL on it")
+    about = "counting: longer answers; reasoning: a real task"
+    quickstart.add_argument("--task", choices=("toy", "counting", "reasoning"), default="toy", help=about)
+    quickstart.add_argument("overrides", nargs="*", metavar="key=value", help="for the RL run")
+    quickstart.set_defaults(run=_quickstart)
+
+
+def _quickstart(options: argparse.Namespace) -> int:
+    from megatron_rl.workshop.quickstart import TASKS, quickstart
+
+    return quickstart(options.overrides, train.run, train.check_run, TASKS[options.task])
+
+
+def add(commands: Any) -> None:
+    for add_one in (_add_plan, _add_translate, _add_toy, _add_quickstart):
+        add_one(commands)
