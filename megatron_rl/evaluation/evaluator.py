@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, stdev
 
 from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.schema import VERIFIERS
-from megatron_rl.evaluation.estimators import majority, mean_and_error, pass_at
 from megatron_rl.rollout.collect import Generates, Group, Scorer, grouped
 from megatron_rl.types import Prompt, SamplingParams, Verdict
 
@@ -77,3 +77,27 @@ class Evaluator:
         """Whether the reward says what it has found in a response: verifiers do, functions of one's own may."""
         first = next(iter(self.about.reward.weights))
         return first in VERIFIERS or any(one.answer is not None for group in groups for one in group)
+
+
+def pass_at(k: int, n: int, right: int) -> float:
+    """Whether k answers hold a right one: the mean over all choices of k among the n that were drawn (unbiased)."""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority(answers: Sequence[str | None], right: Sequence[bool]) -> float:
+    """Whether the most frequent answer is right; a tie is drawn, so that the share of its right answers counts.
+
+    None has no vote: nothing was found in the response, or it was cut off. Without any vote it is wrong.
+    """
+    votes: dict[str, list[bool]] = {}
+    for answer, is_right in zip(answers, right, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(is_right)
+    most = max(map(len, votes.values()), default=0)
+    leaders = [fmean(verdicts) for verdicts in votes.values() if len(verdicts) == most]
+    return fmean(leaders) if leaders else 0.0
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """One value for each prompt; a single prompt says nothing of its error."""
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

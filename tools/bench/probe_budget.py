@@ -34,8 +34,7 @@ from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.types import Batch, Prompt, SamplingParams, Scored, collate
 from megatron_rl.weight_sync.push import WeightSync
-from megatron_rl.workshop.evaluation.alone import settings
-from megatron_rl.workshop.evaluation.stored_model import StoredModel, StoredWeights
+from megatron_rl.workshop.evaluation.stored_model import StoredModel, StoredWeights, settings
 
 LEARNERS = {
     "bf16": (),

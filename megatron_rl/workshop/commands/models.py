@@ -37,8 +37,7 @@ def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config,
     from megatron_rl.rewards.pool import RewardsHang
     from megatron_rl.sampler.protocol import SamplerError
     from megatron_rl.weight_sync.manifest import WeightSyncError
-    from megatron_rl.workshop.evaluation.alone import settings
-    from megatron_rl.workshop.evaluation.stored_model import find, run_of
+    from megatron_rl.workshop.evaluation.stored_model import find, run_of, settings
 
     run = run_of(options.model)
     stored = find(options.model, recorded_config(run / "config.yaml") if run else None, options.hf)
@@ -88,8 +87,8 @@ def _add_chat(commands: Any) -> None:
 def _chat(options: argparse.Namespace) -> int:
     with opened(options, *UNUSED) as (config, stored):
         from megatron_rl.preflight.checks import check_alone
-        from megatron_rl.workshop.evaluation.alone import served
         from megatron_rl.workshop.evaluation.chat import Chat, TooLong
+        from megatron_rl.workshop.evaluation.stored_model import served
 
         once = options.prompt
         if once is None and not sys.stdin.isatty():
@@ -159,8 +158,8 @@ def _mismatch(options: argparse.Namespace) -> int:
         check_watched(config)
         folder = options.out or Path("mismatch") / f"{stored.label}-{options.format}-{config.learner.forward}"
         with alone():
-            from megatron_rl.evaluation.sequences import Wanted
             from megatron_rl.workshop.mismatch.mismatch import measure
+            from megatron_rl.workshop.mismatch.sequences import Wanted
 
             wanted = Wanted(options.sequences, options.tokens, options.prompts, run)
             print(measure(config, stored, wanted, folder, lambda line: print(line, file=sys.stderr, flush=True)))
@@ -171,7 +170,7 @@ def _mismatch(options: argparse.Namespace) -> int:
 def _as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
     """Whatever the command line leaves open is as the run had it."""
     from megatron_rl.config.schema import Config
-    from megatron_rl.workshop.evaluation.alone import FORMATS
+    from megatron_rl.workshop.evaluation.stored_model import FORMATS
 
     recorded = recorded_config(run / "config.yaml") if run else Config()
     names = {format: name for name, format in FORMATS.items()}

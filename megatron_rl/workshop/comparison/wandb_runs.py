@@ -14,9 +14,9 @@ from megatron_rl.files import write_whole
 from megatron_rl.runs.summary import ACCURACY, AREA, MISMATCH, NUMBERS
 from megatron_rl.runs.wandb_log import ID, WandbRun, in_columns, resolve_mode
 from megatron_rl.workshop.comparison.comparison import Comparison
-from megatron_rl.workshop.comparison.figures import bars, panels
+from megatron_rl.workshop.comparison.docs import comparison_svg
 from megatron_rl.workshop.comparison.findings import said
-from megatron_rl.workshop.comparison.svg import comparison_svg
+from megatron_rl.workshop.comparison.page import bars, panels
 from megatron_rl.workshop.reports.run_data import RunData, flatten
 from megatron_rl.workshop.reports.sections import UNIT
 

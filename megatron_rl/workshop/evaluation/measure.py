@@ -24,8 +24,7 @@ from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Group, Scorer
 from megatron_rl.runs.console import table
 from megatron_rl.types import Verdict
-from megatron_rl.workshop.evaluation.alone import served
-from megatron_rl.workshop.evaluation.stored_model import StoredModel
+from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
 
 AT_ONCE = 8  # times as many answers as the engine decodes at once: between two words of progress
 SUMMARY = "summary.json"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from plotly.offline import get_plotlyjs
 
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.files import last_lines, write_whole
@@ -16,9 +18,9 @@ from megatron_rl.runs.console import duration
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.reports import alarm_section as report_alarms
 from megatron_rl.workshop.reports import sample_section as report_samples
-from megatron_rl.workshop.reports.html import chip, colour, document, section, table
+from megatron_rl.workshop.reports.figures import PALETTE
 from megatron_rl.workshop.reports.run_data import RunData, config_differences, load_runs, readable
-from megatron_rl.workshop.reports.sections import sections, supervised
+from megatron_rl.workshop.reports.sections import Panel, sections, supervised
 
 LOG_LINES = 25
 
@@ -197,3 +199,43 @@ def _named(number: int, run: RunData) -> str:
 
 def _show(value: Any) -> str:
     return "null" if value is None else json.dumps(value) if isinstance(value, (dict, list, bool)) else str(value)
+
+
+STYLE = Path(__file__).with_name("report.css")
+
+
+def document(title: str, body: str) -> str:
+    """Self-contained: it opens without a network."""
+    return (
+        f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{escape(title)}: report</title>\n"
+        f"<meta name=viewport content='width=device-width'><style>{STYLE.read_text(encoding='utf-8')}</style>\n"
+        f"<script>{get_plotlyjs()}</script></head>\n<body><main>\n{body}\n</main></body></html>\n"
+    )
+
+
+def section(heading: str, panels: Sequence[Panel]) -> str:
+    return f"<h2>{heading}</h2>\n<div class=grid>{''.join(map(_draw, panels))}</div>"
+
+
+def _draw(panel: Panel) -> str:
+    assert panel.figure is not None
+    options: Mapping[str, Any] = {"displayModeBar": False, "responsive": True}
+    plot = panel.figure.to_html(full_html=False, include_plotlyjs=False, config=options)
+    return (
+        f"<figure{' class=wide' if panel.wide else ''}><figcaption><b>{escape(panel.title)}</b>"
+        f"<span>{escape(panel.about)}</span></figcaption>{plot}</figure>"
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table") -> str:
+    header = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class='{style}'><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def chip(name: str, colour: str) -> str:
+    return f"<span class=chip><i style='background:{colour}'></i>{escape(name)}</span>"
+
+
+def colour(number: int) -> str:
+    return PALETTE[number % len(PALETTE)]

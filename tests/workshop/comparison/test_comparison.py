@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from megatron_rl.config import ConfigError
 from megatron_rl.runs.summary import ACCURACY, AREA, Series, area
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result, beyond_noise
-from megatron_rl.workshop.comparison.docs import stored, with_blocks, write_docs
+from megatron_rl.workshop.comparison.docs import comparison_svg, stored, with_blocks, write_docs
 from megatron_rl.workshop.comparison.findings import findings, recommendation, said
 from megatron_rl.workshop.comparison.page import write_comparison
-from megatron_rl.workshop.comparison.svg import comparison_svg
 from megatron_rl.workshop.reports.run_data import load_run
 
 ROOT = Path(__file__).parents[3]

@@ -17,9 +17,8 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.workshop.evaluation.alone import settings
 from megatron_rl.workshop.evaluation.measure import with_sets
-from megatron_rl.workshop.evaluation.stored_model import StoredWeights, find, run_of
+from megatron_rl.workshop.evaluation.stored_model import StoredWeights, find, run_of, settings
 
 ROOT = Path(__file__).parents[3]
 

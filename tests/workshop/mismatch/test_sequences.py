@@ -9,8 +9,8 @@ from run_factory import make_scored
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_toy
-from megatron_rl.evaluation.sequences import Wanted, prompts, recorded
 from megatron_rl.runs.rollout_file import write_rollouts
+from megatron_rl.workshop.mismatch.sequences import Wanted, prompts, recorded
 
 
 @pytest.fixture
