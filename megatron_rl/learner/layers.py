@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from megatron_rl.learner.packing import Bucket, Pack
 from megatron_rl.learner.sampled_layers import ColumnLinear, RowLinear
-from megatron_rl.quantization import engine_library
+from megatron_rl.quantization import vllm_operators
 from megatron_rl.quantization.host_products import narrowed
 
 BLOCK_ELEMENTS = 1 << 18  # FP32, for each thread: a megabyte
@@ -112,8 +112,8 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
         ctx.save_for_backward(turns_SD)
-        if x_S1AD.dtype == torch.bfloat16 and engine_library.has("rotary_embedding"):
-            return _turned_by_engine(x_S1AD, turns_SD)
+        if x_S1AD.dtype == torch.bfloat16 and vllm_operators.has_rotary():
+            return vllm_operators.rotary(x_S1AD, turns_SD)
         return narrowed(_turned(x_S1AD, turns_SD), x_S1AD.dtype)
 
     @staticmethod
@@ -122,8 +122,8 @@ class _Turned(torch.autograd.Function):
         cos_SD, sin_SD = turns_SD.chunk(2, dim=-1)
         back_SD = torch.cat((cos_SD, -sin_SD), dim=-1)
         rounds = torch.cpu._is_avx512_bf16_supported()  # elsewhere it cuts off, which gradients would all lean to
-        if grad_S1AD.dtype == torch.bfloat16 and rounds and engine_library.has("rotary_embedding"):
-            return _turned_by_engine(grad_S1AD, back_SD), None
+        if grad_S1AD.dtype == torch.bfloat16 and rounds and vllm_operators.has_rotary():
+            return vllm_operators.rotary(grad_S1AD, back_SD), None
         return _turned(grad_S1AD, back_SD).to(grad_S1AD.dtype), None
 
 
@@ -132,14 +132,6 @@ def _turned(x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
     cos, sin = turns_SD[:, None, None].float().chunk(2, dim=-1)
     left, right = x_S1AD.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-
-def _turned_by_engine(x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
-    out_S1AD = x_S1AD.clone(memory_format=torch.contiguous_format)
-    positions_S = torch.arange(len(turns_SD), device="cpu")
-    rows, head = out_S1AD.view(len(turns_SD), -1), out_S1AD.shape[-1]
-    torch.ops._C.rotary_embedding(positions_S, rows, None, head, turns_SD, True)
-    return out_S1AD
 
 
 def rotary(

@@ -1,4 +1,5 @@
-"""What each weight format is: which layers it holds quantized, what tensors they become, where it runs. Torch-free.
+"""What each weight format is: which layers it holds quantized, what tensors they become, where it runs, and how vLLM is
+told of it. Torch-free.
 
 Runs are (start, length) along the split dimension of a full tensor. O output features, I input features.
 """
@@ -9,8 +10,9 @@ import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_rl.config.schema import Device, Format
+from megatron_rl.config.schema import Device, Format, KvCache
 from megatron_rl.models.mapping import HfSlice
 from megatron_rl.models.tensors import TensorSpec
 
@@ -52,6 +54,13 @@ LINEAR_NAMES = frozenset(
 EXPERT_NAMES = frozenset({"w1", "w2", "w3"})
 # the linear layers that this leaves out, as vLLM has to be told: routers decide too much, and it keeps a head in BF16
 NEVER_QUANTIZED = ("lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")
+_CACHE = {
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+}
+_CACHE_ONLY = {
+    "quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed",
+    "ignore": [], "config_groups": {},
+}  # fmt: skip
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:
@@ -86,6 +95,39 @@ def format_problem(format: Format, kind: Device, name: str, capability: float | 
     if format in (Format.fp8, Format.fp8_block) and capability is not None and capability < FP8_CAPABILITY:
         return f"FP8 W8A8 needs compute capability {FP8_CAPABILITY}, {name} has {capability}"
     return None
+
+
+def quantization_config(
+    format: Format, ignore: Sequence[str], kv_cache: KvCache = KvCache.none
+) -> dict[str, Any] | None:
+    """The `quantization_config` of config.json: W8A8, weights per output channel, activations per token."""
+    if format == Format.none:
+        return None if kv_cache == KvCache.none else {**_CACHE_ONLY, **_CACHE}
+    kind = "int" if QUANTIZED[format].integer else "float"
+    weights: dict[str, Any] = {
+        "num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False
+    }  # fmt: skip
+    activations: dict[str, Any] = {
+        "num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True
+    }  # fmt: skip
+    if QUANTIZED[format].blocks:
+        weights |= {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
+        activations |= {"strategy": "group", "group_size": BLOCK}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "ignore": all_ignored(ignore),
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": activations,
+                "output_activations": None,
+            }
+        },
+        **({} if kv_cache == KvCache.none else _CACHE),
+    }
 
 
 @dataclass(frozen=True)

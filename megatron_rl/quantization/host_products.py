@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_rl.processes import instructions
-from megatron_rl.quantization import engine_int8
+from megatron_rl.quantization import vllm_operators
 from megatron_rl.quantization.formats import FP8_MAX, INT8_MAX
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -103,8 +103,8 @@ def int8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple
 
     `amax_M1`: the largest magnitude of each token, where others hold more of its features.
     """
-    if amax_M1 is None and x_MK.dtype == torch.bfloat16 and x_MK.numel() and engine_int8.is_here():
-        return engine_int8.codes(x_MK)
+    if amax_M1 is None and x_MK.dtype == torch.bfloat16 and x_MK.numel() and vllm_operators.has_int8():
+        return vllm_operators.int8_codes(x_MK)
     wide_MK = x_MK.float()
     scale_M1 = int8_scale(wide_MK.abs().amax(1, keepdim=True) if amax_M1 is None else amax_M1)
     inverse_M1 = 1 / scale_M1
@@ -131,8 +131,8 @@ class Int8Weight:
         self._scale_N = scale_N1.detach().reshape(-1).clone()
 
     @functools.cached_property
-    def _kernel(self) -> engine_int8.Int8Kernel:
-        return engine_int8.Int8Kernel(self._codes_NK, self._scale_N.unsqueeze(1))
+    def _kernel(self) -> vllm_operators.Int8Kernel:
+        return vllm_operators.Int8Kernel(self._codes_NK, self._scale_N.unsqueeze(1))
 
     @functools.cached_property
     def _codes_KN(self) -> torch.Tensor:
@@ -142,7 +142,7 @@ class Int8Weight:
     def product(
         self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        if dtype == torch.bfloat16 and codes_MK.numel() and engine_int8.is_here():
+        if dtype == torch.bfloat16 and codes_MK.numel() and vllm_operators.has_int8():
             return self._kernel.product(codes_MK, scale_M1, bias_N)
         return self.scaled(self.sums(codes_MK), scale_M1, bias_N, dtype)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import Format
-from megatron_rl.quantization import engine_int8, host_products
+from megatron_rl.quantization import host_products, vllm_operators
 from megatron_rl.quantization.host_products import PRODUCTS, Fp8Weight, Int8Weight, _through_fp32, fp8_codes
 from megatron_rl.quantization.quantize import quantize
 
@@ -58,12 +58,12 @@ def test_int8_sums_are_exact(features, codes):
     assert torch.equal(Int8Weight(right, torch.ones(9, 1)).sums(left), exact)
 
 
-@pytest.mark.skipif(not engine_int8.is_here(), reason="no INT8 instructions, or no vLLM for hosts")
+@pytest.mark.skipif(not vllm_operators.has_int8(), reason="no INT8 instructions, or no vLLM for hosts")
 @pytest.mark.parametrize("features", [48, 1025, 4096])
 @pytest.mark.parametrize("tokens", [0, 1, 40])
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_engine_s_kernel_and_torch_s_products_are_the_same_bytes(features, tokens, biased, monkeypatch):
-    monkeypatch.setattr(engine_int8, "SUMS", 96 * 17)  # of 40 tokens 17, 17 and 6
+    monkeypatch.setattr(vllm_operators, "SUMS", 96 * 17)  # of 40 tokens 17, 17 and 6
     torch.manual_seed(1)
     made = quantize(torch.randn(96, 2 * features), Format.int8)
     weight = Int8Weight(made["weight"][:, features:], made["weight_scale"])
@@ -72,7 +72,7 @@ def test_the_engine_s_kernel_and_torch_s_products_are_the_same_bytes(features, t
     bias_N = torch.randn(96).bfloat16() if biased else None
     codes_MK, scale_M1 = weight.codes(x_MK)
     found_MN = weight.product(codes_MK, scale_M1, bias_N, torch.bfloat16)
-    monkeypatch.setattr(engine_int8, "is_here", lambda: False)
+    monkeypatch.setattr(vllm_operators, "has_int8", lambda: False)
     plain_MK, plain_M1 = weight.codes(x_MK)
     assert torch.equal(codes_MK[1:], plain_MK[1:])
     assert torch.equal(scale_M1, plain_M1)

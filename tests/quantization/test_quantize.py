@@ -9,10 +9,8 @@ from simulated import hf_config
 from megatron_rl.config.schema import Format
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import FAMILIES, ModelShape
-from megatron_rl.quantization.engine_layout import quantization_config
-from megatron_rl.quantization.error import sample_error, summarize
-from megatron_rl.quantization.formats import BLOCK, is_ignored, is_quantized
-from megatron_rl.quantization.quantize import dequantize, quantize, row_amax
+from megatron_rl.quantization.formats import BLOCK, is_ignored, is_quantized, quantization_config
+from megatron_rl.quantization.quantize import dequantize, quantize, row_amax, sample_error, summarize
 
 CHANNEL_FORMATS = [Format.int8, Format.fp8]
 

@@ -94,8 +94,9 @@ async def _take_part(address: str, port: int, world: int, rank: int, count: int,
         }
         started.append(
             await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "megatron_rl.learner.ring", *["cuda"] * cuda, stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE, env=os.environ | {name: str(value) for name, value in place.items()},
+                sys.executable, "-m", "megatron_rl.workshop.nodes.ring", *["cuda"] * cuda,
+                stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+                env=os.environ | {name: str(value) for name, value in place.items()},
             )
         )  # fmt: skip
     try:
