@@ -25,7 +25,7 @@ class Part:
         self.name, self.log, self.sampler, self.smoothing = name, log, None, None
         self.recorder: Any = SimpleNamespace(note=log.append)
 
-    def smooths_as(self, smoothing: None) -> None:
+    def set_smoothing(self, smoothing: None) -> None:
         pass
 
     def close(self) -> None:

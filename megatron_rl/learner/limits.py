@@ -91,6 +91,7 @@ _REPLICAS_OWNED = {
         ("grad_reduce_in_fp32", "reduce_scatter_with_fp32_accumulation"), "gradients travel and add up in FP32"
     ),
     "use_precision_aware_optimizer": "what it keeps of gradients and weights is neither clipped nor put in checkpoints",
+    "optimizer_cpu_offload": "an optimizer that is split between device and host is not built",
     "average_in_collective": "losses come divided by counts of the whole minibatch: gradients add up",
     **dict.fromkeys(
         ("check_for_nan_in_grad", "check_for_large_grads"),

@@ -34,8 +34,8 @@ from megatron_rl.config.rules import virtual_pipeline
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
 from megatron_rl.learner.layers import UNROUNDED, HostSpecProvider, PackedRows, RMSNorm, add, rotary
+from megatron_rl.learner.linear import widen
 from megatron_rl.learner.packing import Pack
-from megatron_rl.learner.wide_head import widen
 from megatron_rl.models.mapping import find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -24,11 +24,9 @@ from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config.schema import OnNonFinite
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import state
+from megatron_rl.learner.forward import ForwardPasses
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.types import Batch, Targets
-
-if TYPE_CHECKING:
-    from megatron_rl.learner.learner import Learner
 
 STEPS_IN_A_ROW = 10  # whose updates may all be left out: more, and the run only costs money
 POLICY, CONFIG = "policy", "config.yaml"
@@ -42,8 +40,7 @@ class NonFiniteError(ArithmeticError):
 class NonFiniteUpdates:
     """Of one rank; all ranks meet the same updates, because loss and gradient norm are those of all of them."""
 
-    def __init__(self, learner: Learner, dump_dir: Path | None, note: Callable[[str], None]) -> None:
-        self.in_a_row = 0
+    def __init__(self, learner: ForwardPasses, dump_dir: Path | None, note: Callable[[str], None]) -> None:
         self._learner, self._dump_dir, self._note = learner, dump_dir, note
         self._most = STEPS_IN_A_ROW * learner.learner.n_minibatches
         config = learner.megatron_config
@@ -57,13 +54,13 @@ class NonFiniteUpdates:
 
     def end(self) -> None:
         """After an update that was finite."""
-        self.in_a_row = 0
 
     def met(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:
-        self.in_a_row += 1
-        policy, steps = self._learner.learner.on_nonfinite, self._learner.steps
+        learner = self._learner
+        learner.left_out_in_a_row += 1
+        policy, steps, in_a_row = learner.learner.on_nonfinite, learner.steps, learner.left_out_in_a_row
         found = f"loss {metrics.get('loss/total', 0.0)}, gradient norm {norm} after {steps} optimizer steps"
-        ends = policy is OnNonFinite.raise_ or self.in_a_row > self._most
+        ends = policy is OnNonFinite.raise_ or in_a_row > self._most
         where = ""
         if self._dump_dir is not None and (ends or policy is OnNonFinite.skip_and_dump):
             where = self._dump(self._dump_dir, targets, {**metrics, "optim/grad_norm": norm})
@@ -74,7 +71,7 @@ class NonFiniteUpdates:
             )
         if ends:
             raise NonFiniteError(
-                f"{found}: not a number, for the {self.in_a_row}th update in a row; learner.on_nonfinite="
+                f"{found}: not a number, for the {in_a_row}th update in a row; learner.on_nonfinite="
                 f"{policy.value} leaves out {self._most}, those of {STEPS_IN_A_ROW} steps{where}. Lower optim.lr, or "
                 "mend what makes the value, and go on from a checkpoint"
             )
@@ -83,8 +80,8 @@ class NonFiniteUpdates:
     def _dump(self, dump_dir: Path, targets: Targets, metrics: Mapping[str, float]) -> str:
         """All ranks write; how to repeat it, or why that will not do."""
         folder = dump_dir / f"nonfinite_{self._learner.steps}"
-        path = folder / f"minibatch_{self.in_a_row}.safetensors"
-        whole = exchange(self.in_a_row > 1 and (folder / POLICY / "metadata.json").exists())[0]
+        path = folder / f"minibatch_{self._learner.left_out_in_a_row}.safetensors"
+        whole = exchange(self._learner.left_out_in_a_row > 1 and (folder / POLICY / "metadata.json").exists())[0]
         problem = self._on_driver(lambda: self._write_minibatch(path, targets, metrics, whole))
         if problem is None and not whole:
             problem = self._write_policy(folder / POLICY)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.learner.one_copy import in_one_copy
+from megatron_rl.learner.device import in_one_copy
 from megatron_rl.types import Batch
 
 # a bucket takes sequences down to this share of its longest one

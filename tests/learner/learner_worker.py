@@ -49,14 +49,12 @@ from megatron_rl.learner import logprobs, state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
-from megatron_rl.learner.routing import router_flips
+from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.quantization import host_products
 from megatron_rl.rollout_correction import correct
 from megatron_rl.types import Targets
-
-SECTIONS = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
 
 
 def build(job: dict[str, Any]) -> Learner:
@@ -69,6 +67,7 @@ def build(job: dict[str, Any]) -> Learner:
         **section,
     )
     config = Config(
+        sampler=SamplerSection(tensor_parallel=job.get("engine_tp", 1)),
         quantization=QuantizationSection(
             Format(job.get("format", "int8")),
             smoothing=job.get("smoothing"),
@@ -91,9 +90,7 @@ def build(job: dict[str, Any]) -> Learner:
         run.mkdir(parents=True, exist_ok=True)
         (run / "config.json").write_text(json.dumps(job["hf"]))
         (run / "config.yaml").write_text(to_yaml(replace(config, model=ModelSection(path=str(run)))))
-    sections = {name: getattr(config, name) for name in SECTIONS}
-    sections["sampler"] = SamplerSection(tensor_parallel=job.get("engine_tp", 1))
-    made = Learner(model, **sections, dump_dir=Path(job["dump"]) if "dump" in job else None)
+    made = Learner(model, Sections.of(config), Path(job["dump"]) if "dump" in job else None)
     if "folder" in job:
         made.load_hf(job["folder"])
     elif not job.get("reads"):  # a run that goes on loads nothing else
@@ -136,7 +133,7 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 def bf16_pair(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """What it computes itself, what stands for a pair of BF16 engines, and that its own arithmetic is as before."""
     batch = make_batch()
-    own_BT, paired_BT = learner.logprobs(batch), learner.logprobs_of_a_bf16_pair(batch)
+    own_BT, paired_BT = learner.logprobs(batch), learner.estimate_bf16_floor(batch)
     return {
         "own": own_BT.tolist(),
         "paired": None if paired_BT is None else paired_BT.tolist(),
@@ -177,12 +174,12 @@ def wide(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """Against the choices of another engine, and against those with one expert of two tokens exchanged."""
     batch, chosen_BSLK = make_batch(), load_file(job["chosen"])["chosen"]
-    found = [router_flips(learner, batch, chosen_BSLK)]
+    found = [learner.router_flips(batch, chosen_BSLK)]
     for place in ((1, 3, 0), (2, 0, 3)):  # row, position, layer
         kept, other = chosen_BSLK[place].tolist()
         chosen_BSLK[(*place, 1)] = next(one for one in range(4) if one not in (kept, other))
     return {
-        "found": [*found, router_flips(learner, batch, chosen_BSLK), router_flips(learner, batch, -1 - 0 * chosen_BSLK)]
+        "found": [*found, learner.router_flips(batch, chosen_BSLK), learner.router_flips(batch, -1 - 0 * chosen_BSLK)]
     }
 
 

@@ -61,12 +61,11 @@ import sys
 from pathlib import Path
 from megatron_rl.config import ConfigError, from_mapping
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.policy import Sections
 from megatron_rl.rank import run_rank
 
 config = from_mapping({"run": {"device": "cuda"}})
-names = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
-sections = {name: getattr(config, name) for name in names}
-for start in (lambda: run_rank(config, Path(sys.argv[1])), lambda: Learner(None, **sections)):
+for start in (lambda: run_rank(config, Path(sys.argv[1])), lambda: Learner(None, Sections.of(config))):
     try:
         start()
     except ConfigError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import LearnerSection, OptimSection
-from megatron_rl.learner import limits, logit_chunks
+from megatron_rl.learner import costs, limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.workshop.planner import activations
@@ -72,7 +72,7 @@ def of_stage(
     norms, logits = activations.head(model, training, pack) if last else (0.0, 0.0)
     weights = training.width * mine.count
     cast = FP8_COPIES * mine.linear if training.fp8 else 0
-    copies = logit_chunks.COPIES * min(logit_chunks.chunk_bytes(host), logits / training.width * logit_chunks.FP32)
+    copies = costs.COPIES * min(costs.chunk_bytes(host), logits / training.width * costs.FP32)
     step = _step(model, training, pack)
     return LearnerMemory(
         stage=stage,

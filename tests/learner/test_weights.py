@@ -8,7 +8,7 @@ import learner_cases as cases
 import pytest
 import torch
 
-from megatron_rl.learner.rounding import rounded_again
+from megatron_rl.learner.weights import rounded_again
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel": 2},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.config.schema import OptimSection
-from megatron_rl.learner.schedule import learning_rate
+from megatron_rl.learner.optimizer import learning_rate
 
 
 def _rates(**keys: object) -> list[float]:

@@ -1,7 +1,12 @@
-"""What goes to a device goes in one copy, and is the same there."""
+"""What goes to a device goes in one copy and is the same there; a rank whose engine sleeps can return its memory."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +14,9 @@ import torch
 from learner_cases import make_batch, make_targets, with_kept
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.learner.minibatch import loss_inputs
-from megatron_rl.learner.one_copy import ALIGNMENT, buffer, in_one_copy, views
+from megatron_rl.config.schema import Sleep, Transport
+from megatron_rl.learner.device import ALIGNMENT, GIVEN, buffer, in_one_copy, keep_returnable, views
+from megatron_rl.learner.learner import loss_inputs
 from megatron_rl.learner.packing import Pack, pack
 
 HOST, DEVICE = torch.device("cpu"), torch.device("meta")  # the latter has shapes and no content
@@ -98,3 +104,52 @@ def _check_rows(found: Any, targets: Any, mine: Pack) -> None:
     assert torch.equal(found.prompt_ids_B, targets.batch.groups_B[rows])
     assert torch.equal(found.advantages_B, targets.advantages_B[rows])
     assert found.mask_BT.dtype == torch.bool and found.entropy_BT is None
+
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "dapo-qwen3_8b-1n8g-int8-colocated.yaml"
+# what torch's allocator goes by when a rank comes to its model
+RANK = """
+import sys
+from pathlib import Path
+from torch._C import _accelerator_getAllocatorSettings
+from megatron_rl import train
+from megatron_rl.config import load
+
+def read(*_):
+    sys.exit(_accelerator_getAllocatorSettings())
+
+train.Model.read = read
+train.train(load(Path(sys.argv[1])), "", Path("unused"), rank=1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def as_torch_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in GIVEN:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    torch._C._accelerator_setAllocatorSettings("")
+
+
+def settings(sleep: Sleep, transport: Transport) -> str:
+    keep_returnable(sleep, transport)
+    return torch._C._accelerator_getAllocatorSettings()
+
+
+def test_a_rank_of_a_recipe_whose_engine_sleeps_has_segments_that_can_be_returned() -> None:
+    done = subprocess.run([sys.executable, "-c", RANK, RECIPE], capture_output=True, text=True, env=os.environ)
+    assert done.stderr.splitlines()[-1] == "expandable_segments:True"
+
+
+def test_other_ranks_keep_torch_s_own() -> None:
+    for sleep in Sleep:
+        assert settings(sleep, Transport.ipc) == ""
+    assert settings(Sleep.none, Transport.file) == ""
+
+
+@pytest.mark.parametrize("variable", GIVEN)
+def test_what_the_environment_says_of_the_allocator_stays(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "max_split_size_mb:512")
+    assert settings(Sleep.discard, Transport.file) == ""
+    monkeypatch.delenv(variable)
+    assert settings(Sleep.discard, Transport.file) == "expandable_segments:True"

@@ -1,4 +1,6 @@
-"""Linear layers that compute what the sampler computes: `learner.forward=as_sampler` (docs/one_arithmetic.md).
+"""Linear layers in place of megatron-core's: those that compute what the sampler computes, and an output layer in FP32.
+
+`learner.forward=as_sampler` (docs/one_arithmetic.md):
 
 Weights are quantized as a sync quantizes them, activations per token as the engine does. INT8 products are exact: the
 outputs are the engine's own to the last bit, whatever the batch and the layout. FP8 products are summed in FP32, as the
@@ -8,7 +10,11 @@ scales from the largest magnitude clip nothing.
 An engine under tensor parallelism quantizes each of its slices of a row-parallel input by itself, rounds what comes
 out, and adds. So does this, whatever the learner's own layout: several slices on a rank, or several ranks to a slice.
 
-M tokens, K input features held here, N output features.
+`model.head_precision=fp32`: the output layer's products are summed in FP32 in any case; rounded to BF16, logits near 20
+lie 0.125 apart. Here the sums stay as they are, in the engine too (sampler/engine_settings.py). The weight stays in
+BF16, and gradients go back through BF16 products as they do without.
+
+M tokens, K input features held here, N output features (of an output layer: this rank's share of the vocabulary).
 """
 
 from __future__ import annotations
@@ -161,3 +167,34 @@ def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any)
     for scale_M1, sums_MN in zip(weight.scale(amax_SM1), sums_SMN, strict=True):
         total_MN += weight.scaled(sums_MN.float(), scale_M1, None, x_MK.dtype)
     return total_MN
+
+
+def widen(layer: ColumnParallelLinear) -> None:
+    """The output layer of a BF16 learner: split over the vocabulary, its inputs whole on every rank."""
+    layer._forward_impl = _product
+
+
+def _product(input: Tensor, weight: Tensor, *, allreduce_dgrad: bool, tp_group: Any, **_: Any) -> Tensor:
+    return _Wide.apply(input, weight, tp_group if allreduce_dgrad else None)
+
+
+class _Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight_NK: Tensor, group: Any) -> Tensor:
+        ctx.save_for_backward(input, weight_NK)
+        ctx.group = group
+        rows_MK = input.flatten(0, -2)
+        if input.is_cuda:  # no FP32 copy of the weight
+            logits_MN = torch.mm(rows_MK, weight_NK.t(), out_dtype=torch.float32)
+        else:
+            logits_MN = rows_MK.float().matmul(weight_NK.float().t())
+        return logits_MN.view(*input.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        input, weight_NK = ctx.saved_tensors
+        narrow = grad.to(weight_NK.dtype)
+        grad_input = narrow.matmul(weight_NK)
+        if ctx.group is not None:
+            dist.all_reduce(grad_input, group=ctx.group)
+        return grad_input, narrow.flatten(0, -2).t().matmul(input.flatten(0, -2)), None
