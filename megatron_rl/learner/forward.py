@@ -189,7 +189,8 @@ class ForwardPasses(Policy):
 
         `chosen_BSLK` is the engine's choice: -1 where there is no token, or no expert in a layer.
         """
-        counts_L2, hooks = torch.zeros(self.shape.layers, 2), []
+        counts_L2 = torch.zeros(self.shape.layers, 2)
+        hooks: list[Any] = []
         try:
             for first_layer, module in self.numbered_modules:
                 hooks += count_flips(module, first_layer, self.positions_shard, chosen_BSLK, counts_L2)

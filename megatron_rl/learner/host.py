@@ -37,23 +37,13 @@ class _Inert:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
+    wait_stream = wait_event = record = synchronize = wait
 
     def record_event(self, event: Any = None) -> Any:
         return event or self
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
     def query(self) -> bool:
         return True
@@ -98,10 +88,8 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool
 
 def _patch_torch() -> None:
     cpu = torch.device("cpu")
-    types = {"FloatTensor": "FloatTensor", "HalfTensor": "HalfTensor", "BFloat16Tensor": "BFloat16Tensor"}
-    types |= {"IntTensor": "IntTensor", "LongTensor": "LongTensor", "ByteTensor": "ByteTensor"}
-    for name, of_cpu in types.items():
-        setattr(torch.cuda, name, getattr(torch, of_cpu))
+    for kind in ("Float", "Half", "BFloat16", "Int", "Long", "Byte"):
+        setattr(torch.cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
     replacements: dict[str, Any] = {
         "current_device": lambda: cpu,
         "set_device": lambda device: None,
@@ -138,24 +126,19 @@ def _gloo_all_to_all() -> None:
     @functools.wraps(plain)
     def all_to_all_single(
         output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
-        group: Any = None, async_op: bool = False,
+        **how: Any,
     ) -> Any:  # fmt: skip
-        def as_list(splits: Any) -> list[int] | None:
-            return None if splits is None else [int(split) for split in splits]
-
-        splits = as_list(output_split_sizes), as_list(input_split_sizes)
-        return plain(output, input, *splits, group=group, async_op=async_op)
+        given = (output_split_sizes, input_split_sizes)
+        return plain(
+            output, input, *(None if sizes is None else [int(size) for size in sizes] for sizes in given), **how
+        )
 
     torch.distributed.all_to_all_single = all_to_all_single
 
 
-def _nothing_to_exchange() -> None:
-    """Where one rank has all, gloo copies gradients, and then parameters, out and back: a sixth of an update."""
-    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
-        setattr(torch.distributed, name, _unless_alone(getattr(torch.distributed, name)))
-
-
 def _unless_alone(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Where one rank has all, gloo copies gradients, and then parameters, out and back: a sixth of an update."""
+
     @functools.wraps(plain)
     def exchange(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         here = (output.data_ptr(), output.numel()) == (input.data_ptr(), input.numel())
@@ -192,7 +175,8 @@ def install() -> bool:
     host_products.install()
     _patch_torch()
     _gloo_all_to_all()
-    _nothing_to_exchange()
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        setattr(torch.distributed, name, _unless_alone(getattr(torch.distributed, name)))
     # functions that megatron-core marks for compilation would spend seconds in a compiler for nothing
     from torch import _dynamo
 

@@ -229,37 +229,27 @@ class PackedAttention(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
+        softmax_scale: float | None = None, **_: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         assert config.kv_channels is not None
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(
-        self,
-        query_S1AD: Tensor,
-        key_S1GD: Tensor,
-        value_S1GD: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
+        self, query_S1AD: Tensor, key_S1GD: Tensor, value_S1GD: Tensor, attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         assert isinstance(packed_seq_params, PackedRows)
         pack = packed_seq_params.pack
-        query_SAD, key_SGD, value_SGD = (x.squeeze(1) for x in (query_S1AD, key_S1GD, value_S1GD))
+        qkv = [x.squeeze(1) for x in (query_S1AD, key_S1GD, value_S1GD)]
         if not pack.whole:
-            query_SAD, key_SGD, value_SGD = (_Pad.apply(x, pack) for x in (query_SAD, key_SGD, value_SGD))
+            qkv = [_Pad.apply(x, pack) for x in qkv]
         out, start = [], 0
         for bucket in pack.buckets:
             stop = start + bucket.sequences * bucket.length
-            out.append(self._bucket(bucket, query_SAD[start:stop], key_SGD[start:stop], value_SGD[start:stop]))
+            out.append(self._bucket(bucket, *(x[start:stop] for x in qkv)))
             start = stop
         joined = out[0] if len(out) == 1 else torch.cat(out)
         if not pack.whole:

@@ -72,10 +72,9 @@ class Learner(ForwardPasses):
             logprobs_BT[~seen_BT.any(dim=1)] = math.nan
             self._own_pass = OwnPass(logprobs_BT, self._forward_clock.take())
         mine: dict[str, float] = {}
-        if self.ranks.reports:
-            for metrics, _ in results:
-                for name, value in metrics.items():
-                    mine[name] = mine.get(name, 0.0) + float(value)
+        for metrics, _ in results if self.ranks.reports else ():
+            for name, value in metrics.items():
+                mine[name] = mine.get(name, 0.0) + float(value)
         return self._step(targets, self.ranks.add_up(mine))
 
     def take_own_pass(self) -> OwnPass | None:
@@ -92,9 +91,8 @@ class Learner(ForwardPasses):
             # a replica without rows still takes part in every collective
             return logits_NV.sum() * 0.0, unused, ({}, torch.zeros(0, mine.horizon))
         with self._forward_clock.running():
-            logprobs_N, entropy_N = logprobs_and_entropy(
-                logits_NV, mine.labels_N, self.share, self.rollout.temperature, mine.kept_NK
-            )
+            picked = (mine.labels_N, self.share, self.rollout.temperature, mine.kept_NK)
+            logprobs_N, entropy_N = logprobs_and_entropy(logits_NV, *picked)
         entropy_bT, logprobs_bT = mine.matrix(entropy_N), mine.matrix(logprobs_N)
         inputs = loss_inputs(targets, mine, logprobs_bT, self.device)
         if self.loss.entropy_coef:
@@ -120,8 +118,7 @@ class Learner(ForwardPasses):
 
     def _step(self, targets: Targets, metrics: dict[str, float]) -> dict[str, float]:
         """Clip and step, unless something is not a number."""
-        total_steps = self.run.steps * self.learner.n_minibatches
-        rate = learning_rate(self.optim, self.steps, total_steps)
+        rate = learning_rate(self.optim, self.steps, self.run.steps * self.learner.n_minibatches)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.prepare_grads()
@@ -147,19 +144,11 @@ class Learner(ForwardPasses):
 
 def loss_inputs(targets: Targets, mine: Pack, logprobs_bT: Tensor, device: torch.device) -> LossInputs:
     """The micro-batch's rows and columns of everything that the loss looks at."""
-    rows = torch.tensor(mine.rows)
-    batch = targets.batch
-    of_rows = {"advantages_B": targets.advantages_B, "prompt_ids_B": batch.groups_B}
-    matrices = {
-        "anchor_logprobs_BT": targets.anchor_logprobs_BT,
-        "sampler_logprobs_BT": batch.sampler_logprobs_BT,
-        "ref_logprobs_BT": targets.ref_logprobs_BT,
-        "weights_BT": targets.weights_BT,
-        "mask_BT": targets.mask_BT,
-        "denominator_mask_BT": targets.denominator_mask_BT,
-        "selected_BT": targets.selected_BT,
-    }
-    cut = {name: values_B[rows] for name, values_B in of_rows.items()}
+    batch, rows = targets.batch, torch.tensor(mine.rows)
+    names = ("anchor_logprobs", "ref_logprobs", "weights", "mask", "denominator_mask", "selected")
+    matrices = {f"{name}_BT": getattr(targets, f"{name}_BT") for name in names}
+    matrices["sampler_logprobs_BT"] = batch.sampler_logprobs_BT
+    cut = {"advantages_B": targets.advantages_B[rows], "prompt_ids_B": batch.groups_B[rows]}
     cut |= {name: matrix_BT[rows, : mine.horizon] for name, matrix_BT in matrices.items() if matrix_BT is not None}
-    there: dict[str, Any] = dict.fromkeys(("anchor_logprobs_BT", "ref_logprobs_BT", "selected_BT", "entropy_BT"))
+    there: dict[str, Any] = dict.fromkeys((*matrices, "entropy_BT"))
     return LossInputs(logprobs_BT=logprobs_bT, **(there | in_one_copy(cut, device)))

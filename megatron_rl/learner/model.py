@@ -146,14 +146,13 @@ def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
     """Rotary frequencies per channel pair, with the scaling that config.json asks for."""
     rope = limits.rope_settings(hf_config)
     frequencies = 1.0 / float(rope["rope_theta"]) ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope["kind"] == "default":
+        return frequencies
+    factor = float(rope["factor"])
     if rope["kind"] == "linear":
-        return frequencies / float(rope["factor"])
-    return _llama3(frequencies, rope) if rope["kind"] == "llama3" else frequencies
-
-
-def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
-    old_length, factor = float(rope["original_max_position_embeddings"]), float(rope["factor"])
+        return frequencies / factor
+    # llama3: long waves are stretched, short ones kept, those between blended
+    old_length = float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     turns = old_length * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -184,24 +183,14 @@ class PolicyModel(GPTModel):
         if host.ON_HOST:
             angles = self.rotary_pos_emb(pack.longest)
             return PackedRows(pack), angles[pack.positions_S]
+        starts, longest = pack.starts, pack.longest
         params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=pack.starts,
-            cu_seqlens_kv=pack.starts,
-            max_seqlen_q=pack.longest,
-            max_seqlen_kv=pack.longest,
+            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
         )
         return params, self.rotary_pos_emb(pack.longest, packed_seq=True)
 
 
-def build(
-    model: Model,
-    config: TransformerConfig,
-    *,
-    first: bool,
-    last: bool,
-    chunk: int | None = None,
-) -> PolicyModel:
+def build(model: Model, config: TransformerConfig, *, first: bool, last: bool, chunk: int | None = None) -> PolicyModel:
     """One pipeline stage (or one chunk of it) with weights not yet loaded."""
     shape = model.shape
     policy = PolicyModel(

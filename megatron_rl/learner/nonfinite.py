@@ -52,9 +52,6 @@ class NonFiniteUpdates:
         if self._draws:
             self._random = state.random_tensors(self._learner)
 
-    def end(self) -> None:
-        """After an update that was finite."""
-
     def met(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:
         learner = self._learner
         learner.left_out_in_a_row += 1
@@ -79,9 +76,9 @@ class NonFiniteUpdates:
 
     def _dump(self, dump_dir: Path, targets: Targets, metrics: Mapping[str, float]) -> str:
         """All ranks write; how to repeat it, or why that will not do."""
-        folder = dump_dir / f"nonfinite_{self._learner.steps}"
-        path = folder / f"minibatch_{self._learner.left_out_in_a_row}.safetensors"
-        whole = exchange(self._learner.left_out_in_a_row > 1 and (folder / POLICY / "metadata.json").exists())[0]
+        folder, number = dump_dir / f"nonfinite_{self._learner.steps}", self._learner.left_out_in_a_row
+        path = folder / f"minibatch_{number}.safetensors"
+        whole = exchange(number > 1 and (folder / POLICY / "metadata.json").exists())[0]
         problem = self._on_driver(lambda: self._write_minibatch(path, targets, metrics, whole))
         if problem is None and not whole:
             problem = self._write_policy(folder / POLICY)
@@ -116,10 +113,8 @@ class NonFiniteUpdates:
     def _write_policy(self, folder: Path) -> str | None:
         """Every rank its part of the weights; why one of them could not."""
         outcome: dict[str, Any] = {}
-        blocks = (
-            block for block in state.LearnerState(self._learner).blocks() if not block.key.startswith(state.OPTIMIZER)
-        )
-        weights = (replace(block, tensor=block.tensor.cpu()) for block in blocks)
+        blocks = state.LearnerState(self._learner).blocks()
+        weights = (replace(one, tensor=one.tensor.cpu()) for one in blocks if not one.key.startswith(state.OPTIMIZER))
         try:
             outcome["written"] = write_blocks(folder / f"rank_{self._learner.rank}.distcp", weights)
         except (OSError, RuntimeError) as error:

@@ -68,15 +68,9 @@ class Pack:
 
 
 def assign_rows(
-    lengths: Sequence[int],
-    replicas: int,
-    budget: int,
-    at_least: int = 1,
-    same_count: bool = False,
-    count_multiple: int = 1,
-    attention: float = 0.0,
-    in_step: bool = False,
-) -> list[list[list[int]]]:
+    lengths: Sequence[int], replicas: int, budget: int, at_least: int = 1, same_count: bool = False,
+    count_multiple: int = 1, attention: float = 0.0, in_step: bool = False,
+) -> list[list[list[int]]]:  # fmt: skip
     """Row numbers per replica and micro-batch; a micro-batch may be empty.
 
     A micro-batch holds at most `budget` tokens unless a single row is longer. `at_least` micro-batches are
@@ -100,14 +94,9 @@ def assign_rows(
 
 
 def _fit(
-    rows: Sequence[int],
-    lengths: Sequence[int],
-    by: Sequence[float],
-    budget: int,
-    at_least: int,
-    multiple: int = 1,
+    rows: Sequence[int], lengths: Sequence[int], by: Sequence[float], budget: int, at_least: int, multiple: int = 1,
     together: int = 1,
-) -> list[list[int]]:
+) -> list[list[int]]:  # fmt: skip
     """The least number of micro-batches that keep to the budget, of `together` replicas."""
     tokens = sum(lengths[row] for row in rows)
     most = -(-len(rows) // together)  # more than there are rows would be empty

@@ -48,15 +48,19 @@ class LearnerRank:
         self.layout = layout
         self._check(learner)
         self.place = layout.place(self.rank)
+        self.is_driver = self.rank == 0
+        self.first_stage, self.last_stage = self.place.pp == 0, self.place.pp == layout.pp - 1
+        # one rank per replica speaks for its loss: the last stage's first tensor-parallel rank
+        self.reports = self.last_stage and self.place.tp == 0
         _limit_threads(int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
         with _meeting():
             _join(self.rank, self.world_size, self._limit)
             self.device = _device()  # rank 0 comes when an engine that shares the GPUs sleeps: none is touched before
-            self._form_groups(learner)
-        require_same_place(self.place, megatron_place())
+            self.groups = self._form_groups(learner)
+        require_same_place(self.place)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
-    def _form_groups(self, learner: LearnerSection) -> None:
+    def _form_groups(self, learner: LearnerSection) -> ShardGroups:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=learner.tensor_parallel,
             pipeline_model_parallel_size=learner.pipeline_parallel,
@@ -65,6 +69,11 @@ class LearnerRank:
             expert_tensor_parallel_size=self.layout.etp,
             distributed_timeout_minutes=math.ceil(self._limit.total_seconds() / 60),
             create_gloo_process_groups=not host.ON_HOST,
+        )
+        return ShardGroups(
+            self.place,
+            tensor=TorchGroup(parallel_state.get_tensor_model_parallel_group()),
+            expert_tensor=TorchGroup(parallel_state.get_expert_tensor_parallel_group()),
         )
 
     def _check(self, learner: LearnerSection) -> None:
@@ -77,31 +86,6 @@ class LearnerRank:
             )
         for problem in pipeline(learner):
             raise ValueError(problem)
-
-    @property
-    def groups(self) -> ShardGroups:
-        return ShardGroups(
-            self.place,
-            tensor=TorchGroup(parallel_state.get_tensor_model_parallel_group()),
-            expert_tensor=TorchGroup(parallel_state.get_expert_tensor_parallel_group()),
-        )
-
-    @property
-    def is_driver(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def first_stage(self) -> bool:
-        return self.place.pp == 0
-
-    @property
-    def last_stage(self) -> bool:
-        return self.place.pp == self.layout.pp - 1
-
-    @property
-    def reports(self) -> bool:
-        """One rank per replica speaks for its loss: the last stage's first tensor-parallel rank."""
-        return self.last_stage and self.place.tp == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor)
@@ -132,9 +116,9 @@ class LearnerRank:
         return value
 
 
-def megatron_place() -> Place:
-    """This rank's place as megatron-core sees it."""
-    return Place(
+def require_same_place(ours: Place) -> None:
+    """A rank that counts otherwise than megatron-core would load one shard and send another. Raised on every rank."""
+    megatrons = Place(
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),
         ep=parallel_state.get_expert_model_parallel_rank(),
@@ -142,10 +126,6 @@ def megatron_place() -> Place:
         dp=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         edp=parallel_state.get_expert_data_parallel_rank(),
     )
-
-
-def require_same_place(ours: Place, megatrons: Place) -> None:
-    """A rank that counts otherwise than megatron-core would load one shard and send another. Raised on every rank."""
     answers = exchange(None if ours == megatrons else f"{ours} by our layout, {megatrons} by megatron-core")
     wrong = [f"rank {rank} is at {places}" for rank, places in enumerate(answers) if places]
     if wrong:

@@ -17,20 +17,9 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
+from megatron_rl.config import schema
 from megatron_rl.config.patience import collective_s
-from megatron_rl.config.schema import (
-    Config,
-    CorrectionConfig,
-    LearnerSection,
-    LossConfig,
-    OptimSection,
-    Precision,
-    QuantizationSection,
-    RolloutSection,
-    RunSection,
-    SamplerSection,
-    Sleep,
-)
+from megatron_rl.config.schema import Precision, Sleep
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import host, weights
 from megatron_rl.learner.logprobs import VocabShare
@@ -46,17 +35,19 @@ from megatron_rl.models.weight_files import is_checkpoint
 class Sections:
     """What of a config a learner looks at."""
 
-    run: RunSection
-    learner: LearnerSection
-    optim: OptimSection
-    loss: LossConfig
-    correction: CorrectionConfig
-    rollout: RolloutSection
-    quantization: QuantizationSection
-    sampler: SamplerSection  # an engine on these devices may give its memory up, and ranks wait for what it answers
+    run: schema.RunSection
+    learner: schema.LearnerSection
+    optim: schema.OptimSection
+    loss: schema.LossConfig
+    correction: schema.CorrectionConfig
+    rollout: schema.RolloutSection
+    quantization: schema.QuantizationSection
+    sampler: (
+        schema.SamplerSection
+    )  # an engine on these devices may give its memory up, and ranks wait for what it answers
 
     @classmethod
-    def of(cls, config: Config) -> Sections:
+    def of(cls, config: schema.Config) -> Sections:
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
 
@@ -80,19 +71,13 @@ class Policy:
         self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
         settings = optimizer_config(self.optim, self.learner.precision, self.megatron_config.params_dtype)
         self.clip_grad = settings.clip_grad
-        self.optimizer = get_megatron_optimizer(
-            settings, self.chunks, use_gloo_process_groups=self.device.type != "cpu"
-        )
+        gloo = self.device.type != "cpu"
+        self.optimizer = get_megatron_optimizer(settings, self.chunks, use_gloo_process_groups=gloo)
         no_sync = [chunk.no_sync for chunk in self.chunks]
         self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.megatron_config.finalize_model_grads_func = _finalize
-        self.share = VocabShare.of(
-            self.place.tp,
-            self.layout.tp,
-            self.shape.vocab,
-            self.layout.padded_vocab(self.shape.vocab) // self.layout.tp,
-            parallel_state.get_tensor_model_parallel_group(),
-        )
+        tp, vocab, group = self.layout.tp, self.shape.vocab, parallel_state.get_tensor_model_parallel_group()
+        self.share = VocabShare.of(self.place.tp, tp, vocab, self.layout.padded_vocab(vocab) // tp, group)
 
     def _chunk(self, chunk: int) -> PolicyModel:
         """This rank's part of the pipeline: one stage, or one of several chunks in an interleaved one."""

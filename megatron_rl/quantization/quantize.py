@@ -20,6 +20,7 @@ from megatron_rl.quantization.formats import BLOCK, FP8_MAX, QUANTIZED
 
 TINY = 1e-12  # an all-zero row keeps a scale that divides
 CACHED_ELEMENTS = 1 << 18  # FP32, for each thread: a megabyte
+WORST = 5  # weights named
 ROWS = 64  # sampled per weight: the estimate costs a few percent of quantizing
 
 
@@ -130,19 +131,16 @@ class ErrorSummary:
     mean: float = 0.0
 
     @classmethod
-    def merge(cls, summaries: Iterable[ErrorSummary], count: int = 5) -> ErrorSummary:
+    def merge(cls, summaries: Iterable[ErrorSummary]) -> ErrorSummary:
         """Over ranks: shards of one weight are different rows of it, the worst stands for the weight."""
-        worst: dict[str, float] = {}
-        parts = list(summaries)
-        for part in parts:
-            for name, error in part.worst:
-                worst[name] = max(error, worst.get(name, 0.0))
-        ranked = sorted(worst.items(), key=lambda item: -item[1])[:count]
-        measured = [part for part in parts if part.worst]
+        measured = [part for part in summaries if part.worst]
         if not measured:
             return cls()
+        worst: dict[str, float] = {}
+        for name, error in (pair for part in measured for pair in part.worst):
+            worst[name] = max(error, worst.get(name, 0.0))
         return cls(
-            tuple(ranked),
+            tuple(sorted(worst.items(), key=lambda item: -item[1])[:WORST]),
             sum(part.clamped_fraction for part in measured) / len(measured),
             sum(part.mean for part in measured) / len(measured),
         )
@@ -152,8 +150,7 @@ def sample_error(name: str, weight_OI: torch.Tensor, result: dict[str, torch.Ten
     quantized_OI, scale = result["weight"], result["weight_scale"]
     kind = QUANTIZED[format]
     if kind.blocks:
-        rows = slice(0, BLOCK)  # one row of blocks
-        scale = scale[:1]
+        rows, scale = slice(0, BLOCK), scale[:1]  # one row of blocks
         limit_OI = scale.repeat_interleave(BLOCK, 1)[:, : weight_OI.shape[1]] * kind.largest
     else:
         rows = slice(0, None, -(-weight_OI.shape[0] // ROWS))
@@ -167,15 +164,11 @@ def sample_error(name: str, weight_OI: torch.Tensor, result: dict[str, torch.Ten
     )
 
 
-def summarize(samples: list[ErrorSample], count: int = 5) -> ErrorSummary:
+def summarize(samples: list[ErrorSample]) -> ErrorSummary:
     if not samples:
         return ErrorSummary()
     table = torch.stack([torch.stack([s.squared_error, s.squared_weight, s.clamped.float()]) for s in samples]).cpu()
     relative = (table[:, 0] / table[:, 1].clamp(min=1e-24)).sqrt()
-    order = relative.argsort(descending=True)[:count].tolist()
-    elements = sum(sample.elements for sample in samples)
-    return ErrorSummary(
-        tuple((samples[i].name, float(relative[i])) for i in order),
-        float(table[:, 2].sum()) / elements,
-        float(relative.mean()),
-    )
+    worst = tuple((samples[i].name, float(relative[i])) for i in relative.argsort(descending=True)[:WORST].tolist())
+    clamped = float(table[:, 2].sum()) / sum(sample.elements for sample in samples)
+    return ErrorSummary(worst, clamped, float(relative.mean()))

@@ -72,5 +72,5 @@ def test_scales_of_the_past_are_refused() -> None:
 
 
 def test_weights_kept_in_fp8_are_refused() -> None:
-    (found,) = limits.passed_through(learner(fp8_param=True))
+    (found,) = limits.passed_through(learner(fp8_param=True), ModelShape.from_hf(HF))
     assert found.startswith("learner.megatron.fp8_param: ")
