@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl.config.schema import Sleep, Transport
 from megatron_rl.learner.device import ALIGNMENT, GIVEN, buffer, in_one_copy, keep_returnable, views
 from megatron_rl.learner.learner import loss_inputs
-from megatron_rl.learner.packing import Pack, pack
+from megatron_rl.learner.packing import pack
 
 HOST, DEVICE = torch.device("cpu"), torch.device("meta")  # the latter has shapes and no content
 OF_HOSTS = ("padded_index_X", "packed_index_S", "blanks")
@@ -62,20 +62,22 @@ def test_on_a_host_nothing_is_copied() -> None:
     assert all(found[name] is tensor for name, tensor in tensors.items())
 
 
+def _check_moved(moved: Any, here: Any, stays: tuple[str, ...]) -> None:
+    for name, value in vars(here).items():
+        there = getattr(moved, name)
+        if isinstance(value, torch.Tensor) and name not in stays:
+            assert (there.device.type, there.dtype, there.shape) == ("meta", value.dtype, value.shape), name
+        else:
+            assert there is value or there == value, name
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_pack_moves_in_one_copy(kept: bool) -> None:
     made = pack(with_kept(make_batch()) if kept else make_batch(), [0, 2, 3, 7])
     with Copies() as copies:
         moved = made.to(DEVICE)
     assert copies.count == 1
-    for name, value in vars(made).items():
-        there = getattr(moved, name)
-        if not isinstance(value, torch.Tensor):
-            assert there == value, name
-        elif name in OF_HOSTS:
-            assert there is value, name
-        else:
-            assert (there.device.type, there.dtype, there.shape) == ("meta", value.dtype, value.shape), name
+    _check_moved(moved, made, OF_HOSTS)
     assert (moved.kept_NK is None) is (not kept)
 
 
@@ -88,22 +90,13 @@ def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
     with Copies() as copies:
         moved = loss_inputs(targets, mine, logprobs_bT, DEVICE)
     assert copies.count == 1
-    here = loss_inputs(targets, mine, logprobs_bT, HOST)
-    for name, value in vars(here).items():
-        there = getattr(moved, name)
-        if name == "logprobs_BT" or value is None:
-            assert there is value, name
-        else:
-            assert (there.device.type, there.dtype, there.shape) == ("meta", value.dtype, value.shape), name
-    _check_rows(here, targets, mine)
-
-
-def _check_rows(found: Any, targets: Any, mine: Pack) -> None:
-    rows = list(mine.rows)
-    assert torch.equal(found.weights_BT, targets.weights_BT[rows, : mine.horizon])
-    assert torch.equal(found.prompt_ids_B, targets.batch.groups_B[rows])
-    assert torch.equal(found.advantages_B, targets.advantages_B[rows])
-    assert found.mask_BT.dtype == torch.bool and found.entropy_BT is None
+    here, rows = loss_inputs(targets, mine, logprobs_bT, HOST), list(mine.rows)
+    _check_moved(moved, here, ("logprobs_BT",))
+    assert torch.equal(here.weights_BT, targets.weights_BT[rows, : mine.horizon])
+    assert torch.equal(here.prompt_ids_B, targets.batch.groups_B[rows])
+    assert torch.equal(here.advantages_B, targets.advantages_B[rows])
+    assert here.mask_BT.dtype == torch.bool and here.entropy_BT is None
+    assert (here.anchor_logprobs_BT is None) is (not anchored)
 
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "dapo-qwen3_8b-1n8g-int8-colocated.yaml"
