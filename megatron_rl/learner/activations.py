@@ -46,38 +46,39 @@ class _Ports:
         for first, policy in self.learner.numbered_modules:
             if policy.pre_process:
                 yield self._hidden(Point(Kind.embedding), policy.embedding)
-            for layer, module in enumerate(policy.decoder.layers, first):
-                yield from self._attention(layer, module)
-                yield from self._mlp(layer, module)
+            for layer, block in enumerate(policy.decoder.layers, first):
+                yield from self._layer(layer, block)
             if policy.decoder.final_layernorm is not None:
                 yield self._hidden(Point(Kind.final_norm), policy.decoder.final_layernorm)
             if policy.post_process:
                 yield Port(Point(Kind.lm_head), policy.output_layer, self._of_param("output_layer.weight"))
 
-    def _attention(self, layer: int, module: Any) -> Iterator[Port]:
-        attention, name = module.self_attention, f"decoder.layers.{layer}.self_attention"
+    def _layer(self, layer: int, block: Any) -> Iterator[Port]:
+        def port(kind: Kind, module: torch.nn.Module, columns: Tensor, argument: int | None = None) -> Port:
+            return Port(Point(kind, layer), module, columns, argument=argument)
+
+        def hidden(kind: Kind, module: torch.nn.Module) -> Port:
+            return self._hidden(Point(kind, layer), module)
+
+        attention, mlp, name = block.self_attention, block.mlp, f"decoder.layers.{layer}"
         query = self._share(0, self.shape.size("q"))
         key = self._share(self.shape.size("q"), self.shape.size("kv"))
-        yield self._hidden(Point(Kind.input_norm, layer), module.input_layernorm)
-        qkv = self._of_param(f"{name}.linear_qkv.weight")
-        yield Port(Point(Kind.qkv, layer), attention.linear_qkv, qkv)
+        yield hidden(Kind.input_norm, block.input_layernorm)
+        yield port(Kind.qkv, attention.linear_qkv, self._of_param(f"{name}.self_attention.linear_qkv.weight"))
         if self.shape.has("qk_norm"):
-            yield Port(Point(Kind.head_norm, layer), attention.q_layernorm, query)
-            yield Port(Point(Kind.head_norm, layer), attention.k_layernorm, key)
-        yield Port(Point(Kind.rotary, layer), attention.core_attention, query, argument=0)
-        yield Port(Point(Kind.rotary, layer), attention.core_attention, key, argument=1)
-        yield Port(Point(Kind.attention, layer), attention.core_attention, query)
-        yield self._hidden(Point(Kind.o_proj, layer), attention.linear_proj)
-
-    def _mlp(self, layer: int, module: Any) -> Iterator[Port]:
-        yield self._hidden(Point(Kind.post_norm, layer), module.pre_mlp_layernorm)
+            yield port(Kind.head_norm, attention.q_layernorm, query)
+            yield port(Kind.head_norm, attention.k_layernorm, key)
+        yield port(Kind.rotary, attention.core_attention, query, argument=0)
+        yield port(Kind.rotary, attention.core_attention, key, argument=1)
+        yield port(Kind.attention, attention.core_attention, query)
+        yield hidden(Kind.o_proj, attention.linear_proj)
+        yield hidden(Kind.post_norm, block.pre_mlp_layernorm)
         if not self.shape.has("dense_mlp", layer):
-            yield self._hidden(Point(Kind.experts, layer), module.mlp)
+            yield hidden(Kind.experts, mlp)
             return
-        gate_up = self._of_param(f"decoder.layers.{layer}.mlp.linear_fc1.weight")
-        yield Port(Point(Kind.gate_up, layer), module.mlp.linear_fc1, gate_up)
-        yield Port(Point(Kind.activation, layer), module.mlp.activation_func, self._share(0, self.shape.ffn))
-        yield self._hidden(Point(Kind.down, layer), module.mlp.linear_fc2)
+        yield port(Kind.gate_up, mlp.linear_fc1, self._of_param(f"{name}.mlp.linear_fc1.weight"))
+        yield port(Kind.activation, mlp.activation_func, self._share(0, self.shape.ffn))
+        yield hidden(Kind.down, mlp.linear_fc2)
 
     def _hidden(self, point: Point, module: torch.nn.Module) -> Port:
         return Port(point, module, torch.arange(self.shape.hidden), rows_split=self.learner.positions_shard is not None)
@@ -168,7 +169,7 @@ class Activations:
             if port.argument is not None:
                 self._hooks.append(port.module.register_forward_pre_hook(partial(_with_argument, port.argument, kept)))
             else:
-                port.module.forward = partial(_answer, kept)
+                port.module.forward = lambda *_, _kept=kept, **__: _kept
                 self._stilled.append(port.module)
 
     def release(self) -> None:
@@ -201,7 +202,3 @@ class Activations:
 
 def _with_argument(place: int, value: Tensor, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args[:place], value, *args[place + 1 :])
-
-
-def _answer(kept: Any, *args: Any, **kwargs: Any) -> Any:
-    return kept

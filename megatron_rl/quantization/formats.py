@@ -54,13 +54,6 @@ LINEAR_NAMES = frozenset(
 EXPERT_NAMES = frozenset({"w1", "w2", "w3"})
 # the linear layers that this leaves out, as vLLM has to be told: routers decide too much, and it keeps a head in BF16
 NEVER_QUANTIZED = ("lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")
-_CACHE = {
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-}
-_CACHE_ONLY = {
-    "quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed",
-    "ignore": [], "config_groups": {},
-}  # fmt: skip
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:
@@ -101,33 +94,22 @@ def quantization_config(
     format: Format, ignore: Sequence[str], kv_cache: KvCache = KvCache.none
 ) -> dict[str, Any] | None:
     """The `quantization_config` of config.json: W8A8, weights per output channel, activations per token."""
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    cached = {} if kv_cache == KvCache.none else {"kv_cache_scheme": cache}
+    about = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed"}
     if format == Format.none:
-        return None if kv_cache == KvCache.none else {**_CACHE_ONLY, **_CACHE}
+        return {**about, "ignore": [], "config_groups": {}, **cached} if cached else None
     kind = "int" if QUANTIZED[format].integer else "float"
     weights: dict[str, Any] = {
         "num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False
     }  # fmt: skip
-    activations: dict[str, Any] = {
-        "num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True
-    }  # fmt: skip
+    activations: dict[str, Any] = {**weights, "strategy": "token", "dynamic": True}
     if QUANTIZED[format].blocks:
         weights |= {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
         activations |= {"strategy": "group", "group_size": BLOCK}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
-        "quantization_status": "compressed",
-        "ignore": all_ignored(ignore),
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights,
-                "input_activations": activations,
-                "output_activations": None,
-            }
-        },
-        **({} if kv_cache == KvCache.none else _CACHE),
-    }
+    linear = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    about["format"] = f"{kind}-quantized"
+    return {**about, "ignore": all_ignored(ignore), "config_groups": {"group_0": linear}, **cached}
 
 
 @dataclass(frozen=True)
