@@ -126,12 +126,13 @@ def _gloo_all_to_all() -> None:
     @functools.wraps(plain)
     def all_to_all_single(
         output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
-        **how: Any,
+        group: Any = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
-        given = (output_split_sizes, input_split_sizes)
-        return plain(
-            output, input, *(None if sizes is None else [int(size) for size in sizes] for sizes in given), **how
+        to, of = (
+            None if splits is None else [int(size) for size in splits]
+            for splits in (output_split_sizes, input_split_sizes)
         )
+        return plain(output, input, to, of, group=group, async_op=async_op)
 
     torch.distributed.all_to_all_single = all_to_all_single
 

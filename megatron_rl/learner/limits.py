@@ -167,11 +167,8 @@ def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
         yield f"model.path: {key} of config.json is {hf_config[key]!r}, expected keys and values; mend it"
     for key, value in mistaken.items():
         yield f"model.path: {key} of config.json is {value!r}, expected a number above 0; mend it"
-    if not whole and not mistaken:
-        yield from _rope(hf_config, scaling)
-
-
-def _rope(hf_config: Mapping[str, Any], scaling: Mapping[str, Any]) -> Iterator[str]:
+    if whole or mistaken:
+        return
     family, kind = hf_config.get("model_type"), scaling["kind"]
     if scaling["rope_theta"] is None:
         yield f"model.path: config.json of a {family} model lacks rope_theta; take it from the model's authors"

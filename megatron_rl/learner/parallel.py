@@ -52,7 +52,10 @@ class LearnerRank:
         self.first_stage, self.last_stage = self.place.pp == 0, self.place.pp == layout.pp - 1
         # one rank per replica speaks for its loss: the last stage's first tensor-parallel rank
         self.reports = self.last_stage and self.place.tp == 0
-        _limit_threads(int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
+        if "OMP_NUM_THREADS" not in os.environ:  # ranks of one machine share its cores: more threads would wait
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+        later_threads_compute_alone()  # gloo's
         with _meeting():
             _join(self.rank, self.world_size, self._limit)
             self.device = _device()  # rank 0 comes when an engine that shares the GPUs sleeps: none is touched before
@@ -173,13 +176,6 @@ def _device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
-
-
-def _limit_threads(local_ranks: int) -> None:
-    """Ranks of one machine share its cores; more threads than cores wait for each other."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
-    later_threads_compute_alone()  # gloo's
 
 
 def _join(rank: int, world_size: int, limit: timedelta) -> None:
