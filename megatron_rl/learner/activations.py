@@ -84,12 +84,12 @@ class _Ports:
         return Port(point, module, torch.arange(self.shape.hidden), rows_split=self.learner.positions_shard is not None)
 
     def _share(self, start: int, size: int) -> Tensor:
-        """Of columns that are cut into equal shares."""
+        """This rank's share of columns that are cut evenly."""
         here = size // self.layout.tp
         return torch.arange(start + self.place.tp * here, start + (self.place.tp + 1) * here)
 
     def _of_param(self, name: str) -> Tensor:
-        """The outputs of a matrix, as its rows lie here."""
+        """The outputs of a matrix, in the order in which its rows lie on this rank."""
         here, start = [], 0
         for piece in find(name, self.shape).slices(self.shape, self.layout, self.place):
             here += [(span.local, start + span.full, span.length) for span in piece.spans]
@@ -110,7 +110,7 @@ class _Pass:
         self.pack = kwargs["pack"]
 
     def look(self, port: Port, passing: Tensor) -> Tensor | None:
-        """What is to go on in its place, where something is."""
+        """Note the values that pass at a port; the values that go on in their place, where `replace` is asked for."""
         assert self.pack is not None
         if not self.pack.rows:  # an empty micro-batch
             return None
@@ -144,7 +144,7 @@ class Activations:
     def beside(
         self, values: Mapping[str, Tensor], replace: bool = False, only: Point | None = None
     ) -> Iterator[dict[Point, list[Pair]]]:
-        """Yields what forward passes inside it fill. `values`: the engine's, of the one sequence that is passed.
+        """Yields what forward passes fill, pairs of values. `values`: the engine's, of the one sequence that is passed.
 
         `replace`: the pass goes on from them, at each point.
         """
@@ -158,7 +158,7 @@ class Activations:
                 hook.remove()
 
     def hold(self, point: Point) -> None:
-        """Until `release`: forward passes go on from the engine's values here, of the last pass that replaced.
+        """Until `release`, let passes go on from the engine's values here: those of the last pass that replaced.
 
         The module itself has nothing to compute.
         """

@@ -21,7 +21,7 @@ from megatron_rl.quantization.smoothing import Smoothing
 
 
 class Arithmetic(Enum):
-    """Of the layers that the sampler holds quantized."""
+    """How the layers that the sampler holds quantized compute."""
 
     plain = auto()  # megatron-core's, in BF16
     sampler = auto()  # the sampler's own
@@ -29,7 +29,7 @@ class Arithmetic(Enum):
 
 
 class AsSampler:
-    """All ranks of a tensor-parallel group call `use_arithmetic` together, before a forward pass."""
+    """The learner's layers that can compute as the sampler; a tensor-parallel group calls `use_arithmetic` together."""
 
     def __init__(
         self, model: Model, groups: ShardGroups, format: Format, ignore: Sequence[str], engine_tp: int
@@ -42,7 +42,7 @@ class AsSampler:
         self.stale = True  # weights have changed
 
     def watch(self, module: torch.nn.Module, first_layer: int) -> None:
-        """The layers of one chunk of the pipeline; `first_layer` is its first one's number."""
+        """Find the layers of one chunk of the pipeline; `first_layer` is the number of its first one."""
         for name, layer in module.named_modules():
             if not isinstance(layer, ColumnLinear | RowLinear) or ".experts." in name:
                 continue
@@ -86,7 +86,7 @@ class AsSampler:
         return folded, None if folded is weight else self.smoothing.scales_LNH[param.layer, param.row.norm]
 
     def _shared_amax(self) -> dict[str, Tensor]:
-        """Of the rows that several ranks hold parts of."""
+        """Row maxima of the weights whose rows several ranks hold parts of, by name."""
         if self._model.layout.tp == 1:
             return {}
         rows = [(param, layer) for param, layer in self._layers if param.row.split is Split.row]

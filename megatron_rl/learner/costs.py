@@ -16,7 +16,7 @@ COPIES = 4  # alive at most: a chunk, probabilities, what entropy adds, and the 
 
 @dataclass(frozen=True)
 class Operations:
-    """Of a token's forward pass, in floating-point operations."""
+    """Floating-point operations of a token's forward pass."""
 
     dense: float  # in matrices that every token meets
     experts: float
@@ -29,7 +29,7 @@ class Operations:
 
 
 def operations(model: Model, length: float) -> Operations:
-    """A matrix costs two for each element; attention looks back at half of the sequence, twice."""
+    """Operations at a mean length: a matrix costs two for each element; attention looks back at half of it, twice."""
     shape = model.shape
     projections = shape.hidden * (2 * shape.size("q") + 2 * shape.size("kv"))
     if shape.experts:
@@ -46,7 +46,7 @@ def operations(model: Model, length: float) -> Operations:
 
 
 def attention_share(model: Model) -> float:
-    """Of attention over a sequence, for each token of its length, as a share of what its matrices cost."""
+    """Attention's cost for each token of a sequence's length, as a share of what the token's matrices cost."""
     each = operations(model, 1)
     return each.attention / (each.dense + each.experts + each.head)
 

@@ -19,7 +19,7 @@ SETTINGS = "expandable_segments:True"
 
 
 def in_one_copy(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The same on the device, views of one buffer: a copy each would cost more than what is in it.
+    """The tensors on the device, views of one buffer: a copy each would cost more than what is in it.
 
     On a host they are there already, and nothing is copied.
     """
@@ -29,7 +29,7 @@ def in_one_copy(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str
 
 
 def buffer(tensors: Mapping[str, Tensor]) -> Tensor:
-    """All their bytes, one after the other."""
+    """The bytes of all tensors, one after the other."""
     nbytes = sum(_room(tensor) for tensor in tensors.values())
     held, start = torch.empty(nbytes, dtype=torch.uint8), 0
     for tensor in tensors.values():
@@ -39,7 +39,7 @@ def buffer(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def views(held: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `buffer` has put there."""
+    """The tensors that `buffer` has put into `held`."""
     found, start = {}, 0
     for name, tensor in like.items():
         found[name] = held[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -52,7 +52,7 @@ def _room(tensor: Tensor) -> int:
 
 
 def keep_returnable(sleep: Sleep, transport: Transport) -> None:
-    """Before the first allocation, where an engine takes its share of the memory back at every sync.
+    """Let torch return memory, where an engine takes its share back at every sync; to be called before any allocation.
 
     Packs differ in length, so that segments of torch's allocator stay half used, and those cannot be returned. Segments
     that grow and shrink by pages can. The engine's process is not told: vLLM keeps what sleeps in a pool without them.
@@ -64,7 +64,7 @@ def keep_returnable(sleep: Sleep, transport: Transport) -> None:
 
 
 class ForwardClock:
-    """What the forward passes inside an update cost: on a GPU, asked of the GPU once it is through with them."""
+    """Time of the forward passes inside an update: on a GPU, asked of the GPU once it is through with them."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -61,7 +61,7 @@ class ForwardPasses(Policy):
 
     @property
     def _mirrors_engine(self) -> bool:
-        """Whether its layers round where the engine's BF16 layers do, or can be made to."""
+        """Whether the learner's layers round where the engine's BF16 layers do, or can be made to."""
         plain = self.device.type == "cpu" and self.learner.precision is Precision.bf16
         known = Format.fp8 not in self._formats or not has_fp8()
         return plain and known and self._engine_tp in (1, self.layout.tp)
@@ -84,7 +84,7 @@ class ForwardPasses(Policy):
             self._as_sampler.stale = True
 
     def set_smoothing(self, smoothing: Smoothing | None) -> None:
-        """What the sampler's weights are smoothed with, wherever the forward pass is the sampler's."""
+        """Tell passes in the sampler's arithmetic what the sampler's weights are smoothed with."""
         if self._as_sampler is not None:
             self._as_sampler.smoothing = smoothing
 
@@ -96,12 +96,12 @@ class ForwardPasses(Policy):
             return self._logprobs(batch)
 
     def logprobs_unseen(self, batch: Batch) -> Tensor:
-        """As `logprobs`, of a pass that measures nothing for the sampler."""
+        """Logprobs by a pass that measures nothing for the sampler."""
         with self._cache.looking(False):
             return self._logprobs(batch)
 
     def estimate_bf16_floor(self, batch: Batch) -> Tensor | None:
-        """As far from the sampler's as they would be if it held BF16 weights; None where that cannot be told.
+        """Logprobs as far from the sampler's as if it held BF16 weights; None where that cannot be told.
 
         No other engine is asked. What the sampler's format does is taken from the learner's own passes: its logprobs
         with the sampler's arithmetic are as far from the sampler's as the engines differ otherwise. To that comes how
@@ -125,7 +125,7 @@ class ForwardPasses(Policy):
             self._arithmetic = present
 
     def logprobs_rounded_again(self, batch: Batch) -> Tensor:
-        """With one more rounding on every weight (learner/weights.py); nothing of it stays."""
+        """Logprobs with one more rounding on every weight (learner/weights.py); nothing of it stays."""
         return self._logprobs_with(rounded_again(self.named_parameters()), batch)
 
     def keep_reference(self) -> None:
@@ -133,7 +133,7 @@ class ForwardPasses(Policy):
         self._reference = [parameter.detach().clone() for _, parameter in self.named_parameters()]
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
-        """Of the reference policy: its weights take the policy's place for one forward pass."""
+        """The reference policy's logprobs: its weights take the policy's place for one forward pass."""
         parameters = [parameter for _, parameter in self.named_parameters()]
         return self._logprobs_with(exchanged(parameters, self._reference), batch)
 
@@ -156,7 +156,7 @@ class ForwardPasses(Policy):
         return mine.matrix(logprobs_N)[:, : batch.mask_BT.shape[1]].cpu()
 
     def _gathered(self, batch: Batch, packs: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
-        """What the replicas' packs have found, on every rank: [B, T], 0 where no pack has a token."""
+        """Values of all replicas' packs, on every rank: [B, T], 0 where no pack has a token."""
         values_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
         if self.ranks.reports:
             for mine, values_bT in zip(packs, values, strict=True):
@@ -177,7 +177,7 @@ class ForwardPasses(Policy):
         return self._cache.take()
 
     def measured(self) -> dict[str, Tensor]:
-        """What forward passes have shown since the last sync: a checkpoint keeps it."""
+        """Largest magnitudes of forward passes since the last sync: a checkpoint keeps them."""
         return {"activations": self._activations.amax, "cache": self._cache.amax}
 
     def measure(self, seen: Mapping[str, Tensor]) -> None:

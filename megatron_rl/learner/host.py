@@ -69,7 +69,7 @@ def _placed_on_host(constructor: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _cuda_named_type(plain_type: Callable[..., Any]) -> Callable[..., Any]:
-    """`tensor.type()` answers with the CUDA name: the optimizers sort parameters by that name."""
+    """A `tensor.type()` that answers with the CUDA name: the optimizers sort parameters by that name."""
 
     def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = plain_type(self, *args, **kwargs)
@@ -120,7 +120,7 @@ def _patch_torch() -> None:
 
 
 def _gloo_all_to_all() -> None:
-    """gloo's binding wants plain lists of split sizes, and wants them even where all are equal."""
+    """Give gloo plain lists of split sizes, which its binding wants even where all are equal."""
     plain = torch.distributed.all_to_all_single
 
     @functools.wraps(plain)
@@ -138,7 +138,7 @@ def _gloo_all_to_all() -> None:
 
 
 def _unless_alone(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Where one rank has all, gloo copies gradients, and then parameters, out and back: a sixth of an update."""
+    """`plain`, but where one rank has all: gloo would copy gradients, then parameters: a sixth of an update."""
 
     @functools.wraps(plain)
     def exchange(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ def _patch_megatron() -> None:
 
 
 def rotate_with(rotary: Callable[..., torch.Tensor]) -> None:
-    """megatron-core's attention takes its rotary embedding from no specification."""
+    """Set attention's rotary embedding, which megatron-core takes from no specification."""
     import megatron.core.transformer.attention as attention
 
     attention.apply_rotary_pos_emb = rotary

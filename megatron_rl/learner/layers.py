@@ -36,7 +36,7 @@ TURNS = "turns"  # of a pack's angles: their cosines and sines
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each, so many at a time that the steps of a computation find them in the processor's cache."""
+    """The same rows of each tensor, so many at a time that a computation finds them in the processor's cache."""
     rows = max(1, torch.get_num_threads() * BLOCK_ELEMENTS // tensors[0].shape[-1])
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
@@ -92,7 +92,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def add(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-    """In the place of megatron-core's bias, dropout and addition to the residual."""
+    """The addition to the residual, in the place of megatron-core's bias, dropout and addition."""
     plain = get_bias_dropout_add(training, fused)
 
     def added(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
@@ -107,7 +107,7 @@ def add(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], 
 
 
 class _Turned(torch.autograd.Function):
-    """`turns_SD`: of each position the cosines of its angles, then the sines."""
+    """Positions turned by their angles. `turns_SD`: cosines of each position's angles, then the sines."""
 
     @staticmethod
     def forward(ctx: Any, x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class _Turned(torch.autograd.Function):
 
 
 def _turned(x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
-    """FP32."""
+    """The turned values in FP32."""
     cos, sin = turns_SD[:, None, None].float().chunk(2, dim=-1)
     left, right = x_S1AD.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
@@ -179,7 +179,7 @@ class SwiGLU(torch.nn.Module):
         return _SwiGLU.apply(x)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The MLP asks each of its parts for what a checkpoint holds of it: of this one, nothing."""
+        """Nothing, as the MLP asks each of its parts for what a checkpoint holds of it."""
         return {}
 
 
@@ -197,7 +197,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """The inverse; the padding's own gradient is zero, or it would reach real keys and values."""
+    """The inverse of `_Pad`; the padding's own gradient is zero, or it would reach real keys and values."""
 
     @staticmethod
     def forward(ctx: Any, rows_X: Tensor, pack: Pack) -> Tensor:

@@ -114,7 +114,7 @@ _CLASSES = ("ModelParallelConfig", "TransformerConfig", "OptimizerConfig", "Dist
 
 
 def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
-    """Every reason for the learner to refuse them."""
+    """Every reason for the learner to refuse a model or its own section."""
     return [
         *architecture(shape, hf_config),
         *numbers(hf_config),
@@ -228,7 +228,7 @@ def renormalized(shape: ModelShape, hf_config: Mapping[str, Any]) -> bool:
 
 
 def sequence_parallel(learner: LearnerSection) -> bool:
-    """One rank has nobody to share a sequence with."""
+    """Whether ranks share sequences; one rank has nobody to share with."""
     return bool(learner.megatron.get("sequence_parallel")) and learner.tensor_parallel > 1
 
 
@@ -237,12 +237,12 @@ def fp8(learner: LearnerSection) -> str | None:
 
 
 def fp8_recipe(learner: LearnerSection) -> str:
-    """How its scales are chosen."""
+    """How the scales of FP8 products are chosen."""
     return learner.megatron.get("fp8_recipe") or FP8_RECIPE
 
 
 def pack_multiple(learner: LearnerSection) -> int:
-    """What the length of a pack is a multiple of: sequence-parallel ranks share it, FP8 products want whole tiles."""
+    """The number that every pack's length is a multiple of: ranks share a pack, FP8 products want whole tiles."""
     tiles = FP8_TOKENS[fp8_recipe(learner)] if fp8(learner) else 1
     return tiles * (learner.tensor_parallel if sequence_parallel(learner) else 1)
 
@@ -296,7 +296,7 @@ def passed_through(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
 
 
 def optimizer_fields(optim: OptimSection) -> Iterator[str]:
-    """Of OptimizerConfig, and of DistributedDataParallelConfig, which says how replicas add their gradients up."""
+    """Problems with fields of OptimizerConfig, or of DistributedDataParallelConfig, for sums of gradients."""
     owned = dict.fromkeys(_OPTIMIZER_OWNED, "is set by the learner itself; remove it")
     owned |= {key: f"{reason}; remove it" for key, reason in _REPLICAS_OWNED.items()}
     classes = "OptimizerConfig or DistributedDataParallelConfig"

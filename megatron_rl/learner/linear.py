@@ -46,7 +46,7 @@ class Sampled:
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """megatron-core's, until it is given a quantized weight."""
+    """megatron-core's column-parallel layer, until it is given a quantized weight."""
 
     sampled: Sampled | None = None
 
@@ -86,7 +86,7 @@ class _Column(torch.autograd.Function):
 
 
 class RowLinear(RowParallelLinear):
-    """megatron-core's, until it is given a quantized weight and the number of the engine's slices."""
+    """megatron-core's row-parallel layer, until it is given a quantized weight and a number of slices: the engine's."""
 
     sampled: Sampled | None = None
     slices = 1
@@ -134,7 +134,7 @@ class _Row(torch.autograd.Function):
 
 @torch.no_grad()
 def _rounded_once(input: Tensor, layer: RowLinear) -> Tensor:
-    """Of forward passes alone."""
+    """The product rounded once, whatever the layout; without a gradient."""
     out = input.float().matmul(layer.weight.float().t())
     if layer.sequence_parallel:
         out = reduce_scatter_to_sequence_parallel_region(out, group=layer.tp_group)
@@ -153,7 +153,7 @@ def _whole_slices(x_MK: Tensor, sampled: Sampled) -> Tensor:
 
 
 def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any) -> Tensor:
-    """FP32: as above, of all slices, where several ranks hold the inputs of one. Sums of INT32 have no order."""
+    """The outputs of all slices in FP32, where several ranks hold the inputs of one. Sums of INT32 have no order."""
     mine = group.rank() * slices // group.size()
     amax_SM1 = x_MK.new_zeros((slices, len(x_MK), 1), dtype=torch.float32)
     amax_SM1[mine] = x_MK.float().abs().amax(1, keepdim=True)
@@ -170,7 +170,7 @@ def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any)
 
 
 def widen(layer: ColumnParallelLinear) -> None:
-    """The output layer of a BF16 learner: split over the vocabulary, its inputs whole on every rank."""
+    """Let a BF16 learner's output layer give FP32. It is split over the vocabulary; every rank has its whole inputs."""
     layer._forward_impl = _product
 
 

@@ -24,7 +24,7 @@ from megatron_rl.learner.costs import chunk_rows
 
 @dataclass(frozen=True)
 class VocabShare:
-    """Which columns of the vocabulary this rank's logits are."""
+    """The columns of the vocabulary that this rank's logits are."""
 
     start: int  # number of the first column
     real: int  # columns that are tokens; those behind only pad the share and hold no probability
@@ -106,7 +106,7 @@ def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor, entropy: bool 
 
 
 def combined(stats_SN: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the ranks' shares come to together; the expected logit where they know it."""
+    """Log of the sum of exponentials, label's logit, and, where it is asked for, expected logit, over all ranks."""
     all_RSN = gathered(stats_SN, group)
     asked = len(stats_SN) > 2
     if len(all_RSN) == 1:
@@ -117,7 +117,7 @@ def combined(stats_SN: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tens
 
 
 def gathered(stats_SN: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Of every rank that has a share of the vocabulary: [R, S, N]."""
+    """The statistics of every rank that has a share of the vocabulary: [R, S, N]."""
     if group is None or not stats_SN.shape[1]:  # a pack may hold no response token, on any rank of the group alike
         return stats_SN[None]
     all_RSN = stats_SN.new_empty(group.size(), *stats_SN.shape)
@@ -199,7 +199,7 @@ class Truncation:
 def truncation(
     logits_NV: Tensor, labels_N: Tensor, logprobs_N: Tensor, share: VocabShare, temperature: float, k: int, p: float
 ) -> Truncation:
-    """`logprobs_N`: among the kept tokens. Ties with the last of the k are inside."""
+    """Compare supports. `logprobs_N`: among the kept tokens. Ties with the last of the k are inside."""
     local_N, held_N = share.places(labels_N)
     found = logits_NV.new_zeros(k + 2, len(labels_N), dtype=torch.float32)
     found[:-1] = -torch.inf

@@ -45,7 +45,7 @@ if host.ON_HOST:
 
 
 def transformer_config(model: Model, learner: LearnerSection) -> TransformerConfig:
-    """What config.json and the learner's section say, in megatron-core's words."""
+    """megatron-core's config: what config.json and the learner's section say."""
     shape = model.shape
     found = limits.problems(shape, model.hf_config, learner)
     if found:
@@ -117,7 +117,7 @@ def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, 
 
 
 def _host_fields() -> dict[str, Any]:
-    """Kernels that only exist for CUDA stay off; the activation is our own module."""
+    """Settings of hosts: kernels that only exist for CUDA stay off; the activation is our own module."""
     off = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
     return {
         **dict.fromkeys((*off, "apply_rope_fusion", "persist_layer_norm"), False),
@@ -127,7 +127,7 @@ def _host_fields() -> dict[str, Any]:
 
 
 def _device_fields(shape: ModelShape) -> dict[str, Any]:
-    """One kernel for what would be several; sums of gradients inside the products would need Apex."""
+    """Settings of GPUs: one kernel for what would be several; sums of gradients inside the products would need Apex."""
     return {
         **dict.fromkeys(("bias_dropout_fusion", "bias_activation_fusion"), True),
         "apply_rope_fusion": not shape.has("rotary_pairs"),  # the kernel for packs turns halves, whatever it is told
@@ -137,7 +137,7 @@ def _device_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def _blank(weight: Tensor) -> Tensor:
-    """Rows that only pad a vocabulary are never loaded; whatever they held would reach gradients, as 0 times that."""
+    """Zero a weight: rows that only pad a vocabulary are never loaded, and 0 times what they held reaches gradients."""
     with torch.no_grad():
         return weight.zero_()
 
@@ -217,8 +217,8 @@ def build(model: Model, config: TransformerConfig, *, first: bool, last: bool, c
 
 
 def mark_experts(policy: torch.nn.Module, shape: ModelShape) -> None:
-    """Transformer Engine's grouped experts lack the mark of a split weight (2.20): megatron-core would take those of
-    every tensor-parallel rank but the first for copies, and leave them out of the gradient's norm.
+    """Mark experts' weights as split, which Transformer Engine's grouped ones are not (2.20): megatron-core would take
+    those of every tensor-parallel rank but the first for copies, and leave them out of the gradient's norm.
     """
     for name, parameter in policy.named_parameters():
         if find(global_name(name, 0, 0), shape).row.expert:

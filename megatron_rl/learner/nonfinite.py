@@ -1,4 +1,4 @@
-"""What follows when a loss or a gradient is not a number: the update is left out, and written down; or the run ends.
+"""A loss or a gradient that is not a number: the update is left out, and written down; or the run ends.
 
 dumps/nonfinite_12/          after 12 optimizer steps
   minibatch_1.safetensors    of the first update in a row that was left out; its metrics are metadata
@@ -38,7 +38,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class NonFiniteUpdates:
-    """Of one rank; all ranks meet the same updates, because loss and gradient norm are those of all of them."""
+    """One rank's answer to such updates; all ranks meet the same ones: loss and gradient norm are those of all."""
 
     def __init__(self, learner: ForwardPasses, dump_dir: Path | None, note: Callable[[str], None]) -> None:
         self._learner, self._dump_dir, self._note = learner, dump_dir, note
@@ -48,7 +48,7 @@ class NonFiniteUpdates:
         self._random: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Before an update that draws random numbers: they are part of it."""
+        """Keep the random states before an update that draws from them: they are part of it."""
         if self._draws:
             self._random = state.random_tensors(self._learner)
 
@@ -75,7 +75,7 @@ class NonFiniteUpdates:
         self._note(f"{found}: not a number, so that this update is left out{where}")
 
     def _dump(self, dump_dir: Path, targets: Targets, metrics: Mapping[str, float]) -> str:
-        """All ranks write; how to repeat it, or why that will not do."""
+        """Write the update on all ranks; how to repeat it, or why that will not do."""
         folder, number = dump_dir / f"nonfinite_{self._learner.steps}", self._learner.left_out_in_a_row
         path = folder / f"minibatch_{number}.safetensors"
         whole = exchange(number > 1 and (folder / POLICY / "metadata.json").exists())[0]
@@ -87,7 +87,7 @@ class NonFiniteUpdates:
         return f"; `megatron-rl rerun-step {path}` repeats it"
 
     def _on_driver(self, write: Callable[[], None]) -> str | None:
-        """Why it could not, on every rank."""
+        """Write on the driver alone; why that failed, on every rank."""
         problem = None
         if self._learner.is_driver:
             try:
@@ -111,7 +111,7 @@ class NonFiniteUpdates:
         write_tensors(tensors | self._random, path, metadata={"about": json.dumps(about)})
 
     def _write_policy(self, folder: Path) -> str | None:
-        """Every rank its part of the weights; why one of them could not."""
+        """Write each rank's part of the weights; why one of them could not."""
         outcome: dict[str, Any] = {}
         blocks = state.LearnerState(self._learner).blocks()
         weights = (replace(one, tensor=one.tensor.cpu()) for one in blocks if not one.key.startswith(state.OPTIMIZER))
@@ -127,7 +127,7 @@ class NonFiniteUpdates:
 
 
 def read_minibatch(path: Path) -> tuple[Targets, dict[str, Tensor], dict[str, Any]]:
-    """What a dump holds: the minibatch, random states, and what was said of it."""
+    """A dump's minibatch, random states, and metadata."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about = json.loads((file.metadata() or {})["about"])

@@ -53,7 +53,7 @@ class Amax:
 
 
 class ActivationStats(Amax):
-    """[L, N, H]: what the linear layers read, per channel. Looks in scoring, or where an update scores."""
+    """Maxima of what the linear layers read: [L, N, H]. Looks in scoring, or where an update scores."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         super().__init__(shape.layers, len(Norm), shape.hidden, device=device, active=False)
@@ -88,7 +88,7 @@ def _plain(see: Callable[..., None], norm: torch.nn.Module, args: tuple[Any, ...
 
 
 def _fused(see: Callable[..., None], linear: Any, args: tuple[Any, ...]) -> None:
-    """Not yet run on a GPU. The norm's output never exists outside the kernel: it is computed once more."""
+    """See a norm inside the kernel that reads it: its output is computed once more. Not yet run on a GPU."""
     input_SH = args[0].detach().flatten(0, 1)
 
     def output() -> Tensor:
@@ -100,7 +100,7 @@ def _fused(see: Callable[..., None], linear: Any, args: tuple[Any, ...]) -> None
 
 
 class CacheStats(Amax):
-    """[L, 2]: what the sampler caches, keys after their norm and rotation. Looks in training as in scoring."""
+    """Maxima of what the sampler caches, keys after norm and rotation: [L, 2]. Looks in training as in scoring."""
 
     def __init__(self, shape: ModelShape, device: torch.device) -> None:
         super().__init__(shape.layers, 2, device=device, active=True)
@@ -122,7 +122,7 @@ class CacheStats(Amax):
 
 
 def passing_pack(model: torch.nn.Module) -> tuple[list[Pack], Any]:
-    """Holds the pack that the model is in the middle of: hooks on its layers do not see it. And the hook that sees."""
+    """A list with the pack that is passing through the model, which hooks on its layers do not see; and its hook."""
     passing: list[Pack] = []
 
     def remember(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def optimizer_config(optim: OptimSection, precision: Precision, params_dtype: to
 
 
 def replicas_config(optim: OptimSection, replicas: int) -> DistributedDataParallelConfig:
-    """How replicas add gradients up. On GPUs a bucket travels as soon as backward has filled it; on hosts, where the
+    """Settings of sums over replicas. On GPUs a bucket travels as soon as backward has filled it; on hosts, where the
     same cores compute and send, all of them travel at the end.
     """
     given = _those_of(DistributedDataParallelConfig, optim.megatron)
@@ -62,7 +62,7 @@ def clip(optimizer: Any, norm: float, limit: float) -> None:
 
 
 def learning_rate(optim: OptimSection, step: int, total_steps: int) -> float:
-    """For optimizer step `step` (from 0) of `total_steps`: a linear warmup, then the decay."""
+    """The rate of optimizer step `step` (from 0) of `total_steps`: a linear warmup, then the decay."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.decay == Decay.constant:

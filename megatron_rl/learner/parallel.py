@@ -120,7 +120,7 @@ class LearnerRank:
 
 
 def require_same_place(ours: Place) -> None:
-    """A rank that counts otherwise than megatron-core would load one shard and send another. Raised on every rank."""
+    """Raise, on every rank, where one counts otherwise than megatron-core: it would load one shard and send another."""
     megatrons = Place(
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),
@@ -196,7 +196,7 @@ def _join(rank: int, world_size: int, limit: timedelta) -> None:
 
 @contextmanager
 def _meeting() -> Iterator[None]:
-    """Around all that ranks do to find each other."""
+    """Say what to do where ranks cannot find each other."""
     try:
         yield
     except dist.DistStoreError as error:
@@ -208,7 +208,7 @@ def _meeting() -> Iterator[None]:
 
 
 def _store(rank: int, world_size: int, limit: timedelta) -> dist.TCPStore:
-    """Rank 0's. It listens on the interface of MASTER_ADDR alone; torch by itself would on all of them."""
+    """Rank 0's store, which listens on the interface of MASTER_ADDR alone; torch by itself would on all of them."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = None
     if rank == 0:

@@ -33,7 +33,7 @@ from megatron_rl.models.weight_files import is_checkpoint
 
 @dataclass(frozen=True)
 class Sections:
-    """What of a config a learner looks at."""
+    """The sections of a config that a learner looks at."""
 
     run: schema.RunSection
     learner: schema.LearnerSection
@@ -52,7 +52,7 @@ class Sections:
 
 
 class Policy:
-    """Made on every rank; all of them call the same methods."""
+    """A rank's modules, its optimizer, and its place; every rank makes one and calls the same methods."""
 
     def __init__(self, model: Model, sections: Sections) -> None:
         host.require(sections.run.device)
@@ -138,7 +138,7 @@ class Policy:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """After whatever has written to them."""
+        """To be called after anything has written to the weights."""
 
     # talking to the other ranks
 
@@ -147,7 +147,7 @@ class Policy:
         return self.ranks.broadcast(value)
 
     def make_room(self) -> None:
-        """On every rank, before an engine that slept takes its memory on these devices back."""
+        """Return memory on every rank, before an engine that slept takes its own on these devices back."""
         if self.device.type != "cpu" and self._engine_sleeps:
             torch.cuda.empty_cache()
             exchange(None)  # no rank is still holding on when the driver goes ahead

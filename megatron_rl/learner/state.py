@@ -1,4 +1,4 @@
-"""What a learner has to keep to go on exactly where it was: weights, optimizer, random states, what it has measured.
+"""A learner's state, to go on exactly where it was: weights, optimizer, random states, what it has measured.
 
 Weights and optimizer are kept as whole tensors (`models/regions.py`), so that any layout can go on. The rest is small,
 and each rank's own.
@@ -45,7 +45,7 @@ class LearnerState:
         return self._learner.steps
 
     def blocks(self) -> Iterator[Block]:
-        """What this rank has to write, as views of the learner's own memory; no two ranks write the same."""
+        """The blocks that this rank has to write, views of the learner's own memory; no two ranks write the same."""
         learner, shape = self._learner, self._learner.shape
         for param, parameter in self._params():
             if not _writes(learner, param):
@@ -62,7 +62,7 @@ class LearnerState:
                     yield part_of(entry, whole, region.offset, values, f"{OPTIMIZER}{kind}.")
 
     def restore(self, reader: Reader, steps: int) -> None:
-        """Weights and optimizer after `steps` optimizer steps, written by a learner of any layout."""
+        """Load weights and optimizer after `steps` optimizer steps, written by a learner of any layout."""
         learner = self._learner
         optimizers = learner.optimizer.chained_optimizers if steps else ()
         for each in optimizers:
@@ -85,7 +85,7 @@ class LearnerState:
             yield find(name, self._learner.shape), parameter
 
     def own(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """This rank's small rest: tensors, and text."""
+        """The small rest of the state, which is this rank's own: tensors, and text."""
         measured = {name: value.clone() for name, value in self._learner.measured().items()}
         text = {"rng.python": json.dumps(random.getstate()), "nonfinite": str(self._learner.left_out_in_a_row)}
         return random_tensors(self._learner) | measured, text
@@ -98,13 +98,13 @@ class LearnerState:
         self._learner.left_out_in_a_row = int(text.get("nonfinite", 0))
 
     def restore_measured(self, ranks: list[dict[str, Tensor]]) -> None:
-        """From ranks of another layout: what any of them has seen. Their random states mean nothing here."""
+        """Take over what any rank of another layout has seen. Their random states mean nothing here."""
         seen = {name: torch.stack([rank[name] for rank in ranks]).amax(0) for name in self._learner.measured()}
         self._learner.measure(seen)
 
 
 def random_tensors(learner: ForwardPasses) -> dict[str, Tensor]:
-    """What the model's own random numbers come from."""
+    """The states that the model's own random numbers come from."""
     tensors = {"rng.cpu": torch.get_rng_state()}
     for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
         tensors[f"{TRACKER}{name}"] = state
@@ -122,7 +122,7 @@ def restore_random(learner: ForwardPasses, tensors: dict[str, Tensor]) -> None:
 
 
 def _writes(learner: ForwardPasses, param: Param) -> bool:
-    """Of the ranks that hold the same shard in a tensor-parallel group, the first."""
+    """Whether this rank is the first of those that hold the same shard in a tensor-parallel group."""
     if param.row.copy:
         return False
     _, place = param.tensor_parallel(learner.layout, learner.place)
@@ -136,7 +136,7 @@ def _part(local: Tensor, region: Region) -> Tensor:
 
 
 def _fill(learner: ForwardPasses, reader: Reader, param: Param, local: Tensor, kind: str = "") -> None:
-    """A shard, or what the optimizer keeps for it; a copy of tied embeddings is filled from the embeddings."""
+    """Fill a shard, or what the optimizer keeps for it; a copy of tied embeddings from the embeddings."""
     stored = find(EMBEDDING, learner.shape) if param.row.copy else param
     entry = reader.find(stored, learner.shape)
     for region in shard_regions(stored, learner.layout, learner.place):
@@ -156,7 +156,7 @@ def _optimizer_runs(learner: ForwardPasses, parameter: torch.nn.Parameter) -> It
 
 
 def _set_steps(optimizer: Any, steps: int) -> None:
-    """torch's Adam counts for each parameter, Transformer Engine's for each group."""
+    """Set the step counts, which torch's Adam has for each parameter, Transformer Engine's for each group."""
     for state in optimizer.state.values():
         if "step" in state:
             state["step"] = torch.as_tensor(state["step"]).fill_(steps) if isinstance(state["step"], Tensor) else steps

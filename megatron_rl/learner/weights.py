@@ -55,7 +55,7 @@ def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
 
 @contextmanager
 def exchanged(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
-    """The parameters hold other values."""
+    """Let the parameters hold other values for a while."""
     present = [parameter.detach().clone() for parameter in parameters]
     _overwrite(parameters, others)
     try:
@@ -72,7 +72,7 @@ def _overwrite(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @contextmanager
 def rounded_again(parameters: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """The pattern is made from a parameter's name: what several ranks hold alike stays alike."""
+    """Round once more. The pattern is made from a parameter's name: what several ranks hold alike stays alike."""
     turned: list[tuple[str, Tensor]] = []
     try:
         for name, parameter in parameters:

@@ -57,12 +57,12 @@ NEVER_QUANTIZED = ("lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.g
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:
-    """Whether an entry names this module: in full, or as a `re:` pattern matched from the start."""
+    """Whether an entry of `ignore` names this module: in full, or as a `re:` pattern matched from the start."""
     return any(re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in ignore)
 
 
 def all_ignored(ignore: Sequence[str]) -> list[str]:
-    """quantization.ignore, and what no format quantizes."""
+    """The entries of quantization.ignore, and what no format quantizes."""
     return sorted({*ignore, *NEVER_QUANTIZED})
 
 

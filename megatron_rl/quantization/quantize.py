@@ -101,7 +101,7 @@ def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _rows_at_once(weight_OI: torch.Tensor) -> int:
-    """On hosts so many rows that the steps of rounding find them in the processor's cache; elsewhere all."""
+    """How many rows are rounded at once: on hosts as many as the processor's cache holds; elsewhere all."""
     rows, columns = weight_OI.shape
     if weight_OI.device.type != "cpu":
         return max(rows, 1)
@@ -115,7 +115,7 @@ def _refuse_non_finite(amax: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class ErrorSample:
-    """Sums over the sampled rows, on the device until `summary` reads them."""
+    """Sums over the sampled rows, on the device until `summarize` reads them."""
 
     name: str
     squared_error: torch.Tensor
@@ -132,7 +132,7 @@ class ErrorSummary:
 
     @classmethod
     def merge(cls, summaries: Iterable[ErrorSummary]) -> ErrorSummary:
-        """Over ranks: shards of one weight are different rows of it, the worst stands for the weight."""
+        """One summary of all ranks': shards of a weight are different rows of it, the worst stands for the weight."""
         measured = [part for part in summaries if part.worst]
         if not measured:
             return cls()
