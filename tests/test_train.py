@@ -48,6 +48,7 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(monkeypatch: pytest.
     monkeypatch.setattr(train, "Learner", lambda *_, **__: Part("learner", log))
     monkeypatch.setattr(train.WeightSync, "from_config", lambda *_: Part("sync", log))
     monkeypatch.setattr(train.Model, "read", lambda *_: None)
+    monkeypatch.setattr(train, "LearnerState", lambda _: None)
     monkeypatch.setattr(train, "Saver", lambda *_: None)
     monkeypatch.setattr(train, "begin", lambda *_: (0, None))
     monkeypatch.setattr(train, "loop", fails)
