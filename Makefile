@@ -9,7 +9,7 @@ PYTHON ?= $(call interpreter,$(if $(filter gpu,$(EXTRA)),12,11))
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: quickstart test faults rehearse kill-test test-recipes check install install-dev lint resolve-gpu check-gpu-set constraints clean help
+.PHONY: quickstart test test-slow faults rehearse kill-test test-recipes check install install-dev lint resolve-gpu check-gpu-set constraints clean help
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -25,8 +25,13 @@ comma := ,
 quickstart: install
 	@$(BIN)/megatron-rl quickstart
 
+# Everything that is no whole run and starts no engine.
 test: install-dev
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# The rest: whole runs, and real engines.
+test-slow: install-dev
+	@$(BIN)/python -m pytest -m slow -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What breaks on purpose: every fault's test, and whole runs under faults (tests/faults/), with a table at the end; an
 # hour on two cores. Without what the two targets below do.
@@ -46,7 +51,7 @@ test-recipes: install-dev
 	@$(BIN)/python -m pytest --recipes tests/test_recipes.py
 
 lint: install-dev
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/python tools/size.py
 
 # Does the gpu extra still resolve as one set? Nothing is installed.
 resolve-gpu: install-dev

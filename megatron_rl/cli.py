@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_rl.processes.process import STOP_AFTER_STEP, hold, lasting_output
+from megatron_rl.processes.process import STOP_AFTER_STEP, best_effort_output, hold
 
 hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def execute(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
-    with lasting_output():
+    with best_effort_output():
         return _execute(parser, arguments)
 
 

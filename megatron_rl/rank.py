@@ -23,12 +23,12 @@ from megatron_rl.processes.process import (
     LEAVE_S,
     SHORT_SPIN,
     STOP_AFTER_STEP,
+    best_effort_output,
     die_with_parent,
     hidden,
-    interrupt_by_name,
     keep_freed_memory,
-    lasting_output,
     leave_to_the_driver,
+    raise_interrupt,
     rare_collections,
     release,
 )
@@ -36,13 +36,12 @@ from megatron_rl.processes.pulse import Beats
 from megatron_rl.processes.stacks import show_on_request
 from megatron_rl.runs.run_dir import LAUNCHER
 from megatron_rl.survival.attempts import REFUSED
-from megatron_rl.survival.guard import RankGuard
-from megatron_rl.survival.watch import Watch
+from megatron_rl.survival.watch import RankGuard, Watch
 
 
 def main(run_dir: Path, parent: int) -> None:
     # whatever nohup has left
-    signal.signal(AT_ONCE, interrupt_by_name if os.environ.get("RANK") == "0" else signal.SIG_DFL)
+    signal.signal(AT_ONCE, raise_interrupt if os.environ.get("RANK") == "0" else signal.SIG_DFL)
     die_with_parent(parent, by=AT_ONCE)
     for name, value in SHORT_SPIN.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
@@ -63,9 +62,9 @@ def run_rank(config: Config, run_dir: Path) -> None:
     if rank:
         leave_to_the_driver()
     else:
-        signal.signal(signal.SIGTERM, end_by_name)
+        signal.signal(signal.SIGTERM, end_on_sigterm)
         for number in (signal.SIGINT, STOP_AFTER_STEP):
-            signal.signal(number, interrupt_by_name)
+            signal.signal(number, raise_interrupt)
         release(STOP_AFTER_STEP)
     for name in filter(is_secret, list(os.environ)):
         if rank or name not in DRIVER_SECRETS:
@@ -84,10 +83,10 @@ def run_rank(config: Config, run_dir: Path) -> None:
     beats.each.append(tell_to_wait)
     try:
         host.require(config.run.device)
-        train(config, to_yaml(config), run_dir, rank, leave_soon)
+        train(config, to_yaml(config), run_dir, rank, force_exit_after_last_word)
     finally:
         beats.end()
-        leave_soon()
+        force_exit_after_last_word()
 
 
 @contextmanager
@@ -111,7 +110,7 @@ def _leave_out_advice() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
-def leave_soon() -> None:
+def force_exit_after_last_word() -> None:
     """Whatever waits from here on, such as for the lock of a file that nobody can write: the process ends.
 
     A thread of its own sees to it that needs no Python: what waits may hold the interpreter. It could write where that
@@ -120,13 +119,13 @@ def leave_soon() -> None:
     faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
 
-def end_by_name(number: int, frame: FrameType | None) -> None:
+def end_on_sigterm(number: int, frame: FrameType | None) -> None:
     """A handler for SIGTERM, which Slurm also sends when another of a job's tasks has failed."""
     if LAUNCHER not in os.environ and slurm.job_goes_on():
         raise RuntimeError(slurm.ANOTHER_ENDED)
-    interrupt_by_name(number, frame)
+    raise_interrupt(number, frame)
 
 
 if __name__ == "__main__":
-    with lasting_output():
+    with best_effort_output():
         main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -48,7 +48,7 @@ from megatron_rl.rollout_correction.breakdown import mismatch_by_age, mismatch_b
 from megatron_rl.rollout_correction.learner_reward import learner_reward
 from megatron_rl.runs.metrics import combine
 from megatron_rl.runs.progress import Standing, reached
-from megatron_rl.survival.stop_request import StepGivenUp, heard
+from megatron_rl.survival.stop_request import StepGivenUp, ask_driver
 from megatron_rl.types import Batch, Targets
 from megatron_rl.weight_sync import layer_probe, probe
 from megatron_rl.weight_sync.export import leave_models
@@ -60,17 +60,17 @@ ROUTED_ROWS = 8  # of a probe's answers, one request each
 
 
 def train(
-    config: Config, resolved_yaml: str, run_dir: Path, rank: int, said: Callable[[], None] = lambda: None
+    config: Config, resolved_yaml: str, run_dir: Path, rank: int, on_driver_closed: Callable[[], None] = lambda: None
 ) -> None:
-    """One run, from loaded weights to the last report; after the driver's last word, `said` is called."""
+    """One run, from loaded weights to the last report; after the driver's last word, `on_driver_closed` is called."""
     driving = Driver(config, resolved_yaml, run_dir) if rank == 0 else Follower()
-    with ExitStack() as last, ExitStack() as word, driving as driver:
-        word.callback(said)
+    with ExitStack() as after_driver, ExitStack() as driver_closed, driving as driver:
+        driver_closed.callback(on_driver_closed)
         keep_returnable(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
         learner = Learner(model, Sections.of(config), run_dir / "dumps", driver.recorder.note)
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
-        last.callback(learner.close)
+        after_driver.callback(learner.close)
         sync = WeightSync.from_config(learner, driver.sampler, config)
         learner.set_smoothing(sync.smoothing)
         with closing(sync):
@@ -134,7 +134,7 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
     """One step's rollouts, and the policy that they make."""
     recorder, step = driver.recorder, at.step + 1
     with recorder.phase("rollout"):
-        batch, drawn = heard(learner, lambda: driver.collect(step))
+        batch, drawn = ask_driver(learner, lambda: driver.collect(step))
         batch, stale = without_stale(batch, config.correction, at.step)
         drawn |= stale
     with recorder.phase("prox"):
@@ -143,7 +143,7 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
         drawn |= learner_estimate(learner, driver, config.reward)
     with recorder.phase("correction"):
         correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
-        heard(learner, driver.check_time)  # the last moment in which the step can be given up without a trace
+        ask_driver(learner, driver.check_time)  # the last moment in which the step can be given up without a trace
     with recorder.phase("update"):
         seed = config.run.seed
         targets = join(batch, anchor_BT, reference_BT, correction, advantages_B, config.loss, seed + step)
@@ -171,7 +171,7 @@ def arrive(
     """The new policy into the sampler, what is to be said of the step, a checkpoint; and whether the run ends here."""
     recorder, step, end = driver.recorder, at.step, config.run.steps
     saver.snapshot_rng_and_stats()
-    heard(learner, driver.check_time)
+    ask_driver(learner, driver.check_time)
     synced = publish(step, end, config.sync, driver, learner, sync, first)
     if at.line is None:  # by an attempt before this one
         recorder.skip()
@@ -283,7 +283,7 @@ def publish(
         if due(step // section.every, section.verify_every):
             if section.probe_layers:
                 metrics |= compare_layers(step, driver, learner, sync)
-            batch, formats = heard(learner, lambda: driver.probe(step))
+            batch, formats = ask_driver(learner, lambda: driver.probe(step))
             logprobs_BT = learner.logprobs(batch)
             about = probe_of(step, section, learner, batch, logprobs_BT)
             floor = probe.above_floor(batch, logprobs_BT, learner.estimate_bf16_floor(batch))
@@ -313,7 +313,7 @@ def _arithmetic(learner: LearnerSection) -> Arithmetic:
 
 def compare_layers(step: int, driver: Driver | Follower, learner: Learner, sync: WeightSync) -> dict[str, float]:
     """What the engine computes at every point of a forward pass, against what the learner makes of the same inputs."""
-    batch, values, format = heard(learner, lambda: driver.look(step))
+    batch, values, format = ask_driver(learner, lambda: driver.look(step))
     with Activations(learner).beside(layer_probe.unsmoothed(values, sync.smoothing), replace=True) as seen:
         learner.logprobs(batch)
     return layer_probe.check(seen, learner.shape, Format(format), step)
@@ -323,7 +323,7 @@ def flips(batch: Batch, driver: Driver | Follower, learner: Learner) -> dict[str
     """Of a mixture of experts, where the engine tells what its routers chose: how often the learner's choose others."""
     if not learner.shape.experts:
         return {}
-    chosen = heard(learner, lambda: driver.routed(batch, learner.shape.layers))
+    chosen = ask_driver(learner, lambda: driver.routed(batch, learner.shape.layers))
     return {} if chosen is None else learner.router_flips(batch, chosen)
 
 
@@ -333,7 +333,7 @@ def evaluate(
     if section.every == 0 or not (due(step, section.every) or step == end):
         return {}
     with driver.recorder.phase("eval"):
-        return heard(learner, lambda: driver.evaluate(step))
+        return ask_driver(learner, lambda: driver.evaluate(step))
 
 
 def keep(

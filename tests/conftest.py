@@ -61,6 +61,9 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--faults"):
         items[:] = [item for item in items if item.get_closest_marker("fault")]
+    for item in items:  # an engine takes half a minute to start: `make test-slow`
+        if item.get_closest_marker("engine"):
+            item.add_marker("slow")
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 MEGATRON_RL = (sys.executable, "-m", "megatron_rl.cli")
 SPEAKER = """
 import sys
-from megatron_rl.processes.process import lasting_output
+from megatron_rl.processes.process import best_effort_output
 from megatron_rl.runs.console import choose_display
-with lasting_output():
+with best_effort_output():
     display = choose_display("run", 3)
     sys.stdin.readline()
     for step in range(3):

@@ -18,6 +18,11 @@ def test_every_page_has_a_link_and_a_place_in_the_tree(page: str) -> None:
     assert page in tree
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_begins_with_whom_it_is_for(page: str) -> None:
+    assert re.match(r"# .+\n\n\*For .+\.\*\n", (ROOT / "docs" / page).read_text())
+
+
 @pytest.mark.parametrize("words", [one for one in STARTS if not re.search("--dry-run|--print-config", one)])
 def test_what_follows_the_quickstart_does_not_want_its_folder(words: str) -> None:
     assert re.search(r"run\.name=(?!quickstart\b)\w+|run\.if_exists=(resume|archive)", words)

@@ -38,7 +38,7 @@ from megatron_rl.config.schema import Config, Device, IfExists
 from megatron_rl.data.prompts import check_datasets
 from megatron_rl.preflight.checks import check
 from megatron_rl.preflight.machine import detect
-from megatron_rl.processes.process import lasting_output
+from megatron_rl.processes.process import best_effort_output
 from megatron_rl.rewards.own import RECIPE_FOLDER
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.run_dir import RunDir, check_run_dir
@@ -315,5 +315,5 @@ def _choose_grid(options: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 if __name__ == "__main__":
-    with lasting_output():
+    with best_effort_output():
         sys.exit(main(sys.argv[1:]))

@@ -30,8 +30,7 @@ from megatron_rl.distributed import exchange
 from megatron_rl.files import remove
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.tensors import write_tensors
-from megatron_rl.processes.pace import Pace
-from megatron_rl.processes.threads import in_thread
+from megatron_rl.processes.threads import Pace, in_thread
 
 ALIGNMENT = 64
 BESIDE = 0.1  # of a core, for the thread that writes beside a learner without a device of its own

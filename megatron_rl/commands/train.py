@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from megatron_rl.processes import slurm
 
 if TYPE_CHECKING:
     from megatron_rl.preflight.checks import Checked
+    from megatron_rl.runs.run_dir import RunDir
 
 
 def add(commands: Any) -> None:
@@ -93,31 +94,28 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
     _check_place(config, writes=first)
     from megatron_rl.processes.scratch import entered
     from megatron_rl.rank import run_rank
+    from megatron_rl.runs.run_dir import RunDir
     from megatron_rl.survival.attempts import keep_going
     from megatron_rl.survival.launch import launch
 
-    path = Path(config.run.root) / str(config.run.name)
     if ranks == "local":
-        with reported(config, path):
-            return keep_going(launch, config, attempts, print)
+        return keep_going(partial(launch, report=partial(report, config)), config, attempts, print)
     _ranks_of_starter(config, ranks)
     os.environ.update(slurm.rank_environment() if ranks == "slurm" else {})
-    with entered(), reported(config, path) if first else nullcontext():
-        run_rank(config, path)
+    path = Path(config.run.root) / str(config.run.name)
+    with entered():
+        try:
+            run_rank(config, path)
+        finally:
+            if first and (said := report(config, RunDir(path))):
+                print(said, flush=True)
     return 0
 
 
-@contextmanager
-def reported(config: Config, path: Path) -> Iterator[None]:
-    """Around a run: however it ends, its report is written, where this installation has the workshop."""
-    try:
-        yield
-    finally:
-        if after_run := workshop("reports.after_run"):
-            from megatron_rl.runs.run_dir import RunDir
-
-            if said := after_run.finish(RunDir(path), config):
-                print(said, flush=True)
+def report(config: Config, run: RunDir) -> str:
+    """Writes the report of a run that has ended, where there is a workshop; returns what there is to say of it."""
+    after_run = workshop("reports.after_run")
+    return str(after_run.finish(run, config)) if after_run else ""
 
 
 def _checked(config: Config, found: Sequence[str], **given: Any) -> Checked:
@@ -132,7 +130,7 @@ def _checked(config: Config, found: Sequence[str], **given: Any) -> Checked:
 
 
 def _ranks_of_starter(config: Config, ranks: str) -> None:
-    """As many processes as the learner's layout has places."""
+    """Refuse a starter that has started more or fewer processes than the learner's layout has places."""
     from megatron_rl.models.layout import Layout
 
     name, world = "SLURM_NTASKS" if ranks == "slurm" else "WORLD_SIZE", Layout.from_config(config.learner).world

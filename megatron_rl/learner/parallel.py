@@ -30,7 +30,7 @@ from megatron_rl.distributed import TorchGroup, exchange, receive_size
 from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.tensors import dtype_name, torch_dtype
-from megatron_rl.processes.threads import later_threads_compute_alone
+from megatron_rl.processes.threads import limit_new_threads_to_one_core
 from megatron_rl.types import Batch, Targets
 
 RENDEZVOUS = "MEGATRON_RL_RENDEZVOUS"
@@ -55,7 +55,7 @@ class LearnerRank:
         if "OMP_NUM_THREADS" not in os.environ:  # ranks of one machine share its cores: more threads would wait
             here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
-        later_threads_compute_alone()  # gloo's
+        limit_new_threads_to_one_core()  # gloo's
         with _meeting():
             _join(self.rank, self.world_size, self._limit)
             self.device = _device()  # rank 0 comes when an engine that shares the GPUs sleeps: none is touched before

@@ -12,7 +12,7 @@ NEEDS = f"torch, built for CUDA {CUDA}, needs {BRANCH} or newer"
 
 
 def ask(*fields: str) -> list[list[str]]:
-    """Of each GPU; empty where there is no nvidia-smi, or it does not answer."""
+    """What nvidia-smi says of each GPU; empty where there is none, or it does not answer."""
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout

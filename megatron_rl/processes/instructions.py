@@ -47,7 +47,7 @@ def fastest() -> dict[str, str]:
 
 
 def about() -> dict[str, Any]:
-    """For a run's record: how matrices are multiplied here, why, and what the quickstart sets because of it."""
+    """How matrices are multiplied here, why, and what the quickstart sets because of it: for a run's record."""
     missing = lacking()
     by = {kind: f"in FP32: {missing[kind]}" if kind in missing else "by instructions" for kind in NEEDS}
     return {"products": by, "quickstart": fastest()} if CPU_FLAGS.exists() else {}

@@ -14,7 +14,7 @@ OWN = Path("/proc/self/cgroup")
 
 
 class MemoryKills:
-    """Of this process's group, since this object was made: a run's other processes are in the same one."""
+    """Processes that the kernel has ended in this one's control group (a run's others are in it) since it was made."""
 
     def __init__(self) -> None:
         self._before = count()
@@ -24,7 +24,7 @@ class MemoryKills:
 
 
 def count(groups: Path = GROUPS, own: Path = OWN) -> int:
-    """So far; 0 where nobody counts."""
+    """How many the kernel has ended so far; 0 where nobody counts."""
     for path in _counters(groups, own):
         try:
             found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.M)
@@ -36,7 +36,7 @@ def count(groups: Path = GROUPS, own: Path = OWN) -> int:
 
 
 def _counters(groups: Path, own: Path) -> Iterator[Path]:
-    """Where this process's group may keep its count: with both versions of control groups, seen from inside or not."""
+    """Files in which this process's control group may keep its count: of both versions, seen from inside or not."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -90,11 +90,8 @@ def current() -> Path | None:
     return folder if (folder / LOCK).is_file() else None
 
 
-def is_abandoned(folder: Path, unnamed: bool = False) -> bool:
-    """Whether it is this user's, and its owner has ended. False where that cannot be known.
-
-    `unnamed`: a lock that names nobody was given here, as those of earlier versions were.
-    """
+def is_abandoned(folder: Path) -> bool:
+    """Whether it is this user's, and its owner has ended. False where that cannot be known."""
     try:
         about = folder.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
@@ -105,7 +102,7 @@ def is_abandoned(folder: Path, unnamed: bool = False) -> bool:
         return False
     try:
         boot, host, *_ = [*os.read(lock, 1024).decode(errors="replace").split(), "", ""]
-        if boot != _boot_id() and (boot or not unnamed):
+        if boot != _boot_id():
             return host == gethostname()  # this machine, before it was started again
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -126,7 +123,7 @@ def _locked(file: FileIO, made: bool) -> bool:
 
 
 def _is(file: FileIO, path: Path) -> bool:
-    """Not if its folder was moved away in the meantime."""
+    """Whether the path still is this file: its folder may have been moved away in the meantime."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -6,16 +6,17 @@ import ctypes
 import errno
 import gc
 import os
-import re
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, cast
+
+import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -27,7 +28,7 @@ ALL_CORES = "all"
 
 
 def keep_to(cores: str) -> None:
-    """Of this machine, such as "0,1", or all."""
+    """Bind this process to cores of the machine, such as "0,1"; ALL_CORES binds it to none."""
     if cores != ALL_CORES:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
@@ -52,8 +53,8 @@ def rare_collections() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """What this process frees stays its own, for the next tensors: pages that come back from the kernel come as zeros,
-    one fault each, and a learner's step frees and takes the same gigabytes again.
+    """Make malloc keep freed memory for the next tensors: pages that come back from the kernel come as zeros, one
+    fault each, and a learner's step frees and takes the same gigabytes again.
     """
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)
@@ -62,7 +63,7 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def hidden(module: str) -> Iterator[None]:
-    """Whoever can do without the module does: megatron imports W&B, which makes folders, for what is not used here."""
+    """Make imports of a module fail meanwhile: megatron imports W&B, which makes folders, for what is not used here."""
     if module in sys.modules:
         yield
         return
@@ -74,14 +75,14 @@ def hidden(module: str) -> Iterator[None]:
 
 
 def die_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
-    """Called by the child, with the parent's process id where it knows it. Strictly, the parent is a thread."""
+    """Have the kernel end this process with its parent (a thread, strictly), whose process id is given where known."""
     _prctl(PR_SET_PDEATHSIG, by)
     if parent is not None and os.getppid() != parent:  # it died before the line above
         os._exit(1)
 
 
-# "Finish the step, then stop", as schedulers ask before a time limit: for the driver alone.
 LEAVE_S = 90  # from a rank's last word to its end, which takes seconds where nothing else runs
+# "Finish the step, then stop", as schedulers ask before a time limit: for the driver alone.
 STOP_AFTER_STEP = signal.SIGUSR1
 # From a launcher to its ranks, and from the kernel where that is gone: there is nothing left to wait for.
 AT_ONCE = signal.SIGHUP
@@ -107,13 +108,13 @@ def for_the_driver_alone() -> Iterator[None]:
 
 
 def leave_to_the_driver() -> None:
-    """The same for this process itself, and of SIGTERM: whoever has started it signals all of its siblings."""
+    """Ignore Ctrl-C, SIGTERM and USR1 from now on: whoever has started this process signals all of its siblings."""
     for number in (signal.SIGINT, signal.SIGTERM, STOP_AFTER_STEP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def die_with_spawner() -> None:
-    """The same, called by what `multiprocessing` has started: vLLM's workers outlive a killed engine by seconds."""
+    """End with the spawner, in what `multiprocessing` starts: vLLM's workers outlive a killed engine by seconds."""
     from multiprocessing import parent_process  # slow to import: few need it
 
     spawner = parent_process()
@@ -122,7 +123,7 @@ def die_with_spawner() -> None:
 
 
 def adopt_orphans() -> None:
-    """Whatever this process and its children start stays its descendant, so that one who ends it can end all of it."""
+    """Become the parent of orphans below, so that whoever ends this process can end all that it has started."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -138,10 +139,11 @@ def end_own_group() -> None:
 
 def end_with_descendants(pid: int) -> None:
     """Kills a child and every process below it, those included that left its session."""
-    below = _descendants(pid)
-    for each in (pid, *below):
-        with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 @contextmanager
@@ -151,25 +153,19 @@ def ending_orphans(grace_s: float) -> Iterator[None]:
     A reward may leave programs behind when its worker is killed, in sessions of their own. `grace_s`: to end by
     themselves.
     """
-    before = _children(os.getpid())
+    this = psutil.Process()
+    before = this.children()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
         deadline = time.monotonic() + grace_s
-        while (left := [pid for pid in _children(os.getpid()) if pid not in before]) and time.monotonic() < deadline:
-            _reap(left)
-            time.sleep(0.05)
-        for pid in left:
-            end_with_descendants(pid)
-        _reap(left)
+        while (left := [one for one in this.children() if one not in before]) and time.monotonic() < deadline:
+            psutil.wait_procs(left, timeout=0.05)
+        for one in left:
+            end_with_descendants(one.pid)
+        psutil.wait_procs(left, timeout=0.05)
         _prctl(PR_SET_CHILD_SUBREAPER, 0)
-
-
-def _reap(children: Collection[int]) -> None:
-    for pid in children:
-        with suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
 
 
 STOPPED = ("T", "t")  # states of a process that SIGSTOP holds, or a debugger
@@ -185,14 +181,15 @@ class Work:
 
 
 def work_below(pid: int) -> Work:
-    """Of all processes below this one."""
-    ticks, turns, stopped = 0, 0, []
-    for each in _descendants(pid):
-        if stat := _stat(each):
-            ticks += sum(map(int, stat[11:15]))  # its own and its ended children's, in user and system mode
-            turns += turns_of(each)
-            stopped += [each] if stat[0] in STOPPED else []
-    return Work(ticks / os.sysconf("SC_CLK_TCK"), turns, tuple(stopped))
+    """The work of all processes below this one."""
+    cpu_s, turns, stopped = 0.0, 0, []
+    with suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error), one.oneshot():
+                cpu_s += sum(one.cpu_times()[:4])  # its own and its ended children's, in user and system mode
+                turns += sum(one.num_ctx_switches())
+                stopped += [one.pid] if one.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else []
+    return Work(cpu_s, turns, tuple(stopped))
 
 
 def state_of(pid: int) -> str:
@@ -201,7 +198,7 @@ def state_of(pid: int) -> str:
 
 
 def birth_of(pid: int) -> int:
-    """In ticks since the machine's start: with it, a process id names one process. 0 where there is none."""
+    """When a process began, in ticks of the machine: with its id the name of one process. 0 where there is none."""
     stat = _stat(pid)
     return int(stat[19]) if stat else 0
 
@@ -215,27 +212,13 @@ def _stat(pid: int) -> list[str]:
 
 def turns_of(pid: int) -> int:
     """How often this process's main thread was given a core, or gave it back; 0 where nobody counts."""
-    with suppress(OSError):
-        return sum(map(int, re.findall(r"ctxt_switches:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())))
+    with suppress(psutil.Error):
+        return sum(psutil.Process(pid).num_ctx_switches())
     return 0
 
 
-def _descendants(pid: int) -> list[int]:
-    """Children, their children, and so on, as Linux lists them; none where it lists none."""
-    found = _children(pid)
-    return found + [grandchild for child in found for grandchild in _descendants(child)]
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, path.read_text().split())
-    return found
-
-
 def describe_end(code: int) -> str:
-    """Of a process that has ended, from what its parent is told: 3, or -9."""
+    """How a process has ended, from what its parent is told: 3, or -9."""
     if code >= 0:
         return f"exit status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -243,12 +226,12 @@ def describe_end(code: int) -> str:
 
 
 def exit_status(code: int) -> int:
-    """As a shell gives it: 128 and the number of the signal that ended the process."""
+    """The exit status as a shell gives it: 128 and the number of the signal that ended the process."""
     return 128 - code if code < 0 else code
 
 
-class Lasting:
-    """A stream for words that need not be heard: when its reader is gone, or its disk full, work goes on without."""
+class BestEffortStream:
+    """A text stream whose failures end nothing: when its reader is gone, or its disk full, what is written is lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -277,10 +260,12 @@ class Lasting:
 
 
 @contextmanager
-def lasting_output() -> Iterator[None]:
+def best_effort_output() -> Iterator[None]:
     """Closed pipes and terminals end nothing that runs inside."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast("TextIO", stream and Lasting(stream)) for stream in before)  # none: closed before
+    sys.stdout, sys.stderr = (
+        cast("TextIO", stream and BestEffortStream(stream)) for stream in before
+    )  # none: closed before
     try:
         yield
     finally:
@@ -289,6 +274,6 @@ def lasting_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def interrupt_by_name(number: int, frame: FrameType | None) -> None:
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
     """A handler: ends what goes on, and says which signal it was."""
     raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")

@@ -53,7 +53,7 @@ class Waits:
 
 class Pulse:
     """Of this process. Any thread may call `mark` and `own`, and `waiting`, which counts for the process while the main
-    thread stands `behind_others`; the rest is for the main thread.
+    thread stands `delegate_wait`; the rest is for the main thread.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Pulse:
 
     @contextmanager
     def waiting(self, whom: str, limit_s: float, key: str, **more: bool) -> Iterator[None]:
-        """For whom, and so on: see `Waits`."""
+        """Say for whom the process waits meanwhile, and how long it may: see `Waits`."""
         main = threading.current_thread() is threading.main_thread()
         before, self._waits[main] = self._waits[main], Waits(whom, limit_s, key, **more)
         self.marks += 1
@@ -96,7 +96,7 @@ class Pulse:
             self.marks += 1
 
     @contextmanager
-    def behind_others(self) -> Iterator[None]:
+    def delegate_wait(self) -> Iterator[None]:
         """The main thread waits for another one: what that one waits for, the process waits for."""
         self._behind = True
         try:
@@ -128,7 +128,7 @@ class Pulse:
 
 
 PULSE = Pulse()
-mark, phase, waiting, own, behind_others = PULSE.mark, PULSE.phase, PULSE.waiting, PULSE.own, PULSE.behind_others
+mark, phase, waiting, own, delegate_wait = PULSE.mark, PULSE.phase, PULSE.waiting, PULSE.own, PULSE.delegate_wait
 
 
 class Beats:
@@ -212,7 +212,7 @@ def file_of(run_dir: Path, rank: int) -> Path:
 
 
 def _stacks() -> dict[str, Any]:
-    """Where the main thread stands, and whether any waits for other ranks."""
+    """The main thread's stack, and whether any thread waits for other ranks."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     main = frames.get(threading.main_thread().ident or 0)

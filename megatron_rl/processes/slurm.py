@@ -17,7 +17,7 @@ ANOTHER_ENDED = "another rank has ended; srun's own lines say which one, and how
 
 
 def seconds_left() -> float | None:
-    """Until the job's time limit; None where there is none, or nobody says."""
+    """Seconds until the job's time limit; None where there is none, or nobody says."""
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if end.isdigit():
         return int(end) - time.time()

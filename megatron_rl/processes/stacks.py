@@ -1,4 +1,4 @@
-"""Where a process stands in Python, asked from outside: it needs neither its interpreter nor a debugger."""
+"""The Python stacks of another process, asked from outside: that needs neither its interpreter nor a debugger."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ takes 1.1 s with one that ends; in a learner's rank an operation of 8 us took 65
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -16,7 +17,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def later_threads_compute_alone() -> None:
+def limit_new_threads_to_one_core() -> None:
     """Those that first compute with torch after this: what a thread has set is what later ones begin with."""
     import torch
 
@@ -38,3 +39,23 @@ def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+class Pace:
+    """Called by a thread between two pieces of its work: it rests."""
+
+    def __init__(self, share: float) -> None:
+        """`share`: of a core; 1: no rests."""
+        self.rested = 0.0  # seconds
+        self._rest, self._worked = 1 / share - 1, 0.0
+        self._hurry = threading.Event()
+
+    def __call__(self) -> None:
+        begun = time.monotonic()
+        self._hurry.wait((time.thread_time() - self._worked) * self._rest)
+        self._worked = time.thread_time()
+        self.rested += time.monotonic() - begun
+
+    def hurry(self) -> None:
+        """No more rests."""
+        self._hurry.set()

@@ -51,7 +51,7 @@ class InTurn:
         """Nothing more is begun; what is being collected is given up."""
 
     def join(self) -> None:
-        """Once the sampler and the rewards are closed."""
+        """Wait for the thread, once the sampler and the rewards are closed."""
 
 
 class GivenUp(Exception):
@@ -164,7 +164,7 @@ class Ahead:
         if not self._thread.is_alive() and self._failure is None:
             self._begun = step - 1
             self._thread.start()
-        with pulse.behind_others():
+        with pulse.delegate_wait():
             while True:
                 collected = self._next(step)
                 oldest = min(one.rollout.policy_version for one in collected.scored)
@@ -179,7 +179,7 @@ class Ahead:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        with pulse.behind_others(), self._gate.closed():
+        with pulse.delegate_wait(), self._gate.closed():
             yield
 
     def goes_on_without(self, step: int) -> bool:

@@ -272,7 +272,7 @@ class Scorer:
         return texts
 
     def whole(self, scored: Sequence[Scored]) -> list[Scored]:
-        """With all of their text, as it is recorded."""
+        """Scored rollouts with all of their text, as the record has them."""
         if reads_last(self.config.weights) is None:
             return list(scored)
         texts = self.tokenizer.decode([one.rollout.token_ids for one in scored])

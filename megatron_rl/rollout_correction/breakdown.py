@@ -1,4 +1,4 @@
-"""Where the sampler and the learner disagree: the mismatch of a recorded batch, cut along six lines.
+"""The mismatch of a recorded batch, cut along six lines: where sampler and learner disagree.
 
 A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small
 probabilities, stale weights in the staleness, a stop-token fault in the finish reasons, and a format that a model
@@ -178,6 +178,6 @@ def _pool(parts: Sequence[Slice]) -> Slice:
 
 
 def _place(label: str) -> tuple[float, str]:
-    """By the number that a label starts with, if any: `8 to 15` before `16 to 31`."""
+    """The number that a label starts with, if any: `8 to 15` stands before `16 to 31`."""
     number = re.match(r"[\d.]+", label)
     return float(number[0]) if number else 0.0, label

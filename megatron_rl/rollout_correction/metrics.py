@@ -161,7 +161,7 @@ class MismatchSums:
         return {PREFIX + name: value for name, value in (found | self._row_metrics()).items()}
 
     def _stderr(self, mean: float, n: float) -> float:
-        """Of the mean of d, whose tokens are not independent: rows are."""
+        """Standard error of the mean of d, whose tokens are not independent: rows are."""
         return math.sqrt(float((self.d_B - mean * self.counted_B).double().square().sum())) / n if n else 0.0
 
     def _row_metrics(self) -> dict[str, float]:

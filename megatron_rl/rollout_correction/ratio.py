@@ -1,4 +1,4 @@
-"""From two logprobs to one log-ratio per token, with every non-finite value dealt with.
+"""One log-ratio per token from two logprobs, with every non-finite value dealt with.
 
 Shape legend: B sequences, T response positions.
 """

@@ -327,6 +327,8 @@ def markdown() -> str:
     lines = [
         "# Metrics",
         "",
+        "*For whoever reads a curve and asks what it is.*",
+        "",
         "Every name that a run may log, to `metrics.jsonl`, W&B and the report. This page is generated from the table",
         "in `megatron_rl/runs/metrics.py`: `python -m megatron_rl.runs.metrics > docs/metrics.md`.",
         "",

@@ -21,7 +21,7 @@ from megatron_rl.checkpoint import checkpoints
 from megatron_rl.config import load
 from megatron_rl.config.schema import CheckpointSection, Config, IfExists
 from megatron_rl.processes.owned_folder import held
-from megatron_rl.processes.process import interrupt_by_name
+from megatron_rl.processes.process import raise_interrupt
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status, read_status
@@ -50,7 +50,7 @@ def keep_going(start: Callable[[Config], int], config: Config, attempts: int, sa
             return status
         say(f"attempt {attempt} of {attempts} has failed: {reason}\n{next_start(path, config.checkpoint)}")
         for number in (signal.SIGINT, signal.SIGTERM):  # the handlers are those of the attempt that has ended
-            signal.signal(number, interrupt_by_name)
+            signal.signal(number, raise_interrupt)
         time.sleep(PAUSE_S)
         _wait_for_the_last(path)
         config = replace(config, run=replace(config.run, if_exists=IfExists.resume))

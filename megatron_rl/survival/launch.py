@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -40,8 +40,7 @@ from megatron_rl.processes.scratch import Scratch
 from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
 from megatron_rl.runs.status import ENDED, mark_status, mark_stuck, read_status
-from megatron_rl.survival.guard import Guard, kill
-from megatron_rl.survival.watch import Watch
+from megatron_rl.survival.watch import Guard, Watch, kill
 
 STOP_GRACE_S = 4.0  # for a driver that has not begun to end, and for one that has, beyond what it has said
 SILENT_S = 15.0  # for a driver to say what it will do, which takes it no time unless it is stuck
@@ -54,8 +53,11 @@ RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
 ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Lost|Used)(: |$))")
 
 
-def launch(config: Config) -> int:
-    """Runs every rank to its end; returns the exit status of the run."""
+def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> int:
+    """Runs every rank to its end; returns the exit status of the run.
+
+    `report` writes what people read of a run that has ended, before the last words; it returns what there is to say.
+    """
     kills = MemoryKills()
     with Scratch() as scratch, ending_orphans(REAP_S):
         given = compiled_code() | scratch.environment
@@ -72,11 +74,13 @@ def launch(config: Config) -> int:
             ranks.end()
             hold(STOP_AFTER_STEP)  # for the next run of this process, if there is one
     if status or read_status(run.path).get("state") not in ENDED:
-        conclude(run, ranks, kills)
+        conclude(run, ranks, kills, report)
+    elif said := report(run):
+        print(said, flush=True)
     return status
 
 
-def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
+def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills, report: Callable[[RunDir], str]) -> None:
     """Writes how the run ended where the driver has not, or cannot know it, and says it last on the screen."""
     said = read_status(run.path)
     rank, why, log = ranks.culprit()
@@ -96,6 +100,8 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills) -> None:
             mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))
         except OSError as error:
             print(f"{run.status} could not be written: {error.strerror}", file=sys.stderr)
+    if told := report(run):
+        print(told, flush=True)
     if rank is not None:
         if not gone:
             ranks.explain(rank, log)
@@ -167,7 +173,7 @@ class RankProcesses:
             process.send_signal(number)
 
     def wait(self) -> int:
-        """Until every rank has ended, one has failed, or the time to stop is over."""
+        """Wait until every rank has ended, one has failed, or the time to stop is over."""
         while True:
             codes = [process.poll() for process in self._processes]
             has_stopped = codes[0] == 0 or (codes[0] is not None and self._stops())
@@ -198,7 +204,7 @@ class RankProcesses:
         return 1
 
     def _stops(self) -> bool:
-        """As it was asked to; otherwise a rank that fails meanwhile has failed."""
+        """Whether the run is stopping as it was asked to; otherwise a rank that fails meanwhile has failed."""
         return self.stopping is not None and read_status(self._run.path).get("state") in ("starting", "stopped")
 
     def _overdue(self) -> bool:

@@ -4,8 +4,8 @@ USR1            the step is finished, where the job's time limit leaves room for
 TERM, Ctrl-C    the same, with half a minute to do it in
 
 Where the time left is too short, the step is given up: rank 0 leaves what it waits for, and tells the other ranks in
-the broadcast in which they wait for it (`heard`). Before the first step nothing is to be saved, and all three end the
-run at once.
+the broadcast in which they wait for it (`ask_driver`). Before the first step nothing is to be saved, and all three end
+the run at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Protocol, Self
 
 from megatron_rl.processes import slurm
-from megatron_rl.processes.process import STOP_AFTER_STEP, interrupt_by_name, release
+from megatron_rl.processes.process import STOP_AFTER_STEP, raise_interrupt, release
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.phase_clock import PhaseClock
 from megatron_rl.runs.run_dir import LAUNCHER
@@ -39,14 +39,14 @@ WAKE = signal.SIGURG  # from the thread to the main thread, which may wait for a
 
 
 class StepGivenUp(BaseException):
-    """On every rank, at the same place: what stood before the step is what is left of it. No error."""
+    """A step that every rank gives up at the same place: what stood before it is what is left. No error."""
 
 
 class Ranks(Protocol):
     def broadcast(self, value: Any = None) -> Any: ...
 
 
-def heard(ranks: Ranks, ask: Callable[[], Any]) -> Any:
+def ask_driver(ranks: Ranks, ask: Callable[[], Any]) -> Any:
     """What rank 0 answers, on every rank; or, on every rank, that it has given the step up."""
     answer, given_up = None, None
     try:
@@ -60,7 +60,7 @@ def heard(ranks: Ranks, ask: Callable[[], Any]) -> Any:
 
 
 class StopRequest:
-    """Rank 0's, from the start of its engines on. `step`: the one under way; None before the first."""
+    """A request to stop, as rank 0 knows it from the start of its engines on. `step`: None before the first."""
 
     def __init__(self, clock: PhaseClock, note: Callable[[str], None], run: Path) -> None:
         self.step: int | None = None
@@ -70,15 +70,15 @@ class StopRequest:
         self._end = math.inf  # of the time that is left, as time.monotonic() has it
         self._given_up: str | None = None
         self._waiting = False  # the main thread, for what it need not wait for
-        self._ear, self._mouth = os.pipe()
-        os.set_blocking(self._mouth, False)
+        self._wakeup_read, self._wakeup_write = os.pipe()
+        os.set_blocking(self._wakeup_write, False)
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._listen, name="stop requests", daemon=True)
 
     def __enter__(self) -> Self:
         for number in (*ASKS, WAKE):
             signal.signal(number, self._on_signal)
-        signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         self._thread.start()
         release(STOP_AFTER_STEP)
         return self
@@ -88,18 +88,18 @@ class StopRequest:
         signal.signal(STOP_AFTER_STEP, signal.SIG_IGN)
         signal.signal(WAKE, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, interrupt_by_name)
+            signal.signal(number, raise_interrupt)
         signal.set_wakeup_fd(-1)
-        os.write(self._mouth, b"\0")
+        os.write(self._wakeup_write, b"\0")
         self._thread.join()
-        os.close(self._mouth)
-        os.close(self._ear)
+        os.close(self._wakeup_write)
+        os.close(self._wakeup_read)
 
     def left(self) -> float:
         return self._end - time.monotonic()
 
     def has_time(self) -> bool:
-        """For the model to be written once more, as a Hugging Face folder."""
+        """Whether the model can be written once more, as a Hugging Face folder."""
         return self._end == math.inf or (self.save_s is not None and self.left() > self.save_s + MARGIN_S)
 
     def check(self) -> None:
@@ -133,14 +133,14 @@ class StopRequest:
         if number == signal.SIGTERM and LAUNCHER not in os.environ and slurm.job_goes_on():
             raise RuntimeError(slurm.ANOTHER_ENDED)
         if self.step is None:
-            interrupt_by_name(number, frame)
+            raise_interrupt(number, frame)
         # again: Slurm, and srun with it, send several; whoever has no patience has SIGKILL, and a launcher AT_ONCE
 
     def _listen(self) -> None:
         while True:
             undecided = self.reason is not None and self._given_up is None and self._end < math.inf
-            ready, _, _ = select.select([self._ear], [], [], LOOK_S if undecided else None)
-            for number in os.read(self._ear, 64) if ready else b"":
+            ready, _, _ = select.select([self._wakeup_read], [], [], LOOK_S if undecided else None)
+            for number in os.read(self._wakeup_read, 64) if ready else b"":
                 if number == 0:
                     return
                 if number in ASKS:

@@ -41,7 +41,7 @@ class Trouble:
         return f"{who} {what} for {self.seconds:.0f} s{f' in `{self.phase}`' if self.phase else ''}{self.note}"
 
     def about(self) -> dict[str, Any]:
-        """For status.json."""
+        """The trouble as status.json has it."""
         left_out = ("rank", "blocks", "note", "here")
         about = {name: value for name, value in asdict(self).items() if name not in left_out}
         return about | {"seconds": round(self.seconds), "stack": self.stack[:SHORT]}
@@ -95,7 +95,7 @@ def of_rank(one: Seen, how: str, seconds: float, note: str = "") -> Trouble:
 
 
 def of_child(one: Seen, child: Mapping[str, Any], how: str, seconds: float) -> Trouble:
-    """Of a process that a rank has started."""
+    """The trouble of a process that a rank has started."""
     pulse, waits = one.pulse, one.pulse["waits"]
     blocks = bool(waits) and child["name"].startswith(waits["whom"])
     note = f"; rank {pulse['rank']} waits for it" if blocks else ""

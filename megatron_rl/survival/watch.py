@@ -17,7 +17,9 @@ To be in trouble ends nothing. The run is over when nothing has been seen of it 
 from __future__ import annotations
 
 import json
+import os
 import platform
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -26,8 +28,10 @@ from pathlib import Path
 
 from megatron_rl.config.patience import MARGIN_S, allowed_s
 from megatron_rl.processes.process import STOPPED, state_of
-from megatron_rl.processes.pulse import FOLDER, file_of
+from megatron_rl.processes.pulse import FOLDER, PULSE, file_of
 from megatron_rl.processes.stacks import ask
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.runs.status import mark_status, mark_stuck
 from megatron_rl.survival.trouble import Seen, Trouble, behind, here, of_child, of_rank
 
 LOOK_S = 1.0
@@ -96,7 +100,7 @@ class Watch:
         return [one for one in self.troubles if one.blocks]
 
     def phase_of(self, rank: int) -> str | None:
-        """Where its last pulse was."""
+        """The phase that a rank's last pulse was in."""
         self._read([file_of(self.run_dir, rank)])
         return self._seen[rank].pulse["phase"] if rank in self._seen else None
 
@@ -173,7 +177,7 @@ class Watch:
             yield Trouble("stopped", LAUNCHER, self.launcher, host, "", held_s, note=note)
 
     def _held_s(self, pid: int | None, before: Mapping[int, float]) -> Iterator[float]:
-        """For how long it has been seen stopped, if it is."""
+        """Seconds for which a process has been seen stopped, if it is."""
         if pid and _held(pid):
             self._held[pid] = before[pid] + self._passed if pid in before else 0.0
             yield self._held[pid]
@@ -208,3 +212,70 @@ class Watch:
 
 def _held(pid: int | None) -> bool:
     return pid is not None and state_of(pid) in STOPPED
+
+
+class Guard:
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def look(self, rank: int | None = None) -> str | None:
+        """Why the run has to end, if it has to. `rank`: see Watch.look."""
+        new, gone = self.watch.look(rank)
+        for one in new:
+            self._say("\n".join((f"stuck    {one}", *(f"           {line}" for line in one.stack))))
+        for one in gone:
+            what = "goes on" if one.pid is None or state_of(one.pid) else "is no longer there,"
+            self._say(f"stuck    {one.process} (process {one.pid}) {what} after {one.seconds:.0f} s")
+        if new or gone:
+            worst = next(iter([*self.watch.blocking, *self.watch.troubles]), None)
+            with suppress(OSError):
+                mark_stuck(self.watch.run_dir, worst.about() if worst else None)
+        return self.watch.over()
+
+    def end_stopped(self) -> None:
+        """SIGKILL for those that would hear of no other end."""
+        for one in self.watch.troubles:
+            if one.how == "stopped" and one.rank is not None:
+                kill(one)
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)
+        with suppress(OSError), (RunDir(self.watch.run_dir).logs / "driver.log").open("a", encoding="utf-8") as log:
+            log.write(text + "\n")
+
+
+class RankGuard:
+    """A guard that a rank's pulse calls, for runs that no launcher watches."""
+
+    def __init__(self, watch: Watch, rank: int) -> None:
+        self._guard, self._watch, self._rank = Guard(watch), watch, rank
+
+    def __call__(self) -> None:
+        launcher = self._watch.launcher
+        if launcher and state_of(launcher) not in STOPPED and not self._watch.troubles:
+            return  # that one looks
+        if reason := self._guard.look(self._rank):
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """End the run now: whoever started the ranks ends the others; this one's main thread may hear of nothing."""
+        worst = self._watch.blocking[0]
+        with suppress(OSError):
+            mark_status(self._watch.run_dir, "failed", reason, stuck=worst.about())
+        print(f"failed: {reason}", flush=True)
+        for one in self._watch.blocking:
+            kill(one)
+        for _, pid in PULSE.owned:
+            _kill_group(pid)
+        os._exit(1)
+
+
+def kill(one: Trouble) -> None:
+    """Kill a process in trouble and what it leads, where it can be reached from here."""
+    if one.pid and one.here and one.pid != os.getpid():
+        _kill_group(one.pid)
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)

@@ -55,7 +55,7 @@ class SyncDir:
 def remove_stale(parent: Path) -> list[Path]:
     """Folders of this user's runs that ended without removing them. What else has such a name is nobody's business."""
     old = [folder for folder in parent.glob(PREFIX + "*") if _age(folder) >= GRACE_S]
-    stale = [folder for folder in old if is_abandoned(folder, unnamed=True)]
+    stale = [folder for folder in old if is_abandoned(folder)]
     for folder in stale:
         shutil.rmtree(folder, ignore_errors=True)
     return stale

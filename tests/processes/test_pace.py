@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_rl.processes.pace import Pace
+from megatron_rl.processes.threads import Pace
 
 PIECES, PIECE_S = 10, 0.01
 

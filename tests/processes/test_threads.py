@@ -43,7 +43,7 @@ def test_openmp_s_helpers_end_with_it():
 
 ALONE = """
 import os, threading, torch
-from megatron_rl.processes.threads import later_threads_compute_alone
+from megatron_rl.processes.threads import limit_new_threads_to_one_core
 
 def tasks():
     return len(os.listdir("/proc/self/task"))
@@ -53,7 +53,7 @@ def compute():
 
 compute()
 own, before = torch.get_num_threads(), tasks()
-later_threads_compute_alone()
+limit_new_threads_to_one_core()
 done, end = threading.Event(), threading.Event()
 threading.Thread(target=lambda: (compute(), done.set(), end.wait())).start()
 done.wait()

@@ -182,7 +182,7 @@ def test_advice_names_keys_that_exist(name: str, advice: str) -> None:
     for setting in re.findall(rf"(?<![\w/.])(?:{SECTIONS})(?:\.\w+)*=\w+", advice):
         load(ROOT / "recipes" / "quickstart.yaml", [setting])
     for command in re.findall(r"`megatron-rl ([\w-]+)", advice):
-        assert any(f'"{command}"' in path.read_text() for path in (ROOT / "megatron_rl" / "commands").glob("*.py"))
+        assert any(f'"{command}"' in path.read_text() for path in (ROOT / "megatron_rl").glob("**/commands/*.py"))
 
 
 def test_an_advice_that_names_nothing_would_be_found() -> None:

@@ -204,7 +204,7 @@ ALONE = """
 import os, signal, sys, time
 from pathlib import Path
 from megatron_rl.processes import pulse
-from megatron_rl.survival.guard import RankGuard
+from megatron_rl.survival.watch import RankGuard
 from megatron_rl.survival.watch import Watch
 folder, rank, launcher = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) or None
 pulse.BEAT_S = 0.2

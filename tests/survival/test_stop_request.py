@@ -19,7 +19,7 @@ from megatron_rl.processes.process import hold
 from megatron_rl.runs.phase_clock import PhaseClock
 from megatron_rl.runs.run_dir import open_run
 from megatron_rl.runs.status import mark_status, read_status
-from megatron_rl.survival.stop_request import ASKS, WAKE, StepGivenUp, StopRequest, heard
+from megatron_rl.survival.stop_request import ASKS, WAKE, StepGivenUp, StopRequest, ask_driver
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -110,7 +110,7 @@ def test_a_step_that_has_no_time_is_given_up(asked: StopRequest, tmp_path: Path)
 
     waited: list[bool] = []
     with pytest.raises(StepGivenUp, match=r"SIGTERM .* of step 3"):
-        heard(Alone(), generate)
+        ask_driver(Alone(), generate)
     assert not waited, "it is left, and not waited for"
     assert "what stands is saved" in said(tmp_path / "run", "saved")["said"]
     assert not asked._waiting

@@ -9,8 +9,7 @@ import stuck_rank
 from preloaded import Process
 
 from megatron_rl.processes.pulse import file_of
-from megatron_rl.survival.guard import Guard
-from megatron_rl.survival.watch import Watch
+from megatron_rl.survival.watch import Guard, Watch
 
 PATIENCE_S = 240
 

@@ -19,8 +19,7 @@ from megatron_rl.processes.pulse import file_of
 from megatron_rl.processes.stacks import ask
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, read_status
-from megatron_rl.survival.guard import Guard
-from megatron_rl.survival.watch import NAME_S, UNSEEN_S, Watch
+from megatron_rl.survival.watch import NAME_S, UNSEEN_S, Guard, Watch
 
 PATIENCE_S = 600.0
 WAITS = {"whom": "engine", "limit_s": 900.0, "key": "sampler.request_timeout_s", "steady": False}

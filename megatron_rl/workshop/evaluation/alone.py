@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.config.load import from_base, recorded
 from megatron_rl.config.schema import Config, Format
 from megatron_rl.models.model import read_hf_config
-from megatron_rl.processes.process import interrupt_by_name
+from megatron_rl.processes.process import raise_interrupt
 from megatron_rl.processes.scratch import entered
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.sampler.choose import make_sampler
@@ -53,7 +53,7 @@ def served(
     config: Config, stored: StoredModel, note: Callable[[str], None], log_dir: Path | None = None
 ) -> Iterator[Sampler]:
     """An engine, or a fleet, that holds the model's weights in the format of the configuration."""
-    signal.signal(signal.SIGTERM, interrupt_by_name)  # so that what was started ends with its owner's last words
+    signal.signal(signal.SIGTERM, raise_interrupt)  # so that what was started ends with its owner's last words
     weights = StoredWeights(stored)
     with entered():
         logs = log_dir or Path(tempfile.gettempdir())

@@ -2,112 +2,144 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
+import socket
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, Self
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what torch would say of a node that leaves is no news
+from torch.distributed import DistError, TCPStore
 
 from megatron_rl.workshop.nodes import facts
-from megatron_rl.workshop.nodes.line import ANSWER_S, ARRIVE_S, LONGEST, NO_RESULT, RING_S, Line
 
+ARRIVE_S = 120.0  # a node reads Python and torch from a busy file system
+ANSWER_S = 60.0
 CONNECT_S = 10.0
+CLOCK_S = 0.2  # between two words of the first node's clock
+RING_S = 180.0  # torch is read, connections are made, and the sums take three seconds
+NO_RESULT = f"no result within {RING_S:.0f} s"
 
 
-async def attend(node: str, nodes: Mapping[str, str], port: int) -> None:
+class Board:
+    """JSON by name, in the first node's store: what it says to all, and what each node says to it."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+
+    @classmethod
+    def open(cls, address: str, port: int) -> Self:
+        """The first node's, whose clock is on it from now on. It listens at this address alone."""
+        place = socket.create_server((address, port))
+        held = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=place.detach())
+        clock = cls.reach(address, port)  # another client: one that waits keeps its other threads from talking
+        threading.Thread(target=clock._tell_time, daemon=True).start()
+        return cls(held)
+
+    @classmethod
+    def reach(cls, address: str, port: int) -> Self:
+        return cls(TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ARRIVE_S)))
+
+    def say(self, name: str, about: Any) -> None:
+        with suppress(DistError):  # the first node has gone
+            self._store.set(name, json.dumps(about))
+
+    def hear(self, name: str, seconds: float) -> Any:
+        """What was said under this name; None where nothing was in time."""
+        try:
+            self._store.wait([name], timedelta(seconds=max(seconds, 0.001)))
+            return json.loads(self._store.get(name))
+        except DistError:
+            return None
+
+    def hear_all(self, name: str, nodes: Collection[str], seconds: float) -> dict[str, Any]:
+        """What each node has said under this name by then."""
+        end = time.monotonic() + seconds
+        said = {node: self.hear(f"{name}/{node}", end - time.monotonic()) for node in nodes}
+        return {node: about for node, about in said.items() if about is not None}
+
+    def _tell_time(self) -> None:
+        with suppress(DistError):  # until the store is gone
+            while True:
+                self._store.set("clock", json.dumps(time.time()))
+                time.sleep(CLOCK_S)
+
+
+def attend(node: str, nodes: Mapping[str, str], port: int) -> None:
     """What each node does: the first one listens at `port`."""
     first = next(iter(nodes))
-    line = await _reach(nodes[first], port)
-    if line is None:
+    try:
+        board = Board.reach(nodes[first], port)
+    except DistError:
         print(f"nodes: {node} does not reach {first} at {nodes[first]}:{port}", file=sys.stderr)
         return
-    sent = time.time()
-    said = await line.ask(ANSWER_S, node=node)
-    if said is None:
+    clock, mark = board.hear("clock", ANSWER_S), board.hear("mark", ANSWER_S)
+    if clock is None or mark is None:
         return
-    ahead = (sent + time.time()) / 2 - said["clock"]
-    mark = said["mark"]
-    listening = await asyncio.start_server(lambda reader, writer: writer.close(), nodes[node], 0)
-    versions, gpus = await asyncio.gather(asyncio.to_thread(facts.versions), asyncio.to_thread(facts.gpus))
-    said = await line.ask(
-        ARRIVE_S + ANSWER_S, port=listening.sockets[0].getsockname()[1], ahead_s=ahead, versions=versions,
-        gpus=[asdict(gpu) for gpu in gpus],
-    )  # fmt: skip
-    if said is None:
-        return
-    others = {name: where for name, where in said["peers"].items() if name != node}
-    reached = await asyncio.gather(*(_connects(*where) for where in others.values()))
-    looks = {f"{key}={path}": _look(Path(path), mark, node, first) for key, path in said["folders"]}
-    problems = dict(zip(looks, await asyncio.gather(*looks.values()), strict=True))
-    said = await line.ask(
-        ANSWER_S + ANSWER_S,
-        unreached=[name for name, there in zip(others, reached, strict=True) if not there],
-        folders={name: problem for name, problem in problems.items() if problem},
-    )
-    if said and "ring" in said:
-        why = await _take_part(**said["ring"])
-        await line.ask(RING_S, ring=why, at=time.time() - ahead)
-
-
-async def _look(path: Path, mark: str, node: str, first: str) -> tuple[str, bool] | None:
-    """A file system that is gone may never answer."""
-    try:
-        work = asyncio.to_thread(facts.folder_problem, path, mark, node, first)
-        return await asyncio.wait_for(work, ANSWER_S / 2)
-    except TimeoutError:
-        return f"does not answer within {ANSWER_S / 2:.0f} s", False
-
-
-async def _reach(host: str, port: int) -> Line | None:
-    end = time.monotonic() + ARRIVE_S
-    while time.monotonic() < end:
-        try:
-            opened = asyncio.open_connection(host, port, limit=LONGEST)
-            return Line(*await asyncio.wait_for(opened, CONNECT_S))
-        except (OSError, TimeoutError):
-            await asyncio.sleep(0.2)
-    return None
-
-
-async def _connects(host: str, port: int) -> bool:
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_S)
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
-    return True
-
-
-async def _take_part(address: str, port: int, world: int, rank: int, count: int, cuda: bool) -> str:
-    """Empty, or why it failed: the processes of this node, one for each GPU."""
-    started = []
-    for local in range(count):
-        place = {
-            "RANK": rank + local,
-            "LOCAL_RANK": local,
-            "WORLD_SIZE": world,
-            "MASTER_ADDR": address,
-            "MASTER_PORT": port,
+    ahead = time.time() - clock
+    with socket.create_server((nodes[node], 0), backlog=2 * len(nodes)) as listening:
+        about = {"port": listening.getsockname()[1], "ahead_s": ahead, "versions": facts.versions()}
+        board.say(f"about/{node}", about | {"gpus": [asdict(gpu) for gpu in facts.gpus()]})
+        said = board.hear("peers", ARRIVE_S + ANSWER_S)
+        if said is None:
+            return
+        others = [name for name in said["ports"] if name != node]
+        with ThreadPoolExecutor(max(len(others), 1)) as pool:
+            reached = list(pool.map(lambda name: _connects(nodes[name], said["ports"][name]), others))
+        problems = {f"{key}={path}": _look(Path(path), mark, node, first) for key, path in said["folders"]}
+        looked = {
+            "unreached": [name for name, there in zip(others, reached, strict=True) if not there],
+            "folders": {name: problem for name, problem in problems.items() if problem},
         }
-        started.append(
-            await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "megatron_rl.workshop.nodes.ring", *["cuda"] * cuda,
-                stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-                env=os.environ | {name: str(value) for name, value in place.items()},
-            )
-        )  # fmt: skip
+        board.say(f"looked/{node}", looked)
+        ring = board.hear("ring", ANSWER_S + ANSWER_S) or {}
+    if node in ring:
+        why = _take_part(**ring[node])
+        board.say(f"sum/{node}", {"why": why, "at": time.time() - ahead})
+
+
+def _look(path: Path, mark: str, node: str, first: str) -> tuple[str, bool] | None:
+    """What is wrong with a folder. A file system that is gone may never answer."""
+    found: list[tuple[str, bool] | None] = []
+    look = threading.Thread(target=lambda: found.append(facts.folder_problem(path, mark, node, first)), daemon=True)
+    look.start()
+    look.join(ANSWER_S / 4)
+    return found[0] if found else (f"does not answer within {ANSWER_S / 4:.0f} s", False)
+
+
+def _connects(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), CONNECT_S):
+        return True
+    return False
+
+
+def _take_part(address: str, port: int, world: int, rank: int, count: int, cuda: bool) -> str:
+    """Runs the processes of this node, one for each GPU; empty, or why the sum failed."""
+    command, started = [sys.executable, "-m", "megatron_rl.workshop.nodes.ring", *["cuda"] * cuda], []
+    for local in range(count):
+        place = {"RANK": rank + local, "LOCAL_RANK": local, "WORLD_SIZE": world, "MASTER_ADDR": address}
+        own = os.environ | {name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()}
+        started.append(subprocess.Popen(command, env=own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    end = time.monotonic() + RING_S
     try:
-        ends = await asyncio.wait_for(asyncio.gather(*(one.communicate() for one in started)), RING_S)
-    except TimeoutError:
-        for one in started:
-            with suppress(ProcessLookupError):
-                one.kill()
+        with ThreadPoolExecutor(count) as pool:
+            texts = list(pool.map(lambda one: one.communicate(timeout=end - time.monotonic())[1], started))
+    except subprocess.TimeoutExpired:
         return NO_RESULT
-    for local, (one, (_, said)) in enumerate(zip(started, ends, strict=True)):
+    finally:
+        for one in started:
+            one.kill()
+    for local, (one, text) in enumerate(zip(started, texts, strict=True)):
         if one.returncode:
-            lines = said.decode(errors="replace").strip().splitlines()
+            lines = text.strip().splitlines()
             return f"process {local}: {lines[-1] if lines else f'exit status {one.returncode}'}"
     return ""

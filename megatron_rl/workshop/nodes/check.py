@@ -2,9 +2,9 @@
 
 python -m megatron_rl.workshop.nodes.check LEARNING RECIPE [key=value ...]     LEARNING: nodes that hold the learner
 
-The first node listens. Each node, the first one too, tells it what it has, tries to reach every other one, and reads
-and writes the folders that they share; then the learner's nodes sum a tensor over all. The first one prints what is
-wrong, a sentence for each node; on its stdout are the names of the bad ones, unless all are.
+Nodes talk through a torch store that the first one holds. Each says what it has, tries to reach every other one, and
+reads and writes the folders that they share; then the learner's nodes sum a tensor over all. The first one prints what
+is wrong, a sentence for each node; on its stdout are the names of the bad ones, unless all are.
 
 exit status of the first: 0 all is well; 2 a node is not what it should be; 75 it may be the next time
 Environment, from slurm/prologue.sh: MEGATRON_RL_NODES=name=address,...  MEGATRON_RL_PORT  and Slurm's own.
@@ -12,9 +12,12 @@ Environment, from slurm/prologue.sh: MEGATRON_RL_NODES=name=address,...  MEGATRO
 
 from __future__ import annotations
 
-import asyncio
 import os
+import secrets
+import shutil
+import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,12 +28,11 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import named
 from megatron_rl.preflight.placement import gpus_of_engines
 from megatron_rl.workshop.nodes import facts
-from megatron_rl.workshop.nodes.attend import attend
-from megatron_rl.workshop.nodes.desk import Desk
-from megatron_rl.workshop.nodes.facts import Needs, Problem
-from megatron_rl.workshop.nodes.line import LONGEST
+from megatron_rl.workshop.nodes.attend import ANSWER_S, ARRIVE_S, NO_RESULT, RING_S, Board, attend
+from megatron_rl.workshop.nodes.facts import Facts, Needs, Problem
 
 REFUSED, PASSING = 2, 75
+Folders = Sequence[tuple[str, Path]]  # a key of the recipe, and its folder
 
 
 def needs(config: Config, machine: str | None, nodes: Sequence[str], learning: int) -> Needs:
@@ -46,17 +48,79 @@ def needs(config: Config, machine: str | None, nodes: Sequence[str], learning: i
     return Needs(gpus, named(machine).gib if machine else 0.0, config.run.device == Device.cuda)
 
 
-async def lead(desk: Desk, node: str, nodes: Mapping[str, str], port: int) -> list[Problem]:
+def lead(nodes: Mapping[str, str], port: int, wanted: Needs, folders: Folders, learning: int) -> list[Problem]:
+    """The first node: hears every node, itself included, and judges."""
+    first, address = next(iter(nodes.items()))
     try:
-        server = await asyncio.start_server(desk.hear, nodes[node], port, limit=LONGEST)
+        board = Board.open(address, port)
     except OSError as error:
-        return [Problem(node, f"cannot listen at {nodes[node]}:{port}: {os.strerror(error.errno or 0)}", False)]
-    attending = asyncio.create_task(attend(node, nodes, port))
-    problems = await desk.judge()
-    await desk.release()
-    await attending
-    server.close()
-    return problems
+        return [Problem(first, f"cannot listen at {address}:{port}: {os.strerror(error.errno or 0)}", False)]
+    attending = threading.Thread(target=attend, args=(first, nodes, port), daemon=True)
+    attending.start()
+    try:
+        return _compared(board, nodes, wanted, folders) or _sum(board, nodes, wanted, learning)
+    finally:
+        board.say("ring", {})  # where no sum was asked for
+        attending.join(ANSWER_S)
+
+
+def _compared(board: Board, nodes: Mapping[str, str], wanted: Needs, folders: Folders) -> list[Problem]:
+    """What is wrong with the nodes that have spoken, and which have not."""
+    first, mark = next(iter(nodes)), f".nodes-{secrets.token_hex(8)}"  # a folder in each of those that are shared
+    board.say("mark", mark)
+    about = board.hear_all("about", nodes, ARRIVE_S)
+    missing = [
+        Problem(node, f"nothing heard of it on {first} within {ARRIVE_S:.0f} s", False)
+        for node in nodes
+        if node not in about
+    ]
+    mine = {f"{key}={path}": facts.leave(path, mark) for key, path in folders}
+    shared = [(key, str(path)) for key, path in folders if mine[f"{key}={path}"] is None]
+    try:
+        board.say("peers", {"ports": {node: said.pop("port") for node, said in about.items()}, "folders": shared})
+        looked = board.hear_all("looked", about, ANSWER_S)
+        for node, said in looked.items():
+            problems = said["folders"]
+            if node == first:
+                problems |= {key: problem for key, problem in mine.items() if problem}
+            for key, path in shared:
+                name = f"{key}={path}"
+                if name not in problems and (problem := facts.arrived(Path(path), mark, node, first)):
+                    problems[name] = problem
+    finally:
+        for _, path in folders:
+            shutil.rmtree(path / mark, ignore_errors=True)
+    silent = [Problem(node, "it went away during the check", False) for node in about if node not in looked]
+    heard = [Facts.read({**about[node], **looked[node], "node": node}) for node in nodes if node in looked]
+    return [*missing, *silent, *facts.judge(heard, wanted)]
+
+
+def _sum(board: Board, nodes: Mapping[str, str], wanted: Needs, learning: int) -> list[Problem]:
+    """The learner's nodes, and all their GPUs, sum a tensor, again and again."""
+    each = {node: max(1, wanted.gpus.get(node, 0)) for node in list(nodes)[:learning]}
+    world, address = sum(each.values()), next(iter(nodes.values()))
+    if world == 1:
+        return []
+    meeting = {"address": address, "port": _free_port(address), "world": world, "cuda": wanted.cuda}
+    places, rank = {}, 0
+    for node, count in each.items():
+        places[node] = {**meeting, "rank": rank, "count": count}
+        rank += count
+    board.say("ring", places)
+    said = board.hear_all("sum", each, RING_S + ANSWER_S)
+    failed = {node: (one["at"], one["why"]) for node, one in said.items() if one["why"]}
+    failed |= {node: (0.0, "nothing heard of it") for node in each if node not in said}
+    # whoever fails first pulls the others with it; where nobody knows why, it may be any of them
+    known = {node: at for node, (at, why) in failed.items() if why != NO_RESULT}
+    names = [min(known, key=lambda node: known[node])] if known else list(failed)
+    over = ", ".join(each)
+    return [Problem(node, f"the sum over {over} failed there: {failed[node][1]}", False) for node in names]
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as place:
+        place.bind((address, 0))
+        return int(place.getsockname()[1])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,14 +129,14 @@ def main(arguments: Sequence[str]) -> int:
     nodes = {name: address for name, _, address in known}
     node, port = os.environ["SLURMD_NODENAME"], int(os.environ["MEGATRON_RL_PORT"])
     if node != next(iter(nodes)):
-        asyncio.run(attend(node, nodes, port))
+        attend(node, nodes, port)
         return 0
     config, _ = read(recipe, overrides)
     folders = [("run.root", Path(config.run.root))]
     if config.sync.dir:
         folders.append(("sync.dir", Path(config.sync.dir)))
     wanted = needs(config, cluster(recipe, overrides)[1], list(nodes), learning)
-    problems = asyncio.run(lead(Desk(nodes, wanted, folders, learning), node, nodes, port))
+    problems = lead(nodes, port, wanted, folders, learning)
     for problem in problems:
         print(f"nodes: {problem}", file=sys.stderr)
     bad = list(dict.fromkeys(problem.node for problem in problems))
@@ -86,4 +150,5 @@ def main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)  # a thread may wait for a file system that never answers

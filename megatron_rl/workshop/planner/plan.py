@@ -8,19 +8,20 @@ from typing import Any
 
 from megatron_rl.config.evaluation import longest_answer
 from megatron_rl.config.fleet import distinct_formats, max_sequences
-from megatron_rl.config.schema import Config, Device, Format, Sleep
+from megatron_rl.config.schema import Config, Device, Format, Sleep, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.model import Model
 from megatron_rl.preflight import disk
 from megatron_rl.preflight.machine import Machine
+from megatron_rl.preflight.placement import WORKER_GIB
 from megatron_rl.preflight.roles import Roles, roles
-from megatron_rl.workshop.planner import host_memory, learner_memory, phases, replicas
+from megatron_rl.workshop.planner import learner_memory, phases
 from megatron_rl.workshop.planner.activations import Pack
 from megatron_rl.workshop.planner.engine_memory import GIB, EngineMemory, of_engine, utilization
 from megatron_rl.workshop.planner.learner_memory import LearnerMemory
 from megatron_rl.workshop.planner.phases import CACHE, Memory, engine_phases, joined, largest_share, learner_phases
-from megatron_rl.workshop.planner.time import StepTime, step_time
+from megatron_rl.workshop.planner.time import StepTime, faster, step_time
 from megatron_rl.workshop.planner.weights import engine_weights
 from megatron_rl.workshop.planner.workload import Assumptions, Workload, probe_pack
 
@@ -78,7 +79,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
         time = step_time(config, model, machine.gpu, found, engine, weights, assumed)
     notes = list(_notes(found, model, machine, engine, work, config, memory))
     if machine.gpu is not None and time is not None and limit:
-        notes += replicas.faster(config, model, machine.gpu, found, longest(config), limit, time, assumed)
+        notes += faster(config, model, machine.gpu, found, longest(config), limit, time, assumed)
     count = parameters(model.shape)
     kept = disk.PARAMETER[config.learner.precision] * count
     return Plan(
@@ -93,7 +94,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
         time=time,
         gpu_hours=time.step * config.run.steps * found.gpus / 3600 if time else None,
         kept_gib=kept / GIB,
-        host={} if host else host_memory.of_first_node(config, found, engine, work, kept),
+        host={} if host else of_first_node(config, found, engine, work, kept),
         assumed=assumed,
         problems=tuple(problems),
         notes=tuple(notes),
@@ -218,3 +219,26 @@ def _too_little(engine: EngineMemory, work: Workload, limit: float | None) -> li
         f"{engine.weights / GIB:.1f} GiB of weights, and one prompt with its answer takes {work.longest:,}; raise "
         "it, or sampler.tensor_parallel"
     ]
+
+
+PROCESS = 5 * GIB  # of one that uses a GPU: libraries, CUDA's own, what loading leaves. An assumption
+VERSIONS = 2  # of the weights in shared memory: the one that is served, and the next
+
+
+def pinned(nbytes: float) -> int:
+    """What torch takes for a buffer that GPUs copy into: the next power of two."""
+    return 1 << (max(int(nbytes), 1) - 1).bit_length()
+
+
+def of_first_node(config: Config, roles: Roles, engine: EngineMemory, work: Workload, kept: float) -> dict[str, float]:
+    """By what it is for. `kept`: a checkpoint's bytes, of which each rank copies its share before it writes them."""
+    ranks, engines = roles.tasks_per_node, len(roles.local)
+    shared = config.sync.transport == Transport.file and config.sync.dir is None
+    found = {
+        "checkpoint, pinned": ranks * pinned(kept / roles.learner),
+        "processes": (ranks + engines + 1) * PROCESS + config.reward.workers * WORKER_GIB * GIB,
+        "sync, in shared memory": VERSIONS * engine.weights * roles.engine_tp * shared,
+        "the sleeping engine's weights": engines * engine.weights * (config.sampler.sleep == Sleep.offload),
+        "batches that wait": work.waiting_bytes(config.rollout.ahead),
+    }
+    return {part: nbytes for part, nbytes in found.items() if nbytes}

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config, InFlight, RolloutSection
+from megatron_rl.files import write_whole
+from megatron_rl.preflight.files import read_card
+from megatron_rl.preflight.machine import Machine
 from megatron_rl.runs.console import duration, table
+from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.planner.engine_memory import GIB
 from megatron_rl.workshop.planner.phases import MOMENTS, PHASES, Memory
-from megatron_rl.workshop.planner.plan import Plan
+from megatron_rl.workshop.planner.plan import Plan, plan
 from megatron_rl.workshop.planner.time import FP8_PAYS, StepTime
 
 
@@ -112,3 +119,23 @@ def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
         f"tokens than in BF16, and 2 bytes more for each weight; it pays above {FP8_PAYS / 1e6:.2f} M tokens a step"
     )
     yield "assumed   " + ", ".join(f"{name} {value:g}" for name, value in vars(plan.assumed).items())
+
+
+def keep(config: Config, machine: Machine, run: RunDir) -> None:
+    """What cannot be planned, or written, is left out: a run needs none of it."""
+    try:
+        made = plan(config, read_card(str(config.model.folder)), machine)
+        write_whole(run.plan, json.dumps(picture(made)))
+    except (ConfigError, ValueError, LookupError, OSError):
+        return
+
+
+def picture(made: Plan) -> dict[str, Any]:
+    """Bytes of a GPU (or of a host's process) by phase and part, and seconds of a step where they are known."""
+    return {
+        "memory": [
+            {"of": f"{one.what}: {one.kind} ({one.gpus})", "limit": one.limit, "phases": one.phases}
+            for one in made.memory
+        ],
+        "seconds": {phase: getattr(made.time, phase) for phase in PHASES} if made.time else None,
+    }

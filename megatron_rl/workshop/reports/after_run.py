@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.machine import detect
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.workshop.planner.kept import keep
+from megatron_rl.workshop.planner.table import keep
 
 
 def finish(run: RunDir, config: Config) -> str:

@@ -1,11 +1,12 @@
 """The nodes of a job look at each other: what they find is laid to the right one, in one sentence."""
 
-import asyncio
 import errno
 import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,7 @@ import pytest
 from nvidia_smi import nvidia_smi
 
 from megatron_rl.config import from_mapping
-from megatron_rl.workshop.nodes import check, desk, facts
-from megatron_rl.workshop.nodes.desk import Desk
+from megatron_rl.workshop.nodes import check, facts
 from megatron_rl.workshop.nodes.facts import Facts, Gpu, Needs, judge
 
 ROOT = Path(__file__).parents[3]
@@ -87,9 +87,9 @@ def test_bad_nodes_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.fault("a node of a job does not come up", "it is named, with the status of what may pass")
 def test_a_node_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "ARRIVE_S", 2.0)
+    monkeypatch.setattr(check, "ARRIVE_S", 2.0)
     nodes = {"n1": "127.0.0.1", "n2": "127.0.0.1"}
-    (problem,) = asyncio.run(check.lead(Desk(nodes, Needs(), [("run.root", tmp_path)], 2), "n1", nodes, free_port()))
+    (problem,) = check.lead(nodes, free_port(), Needs(), [("run.root", tmp_path)], 2)
     assert str(problem) == "node n2: nothing heard of it on n1 within 2 s"
     assert not problem.lasting
 
@@ -97,17 +97,16 @@ def test_a_node_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_stranger_is_nobody(tmp_path: Path) -> None:
     nodes, port = {"n1": "127.0.0.1"}, free_port()
 
-    async def with_a_stranger() -> list[facts.Problem]:
-        led = asyncio.create_task(check.lead(Desk(nodes, Needs(), [("run.root", tmp_path)], 1), "n1", nodes, port))
-        for said in (b"GET / HTTP/1.1\n", b'{"node": "n9"}\n', b"[1]\n"):
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(said)
-            except OSError:
-                await asyncio.sleep(0)
-        return await led
+    def talk() -> None:
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b""):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)) as one:
+                one.sendall(said)
 
-    assert asyncio.run(with_a_stranger()) == []
+    with ThreadPoolExecutor(1) as pool:
+        led = pool.submit(check.lead, nodes, port, Needs(), [("run.root", tmp_path)], 1)
+        while not led.done():
+            talk()
+    assert led.result() == []
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
@@ -115,7 +114,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port, nodes = taken.getsockname()[1], {"n1": "127.0.0.1"}
-        (problem,) = asyncio.run(check.lead(Desk(nodes, Needs(), [], 1), "n1", nodes, port))
+        (problem,) = check.lead(nodes, port, Needs(), [], 1)
     assert str(problem) == f"node n1: cannot listen at 127.0.0.1:{port}: Address already in use"
 
 

@@ -10,7 +10,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.sync_plan import SyncPlan, plan_sync
-from megatron_rl.workshop.planner.links import SamplerLayout, links, lower_bound
+from megatron_rl.workshop.planner.traffic import SamplerLayout, links, lower_bound
 
 
 @pytest.mark.parametrize("format", [Format.none, Format.int8])

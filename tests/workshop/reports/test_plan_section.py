@@ -9,7 +9,7 @@ from run_factory import make_run
 from megatron_rl.config import load
 from megatron_rl.preflight.machine import named
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.workshop.planner.kept import keep
+from megatron_rl.workshop.planner.table import keep
 from megatron_rl.workshop.reports.plan_section import figures
 from megatron_rl.workshop.reports.report import page
 from megatron_rl.workshop.reports.run_data import load_run

@@ -1,0 +1,142 @@
+"""How large the tree is, against the bounds of tools/size.yaml: `make lint` runs it.
+
+python tools/size.py [--list]     exit status 1 where a bound is broken; --list names the largest files and functions
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from megatron_rl.config import from_mapping, to_yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "megatron_rl"
+WORKSHOP = PACKAGE / "workshop"
+TINY = 60  # lines
+
+
+@dataclass(frozen=True)
+class Module:
+    path: Path
+    lines: int
+    imports: int  # lines
+    functions: dict[str, int]  # name -> lines
+
+    @classmethod
+    def read(cls, path: Path) -> Module:
+        text = path.read_text(encoding="utf-8")
+        nodes = list(ast.walk(ast.parse(text)))
+        imports = {
+            line
+            for node in nodes
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        functions = {
+            node.name: (node.end_lineno or node.lineno) - node.lineno + 1
+            for node in nodes
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        return cls(path, text.count("\n"), len(imports), functions)
+
+
+def modules(folder: Path, without: Path | None = None) -> list[Module]:
+    return [
+        Module.read(path) for path in sorted(folder.rglob("*.py")) if without is None or without not in path.parents
+    ]
+
+
+def leaves(section: object) -> int:
+    """Keys of a configuration that hold a value."""
+    return sum(leaves(value) for value in section.values()) if isinstance(section, dict) and section else 1
+
+
+def floors(found: list[Module]) -> tuple[dict[str, int], set[str]]:
+    """How deep the imports inside each room go, a module that imports none of its room being floor 1; and the modules
+    that import themselves by way of others of their room, those that only a type checker follows included.
+    """
+    rooms: dict[str, dict[str, set[str]]] = defaultdict(dict)
+    for one in found:
+        name = ".".join(one.path.relative_to(ROOT).with_suffix("").parts)
+        rooms[name.rpartition(".")[0]][name] = set(_imported(one.path))
+    circles: set[str] = set()
+
+    def height(name: str, room: dict[str, set[str]], above: tuple[str, ...]) -> int:
+        if name in above:
+            circles.update(above[above.index(name) :])
+            return 0
+        below = room[name] & room.keys() - {name}
+        return 1 + max((height(other, room, (*above, name)) for other in below), default=0)
+
+    return {room: max(height(name, inside, ()) for name in inside) for room, inside in rooms.items()}, circles
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def measure() -> dict[str, float]:
+    core, workshop, tests = modules(PACKAGE, WORKSHOP), modules(WORKSHOP), modules(ROOT / "tests")
+    package = [*core, *workshop]
+    sizes = sorted(one.lines for one in package)
+    depths, circles = floors(package)
+    return {
+        "core lines": sum(one.lines for one in core),
+        "core files": len(core),
+        "workshop lines": sum(one.lines for one in workshop),
+        "test lines": sum(one.lines for one in tests),
+        "config keys": leaves(yaml.safe_load(to_yaml(from_mapping({})))),
+        "import percent": round(100 * sum(one.imports for one in package) / max(1, sum(sizes)), 1),
+        "largest file": sizes[-1],
+        "95th percentile of files": sizes[int(0.95 * (len(sizes) - 1))],
+        "longest function": max(length for one in package for length in one.functions.values()),
+        "deepest room": max(depths.values()),
+        "modules in a circle": len(circles),
+        "files under 60 lines": sum(one.lines < TINY for one in package),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name the largest files, longest functions, deepest rooms")
+    listed = parser.parse_args().list
+    bounds = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    broken = False
+    for name, value in measure().items():
+        bound = bounds.get(name)
+        over = bound is not None and value > bound
+        broken |= over
+        print(f"{name:<26} {value:>8g}" + (f"  of {bound:g}" if bound is not None else "") + ("  OVER" * over))
+    if listed:
+        package = modules(PACKAGE)
+        for one in sorted(package, key=lambda each: -each.lines)[:12]:
+            print(f"{one.lines:>6}  {one.path.relative_to(ROOT)}")
+        longest = sorted(
+            (
+                (length, f"{one.path.relative_to(ROOT)}:{name}")
+                for one in package
+                for name, length in one.functions.items()
+            ),
+            reverse=True,
+        )
+        print("\n".join(f"{size:>6}  {path}: {name}" for size, path, name in longest[:8]))
+        depths, circles = floors(package)
+        for room, depth in sorted(depths.items(), key=lambda each: -each[1])[:6]:
+            print(f"{depth:>6} floors  {room}")
+        print("\n".join(f"circle  {name}" for name in sorted(circles)))
+    return int(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
