@@ -37,9 +37,9 @@ from megatron_rl.config.schema import (
 from megatron_rl.driver import Driver, Follower
 from megatron_rl.learner import limits
 from megatron_rl.learner.activations import Activations
-from megatron_rl.learner.device_memory import keep_returnable
+from megatron_rl.learner.device import keep_returnable
 from megatron_rl.learner.learner import Learner
-from megatron_rl.learner.routing import router_flips
+from megatron_rl.learner.policy import Sections
 from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.models.model import Model
@@ -68,23 +68,11 @@ def train(
         driver_closed.callback(on_driver_closed)
         keep_returnable(config.sampler.sleep, config.sync.transport)
         model = Model.read(config.model.folder, config.learner, config.model.head_precision)
-        learner = Learner(
-            model,
-            run=config.run,
-            learner=config.learner,
-            optim=config.optim,
-            loss=config.loss,
-            correction=config.correction,
-            rollout=config.rollout,
-            quantization=config.quantization,
-            sampler=config.sampler,
-            dump_dir=run_dir / "dumps",
-            note=driver.recorder.note,
-        )
+        learner = Learner(model, Sections.of(config), run_dir / "dumps", driver.recorder.note)
         # after the driver's last word: a rank that leaves ends the ones that still wait for it
         after_driver.callback(learner.close)
         sync = WeightSync.from_config(learner, driver.sampler, config)
-        learner.smooths_as(sync.smoothing)
+        learner.set_smoothing(sync.smoothing)
         with closing(sync):
             saver = Saver(run_dir / "checkpoints", config.checkpoint, LearnerState(learner), sync, driver.recorder.note)
             loop(config, driver, learner, sync, saver, begin(config, driver, learner, saver))
@@ -182,7 +170,7 @@ def arrive(
 ) -> tuple[Standing, str | None]:
     """The new policy into the sampler, what is to be said of the step, a checkpoint; and whether the run ends here."""
     recorder, step, end = driver.recorder, at.step, config.run.steps
-    saver.stand()
+    saver.snapshot_rng_and_stats()
     ask_driver(learner, driver.check_time)
     synced = publish(step, end, config.sync, driver, learner, sync, first)
     if at.line is None:  # by an attempt before this one
@@ -191,7 +179,7 @@ def arrive(
     evaluated = evaluate(step, end, config.eval, driver, learner)
     recorder.log(step, at.line | synced | evaluated)
     at = replace(at, line=None)
-    saver.stand()
+    saver.snapshot_rng_and_stats()
     if step == 0:
         return at, None
     stop = learner.broadcast(driver.asked_to_stop() or reached(config.run, evaluated))
@@ -298,7 +286,7 @@ def publish(
             batch, formats = ask_driver(learner, lambda: driver.probe(step))
             logprobs_BT = learner.logprobs(batch)
             about = probe_of(step, section, learner, batch, logprobs_BT)
-            floor = probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
+            floor = probe.above_floor(batch, logprobs_BT, learner.estimate_bf16_floor(batch))
             about = replace(about, floor=floor.get("sync/probe_floor"))
             metrics |= probe.check_formats(batch, logprobs_BT, formats, about) | floor
             metrics |= flips(batch.rows(torch.arange(min(len(batch), ROUTED_ROWS))), driver, learner)
@@ -336,7 +324,7 @@ def flips(batch: Batch, driver: Driver | Follower, learner: Learner) -> dict[str
     if not learner.shape.experts:
         return {}
     chosen = ask_driver(learner, lambda: driver.routed(batch, learner.shape.layers))
-    return {} if chosen is None else router_flips(learner, batch, chosen)
+    return {} if chosen is None else learner.router_flips(batch, chosen)
 
 
 def evaluate(

@@ -35,6 +35,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
     from megatron_rl.config.schema import CheckpointSection
     from megatron_rl.driver import Driver
     from megatron_rl.learner.learner import Learner
+    from megatron_rl.learner.policy import Sections
     from megatron_rl.models.model import Model
     from megatron_rl.rollout.collect import sampling_params
     from megatron_rl.runs.progress import Standing
@@ -45,10 +46,7 @@ def main(folder: Path, cases: dict[str, list[str]]) -> None:
     base = load(recipe)
     with Driver(base, to_yaml(base), folder / "run") as driver:
         model = Model.read(base.model.path, base.learner)
-        learner = Learner(
-            model, run=base.run, learner=base.learner, optim=base.optim, loss=base.loss, correction=base.correction,
-            rollout=base.rollout, quantization=base.quantization,
-        )  # fmt: skip
+        learner = Learner(model, Sections.of(base))
         load_policy(learner, base.model, base.run.seed, base.loss.kl_coef)
         sync = WeightSync.from_config(learner, driver.sampler, base)
         saver = Saver(

@@ -29,13 +29,13 @@ def told(owner: Any, name: str) -> None:
 
 def main(recipe: Path, run_dir: Path) -> None:
     from megatron_rl import train
-    from megatron_rl.learner import learner, parallel
+    from megatron_rl.learner import parallel, policy
     from megatron_rl.sampler.embedded import EmbeddedSampler
 
     for name in ("launch", "sleep", "wake", "finish_weight_update", "generate"):
         told(EmbeddedSampler, name)
     told(parallel, "_device")
-    told(learner, "build")
+    told(policy, "build")
     config = load(recipe)
     train.train(config, to_yaml(config), run_dir, int(os.environ["RANK"]))
 

@@ -25,7 +25,7 @@ class Part:
         self.name, self.log, self.sampler, self.smoothing = name, log, None, None
         self.recorder: Any = SimpleNamespace(note=log.append)
 
-    def smooths_as(self, smoothing: None) -> None:
+    def set_smoothing(self, smoothing: None) -> None:
         pass
 
     def close(self) -> None:
@@ -48,6 +48,7 @@ def test_the_driver_says_how_it_ended_before_the_ranks_part(monkeypatch: pytest.
     monkeypatch.setattr(train, "Learner", lambda *_, **__: Part("learner", log))
     monkeypatch.setattr(train.WeightSync, "from_config", lambda *_: Part("sync", log))
     monkeypatch.setattr(train.Model, "read", lambda *_: None)
+    monkeypatch.setattr(train, "LearnerState", lambda _: None)
     monkeypatch.setattr(train, "Saver", lambda *_: None)
     monkeypatch.setattr(train, "begin", lambda *_: (0, None))
     monkeypatch.setattr(train, "loop", fails)

@@ -1,7 +1,7 @@
 """Saves while the run goes on, and loads. Every rank makes one and calls the same methods at the same steps.
 
-Weights and optimizer are saved as they are, all else as it was at the last `stand`: a step that is given up before its
-update has measured things, and may have drawn random numbers, and leaves no trace of that.
+Weights and optimizer are saved as they are, all else as it was at the last `snapshot_rng_and_stats`: a step that is
+given up before its update has measured things, and may have drawn random numbers, and leaves no trace of that.
 
 A step waits only for the copy of the rank's state into memory that is kept for it; a thread writes that to disk and
 reads it back. Once every rank's thread is done, rank 0 gives the folder its name. Where the learner's arithmetic runs
@@ -83,7 +83,7 @@ class Saver:
         if learner.is_driver:
             checkpoints.clean(root)
 
-    def stand(self) -> None:
+    def snapshot_rng_and_stats(self) -> None:
         """Weights and optimizer stay as they are until the next update: remember the rest."""
         if self._section.every or self._section.minutes:
             self._small = *self._learner.own(), self._sync.state() if self._learner.is_driver else None
@@ -106,7 +106,7 @@ class Saver:
             return
         blocks = self._copied(list(self._learner.blocks()))
         if self._small is None:
-            self.stand()
+            self.snapshot_rng_and_stats()
         assert self._small is not None
         own, text, shared = self._small
         rank, pace = self._learner.rank, Pace(BESIDE if self._learner.device.type == "cpu" else 1.0)

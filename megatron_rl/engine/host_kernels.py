@@ -39,7 +39,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.v1.attention.backends import cpu_attn
 
 from megatron_rl.processes import instructions
-from megatron_rl.quantization import engine_int8, host_products
+from megatron_rl.quantization import host_products, vllm_operators
 
 TILES, VECTORS = "amx", "vec"  # vLLM's names of its attention kernels
 
@@ -65,7 +65,7 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
     def process_weights_for_onednn(self, layer: Any) -> None:
         layer.weight_scale = torch.nn.Parameter(layer.weight_scale.data, requires_grad=False)
         self.dnnl_handler = ops.create_onednn_scaled_mm(
-            layer.weight.t(), layer.weight_scale, layer.params_dtype, True, False, engine_int8.PRIMITIVES
+            layer.weight.t(), layer.weight_scale, layer.params_dtype, True, False, vllm_operators.PRIMITIVES
         )
         layer.weight = None  # the handler holds the packed copy
 
@@ -84,7 +84,7 @@ class SymmetricInt8Kernel(CPUInt8ScaledMMLinearKernel):
 @functools.cache
 def products_are_exact() -> bool:
     """Whether this processor sums INT8 products without saturating, as oneDNN multiplies them here."""
-    return engine_int8.is_exact()
+    return vllm_operators.int8_is_exact()
 
 
 class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
@@ -112,7 +112,7 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: Any) -> None:
         weight_KN, scale_N1 = layer.weight.data, layer.weight_scale.data
         if torch.cpu._is_avx512_supported() and not instructions.limit("bf16"):
-            self.dnnl_handler = ops.create_onednn_mm(weight_KN.to(torch.bfloat16), engine_int8.PRIMITIVES)
+            self.dnnl_handler = ops.create_onednn_mm(weight_KN.to(torch.bfloat16), vllm_operators.PRIMITIVES)
             self.scale_N = scale_N1.reshape(-1)
         else:
             self.dnnl_handler = host_products.Fp8Weight(weight_KN.t(), scale_N1)

@@ -2,6 +2,9 @@
 
 Each rank looks at what it holds: its own layers, columns and, under sequence parallelism, positions. Where the pass
 goes on from the engine's values, whatever differs at a point has been computed from the engine's own inputs.
+
+megatron-core keeps queries, keys and values interleaved by group, and cuts rows and columns over its ranks: a port
+says which columns of a point's values pass here, in which order.
 """
 
 from __future__ import annotations
@@ -15,10 +18,84 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.packing import Pack
-from megatron_rl.learner.points import Port, ports
+from megatron_rl.learner.policy import Policy
+from megatron_rl.models.mapping import find
 from megatron_rl.models.points import Kind, Pair, Point
+
+
+@dataclass(frozen=True, eq=False)
+class Port:
+    point: Point
+    module: torch.nn.Module
+    columns: Tensor  # of the point's values, in the order in which they pass here
+    rows_split: bool = False  # over the tensor-parallel ranks
+    argument: int | None = None  # of the module, where it is not its output
+
+
+class _Ports:
+    def __init__(self, learner: Policy) -> None:
+        self.learner, self.shape, self.layout, self.place = learner, learner.shape, learner.layout, learner.place
+        if self.shape.kv_heads % self.layout.tp:
+            raise ValueError(
+                f"learner.tensor_parallel: {self.layout.tp} ranks do not share {self.shape.kv_heads} key/value heads "
+                "evenly, so that their values cannot be compared with the engine's; use fewer"
+            )
+
+    def all(self) -> Iterator[Port]:
+        for first, policy in self.learner.numbered_modules:
+            if policy.pre_process:
+                yield self._hidden(Point(Kind.embedding), policy.embedding)
+            for layer, block in enumerate(policy.decoder.layers, first):
+                yield from self._layer(layer, block)
+            if policy.decoder.final_layernorm is not None:
+                yield self._hidden(Point(Kind.final_norm), policy.decoder.final_layernorm)
+            if policy.post_process:
+                yield Port(Point(Kind.lm_head), policy.output_layer, self._of_param("output_layer.weight"))
+
+    def _layer(self, layer: int, block: Any) -> Iterator[Port]:
+        def port(kind: Kind, module: torch.nn.Module, columns: Tensor, argument: int | None = None) -> Port:
+            return Port(Point(kind, layer), module, columns, argument=argument)
+
+        def hidden(kind: Kind, module: torch.nn.Module) -> Port:
+            return self._hidden(Point(kind, layer), module)
+
+        attention, mlp, name = block.self_attention, block.mlp, f"decoder.layers.{layer}"
+        query = self._share(0, self.shape.size("q"))
+        key = self._share(self.shape.size("q"), self.shape.size("kv"))
+        yield hidden(Kind.input_norm, block.input_layernorm)
+        yield port(Kind.qkv, attention.linear_qkv, self._of_param(f"{name}.self_attention.linear_qkv.weight"))
+        if self.shape.has("qk_norm"):
+            yield port(Kind.head_norm, attention.q_layernorm, query)
+            yield port(Kind.head_norm, attention.k_layernorm, key)
+        yield port(Kind.rotary, attention.core_attention, query, argument=0)
+        yield port(Kind.rotary, attention.core_attention, key, argument=1)
+        yield port(Kind.attention, attention.core_attention, query)
+        yield hidden(Kind.o_proj, attention.linear_proj)
+        yield hidden(Kind.post_norm, block.pre_mlp_layernorm)
+        if not self.shape.has("dense_mlp", layer):
+            yield hidden(Kind.experts, mlp)
+            return
+        yield port(Kind.gate_up, mlp.linear_fc1, self._of_param(f"{name}.mlp.linear_fc1.weight"))
+        yield port(Kind.activation, mlp.activation_func, self._share(0, self.shape.ffn))
+        yield hidden(Kind.down, mlp.linear_fc2)
+
+    def _hidden(self, point: Point, module: torch.nn.Module) -> Port:
+        return Port(point, module, torch.arange(self.shape.hidden), rows_split=self.learner.positions_shard is not None)
+
+    def _share(self, start: int, size: int) -> Tensor:
+        """This rank's share of columns that are cut evenly."""
+        here = size // self.layout.tp
+        return torch.arange(start + self.place.tp * here, start + (self.place.tp + 1) * here)
+
+    def _of_param(self, name: str) -> Tensor:
+        """The outputs of a matrix, in the order in which its rows lie on this rank."""
+        here, start = [], 0
+        for piece in find(name, self.shape).slices(self.shape, self.layout, self.place):
+            here += [(span.local, start + span.full, span.length) for span in piece.spans]
+            start += piece.shape[0]
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return torch.cat([nothing, *(torch.arange(full, full + length) for _, full, length in sorted(here))])
 
 
 @dataclass
@@ -33,7 +110,7 @@ class _Pass:
         self.pack = kwargs["pack"]
 
     def look(self, port: Port, passing: Tensor) -> Tensor | None:
-        """What is to go on in its place, where something is."""
+        """Note the values that pass at a port; the values that go on in their place, where `replace` is asked for."""
         assert self.pack is not None
         if not self.pack.rows:  # an empty micro-batch
             return None
@@ -54,11 +131,11 @@ class _Pass:
 class Activations:
     """A learner on a host, whose modules are looked at while it computes."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Policy) -> None:
         if learner.device.type != "cpu":
             raise ValueError("the learner's modules are compared with the engine's on hosts only so far")
         self._learner = learner
-        self._ports = list(ports(learner))
+        self._ports = list(_Ports(learner).all())
         self._kept: dict[Port, Any] = {}  # the engine's values, in the form in which the port's module puts them out
         self._hooks: list[Any] = []
         self._stilled: list[Any] = []
@@ -67,7 +144,7 @@ class Activations:
     def beside(
         self, values: Mapping[str, Tensor], replace: bool = False, only: Point | None = None
     ) -> Iterator[dict[Point, list[Pair]]]:
-        """Yields what forward passes inside it fill. `values`: the engine's, of the one sequence that is passed.
+        """Yields what forward passes fill, pairs of values. `values`: the engine's, of the one sequence that is passed.
 
         `replace`: the pass goes on from them, at each point.
         """
@@ -81,7 +158,7 @@ class Activations:
                 hook.remove()
 
     def hold(self, point: Point) -> None:
-        """Until `release`: forward passes go on from the engine's values here, of the last pass that replaced.
+        """Until `release`, let passes go on from the engine's values here: those of the last pass that replaced.
 
         The module itself has nothing to compute.
         """
@@ -92,7 +169,7 @@ class Activations:
             if port.argument is not None:
                 self._hooks.append(port.module.register_forward_pre_hook(partial(_with_argument, port.argument, kept)))
             else:
-                port.module.forward = partial(_answer, kept)
+                port.module.forward = lambda *_, _kept=kept, **__: _kept
                 self._stilled.append(port.module)
 
     def release(self) -> None:
@@ -125,7 +202,3 @@ class Activations:
 
 def _with_argument(place: int, value: Tensor, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args[:place], value, *args[place + 1 :])
-
-
-def _answer(kept: Any, *args: Any, **kwargs: Any) -> Any:
-    return kept

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import Format
-from megatron_rl.learner.sampled_layers import ColumnLinear, RowLinear, Sampled
+from megatron_rl.learner.linear import ColumnLinear, RowLinear, Sampled
 from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.mapping import Param, find, global_name
 from megatron_rl.models.model import Model
@@ -21,7 +21,7 @@ from megatron_rl.quantization.smoothing import Smoothing
 
 
 class Arithmetic(Enum):
-    """Of the layers that the sampler holds quantized."""
+    """How the layers that the sampler holds quantized compute."""
 
     plain = auto()  # megatron-core's, in BF16
     sampler = auto()  # the sampler's own
@@ -29,7 +29,7 @@ class Arithmetic(Enum):
 
 
 class AsSampler:
-    """All ranks of a tensor-parallel group call `become` together, before a forward pass."""
+    """The learner's layers that can compute as the sampler; a tensor-parallel group calls `use_arithmetic` together."""
 
     def __init__(
         self, model: Model, groups: ShardGroups, format: Format, ignore: Sequence[str], engine_tp: int
@@ -37,12 +37,12 @@ class AsSampler:
         self._model, self._groups, self._format, self._ignore = model, groups, format, ignore
         self._engine_tp = engine_tp
         self._layers: list[tuple[Param, ColumnLinear | RowLinear]] = []
-        self._smoothing: Smoothing | None = None
+        self.smoothing: Smoothing | None = None
         self._folded: Tensor | None = None  # the scales that the present weights were made with
-        self._stale = True
+        self.stale = True  # weights have changed
 
     def watch(self, module: torch.nn.Module, first_layer: int) -> None:
-        """The layers of one chunk of the pipeline; `first_layer` is its first one's number."""
+        """Find the layers of one chunk of the pipeline; `first_layer` is the number of its first one."""
         for name, layer in module.named_modules():
             if not isinstance(layer, ColumnLinear | RowLinear) or ".experts." in name:
                 continue
@@ -56,31 +56,19 @@ class AsSampler:
                     "name all of them, or none"
                 )
 
-    def follow(self, smoothing: Smoothing | None) -> None:
-        self._smoothing = smoothing
-
-    def stale(self) -> None:
-        """Weights have changed."""
-        self._stale = True
-
-    def become(self, arithmetic: Arithmetic) -> None:
+    def use_arithmetic(self, arithmetic: Arithmetic) -> None:
         for _, layer in self._layers:
             if isinstance(layer, RowLinear):
                 layer.rounds_once = arithmetic is Arithmetic.engine_bf16
+            if arithmetic is not Arithmetic.sampler:
+                layer.sampled, self.stale = None, True
         if arithmetic is Arithmetic.sampler:
             self._quantize()
-        else:
-            self._release()
-
-    def _release(self) -> None:
-        for _, layer in self._layers:
-            layer.sampled = None
-        self._stale = True
 
     @torch.no_grad()
     def _quantize(self) -> None:
-        scales = self._smoothing.scales_LNH if self._smoothing is not None else None
-        if not self._stale and scales is self._folded:
+        scales = self.smoothing.scales_LNH if self.smoothing is not None else None
+        if not self.stale and scales is self._folded:
             return
         shared = self._shared_amax()
         for param, layer in self._layers:
@@ -89,16 +77,16 @@ class AsSampler:
             layer.sampled = Sampled(tuple(self._parts(param, made)), calm)
             if isinstance(layer, RowLinear):
                 layer.slices = self._engine_tp
-        self._stale, self._folded = False, scales
+        self.stale, self._folded = False, scales
 
     def _fold(self, param: Param, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self._smoothing is None or param.row.norm is None:
+        if self.smoothing is None or param.row.norm is None:
             return weight, None
-        folded = self._smoothing.fold(param, weight)
-        return folded, None if folded is weight else self._smoothing.scales_LNH[param.layer, param.row.norm]
+        folded = self.smoothing.fold(param, weight)
+        return folded, None if folded is weight else self.smoothing.scales_LNH[param.layer, param.row.norm]
 
     def _shared_amax(self) -> dict[str, Tensor]:
-        """Of the rows that several ranks hold parts of."""
+        """Row maxima of the weights whose rows several ranks hold parts of, by name."""
         if self._model.layout.tp == 1:
             return {}
         rows = [(param, layer) for param, layer in self._layers if param.row.split is Split.row]

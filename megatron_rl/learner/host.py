@@ -37,23 +37,13 @@ class _Inert:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
+    wait_stream = wait_event = record = synchronize = wait
 
     def record_event(self, event: Any = None) -> Any:
         return event or self
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
     def query(self) -> bool:
         return True
@@ -79,7 +69,7 @@ def _placed_on_host(constructor: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _cuda_named_type(plain_type: Callable[..., Any]) -> Callable[..., Any]:
-    """`tensor.type()` answers with the CUDA name: the optimizers sort parameters by that name."""
+    """A `tensor.type()` that answers with the CUDA name: the optimizers sort parameters by that name."""
 
     def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = plain_type(self, *args, **kwargs)
@@ -98,10 +88,8 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool
 
 def _patch_torch() -> None:
     cpu = torch.device("cpu")
-    types = {"FloatTensor": "FloatTensor", "HalfTensor": "HalfTensor", "BFloat16Tensor": "BFloat16Tensor"}
-    types |= {"IntTensor": "IntTensor", "LongTensor": "LongTensor", "ByteTensor": "ByteTensor"}
-    for name, of_cpu in types.items():
-        setattr(torch.cuda, name, getattr(torch, of_cpu))
+    for kind in ("Float", "Half", "BFloat16", "Int", "Long", "Byte"):
+        setattr(torch.cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
     replacements: dict[str, Any] = {
         "current_device": lambda: cpu,
         "set_device": lambda device: None,
@@ -132,7 +120,7 @@ def _patch_torch() -> None:
 
 
 def _gloo_all_to_all() -> None:
-    """gloo's binding wants plain lists of split sizes, and wants them even where all are equal."""
+    """Give gloo plain lists of split sizes, which its binding wants even where all are equal."""
     plain = torch.distributed.all_to_all_single
 
     @functools.wraps(plain)
@@ -140,22 +128,18 @@ def _gloo_all_to_all() -> None:
         output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
         group: Any = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
-        def as_list(splits: Any) -> list[int] | None:
-            return None if splits is None else [int(split) for split in splits]
-
-        splits = as_list(output_split_sizes), as_list(input_split_sizes)
-        return plain(output, input, *splits, group=group, async_op=async_op)
+        to, of = (
+            None if splits is None else [int(size) for size in splits]
+            for splits in (output_split_sizes, input_split_sizes)
+        )
+        return plain(output, input, to, of, group=group, async_op=async_op)
 
     torch.distributed.all_to_all_single = all_to_all_single
 
 
-def _nothing_to_exchange() -> None:
-    """Where one rank has all, gloo copies gradients, and then parameters, out and back: a sixth of an update."""
-    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
-        setattr(torch.distributed, name, _unless_alone(getattr(torch.distributed, name)))
-
-
 def _unless_alone(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, but where one rank has all: gloo would copy gradients, then parameters: a sixth of an update."""
+
     @functools.wraps(plain)
     def exchange(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         here = (output.data_ptr(), output.numel()) == (input.data_ptr(), input.numel())
@@ -177,7 +161,7 @@ def _patch_megatron() -> None:
 
 
 def rotate_with(rotary: Callable[..., torch.Tensor]) -> None:
-    """megatron-core's attention takes its rotary embedding from no specification."""
+    """Set attention's rotary embedding, which megatron-core takes from no specification."""
     import megatron.core.transformer.attention as attention
 
     attention.apply_rotary_pos_emb = rotary
@@ -192,7 +176,8 @@ def install() -> bool:
     host_products.install()
     _patch_torch()
     _gloo_all_to_all()
-    _nothing_to_exchange()
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        setattr(torch.distributed, name, _unless_alone(getattr(torch.distributed, name)))
     # functions that megatron-core marks for compilation would spend seconds in a compiler for nothing
     from torch import _dynamo
 

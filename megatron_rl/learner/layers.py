@@ -22,9 +22,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from megatron_rl.learner.linear import ColumnLinear, RowLinear
 from megatron_rl.learner.packing import Bucket, Pack
-from megatron_rl.learner.sampled_layers import ColumnLinear, RowLinear
-from megatron_rl.quantization import engine_library
+from megatron_rl.quantization import vllm_operators
 from megatron_rl.quantization.host_products import narrowed
 
 BLOCK_ELEMENTS = 1 << 18  # FP32, for each thread: a megabyte
@@ -36,7 +36,7 @@ TURNS = "turns"  # of a pack's angles: their cosines and sines
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each, so many at a time that the steps of a computation find them in the processor's cache."""
+    """The same rows of each tensor, so many at a time that a computation finds them in the processor's cache."""
     rows = max(1, torch.get_num_threads() * BLOCK_ELEMENTS // tensors[0].shape[-1])
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
@@ -92,7 +92,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def add(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-    """In the place of megatron-core's bias, dropout and addition to the residual."""
+    """The addition to the residual, in the place of megatron-core's bias, dropout and addition."""
     plain = get_bias_dropout_add(training, fused)
 
     def added(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
@@ -107,13 +107,13 @@ def add(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], 
 
 
 class _Turned(torch.autograd.Function):
-    """`turns_SD`: of each position the cosines of its angles, then the sines."""
+    """Positions turned by their angles. `turns_SD`: cosines of each position's angles, then the sines."""
 
     @staticmethod
     def forward(ctx: Any, x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
         ctx.save_for_backward(turns_SD)
-        if x_S1AD.dtype == torch.bfloat16 and engine_library.has("rotary_embedding"):
-            return _turned_by_engine(x_S1AD, turns_SD)
+        if x_S1AD.dtype == torch.bfloat16 and vllm_operators.has_rotary():
+            return vllm_operators.rotary(x_S1AD, turns_SD)
         return narrowed(_turned(x_S1AD, turns_SD), x_S1AD.dtype)
 
     @staticmethod
@@ -122,24 +122,16 @@ class _Turned(torch.autograd.Function):
         cos_SD, sin_SD = turns_SD.chunk(2, dim=-1)
         back_SD = torch.cat((cos_SD, -sin_SD), dim=-1)
         rounds = torch.cpu._is_avx512_bf16_supported()  # elsewhere it cuts off, which gradients would all lean to
-        if grad_S1AD.dtype == torch.bfloat16 and rounds and engine_library.has("rotary_embedding"):
-            return _turned_by_engine(grad_S1AD, back_SD), None
+        if grad_S1AD.dtype == torch.bfloat16 and rounds and vllm_operators.has_rotary():
+            return vllm_operators.rotary(grad_S1AD, back_SD), None
         return _turned(grad_S1AD, back_SD).to(grad_S1AD.dtype), None
 
 
 def _turned(x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
-    """FP32."""
+    """The turned values in FP32."""
     cos, sin = turns_SD[:, None, None].float().chunk(2, dim=-1)
     left, right = x_S1AD.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-
-def _turned_by_engine(x_S1AD: Tensor, turns_SD: Tensor) -> Tensor:
-    out_S1AD = x_S1AD.clone(memory_format=torch.contiguous_format)
-    positions_S = torch.arange(len(turns_SD), device="cpu")
-    rows, head = out_S1AD.view(len(turns_SD), -1), out_S1AD.shape[-1]
-    torch.ops._C.rotary_embedding(positions_S, rows, None, head, turns_SD, True)
-    return out_S1AD
 
 
 def rotary(
@@ -187,7 +179,7 @@ class SwiGLU(torch.nn.Module):
         return _SwiGLU.apply(x)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The MLP asks each of its parts for what a checkpoint holds of it: of this one, nothing."""
+        """Nothing, as the MLP asks each of its parts for what a checkpoint holds of it."""
         return {}
 
 
@@ -205,7 +197,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """The inverse; the padding's own gradient is zero, or it would reach real keys and values."""
+    """The inverse of `_Pad`; the padding's own gradient is zero, or it would reach real keys and values."""
 
     @staticmethod
     def forward(ctx: Any, rows_X: Tensor, pack: Pack) -> Tensor:
@@ -237,37 +229,27 @@ class PackedAttention(torch.nn.Module):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
+        softmax_scale: float | None = None, **_: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         assert config.kv_channels is not None
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(
-        self,
-        query_S1AD: Tensor,
-        key_S1GD: Tensor,
-        value_S1GD: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
+        self, query_S1AD: Tensor, key_S1GD: Tensor, value_S1GD: Tensor, attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None, attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         assert isinstance(packed_seq_params, PackedRows)
         pack = packed_seq_params.pack
-        query_SAD, key_SGD, value_SGD = (x.squeeze(1) for x in (query_S1AD, key_S1GD, value_S1GD))
+        qkv = [x.squeeze(1) for x in (query_S1AD, key_S1GD, value_S1GD)]
         if not pack.whole:
-            query_SAD, key_SGD, value_SGD = (_Pad.apply(x, pack) for x in (query_SAD, key_SGD, value_SGD))
+            qkv = [_Pad.apply(x, pack) for x in qkv]
         out, start = [], 0
         for bucket in pack.buckets:
             stop = start + bucket.sequences * bucket.length
-            out.append(self._bucket(bucket, query_SAD[start:stop], key_SGD[start:stop], value_SGD[start:stop]))
+            out.append(self._bucket(bucket, *(x[start:stop] for x in qkv)))
             start = stop
         joined = out[0] if len(out) == 1 else torch.cat(out)
         if not pack.whole:

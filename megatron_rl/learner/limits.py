@@ -67,17 +67,13 @@ _FIXED = frozenset(
 )  # fmt: skip
 
 # ... or that would fail on the first pack, if not before
+_ONE_LENGTH = "a graph is recorded for one length, and packs differ in length"
+_TAKEN_APART = "it needs a schedule that takes the model apart, which ours is not written for"
 _UNFIT = {
     "gradient_accumulation_fusion": "the output layer's sums would need kernels of Apex, which is not part of the set",
     "tp_comm_overlap": "its buffers are made for one length, and packs differ in length",
-    **dict.fromkeys(
-        ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"),
-        "a graph is recorded for one length, and packs differ in length",
-    ),
-    **dict.fromkeys(
-        ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
-        "it needs a schedule that takes the model apart, which ours is not written for",
-    ),
+    **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"), _ONE_LENGTH),
+    **dict.fromkeys(("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"), _TAKEN_APART),
 }
 
 _OPTIMIZER_OWNED = frozenset({"optimizer", "lr", "min_lr", "fp16", "bf16", "params_dtype", "use_distributed_optimizer"})
@@ -87,18 +83,17 @@ _REPLICAS_OWNED = {
         ("overlap_param_gather", "align_param_gather", "overlap_param_gather_with_optimizer_step"),
         "sync, checkpoints and prox read weights right after an update, before a forward pass would gather them",
     ),
-    **dict.fromkeys(
-        ("grad_reduce_in_fp32", "reduce_scatter_with_fp32_accumulation"), "gradients travel and add up in FP32"
-    ),
+    "grad_reduce_in_fp32": "gradients travel and add up in FP32",
+    "reduce_scatter_with_fp32_accumulation": "gradients travel and add up in FP32",
     "use_precision_aware_optimizer": "what it keeps of gradients and weights is neither clipped nor put in checkpoints",
+    "optimizer_cpu_offload": "an optimizer that is split between device and host is not built",
     "average_in_collective": "losses come divided by counts of the whole minibatch: gradients add up",
     **dict.fromkeys(
         ("check_for_nan_in_grad", "check_for_large_grads"),
         "learner.on_nonfinite decides what follows from a gradient that is not finite",
     ),
-    **dict.fromkeys(
-        ("num_distributed_optimizer_instances", "delay_wgrad_compute"), "the learner is written for one value of it"
-    ),
+    "num_distributed_optimizer_instances": "the learner is written for one value of it",
+    "delay_wgrad_compute": "the learner is written for one value of it",
     **dict.fromkeys(
         ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "keep_fp8_transpose_cache"),
         "weights kept in FP8 are not built",
@@ -119,15 +114,14 @@ _CLASSES = ("ModelParallelConfig", "TransformerConfig", "OptimizerConfig", "Dist
 
 
 def problems(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
-    """Every reason for the learner to refuse them."""
+    """Every reason for the learner to refuse a model or its own section."""
     return [
         *architecture(shape, hf_config),
         *numbers(hf_config),
         *rope(hf_config),
         *experts(shape, hf_config, learner),
         *fp8_shares(shape, learner),
-        *passed_through(learner),
-        *fused_rotation(shape, learner),
+        *passed_through(learner, shape),
     ]
 
 
@@ -167,20 +161,14 @@ def _is_number(value: Any) -> bool:
 def rope(hf_config: Mapping[str, Any]) -> Iterator[str]:
     whole = [key for key in ("rope_scaling", "rope_parameters") if not isinstance(hf_config.get(key) or {}, Mapping)]
     scaling = {} if whole else rope_settings(hf_config)
-    mistaken = [key for key in _ROPE_NUMBERS if scaling.get(key) is not None and not _positive(scaling[key])]
+    given = {key: scaling[key] for key in _ROPE_NUMBERS if scaling.get(key) is not None}
+    mistaken = {key: value for key, value in given.items() if not (_is_number(value) and 0 < value < 1e15)}
     for key in whole:
         yield f"model.path: {key} of config.json is {hf_config[key]!r}, expected keys and values; mend it"
-    for key in mistaken:
-        yield f"model.path: {key} of config.json is {scaling[key]!r}, expected a number above 0; mend it"
-    if not whole and not mistaken:
-        yield from _rope(hf_config, scaling)
-
-
-def _positive(value: Any) -> bool:
-    return _is_number(value) and 0 < value < 1e15
-
-
-def _rope(hf_config: Mapping[str, Any], scaling: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in mistaken.items():
+        yield f"model.path: {key} of config.json is {value!r}, expected a number above 0; mend it"
+    if whole or mistaken:
+        return
     family, kind = hf_config.get("model_type"), scaling["kind"]
     if scaling["rope_theta"] is None:
         yield f"model.path: config.json of a {family} model lacks rope_theta; take it from the model's authors"
@@ -240,7 +228,7 @@ def renormalized(shape: ModelShape, hf_config: Mapping[str, Any]) -> bool:
 
 
 def sequence_parallel(learner: LearnerSection) -> bool:
-    """One rank has nobody to share a sequence with."""
+    """Whether ranks share sequences; one rank has nobody to share with."""
     return bool(learner.megatron.get("sequence_parallel")) and learner.tensor_parallel > 1
 
 
@@ -249,12 +237,12 @@ def fp8(learner: LearnerSection) -> str | None:
 
 
 def fp8_recipe(learner: LearnerSection) -> str:
-    """How its scales are chosen."""
+    """How the scales of FP8 products are chosen."""
     return learner.megatron.get("fp8_recipe") or FP8_RECIPE
 
 
 def pack_multiple(learner: LearnerSection) -> int:
-    """What the length of a pack is a multiple of: sequence-parallel ranks share it, FP8 products want whole tiles."""
+    """The number that every pack's length is a multiple of: ranks share a pack, FP8 products want whole tiles."""
     tiles = FP8_TOKENS[fp8_recipe(learner)] if fp8(learner) else 1
     return tiles * (learner.tensor_parallel if sequence_parallel(learner) else 1)
 
@@ -286,7 +274,7 @@ def fp8_shares(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
             yield f"{key}: {wanted} wants multiples of {multiple}, but the {name} is {size}; leave it out"
 
 
-def passed_through(learner: LearnerSection) -> Iterator[str]:
+def passed_through(learner: LearnerSection, shape: ModelShape) -> Iterator[str]:
     given = learner.megatron
     owned = {key: f"follows from {key_of_ours}; set that, and remove this" for key, key_of_ours in _BY_KEY.items()}
     owned |= dict.fromkeys(_BY_MODEL, "follows from the model's config.json; remove it")
@@ -300,10 +288,7 @@ def passed_through(learner: LearnerSection) -> Iterator[str]:
             f"learner.megatron.recompute_granularity: full without {' and '.join(rest)}; set recompute_method=uniform "
             "and recompute_num_layers=1 beside it"
         )
-
-
-def fused_rotation(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
-    if learner.megatron.get("apply_rope_fusion") and shape.has("rotary_pairs"):
+    if given.get("apply_rope_fusion") and shape.has("rotary_pairs"):
         yield (
             f"learner.megatron.apply_rope_fusion: true, but {shape.family} turns pairs of neighbouring channels, and "
             "the fused kernel for packs turns halves; remove it"
@@ -311,7 +296,7 @@ def fused_rotation(shape: ModelShape, learner: LearnerSection) -> Iterator[str]:
 
 
 def optimizer_fields(optim: OptimSection) -> Iterator[str]:
-    """Of OptimizerConfig, and of DistributedDataParallelConfig, which says how replicas add their gradients up."""
+    """Problems with fields of OptimizerConfig, or of DistributedDataParallelConfig, for sums of gradients."""
     owned = dict.fromkeys(_OPTIMIZER_OWNED, "is set by the learner itself; remove it")
     owned |= {key: f"{reason}; remove it" for key, reason in _REPLICAS_OWNED.items()}
     classes = "OptimizerConfig or DistributedDataParallelConfig"

@@ -34,8 +34,8 @@ from megatron_rl.config.rules import virtual_pipeline
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
 from megatron_rl.learner.layers import UNROUNDED, HostSpecProvider, PackedRows, RMSNorm, add, rotary
+from megatron_rl.learner.linear import widen
 from megatron_rl.learner.packing import Pack
-from megatron_rl.learner.wide_head import widen
 from megatron_rl.models.mapping import find, global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
@@ -45,7 +45,7 @@ if host.ON_HOST:
 
 
 def transformer_config(model: Model, learner: LearnerSection) -> TransformerConfig:
-    """What config.json and the learner's section say, in megatron-core's words."""
+    """megatron-core's config: what config.json and the learner's section say."""
     shape = model.shape
     found = limits.problems(shape, model.hf_config, learner)
     if found:
@@ -117,7 +117,7 @@ def _architecture(shape: ModelShape, hf_config: Mapping[str, Any]) -> dict[str, 
 
 
 def _host_fields() -> dict[str, Any]:
-    """Kernels that only exist for CUDA stay off; the activation is our own module."""
+    """Settings of hosts: kernels that only exist for CUDA stay off; the activation is our own module."""
     off = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion")
     return {
         **dict.fromkeys((*off, "apply_rope_fusion", "persist_layer_norm"), False),
@@ -127,7 +127,7 @@ def _host_fields() -> dict[str, Any]:
 
 
 def _device_fields(shape: ModelShape) -> dict[str, Any]:
-    """One kernel for what would be several; sums of gradients inside the products would need Apex."""
+    """Settings of GPUs: one kernel for what would be several; sums of gradients inside the products would need Apex."""
     return {
         **dict.fromkeys(("bias_dropout_fusion", "bias_activation_fusion"), True),
         "apply_rope_fusion": not shape.has("rotary_pairs"),  # the kernel for packs turns halves, whatever it is told
@@ -137,7 +137,7 @@ def _device_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def _blank(weight: Tensor) -> Tensor:
-    """Rows that only pad a vocabulary are never loaded; whatever they held would reach gradients, as 0 times that."""
+    """Zero a weight: rows that only pad a vocabulary are never loaded, and 0 times what they held reaches gradients."""
     with torch.no_grad():
         return weight.zero_()
 
@@ -146,14 +146,13 @@ def rope_frequencies(hf_config: Mapping[str, Any], head_dim: int) -> Tensor:
     """Rotary frequencies per channel pair, with the scaling that config.json asks for."""
     rope = limits.rope_settings(hf_config)
     frequencies = 1.0 / float(rope["rope_theta"]) ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope["kind"] == "default":
+        return frequencies
+    factor = float(rope["factor"])
     if rope["kind"] == "linear":
-        return frequencies / float(rope["factor"])
-    return _llama3(frequencies, rope) if rope["kind"] == "llama3" else frequencies
-
-
-def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
-    old_length, factor = float(rope["original_max_position_embeddings"]), float(rope["factor"])
+        return frequencies / factor
+    # llama3: long waves are stretched, short ones kept, those between blended
+    old_length = float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     turns = old_length * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -184,24 +183,14 @@ class PolicyModel(GPTModel):
         if host.ON_HOST:
             angles = self.rotary_pos_emb(pack.longest)
             return PackedRows(pack), angles[pack.positions_S]
+        starts, longest = pack.starts, pack.longest
         params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=pack.starts,
-            cu_seqlens_kv=pack.starts,
-            max_seqlen_q=pack.longest,
-            max_seqlen_kv=pack.longest,
+            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
         )
         return params, self.rotary_pos_emb(pack.longest, packed_seq=True)
 
 
-def build(
-    model: Model,
-    config: TransformerConfig,
-    *,
-    first: bool,
-    last: bool,
-    chunk: int | None = None,
-) -> PolicyModel:
+def build(model: Model, config: TransformerConfig, *, first: bool, last: bool, chunk: int | None = None) -> PolicyModel:
     """One pipeline stage (or one chunk of it) with weights not yet loaded."""
     shape = model.shape
     policy = PolicyModel(
@@ -228,8 +217,8 @@ def build(
 
 
 def mark_experts(policy: torch.nn.Module, shape: ModelShape) -> None:
-    """Transformer Engine's grouped experts lack the mark of a split weight (2.20): megatron-core would take those of
-    every tensor-parallel rank but the first for copies, and leave them out of the gradient's norm.
+    """Mark experts' weights as split, which Transformer Engine's grouped ones are not (2.20): megatron-core would take
+    those of every tensor-parallel rank but the first for copies, and leave them out of the gradient's norm.
     """
     for name, parameter in policy.named_parameters():
         if find(global_name(name, 0, 0), shape).row.expert:

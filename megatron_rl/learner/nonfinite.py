@@ -1,4 +1,4 @@
-"""What follows when a loss or a gradient is not a number: the update is left out, and written down; or the run ends.
+"""A loss or a gradient that is not a number: the update is left out, and written down; or the run ends.
 
 dumps/nonfinite_12/          after 12 optimizer steps
   minibatch_1.safetensors    of the first update in a row that was left out; its metrics are metadata
@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -24,11 +24,9 @@ from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config.schema import OnNonFinite
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import state
+from megatron_rl.learner.forward import ForwardPasses
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.types import Batch, Targets
-
-if TYPE_CHECKING:
-    from megatron_rl.learner.learner import Learner
 
 STEPS_IN_A_ROW = 10  # whose updates may all be left out: more, and the run only costs money
 POLICY, CONFIG = "policy", "config.yaml"
@@ -40,10 +38,9 @@ class NonFiniteError(ArithmeticError):
 
 
 class NonFiniteUpdates:
-    """Of one rank; all ranks meet the same updates, because loss and gradient norm are those of all of them."""
+    """One rank's answer to such updates; all ranks meet the same ones: loss and gradient norm are those of all."""
 
-    def __init__(self, learner: Learner, dump_dir: Path | None, note: Callable[[str], None]) -> None:
-        self.in_a_row = 0
+    def __init__(self, learner: ForwardPasses, dump_dir: Path | None, note: Callable[[str], None]) -> None:
         self._learner, self._dump_dir, self._note = learner, dump_dir, note
         self._most = STEPS_IN_A_ROW * learner.learner.n_minibatches
         config = learner.megatron_config
@@ -51,19 +48,16 @@ class NonFiniteUpdates:
         self._random: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Before an update that draws random numbers: they are part of it."""
+        """Keep the random states before an update that draws from them: they are part of it."""
         if self._draws:
             self._random = state.random_tensors(self._learner)
 
-    def end(self) -> None:
-        """After an update that was finite."""
-        self.in_a_row = 0
-
     def met(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:
-        self.in_a_row += 1
-        policy, steps = self._learner.learner.on_nonfinite, self._learner.steps
+        learner = self._learner
+        learner.left_out_in_a_row += 1
+        policy, steps, in_a_row = learner.learner.on_nonfinite, learner.steps, learner.left_out_in_a_row
         found = f"loss {metrics.get('loss/total', 0.0)}, gradient norm {norm} after {steps} optimizer steps"
-        ends = policy is OnNonFinite.raise_ or self.in_a_row > self._most
+        ends = policy is OnNonFinite.raise_ or in_a_row > self._most
         where = ""
         if self._dump_dir is not None and (ends or policy is OnNonFinite.skip_and_dump):
             where = self._dump(self._dump_dir, targets, {**metrics, "optim/grad_norm": norm})
@@ -74,17 +68,17 @@ class NonFiniteUpdates:
             )
         if ends:
             raise NonFiniteError(
-                f"{found}: not a number, for the {self.in_a_row}th update in a row; learner.on_nonfinite="
+                f"{found}: not a number, for the {in_a_row}th update in a row; learner.on_nonfinite="
                 f"{policy.value} leaves out {self._most}, those of {STEPS_IN_A_ROW} steps{where}. Lower optim.lr, or "
                 "mend what makes the value, and go on from a checkpoint"
             )
         self._note(f"{found}: not a number, so that this update is left out{where}")
 
     def _dump(self, dump_dir: Path, targets: Targets, metrics: Mapping[str, float]) -> str:
-        """All ranks write; how to repeat it, or why that will not do."""
-        folder = dump_dir / f"nonfinite_{self._learner.steps}"
-        path = folder / f"minibatch_{self.in_a_row}.safetensors"
-        whole = exchange(self.in_a_row > 1 and (folder / POLICY / "metadata.json").exists())[0]
+        """Write the update on all ranks; how to repeat it, or why that will not do."""
+        folder, number = dump_dir / f"nonfinite_{self._learner.steps}", self._learner.left_out_in_a_row
+        path = folder / f"minibatch_{number}.safetensors"
+        whole = exchange(number > 1 and (folder / POLICY / "metadata.json").exists())[0]
         problem = self._on_driver(lambda: self._write_minibatch(path, targets, metrics, whole))
         if problem is None and not whole:
             problem = self._write_policy(folder / POLICY)
@@ -93,7 +87,7 @@ class NonFiniteUpdates:
         return f"; `megatron-rl rerun-step {path}` repeats it"
 
     def _on_driver(self, write: Callable[[], None]) -> str | None:
-        """Why it could not, on every rank."""
+        """Write on the driver alone; why that failed, on every rank."""
         problem = None
         if self._learner.is_driver:
             try:
@@ -117,12 +111,10 @@ class NonFiniteUpdates:
         write_tensors(tensors | self._random, path, metadata={"about": json.dumps(about)})
 
     def _write_policy(self, folder: Path) -> str | None:
-        """Every rank its part of the weights; why one of them could not."""
+        """Write each rank's part of the weights; why one of them could not."""
         outcome: dict[str, Any] = {}
-        blocks = (
-            block for block in state.LearnerState(self._learner).blocks() if not block.key.startswith(state.OPTIMIZER)
-        )
-        weights = (replace(block, tensor=block.tensor.cpu()) for block in blocks)
+        blocks = state.LearnerState(self._learner).blocks()
+        weights = (replace(one, tensor=one.tensor.cpu()) for one in blocks if not one.key.startswith(state.OPTIMIZER))
         try:
             outcome["written"] = write_blocks(folder / f"rank_{self._learner.rank}.distcp", weights)
         except (OSError, RuntimeError) as error:
@@ -135,7 +127,7 @@ class NonFiniteUpdates:
 
 
 def read_minibatch(path: Path) -> tuple[Targets, dict[str, Tensor], dict[str, Any]]:
-    """What a dump holds: the minibatch, random states, and what was said of it."""
+    """A dump's minibatch, random states, and metadata."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about = json.loads((file.metadata() or {})["about"])

@@ -1,7 +1,8 @@
-"""megatron-core's optimizer and its sums of gradients over replicas: their settings, and clipping by a known norm."""
+"""megatron-core's optimizer and its sums of gradients over replicas: their settings, the learning rate, clipping."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -14,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallelConfig  # isort: sk
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from megatron_rl.config.schema import OptimSection, Precision
+from megatron_rl.config.schema import Decay, OptimSection, Precision
 from megatron_rl.learner import limits
 
 # of OptimizerConfig, where `optim.megatron` names no others
@@ -36,7 +37,7 @@ def optimizer_config(optim: OptimSection, precision: Precision, params_dtype: to
 
 
 def replicas_config(optim: OptimSection, replicas: int) -> DistributedDataParallelConfig:
-    """How replicas add gradients up. On GPUs a bucket travels as soon as backward has filled it; on hosts, where the
+    """Settings of sums over replicas. On GPUs a bucket travels as soon as backward has filled it; on hosts, where the
     same cores compute and send, all of them travel at the end.
     """
     given = _those_of(DistributedDataParallelConfig, optim.megatron)
@@ -58,3 +59,14 @@ def clip(optimizer: Any, norm: float, limit: float) -> None:
         parameters = each.get_parameters()
         if limit > 0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, max_norm=limit, total_norm=norm)
+
+
+def learning_rate(optim: OptimSection, step: int, total_steps: int) -> float:
+    """The rate of optimizer step `step` (from 0) of `total_steps`: a linear warmup, then the decay."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    if optim.decay == Decay.constant:
+        return optim.lr
+    done = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
+    left = 1.0 - done if optim.decay == Decay.linear else 0.5 * (1.0 + math.cos(math.pi * done))
+    return optim.min_lr + (optim.lr - optim.min_lr) * left

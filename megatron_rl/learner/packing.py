@@ -1,4 +1,4 @@
-"""Rows of a batch to packs: which rank trains which rows, in which micro-batches, and how a pack is laid out.
+"""Packs made of a batch's rows: which rank trains which rows, in which micro-batches, and how a pack is laid out.
 
 Everything here is a pure function of lengths, so every rank works out the same packs without talking.
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.learner.one_copy import in_one_copy
+from megatron_rl.learner.device import in_one_copy
 from megatron_rl.types import Batch
 
 # a bucket takes sequences down to this share of its longest one
@@ -56,7 +56,7 @@ class Pack:
         return len(self.blanks) == 0
 
     def to(self, device: torch.device) -> Pack:
-        """What padded buckets are read by stays: only attention on a host looks at it."""
+        """The pack on a device. What padded buckets are read by stays: only attention on a host looks at it."""
         stays = ("padded_index_X", "packed_index_S", "blanks")
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) and name not in stays}
         return Pack(**{**vars(self), **in_one_copy(tensors, device)})
@@ -68,15 +68,9 @@ class Pack:
 
 
 def assign_rows(
-    lengths: Sequence[int],
-    replicas: int,
-    budget: int,
-    at_least: int = 1,
-    same_count: bool = False,
-    count_multiple: int = 1,
-    attention: float = 0.0,
-    in_step: bool = False,
-) -> list[list[list[int]]]:
+    lengths: Sequence[int], replicas: int, budget: int, at_least: int = 1, same_count: bool = False,
+    count_multiple: int = 1, attention: float = 0.0, in_step: bool = False,
+) -> list[list[list[int]]]:  # fmt: skip
     """Row numbers per replica and micro-batch; a micro-batch may be empty.
 
     A micro-batch holds at most `budget` tokens unless a single row is longer. `at_least` micro-batches are
@@ -100,15 +94,10 @@ def assign_rows(
 
 
 def _fit(
-    rows: Sequence[int],
-    lengths: Sequence[int],
-    by: Sequence[float],
-    budget: int,
-    at_least: int,
-    multiple: int = 1,
+    rows: Sequence[int], lengths: Sequence[int], by: Sequence[float], budget: int, at_least: int, multiple: int = 1,
     together: int = 1,
-) -> list[list[int]]:
-    """The least number of micro-batches that keep to the budget, of `together` replicas."""
+) -> list[list[int]]:  # fmt: skip
+    """Micro-batches of `together` replicas that keep to the budget, as few as will do."""
     tokens = sum(lengths[row] for row in rows)
     most = -(-len(rows) // together)  # more than there are rows would be empty
     count = max(1, min(max(-(-tokens // (budget * together)), at_least), most))
@@ -123,7 +112,7 @@ def _fit(
 def _within(
     rows: Sequence[int], lengths: Sequence[int], by: Sequence[float], budget: int, count: int
 ) -> list[list[int]] | None:
-    """So many micro-batches, alike in `by`, or in length where only that keeps to the budget. None: neither does."""
+    """`count` micro-batches, alike in `by`, or in length where only that keeps to the budget. None: neither does."""
     for weights in (lengths,) if by is lengths else (by, lengths):
         packs = _spread(rows, weights, count)
         if all(len(pack) <= 1 or sum(lengths[row] for row in pack) <= budget for pack in packs):
@@ -132,7 +121,7 @@ def _within(
 
 
 def _spread(rows: Sequence[int], by: Sequence[float], count: int) -> list[list[int]]:
-    """The largest row left goes to the emptiest bin; rows keep their order inside a bin."""
+    """Bins of like load: the largest row left goes to the emptiest one; rows keep their order inside a bin."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0.0, index) for index in range(count)]
     for row in sorted(rows, key=lambda row: (-by[row], row)):
@@ -215,7 +204,7 @@ def _buckets(lengths: Sequence[int]) -> tuple[Bucket, ...]:
 
 
 def _padding(spans: Sequence[int], buckets: Sequence[Bucket], starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How to read a pack as padded buckets, and back."""
+    """Indices that read a pack as padded buckets, and back."""
     widths = [bucket.length for bucket in buckets for _ in range(bucket.sequences)]
     column_X = _ramp(widths)
     sequence_X = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(widths))

@@ -48,15 +48,22 @@ class LearnerRank:
         self.layout = layout
         self._check(learner)
         self.place = layout.place(self.rank)
-        _limit_threads(int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
+        self.is_driver = self.rank == 0
+        self.first_stage, self.last_stage = self.place.pp == 0, self.place.pp == layout.pp - 1
+        # one rank per replica speaks for its loss: the last stage's first tensor-parallel rank
+        self.reports = self.last_stage and self.place.tp == 0
+        if "OMP_NUM_THREADS" not in os.environ:  # ranks of one machine share its cores: more threads would wait
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+        limit_new_threads_to_one_core()  # gloo's
         with _meeting():
             _join(self.rank, self.world_size, self._limit)
             self.device = _device()  # rank 0 comes when an engine that shares the GPUs sleeps: none is touched before
-            self._form_groups(learner)
-        require_same_place(self.place, megatron_place())
+            self.groups = self._form_groups(learner)
+        require_same_place(self.place)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
-    def _form_groups(self, learner: LearnerSection) -> None:
+    def _form_groups(self, learner: LearnerSection) -> ShardGroups:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=learner.tensor_parallel,
             pipeline_model_parallel_size=learner.pipeline_parallel,
@@ -65,6 +72,11 @@ class LearnerRank:
             expert_tensor_parallel_size=self.layout.etp,
             distributed_timeout_minutes=math.ceil(self._limit.total_seconds() / 60),
             create_gloo_process_groups=not host.ON_HOST,
+        )
+        return ShardGroups(
+            self.place,
+            tensor=TorchGroup(parallel_state.get_tensor_model_parallel_group()),
+            expert_tensor=TorchGroup(parallel_state.get_expert_tensor_parallel_group()),
         )
 
     def _check(self, learner: LearnerSection) -> None:
@@ -77,31 +89,6 @@ class LearnerRank:
             )
         for problem in pipeline(learner):
             raise ValueError(problem)
-
-    @property
-    def groups(self) -> ShardGroups:
-        return ShardGroups(
-            self.place,
-            tensor=TorchGroup(parallel_state.get_tensor_model_parallel_group()),
-            expert_tensor=TorchGroup(parallel_state.get_expert_tensor_parallel_group()),
-        )
-
-    @property
-    def is_driver(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def first_stage(self) -> bool:
-        return self.place.pp == 0
-
-    @property
-    def last_stage(self) -> bool:
-        return self.place.pp == self.layout.pp - 1
-
-    @property
-    def reports(self) -> bool:
-        """One rank per replica speaks for its loss: the last stage's first tensor-parallel rank."""
-        return self.last_stage and self.place.tp == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor)
@@ -132,9 +119,9 @@ class LearnerRank:
         return value
 
 
-def megatron_place() -> Place:
-    """This rank's place as megatron-core sees it."""
-    return Place(
+def require_same_place(ours: Place) -> None:
+    """Raise, on every rank, where one counts otherwise than megatron-core: it would load one shard and send another."""
+    megatrons = Place(
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),
         ep=parallel_state.get_expert_model_parallel_rank(),
@@ -142,10 +129,6 @@ def megatron_place() -> Place:
         dp=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         edp=parallel_state.get_expert_data_parallel_rank(),
     )
-
-
-def require_same_place(ours: Place, megatrons: Place) -> None:
-    """A rank that counts otherwise than megatron-core would load one shard and send another. Raised on every rank."""
     answers = exchange(None if ours == megatrons else f"{ours} by our layout, {megatrons} by megatron-core")
     wrong = [f"rank {rank} is at {places}" for rank, places in enumerate(answers) if places]
     if wrong:
@@ -195,13 +178,6 @@ def _device() -> torch.device:
     return device
 
 
-def _limit_threads(local_ranks: int) -> None:
-    """Ranks of one machine share its cores; more threads than cores wait for each other."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
-    limit_new_threads_to_one_core()  # gloo's
-
-
 def _join(rank: int, world_size: int, limit: timedelta) -> None:
     if dist.is_initialized():
         return
@@ -220,7 +196,7 @@ def _join(rank: int, world_size: int, limit: timedelta) -> None:
 
 @contextmanager
 def _meeting() -> Iterator[None]:
-    """Around all that ranks do to find each other."""
+    """Say what to do where ranks cannot find each other."""
     try:
         yield
     except dist.DistStoreError as error:
@@ -232,7 +208,7 @@ def _meeting() -> Iterator[None]:
 
 
 def _store(rank: int, world_size: int, limit: timedelta) -> dist.TCPStore:
-    """Rank 0's. It listens on the interface of MASTER_ADDR alone; torch by itself would on all of them."""
+    """Rank 0's store, which listens on the interface of MASTER_ADDR alone; torch by itself would on all of them."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = None
     if rank == 0:

@@ -1,4 +1,4 @@
-"""What a learner has to keep to go on exactly where it was: weights, optimizer, random states, what it has measured.
+"""A learner's state, to go on exactly where it was: weights, optimizer, random states, what it has measured.
 
 Weights and optimizer are kept as whole tensors (`models/regions.py`), so that any layout can go on. The rest is small,
 and each rank's own.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.learner import host  # noqa: F401 - before megatron
+from megatron_rl.learner.forward import ForwardPasses  # patches the host before megatron is imported
 
 from megatron.core import tensor_parallel  # isort: skip
 
@@ -26,9 +26,6 @@ from megatron_rl.models.mapping import Param, find
 from megatron_rl.models.regions import Region, run_regions, shard_regions
 from megatron_rl.models.table import Split
 
-if TYPE_CHECKING:
-    from megatron_rl.learner.learner import Learner
-
 OPTIMIZER = "optimizer.state."  # as megatron-core names it
 RANDOM = "rng."
 TRACKER = f"{RANDOM}tracker."
@@ -38,7 +35,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 class LearnerState:
     """A learner as a checkpoint saves and restores it (checkpoint/saver.py)."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: ForwardPasses) -> None:
         self._learner = learner
         self.rank, self.is_driver = learner.rank, learner.is_driver
         self.layout, self.device = learner.layout, learner.device
@@ -48,65 +45,66 @@ class LearnerState:
         return self._learner.steps
 
     def blocks(self) -> Iterator[Block]:
-        """What this rank has to write, as views of the learner's own memory; no two ranks write the same."""
-        for name, parameter in self._learner.named_parameters():
-            param = find(name, self._learner.shape)
-            if not _writes(self._learner, param):
+        """The blocks that this rank has to write, views of the learner's own memory; no two ranks write the same."""
+        learner, shape = self._learner, self._learner.shape
+        for param, parameter in self._params():
+            if not _writes(learner, param):
                 continue
-            entry, *_ = entries(param, self._learner.shape, stacked=not self._learner.shape.dense_layers)
+            entry, *_ = entries(param, shape, stacked=not shape.dense_layers)
             whole = param.local_shape(Layout())
-            regions = shard_regions(param, self._learner.layout, self._learner.place)
-            if _first_replica(self._learner, param):
+            regions = shard_regions(param, learner.layout, learner.place)
+            if (learner.place.edp if param.row.expert else learner.place.dp) == 0:  # of replicas the first
                 for region in regions:
                     yield part_of(entry, whole, region.offset, _part(parameter.detach(), region))
-            for kind, run, start, stop in _optimizer_runs(self._learner, parameter):
+            for kind, run, start, stop in _optimizer_runs(learner, parameter):
                 for at, region in run_regions(regions, tuple(parameter.shape), start, stop):
                     values = run[at : at + torch.Size(region.size).numel()].view(region.size)
                     yield part_of(entry, whole, region.offset, values, f"{OPTIMIZER}{kind}.")
 
     def restore(self, reader: Reader, steps: int) -> None:
-        """Weights and optimizer after `steps` optimizer steps, written by a learner of any layout."""
-        if steps:
-            for each in _optimizers(self._learner):
-                each._init_optimizer_states_with_dummy_values()  # overwritten below
-        for name, parameter in self._learner.named_parameters():
-            _fill(self._learner, reader, find(name, self._learner.shape), parameter.data)
-        self._learner.optimizer.reload_model_params()
-        self._learner.weights_changed()
-        for name, parameter in self._learner.named_parameters() if steps else ():
-            for kind, run, start, stop in _optimizer_runs(self._learner, parameter):
+        """Load weights and optimizer after `steps` optimizer steps, written by a learner of any layout."""
+        learner = self._learner
+        optimizers = learner.optimizer.chained_optimizers if steps else ()
+        for each in optimizers:
+            each._init_optimizer_states_with_dummy_values()  # overwritten below
+        for param, parameter in self._params():
+            _fill(learner, reader, param, parameter.data)
+        learner.optimizer.reload_model_params()
+        learner.weights_changed()
+        for param, parameter in self._params() if steps else ():
+            for kind, run, start, stop in _optimizer_runs(learner, parameter):
                 local = torch.zeros(parameter.shape, dtype=run.dtype)
-                _fill(self._learner, reader, find(name, self._learner.shape), local, f"{OPTIMIZER}{kind}.")
+                _fill(learner, reader, param, local, f"{OPTIMIZER}{kind}.")
                 run.copy_(local.flatten()[start:stop])
-        for each in _optimizers(self._learner) if steps else ():
+        for each in optimizers:
             _set_steps(each.optimizer, steps)
-        self._learner.steps = steps
+        learner.steps = steps
+
+    def _params(self) -> Iterator[tuple[Param, torch.nn.Parameter]]:
+        for name, parameter in self._learner.named_parameters():
+            yield find(name, self._learner.shape), parameter
 
     def own(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """This rank's small rest: tensors, and text."""
-        tensors = random_tensors(self._learner) | {
-            name: value.clone() for name, value in self._learner.measured().items()
-        }
-        return tensors, {
-            "rng.python": json.dumps(random.getstate()),
-            "nonfinite": str(self._learner.nonfinite.in_a_row),
-        }
+        """The small rest of the state, which is this rank's own: tensors, and text."""
+        measured = {name: value.clone() for name, value in self._learner.measured().items()}
+        text = {"rng.python": json.dumps(random.getstate()), "nonfinite": str(self._learner.left_out_in_a_row)}
+        return random_tensors(self._learner) | measured, text
 
     def restore_own(self, tensors: dict[str, Tensor], text: dict[str, str]) -> None:
         self._learner.measure(tensors)
         restore_random(self._learner, tensors)
         version, numbers, gauss = json.loads(text["rng.python"])
         random.setstate((version, tuple(numbers), gauss))
-        self._learner.nonfinite.in_a_row = int(text.get("nonfinite", 0))
+        self._learner.left_out_in_a_row = int(text.get("nonfinite", 0))
 
     def restore_measured(self, ranks: list[dict[str, Tensor]]) -> None:
-        """From ranks of another layout: what any of them has seen. Their random states mean nothing here."""
+        """Take over what any rank of another layout has seen. Their random states mean nothing here."""
         seen = {name: torch.stack([rank[name] for rank in ranks]).amax(0) for name in self._learner.measured()}
         self._learner.measure(seen)
 
 
-def random_tensors(learner: Learner) -> dict[str, Tensor]:
-    """What the model's own random numbers come from."""
+def random_tensors(learner: ForwardPasses) -> dict[str, Tensor]:
+    """The states that the model's own random numbers come from."""
     tensors = {"rng.cpu": torch.get_rng_state()}
     for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
         tensors[f"{TRACKER}{name}"] = state
@@ -115,7 +113,7 @@ def random_tensors(learner: Learner) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in tensors.items()}
 
 
-def restore_random(learner: Learner, tensors: dict[str, Tensor]) -> None:
+def restore_random(learner: ForwardPasses, tensors: dict[str, Tensor]) -> None:
     torch.set_rng_state(tensors["rng.cpu"])
     states = {name.removeprefix(TRACKER): value for name, value in tensors.items() if name.startswith(TRACKER)}
     tensor_parallel.get_cuda_rng_tracker().set_states(states)
@@ -123,16 +121,12 @@ def restore_random(learner: Learner, tensors: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(tensors["rng.device"])
 
 
-def _writes(learner: Learner, param: Param) -> bool:
-    """Of the ranks that hold the same shard in a tensor-parallel group, the first."""
+def _writes(learner: ForwardPasses, param: Param) -> bool:
+    """Whether this rank is the first of those that hold the same shard in a tensor-parallel group."""
     if param.row.copy:
         return False
     _, place = param.tensor_parallel(learner.layout, learner.place)
     return param.row.split is not Split.replicated or place == 0
-
-
-def _first_replica(learner: Learner, param: Param) -> bool:
-    return (learner.place.edp if param.row.expert else learner.place.dp) == 0
 
 
 def _part(local: Tensor, region: Region) -> Tensor:
@@ -141,21 +135,17 @@ def _part(local: Tensor, region: Region) -> Tensor:
     return local
 
 
-def _fill(learner: Learner, reader: Reader, param: Param, local: Tensor, kind: str = "") -> None:
-    """A shard, or what the optimizer keeps for it; a copy of tied embeddings is filled from the embeddings."""
+def _fill(learner: ForwardPasses, reader: Reader, param: Param, local: Tensor, kind: str = "") -> None:
+    """Fill a shard, or what the optimizer keeps for it; a copy of tied embeddings from the embeddings."""
     stored = find(EMBEDDING, learner.shape) if param.row.copy else param
     entry = reader.find(stored, learner.shape)
     for region in shard_regions(stored, learner.layout, learner.place):
         _part(local, region).copy_(reader.read(entry, region.offset, region.size, kind))
 
 
-def _optimizers(learner: Learner) -> Iterator[Any]:
-    yield from learner.optimizer.chained_optimizers
-
-
-def _optimizer_runs(learner: Learner, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor, int, int]]:
+def _optimizer_runs(learner: ForwardPasses, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor, int, int]]:
     """(kind, flat values, from, to) of what this rank's optimizer holds of a shard."""
-    for each in _optimizers(learner):
+    for each in learner.optimizer.chained_optimizers:
         if parameter not in each.model_param_group_index_map:
             continue
         held = each._get_model_param_range_map(parameter)["param"]
@@ -166,7 +156,7 @@ def _optimizer_runs(learner: Learner, parameter: torch.nn.Parameter) -> Iterator
 
 
 def _set_steps(optimizer: Any, steps: int) -> None:
-    """torch's Adam counts for each parameter, Transformer Engine's for each group."""
+    """Set the step counts, which torch's Adam has for each parameter, Transformer Engine's for each group."""
     for state in optimizer.state.values():
         if "step" in state:
             state["step"] = torch.as_tensor(state["step"]).fill_(steps) if isinstance(state["step"], Tensor) else steps

@@ -1,10 +1,17 @@
-"""Full Hugging Face tensors into a rank's shards, and a random model that no layout can change."""
+"""A policy's weights: Hugging Face tensors into a rank's shards, a random model, and other weights for a while.
+
+How far does one rounding move this policy's logprobs? Told by the learner alone, whatever its sampler does. Two
+programs that compute the same model in BF16 differ by roundings. One more is put on every weight: so many of them move
+by one unit in the last place of BF16 that the mean square is that of a rounding. A last bit that is turned over twice
+is what it was, so that nothing is copied and nothing is left behind.
+"""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,17 +21,15 @@ from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shards import local_shard
 
+ONE_IN = 12  # a unit in the last place has 12 times the mean square of a rounding, which is anywhere within half of one
+BLOCK = 1 << 24  # weights, of which the pattern is held at once
 
-def load(
-    named: Iterable[tuple[str, Tensor]],
-    model: Model,
-    place: Place,
-    get_hf: Callable[[str], Tensor],
-) -> None:
+
+@torch.no_grad()
+def load(named: Iterable[tuple[str, Tensor]], model: Model, place: Place, get_hf: Callable[[str], Tensor]) -> None:
     """Fill every local parameter (global names) from full tensors."""
-    with torch.no_grad():
-        for name, parameter in named:
-            parameter.copy_(local_shard(name, model.shape, model.layout, place, get_hf))
+    for name, parameter in named:
+        parameter.copy_(local_shard(name, model.shape, model.layout, place, get_hf))
 
 
 def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
@@ -46,3 +51,44 @@ def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
         return torch.randn(size, generator=generator) * width
 
     return get
+
+
+@contextmanager
+def exchanged(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
+    """Let the parameters hold other values for a while."""
+    present = [parameter.detach().clone() for parameter in parameters]
+    _overwrite(parameters, others)
+    try:
+        yield
+    finally:
+        _overwrite(parameters, present)
+
+
+@torch.no_grad()
+def _overwrite(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+@contextmanager
+def rounded_again(parameters: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+    """Round once more. The pattern is made from a parameter's name: what several ranks hold alike stays alike."""
+    turned: list[tuple[str, Tensor]] = []
+    try:
+        for name, parameter in parameters:
+            turned.append((name, parameter))
+            _turn_over(name, parameter)
+        yield
+    finally:
+        for name, parameter in turned:
+            _turn_over(name, parameter)
+
+
+@torch.no_grad()
+def _turn_over(name: str, parameter: Tensor) -> None:
+    bits = parameter.detach().view(-1).view({2: torch.int16, 4: torch.int32}[parameter.element_size()])
+    last = 1 << (8 * parameter.element_size() - 16)  # of BF16: the upper half of an FP32 number
+    draw = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+    for block in bits.split(BLOCK):
+        pattern = torch.empty_like(block).random_(0, ONE_IN, generator=draw).eq_(0)
+        block.bitwise_xor_(pattern.mul_(last))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import Config, RolloutSource
-from megatron_rl.learner.operations import operations
+from megatron_rl.learner.costs import operations
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine

@@ -20,7 +20,7 @@ from megatron_rl.quantization.formats import FP8_MAX, SCALE_DTYPE
 
 
 class CacheScales:
-    """Equal on every rank of the learner. `take_cache_amax`: [L, 2] of what this rank saw since it was last asked."""
+    """The scales, equal on every rank. `take_cache_amax`: [L, 2] of what this rank saw since it was last asked."""
 
     def __init__(self, layers: int, world: Group, take_cache_amax: Callable[[], Tensor]) -> None:
         self._layers, self._world, self._take = layers, world, take_cache_amax
@@ -32,7 +32,7 @@ class CacheScales:
         return tuple(TensorSpec(name, SCALE_DTYPE, (1,)) for name in self._names())
 
     def begin_sync(self) -> None:
-        """Every rank, at the start of a sync. A layer that nothing was seen of keeps the scale that it has."""
+        """Make the scales of a sync, on every rank. A layer that nothing was seen of keeps the scale that it has."""
         if self._repeats:
             self._repeats = False
             return
@@ -52,7 +52,7 @@ class CacheScales:
         return {} if self._scales_L2 is None else {"cache_scales": self._scales_L2}
 
     def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
-        """`repeats`: the next sync is the one before the checkpoint again, with the scales that it had."""
+        """Load scales. `repeats`: the next sync is the one before the checkpoint again, with the scales that it had."""
         if "cache_scales" in state:
             self._scales_L2 = state["cache_scales"]
             self._repeats = repeats

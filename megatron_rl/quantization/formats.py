@@ -1,4 +1,5 @@
-"""What each weight format is: which layers it holds quantized, what tensors they become, where it runs. Torch-free.
+"""What each weight format is: which layers it holds quantized, what tensors they become, where it runs, and how vLLM is
+told of it. Torch-free.
 
 Runs are (start, length) along the split dimension of a full tensor. O output features, I input features.
 """
@@ -9,8 +10,9 @@ import platform
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_rl.config.schema import Device, Format
+from megatron_rl.config.schema import Device, Format, KvCache
 from megatron_rl.models.mapping import HfSlice
 from megatron_rl.models.tensors import TensorSpec
 
@@ -55,12 +57,12 @@ NEVER_QUANTIZED = ("lm_head", r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.g
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:
-    """Whether an entry names this module: in full, or as a `re:` pattern matched from the start."""
+    """Whether an entry of `ignore` names this module: in full, or as a `re:` pattern matched from the start."""
     return any(re.match(entry[3:], module) if entry.startswith("re:") else entry == module for entry in ignore)
 
 
 def all_ignored(ignore: Sequence[str]) -> list[str]:
-    """quantization.ignore, and what no format quantizes."""
+    """The entries of quantization.ignore, and what no format quantizes."""
     return sorted({*ignore, *NEVER_QUANTIZED})
 
 
@@ -86,6 +88,28 @@ def format_problem(format: Format, kind: Device, name: str, capability: float | 
     if format in (Format.fp8, Format.fp8_block) and capability is not None and capability < FP8_CAPABILITY:
         return f"FP8 W8A8 needs compute capability {FP8_CAPABILITY}, {name} has {capability}"
     return None
+
+
+def quantization_config(
+    format: Format, ignore: Sequence[str], kv_cache: KvCache = KvCache.none
+) -> dict[str, Any] | None:
+    """The `quantization_config` of config.json: W8A8, weights per output channel, activations per token."""
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    cached = {} if kv_cache == KvCache.none else {"kv_cache_scheme": cache}
+    about = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed"}
+    if format == Format.none:
+        return {**about, "ignore": [], "config_groups": {}, **cached} if cached else None
+    kind = "int" if QUANTIZED[format].integer else "float"
+    weights: dict[str, Any] = {
+        "num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False
+    }  # fmt: skip
+    activations: dict[str, Any] = {**weights, "strategy": "token", "dynamic": True}
+    if QUANTIZED[format].blocks:
+        weights |= {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
+        activations |= {"strategy": "group", "group_size": BLOCK}
+    linear = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    about["format"] = f"{kind}-quantized"
+    return {**about, "ignore": all_ignored(ignore), "config_groups": {"group_0": linear}, **cached}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_rl.processes import instructions
-from megatron_rl.quantization import engine_int8
+from megatron_rl.quantization import vllm_operators
 from megatron_rl.quantization.formats import FP8_MAX, INT8_MAX
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -44,8 +44,8 @@ def has_fp8() -> bool:
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """FP32 as vLLM's own kernels for hosts store it (rotary embedding, attention): cut off, where the processor does
-    not round to BF16 by itself.
+    """FP32 values as vLLM's kernels for hosts store them (rotary embedding, attention): cut off, where the processor
+    does not round to BF16 by itself.
     """
     rounded = torch.cpu._is_avx512_bf16_supported() or x.device.type != "cpu"
     if rounded or (x.dtype, dtype) != (torch.float32, torch.bfloat16):
@@ -55,7 +55,7 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def install() -> None:
-    """Puts them in front of torch's own, for the whole process."""
+    """Put these products in front of torch's own, for the whole process."""
     if torch.cuda.is_available() or has_bf16():
         return
     library = torch.library.Library("aten", "IMPL")
@@ -66,7 +66,7 @@ def install() -> None:
 
 
 def _through_fp32(product: Any) -> Any:
-    """`product` writes into a given tensor: that is torch's own kernel, which nothing is in front of."""
+    """BF16 multiplied in FP32 by `product`, which writes into a given tensor: torch's kernel, with nothing in front."""
 
     def multiply(*matrices: torch.Tensor, **scales: Any) -> torch.Tensor:
         left, right = matrices[-2:]
@@ -103,8 +103,8 @@ def int8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple
 
     `amax_M1`: the largest magnitude of each token, where others hold more of its features.
     """
-    if amax_M1 is None and x_MK.dtype == torch.bfloat16 and x_MK.numel() and engine_int8.is_here():
-        return engine_int8.codes(x_MK)
+    if amax_M1 is None and x_MK.dtype == torch.bfloat16 and x_MK.numel() and vllm_operators.has_int8():
+        return vllm_operators.int8_codes(x_MK)
     wide_MK = x_MK.float()
     scale_M1 = int8_scale(wide_MK.abs().amax(1, keepdim=True) if amax_M1 is None else amax_M1)
     inverse_M1 = 1 / scale_M1
@@ -131,8 +131,8 @@ class Int8Weight:
         self._scale_N = scale_N1.detach().reshape(-1).clone()
 
     @functools.cached_property
-    def _kernel(self) -> engine_int8.Int8Kernel:
-        return engine_int8.Int8Kernel(self._codes_NK, self._scale_N.unsqueeze(1))
+    def _kernel(self) -> vllm_operators.Int8Kernel:
+        return vllm_operators.Int8Kernel(self._codes_NK, self._scale_N.unsqueeze(1))
 
     @functools.cached_property
     def _codes_KN(self) -> torch.Tensor:
@@ -142,27 +142,27 @@ class Int8Weight:
     def product(
         self, codes_MK: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        if dtype == torch.bfloat16 and codes_MK.numel() and engine_int8.is_here():
+        if dtype == torch.bfloat16 and codes_MK.numel() and vllm_operators.has_int8():
             return self._kernel.product(codes_MK, scale_M1, bias_N)
         return self.scaled(self.sums(codes_MK), scale_M1, bias_N, dtype)
 
     def scaled(
         self, sums_MN: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The scales in the order of oneDNN's kernel, so that the outputs are its own to the last bit."""
+        """Outputs, scaled in the order of oneDNN's kernel, so that they are its own to the last bit."""
         out_MN = sums_MN.mul_(self._scale_N).mul_(scale_M1)
         if bias_N is not None:
             out_MN += bias_N
         return out_MN.to(dtype)
 
     def sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
-        """Exact, then rounded to FP32."""
+        """Sums that are exact, then rounded to FP32."""
         if len(self._parts) == 1:
             return torch.nn.functional.linear(codes_MK.float(), self._parts[0])
         return self.addable_sums(codes_MK).float()
 
     def addable_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
-        """Exact, INT32."""
+        """Sums that are exact, INT32."""
         if not self._parts:
             return torch._int_mm(codes_MK, self._codes_KN)
         total_MN = torch.zeros((len(codes_MK), self.n), dtype=torch.int32)
@@ -176,7 +176,7 @@ def fp8_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `int8_codes`, of FP8: as vLLM makes them for its kernels on hosts."""
+    """FP8 codes of activations and a scale per token, as vLLM makes them for its kernels on hosts."""
     scale_M1 = fp8_scale(x_MK.abs().amax(1, keepdim=True).float() if amax_M1 is None else amax_M1)
     # the largest of a row may come out a rounding beyond FP8's largest
     codes_MK = (x_MK.float() * scale_M1.reciprocal()).clamp_(-FP8_MAX, FP8_MAX)
@@ -209,14 +209,14 @@ class Fp8Weight:
     def scaled(
         self, sums_MN: torch.Tensor, scale_M1: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The sums are rounded, then scaled in FP32: the token's scale first."""
+        """Outputs: sums that are rounded, then scaled in FP32, the token's scale first."""
         out_MN = (sums_MN.to(dtype) * scale_M1).mul_(self._scale_N)
         if bias_N is not None:
             out_MN += bias_N
         return out_MN.to(dtype)
 
     def addable_sums(self, codes_MK: torch.Tensor) -> torch.Tensor:
-        """FP32."""
+        """Sums in FP32."""
         return torch.nn.functional.linear(codes_MK.float(), self._codes_NK.float())
 
 

@@ -1,4 +1,4 @@
-"""Weight quantizers: INT8 and FP8 per output channel, FP8 in 128x128 blocks. Pure functions of tensors.
+"""Weight quantizers: INT8 and FP8 per output channel, FP8 in 128x128 blocks; and how far a weight is off afterwards.
 
 Symmetric, scales in FP32, activations are left to the engine (dynamic, per token). Every element is computed
 from its own value and its scale alone, so that a shard quantized with the amax of the whole tensor holds the
@@ -9,6 +9,9 @@ Shapes: O output features, I input features, P and Q 128-blocks along O and I.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 
 from megatron_rl.config.schema import Format
@@ -16,8 +19,9 @@ from megatron_rl.models.tensors import torch_dtype
 from megatron_rl.quantization.formats import BLOCK, FP8_MAX, QUANTIZED
 
 TINY = 1e-12  # an all-zero row keeps a scale that divides
-
 CACHED_ELEMENTS = 1 << 18  # FP32, for each thread: a megabyte
+WORST = 5  # weights named
+ROWS = 64  # sampled per weight: the estimate costs a few percent of quantizing
 
 
 def row_amax(weight_OI: torch.Tensor) -> torch.Tensor:
@@ -97,7 +101,7 @@ def _quantize_blocks(weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _rows_at_once(weight_OI: torch.Tensor) -> int:
-    """On hosts so many rows that the steps of rounding find them in the processor's cache; elsewhere all."""
+    """How many rows are rounded at once: on hosts as many as the processor's cache holds; elsewhere all."""
     rows, columns = weight_OI.shape
     if weight_OI.device.type != "cpu":
         return max(rows, 1)
@@ -107,3 +111,64 @@ def _rows_at_once(weight_OI: torch.Tensor) -> int:
 def _refuse_non_finite(amax: torch.Tensor) -> None:
     if not bool(torch.isfinite(amax).all()):
         raise ValueError("the weight holds NaN or infinity and cannot be quantized: the learner has diverged")
+
+
+@dataclass(frozen=True)
+class ErrorSample:
+    """Sums over the sampled rows, on the device until `summarize` reads them."""
+
+    name: str
+    squared_error: torch.Tensor
+    squared_weight: torch.Tensor
+    clamped: torch.Tensor
+    elements: int
+
+
+@dataclass(frozen=True)
+class ErrorSummary:
+    worst: tuple[tuple[str, float], ...] = ()  # relative Frobenius error, largest first
+    clamped_fraction: float = 0.0  # values beyond what their scale can express
+    mean: float = 0.0
+
+    @classmethod
+    def merge(cls, summaries: Iterable[ErrorSummary]) -> ErrorSummary:
+        """One summary of all ranks': shards of a weight are different rows of it, the worst stands for the weight."""
+        measured = [part for part in summaries if part.worst]
+        if not measured:
+            return cls()
+        worst: dict[str, float] = {}
+        for name, error in (pair for part in measured for pair in part.worst):
+            worst[name] = max(error, worst.get(name, 0.0))
+        return cls(
+            tuple(sorted(worst.items(), key=lambda item: -item[1])[:WORST]),
+            sum(part.clamped_fraction for part in measured) / len(measured),
+            sum(part.mean for part in measured) / len(measured),
+        )
+
+
+def sample_error(name: str, weight_OI: torch.Tensor, result: dict[str, torch.Tensor], format: Format) -> ErrorSample:
+    quantized_OI, scale = result["weight"], result["weight_scale"]
+    kind = QUANTIZED[format]
+    if kind.blocks:
+        rows, scale = slice(0, BLOCK), scale[:1]  # one row of blocks
+        limit_OI = scale.repeat_interleave(BLOCK, 1)[:, : weight_OI.shape[1]] * kind.largest
+    else:
+        rows = slice(0, None, -(-weight_OI.shape[0] // ROWS))
+        scale = scale[rows]
+        limit_OI = scale * kind.largest
+    original_OI = weight_OI[rows].float()
+    difference_OI = dequantize(quantized_OI[rows], scale) - original_OI
+    beyond_OI = original_OI.abs() > limit_OI * (1 + 1e-5)
+    return ErrorSample(
+        name, difference_OI.square().sum(), original_OI.square().sum(), beyond_OI.sum(), original_OI.numel()
+    )
+
+
+def summarize(samples: list[ErrorSample]) -> ErrorSummary:
+    if not samples:
+        return ErrorSummary()
+    table = torch.stack([torch.stack([s.squared_error, s.squared_weight, s.clamped.float()]) for s in samples]).cpu()
+    relative = (table[:, 0] / table[:, 1].clamp(min=1e-24)).sqrt()
+    worst = tuple((samples[i].name, float(relative[i])) for i in relative.argsort(descending=True)[:WORST].tolist())
+    clamped = float(table[:, 2].sum()) / sum(sample.elements for sample in samples)
+    return ErrorSummary(worst, clamped, float(relative.mean()))

@@ -75,7 +75,7 @@ class Smoothing:
         return {"smoothing": self.scales_LNH, "smoothing.age": torch.tensor(-1 if self._age is None else self._age)}
 
     def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None:
-        """`repeats`: the next sync is the one before the checkpoint again, with the scales that it had."""
+        """Load scales. `repeats`: the next sync is the one before the checkpoint again, with the scales that it had."""
         if "smoothing" in state:
             age = int(state["smoothing.age"])
             self.scales_LNH, self._age = state["smoothing"], None if age < 0 else age
@@ -90,7 +90,7 @@ class Smoothing:
 
 
 def folded(tensor: Tensor, scale_H: Tensor) -> Tensor:
-    """A norm's own weight, or a matrix that reads the norm."""
+    """A norm's own weight, or a matrix that reads the norm, smoothed."""
     scale_H = scale_H.to(tensor)
     return tensor / scale_H if tensor.ndim == 1 else tensor * scale_H
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_rl.config.schema import QuantizationSection
 from megatron_rl.models.model import read_hf_config
-from megatron_rl.quantization.engine_layout import quantization_config
+from megatron_rl.quantization.formats import quantization_config
 from megatron_rl.sampler.protocol import SamplerError
 
 

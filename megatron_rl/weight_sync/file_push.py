@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_rl.config.schema import Format, SyncSection
 from megatron_rl.distributed import exchange
-from megatron_rl.quantization.error import summarize
 from megatron_rl.quantization.formats import BY_FORMAT
+from megatron_rl.quantization.quantize import summarize
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.delta import Lineage, Sent
 from megatron_rl.weight_sync.file_transport import Written, remove_version, update_info, write_over, write_version

@@ -1,7 +1,7 @@
 """How far sampler and learner may be apart after a sync: so many times what one rounding does to this policy.
 
 What a format adds grows with the model: with its depth, its width, how sure it is. So does the noise of one rounding
-more, which the learner tells of its own weights (learner/rounding.py): a sampler that holds others does not raise it by
+more, which the learner tells of its own weights (learner/weights.py): a sampler that holds others does not raise it by
 what is wrong with them. It may answer with tokens that the policy finds odd, and odd tokens are noisier: hence an end
 to every budget, whatever the noise.
 

@@ -27,7 +27,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.distributed import exchange
 from megatron_rl.quantization.cache_scales import CacheScales
-from megatron_rl.quantization.error import ErrorSummary
+from megatron_rl.quantization.quantize import ErrorSummary
 from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.file_push import FilePush

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_rl.quantization.error import ErrorSummary
+from megatron_rl.quantization.quantize import ErrorSummary
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from megatron_rl.models.shards import cut
 from megatron_rl.models.table import Norm
 from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.cache_scales import CacheScales
-from megatron_rl.quantization.error import ErrorSample, sample_error
-from megatron_rl.quantization.quantize import quantize, row_amax
+from megatron_rl.quantization.quantize import ErrorSample, quantize, row_amax, sample_error
 from megatron_rl.quantization.smoothing import Smoothing, column_amax
 from megatron_rl.weight_sync.buckets import BUCKET_BYTES, Bucket, Job, Workspace, full_tensors, gather, make_buckets
 

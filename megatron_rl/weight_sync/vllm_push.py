@@ -33,7 +33,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from megatron_rl.config.schema import SamplerSection, SyncSection, Transport
 from megatron_rl.distributed import exchange
 from megatron_rl.models.tensors import torch_dtype
-from megatron_rl.quantization.error import summarize
+from megatron_rl.quantization.quantize import summarize
 from megatron_rl.weight_sync import buckets, wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.report import Contribution, SyncSeconds

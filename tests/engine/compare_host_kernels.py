@@ -22,7 +22,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 from megatron_rl.config.schema import Format
 from megatron_rl.engine import host_kernels
-from megatron_rl.quantization import engine_int8
+from megatron_rl.quantization import vllm_operators
 from megatron_rl.quantization.host_products import Fp8Weight, Int8Weight
 from megatron_rl.quantization.quantize import quantize, row_amax
 
@@ -91,8 +91,8 @@ def learner_differs(kernel, tensors: dict[str, torch.Tensor], bias: torch.Tensor
     kernel, where that is here, and with torch's products.
     """
     yield from _differs(kernel, tensors, bias, name)
-    if tensors["weight"].dtype == torch.int8 and engine_int8.is_here():
-        with mock.patch.object(engine_int8, "is_here", return_value=False):
+    if tensors["weight"].dtype == torch.int8 and vllm_operators.has_int8():
+        with mock.patch.object(vllm_operators, "has_int8", return_value=False):
             yield from _differs(kernel, tensors, bias, f"{name}, multiplied by torch")
 
 

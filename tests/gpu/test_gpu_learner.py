@@ -25,46 +25,26 @@ WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim"
 DENSE = {**cases.QWEN3, **WIDE}
 EXPERTS = {**cases.QWEN3_MOE, **WIDE, "moe_intermediate_size": 256}
 MODELS = {
-    "qwen3": DENSE,
-    "qwen2": {**cases.QWEN2, **WIDE},
-    "llama": {**cases.LLAMA, **WIDE},
-    "qwen3_moe": EXPERTS,
+    "qwen3": DENSE, "qwen2": {**cases.QWEN2, **WIDE}, "llama": {**cases.LLAMA, **WIDE}, "qwen3_moe": EXPERTS,
     "mixtral": {**cases.MIXTRAL, **WIDE},
-}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SEQUENCE = {"sequence_parallel": True}
-WHOLE_EXPERTS = {"expert_tensor_parallel_size": 1}
+}  # fmt: skip
 # ranks -> layouts
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {
-        "tp2": {"tensor_parallel": 2},
-        "tp2_sp": {"tensor_parallel": 2, "megatron": SEQUENCE},
-        "pp2": {"pipeline_parallel": 2},
-        "dp2": {"data_parallel": 2},
-    },
+    2: {name: cases.LAYOUTS[name] for name in ("tp2", "tp2_sp", "pp2", "dp2")},
     4: {
-        "tp4_sp": {"tensor_parallel": 4, "megatron": SEQUENCE},
+        "tp4_sp": {"tensor_parallel": 4, "megatron": cases.SEQUENCE},
         "pp2_dp2": {"pipeline_parallel": 2, "data_parallel": 2},
     },
 }
 EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {
-        "ep2": {"data_parallel": 2, "expert_parallel": 2},
-        "tp2_sp": LAYOUTS[2]["tp2_sp"],
-        "tp2_ep2": {"tensor_parallel": 2, "expert_parallel": 2, "megatron": {**SEQUENCE, **WHOLE_EXPERTS}},
-    },
-    4: {
-        "ep2_tp2": {
-            "tensor_parallel": 2, "data_parallel": 2, "expert_parallel": 2,
-            "megatron": {**SEQUENCE, **WHOLE_EXPERTS},
-        },
-    },
-}  # fmt: skip
+    2: {name: cases.EXPERT_LAYOUTS[name] for name in ("ep2", "tp2_sp", "tp2_ep2")},
+    4: {"ep2_tp2": {**cases.WHOLE_EXPERTS, "data_parallel": 2}},
+}
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 20_000}  # the second update sends each as it fills
 WIDE_HEAD = {"kind": "wide", "head": "fp32"}  # logits that nothing rounds
 SCALES = ("tensorwise", "blockwise")
-PLACES = [(ranks, name) for ranks, layouts in LAYOUTS.items() for name in layouts]
-EXPERT_PLACES = [(ranks, name) for ranks, layouts in EXPERT_LAYOUTS.items() for name in layouts]
+PLACES = [(ranks, name, "dense") for ranks, layouts in LAYOUTS.items() for name in layouts]
+PLACES += [(ranks, f"experts_{name}", "experts") for ranks, layouts in EXPERT_LAYOUTS.items() for name in layouts]
 STEPS = 2
 
 
@@ -103,7 +83,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _job("dense", DENSE),
         _job("experts", EXPERTS),
         _job("unpacked", DENSE, {"tokens_per_microbatch": 1}),
-        _job("recompute", DENSE, {"megatron": RECOMPUTE}),
+        _job("recompute", DENSE, {"megatron": cases.RECOMPUTE}),
         _job("wide", DENSE, **WIDE_HEAD),
         *(_once(scored) for scored in (True, False)),
         *(_fp8(scales) for scales in SCALES),
@@ -129,10 +109,6 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _logprobs(found: dict[str, Any], key: str = "logprobs") -> torch.Tensor:
-    return torch.tensor(found[key])
-
-
 def _close(found: torch.Tensor, wanted: torch.Tensor, mean: float) -> None:
     """On average, and nowhere thirty times as far."""
     difference = (found - wanted).abs()[cases.make_batch().mask_BT]
@@ -142,27 +118,24 @@ def _close(found: torch.Tensor, wanted: torch.Tensor, mean: float) -> None:
 
 
 def _same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    _close(_logprobs(found), _logprobs(wanted), 0.02)
+    _close(cases.matrix(found), cases.matrix(wanted), 0.02)
     for here, there in zip(found["steps"], wanted["steps"], strict=True):
         assert here["loss/total"] == pytest.approx(there["loss/total"], rel=0.05, abs=0.01)
         assert here["optim/grad_norm"] == pytest.approx(there["optim/grad_norm"], rel=0.05)
-    _close(_logprobs(found, "after"), _logprobs(wanted, "after"), 0.05)
+    _close(cases.matrix(found, "after"), cases.matrix(wanted, "after"), 0.05)
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_logprobs_are_those_of_transformers(family: str, one: dict[str, Any], folders: dict[str, Path]) -> None:
     from test_learner import transformers_logprobs
 
-    _close(_logprobs(one[f"folder_{family}"]), transformers_logprobs(folders[family]), 0.02)
+    _close(cases.matrix(one[f"folder_{family}"]), transformers_logprobs(folders[family]), 0.02)
 
 
-def test_a_pack_of_all_rows_is_as_good_as_packs_of_one(one: dict[str, Any]) -> None:
+def test_packs_of_one_row_and_recomputing_change_nothing(one: dict[str, Any]) -> None:
     _same(one["dense"], one["unpacked"])
-
-
-def test_recomputing_changes_nothing(one: dict[str, Any]) -> None:
-    assert _logprobs(one["recompute"]).equal(_logprobs(one["dense"]))
     _same(one["recompute"], one["dense"])
+    assert cases.matrix(one["recompute"]).equal(cases.matrix(one["dense"]))
 
 
 def test_the_policy_is_its_own_anchor_before_its_first_step(one: dict[str, Any]) -> None:
@@ -171,26 +144,23 @@ def test_the_policy_is_its_own_anchor_before_its_first_step(one: dict[str, Any])
         assert one[name]["steps"][0]["loss/approx_kl"] == pytest.approx(0, abs=1e-3), name
 
 
-def test_an_update_scores_by_its_own_forward_pass(one: dict[str, Any]) -> None:
-    _same_once(one["once_False"], one["once_True"])
-
-
-def test_replicas_score_by_their_own_forward_passes(one: dict[str, Any], more: dict[int, dict[str, Any]]) -> None:
-    _same_once(_of(more, 2)["once_False"], one["once_False"])
-
-
-def _same_once(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_update_scores_by_its_own_forward_pass(
+    ranks: int, one: dict[str, Any], more: dict[int, dict[str, Any]]
+) -> None:
+    found = one["once_False"] if ranks == 1 else _of(more, ranks)["once_False"]
+    wanted = one["once_True"] if ranks == 1 else one["once_False"]
     assert found["seconds"] > 0 and found["metrics"]["optim/updates"] == 1
     assert found["metrics"]["optim/grad_norm"] == pytest.approx(wanted["metrics"]["optim/grad_norm"], rel=0.05)
     for key, bound in (("prox", 0.02), ("after", 0.05)):
-        assert float((_logprobs(found, key) - _logprobs(wanted, key)).abs().mean()) < bound, key
+        assert float((cases.matrix(found, key) - cases.matrix(wanted, key)).abs().mean()) < bound, key
 
 
-@pytest.mark.parametrize(("ranks", "layout"), PLACES)
+@pytest.mark.parametrize(("ranks", "name", "model"), PLACES)
 def test_a_step_is_the_same_on_every_layout(
-    ranks: int, layout: str, one: dict[str, Any], more: dict[int, dict[str, Any]]
+    ranks: int, name: str, model: str, one: dict[str, Any], more: dict[int, dict[str, Any]]
 ) -> None:
-    _same(_of(more, ranks)[layout], one["dense"])
+    _same(_of(more, ranks)[name], one[model])
 
 
 def test_gradients_may_travel_while_backward_goes_on(more: dict[int, dict[str, Any]]) -> None:
@@ -201,23 +171,16 @@ def test_gradients_may_travel_while_backward_goes_on(more: dict[int, dict[str, A
 def test_logits_in_fp32_are_the_products_of_what_goes_in(one: dict[str, Any], more: dict[int, dict[str, Any]]) -> None:
     """A product with FP32 results from BF16 matrices, which only GPUs have."""
     assert one["wide"]["exact"] == [True]
-    _close(_logprobs(one["wide"]), _logprobs(one["dense"]), 0.02)
+    _close(cases.matrix(one["wide"]), cases.matrix(one["dense"]), 0.02)
     split = _of(more, 2)["wide"]
     assert split["exact"] == [True, True]
-    _close(_logprobs(split), _logprobs(one["wide"]), 0.02)
-
-
-@pytest.mark.parametrize(("ranks", "layout"), EXPERT_PLACES)
-def test_experts_count_once_on_every_layout(
-    ranks: int, layout: str, one: dict[str, Any], more: dict[int, dict[str, Any]]
-) -> None:
-    _same(_of(more, ranks)[f"experts_{layout}"], one["experts"])
+    _close(cases.matrix(split), cases.matrix(one["wide"]), 0.02)
 
 
 @pytest.mark.parametrize("scales", SCALES)
 def test_a_step_in_fp8(scales: str, one: dict[str, Any]) -> None:
     found, wanted = one[f"fp8_{scales}"], one["dense"]
-    _close(_logprobs(found), _logprobs(wanted), 0.08)
+    _close(cases.matrix(found), cases.matrix(wanted), 0.08)
     assert found["steps"][0]["optim/grad_norm"] == pytest.approx(wanted["steps"][0]["optim/grad_norm"], rel=0.2)
 
 
@@ -226,7 +189,7 @@ def test_a_step_in_fp8(scales: str, one: dict[str, Any]) -> None:
 def test_a_step_in_fp8_on_two_ranks(
     scales: str, layout: str, one: dict[str, Any], more: dict[int, dict[str, Any]]
 ) -> None:
-    _close(_logprobs(_of(more, 2)[f"fp8_{scales}_{layout}"]), _logprobs(one[f"fp8_{scales}"]), 0.08)
+    _close(cases.matrix(_of(more, 2)[f"fp8_{scales}_{layout}"]), cases.matrix(one[f"fp8_{scales}"]), 0.08)
 
 
 def _of(more: dict[int, dict[str, Any]], ranks: int) -> dict[str, Any]:

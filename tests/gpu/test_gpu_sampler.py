@@ -66,7 +66,7 @@ class Weights:
     """A learner of one rank whose weights are drawn anew by seed."""
 
     def __init__(self, hf: dict[str, Any]) -> None:
-        self.model, self.groups = Model.of(hf, Layout()), GROUPS
+        self.model, self.groups = Model.of(hf, Layout()), ShardGroups()
         self.draw(0)
 
     def draw(self, seed: int) -> None:
@@ -83,27 +83,14 @@ class Weights:
         return torch.full((self.model.shape.layers, 2), 4.0, device="cuda")
 
 
-class Alone:
-    def max_(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def gather(self, tensor: torch.Tensor, received: Any, rank: int) -> None:
-        pass
-
-
-GROUPS = ShardGroups(tensor=Alone(), expert_tensor=Alone(), world=Alone())
-
-
 class Run:
     """An engine, a learner beside it, and the syncs between them."""
 
     def __init__(self, config: Config, hf: dict[str, Any], folder: Path) -> None:
         (folder / "hf").mkdir(parents=True)
         (folder / "hf" / "config.json").write_text(json.dumps(hf))
-        self.sampler, self.weights = (
-            EmbeddedSampler(EngineSettings.from_config(config), folder / "hf", folder),
-            Weights(hf),
-        )
+        self.sampler = EmbeddedSampler(EngineSettings.from_config(config), folder / "hf", folder)
+        self.weights = Weights(hf)
         self.sampler.start()
         self.sync = WeightSync.from_config(self.weights, self.sampler, config)
         self.version = 0
@@ -234,19 +221,19 @@ def test_the_share_is_taken_given_back_and_taken_again(runs: Any) -> None:
     assert len(kept)
 
 
-def test_an_fp8_cache_has_the_scales_of_its_version(runs: Any) -> None:
-    config = make_config(quantization=QuantizationSection(format=Format.fp8, kv_cache=KvCache.fp8))
-    run = runs(config)
-    first, second = run.push(1), run.push(2)
-    assert first != second
-    assert run.push(1) == first
-
-
-@pytest.mark.parametrize("format", [Format.none, Format.int8, Format.fp8])
-def test_updates_reach_every_expert(format: Format, runs: Any) -> None:
-    if format == Format.int8 and torch.cuda.get_device_capability()[0] >= 10:
+@pytest.mark.parametrize(
+    ("quantization", "hf"),
+    [
+        (QuantizationSection(format=Format.fp8, kv_cache=KvCache.fp8), DENSE),  # the cache's scales are the version's
+        *((QuantizationSection(format=format), EXPERTS) for format in (Format.none, Format.int8, Format.fp8)),
+    ],
+)
+def test_updates_reach_every_expert_and_the_cache(
+    quantization: QuantizationSection, hf: dict[str, Any], runs: Any
+) -> None:
+    if quantization.format == Format.int8 and torch.cuda.get_device_capability()[0] >= 10:
         pytest.skip("INT8 has no kernel here")
-    run = runs(make_config(format=format), EXPERTS)
+    run = runs(make_config(quantization=quantization), hf)
     first, second = run.push(1), run.push(2)
     assert first != second
     assert run.push(1) == first

@@ -25,6 +25,7 @@ from megatron_rl.learner import model as model_module
 from megatron_rl.learner import optimizer as optimizer_module
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
+from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import find, global_name, stage_params
 from megatron_rl.models.model import Model
@@ -45,7 +46,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 MEETINGS, STORE = count(), sys.argv[3]
-SECTIONS = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
 
 
 def section(tp: int, **megatron: Any) -> LearnerSection:
@@ -59,7 +59,7 @@ def learner_of(family: str, learner: LearnerSection, quantization: QuantizationS
     os.environ[RENDEZVOUS] = f"file://{STORE}_{next(MEETINGS)}"
     config = Config(learner=learner, quantization=quantization)
     model = Model.of({"model_type": family, **SIZES, **FAMILIES[family]}, Layout.from_config(learner))
-    return Learner(model, **{name: getattr(config, name) for name in SECTIONS})
+    return Learner(model, Sections.of(config))
 
 
 def parameters(learner: Learner) -> dict[str, Any]:

@@ -90,9 +90,7 @@ def test_an_engine_that_sleeps_has_memory_that_it_can_give_back(
 
 
 @pytest.mark.parametrize(("device", "machine"), [(H100, "H100-80"), (B200, "B200")], ids=["H100", "B200"])
-@pytest.mark.parametrize(
-    "recipe", [path for path in RECIPES if load(path).sampler.sleep != Sleep.none], ids=lambda recipe: recipe.stem
-)
+@pytest.mark.parametrize("recipe", COLOCATED, ids=lambda recipe: recipe.stem)
 def test_an_engine_starts_alone_with_the_share_that_the_plan_finds(
     recipe: Path, device: Device, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

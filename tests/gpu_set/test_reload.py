@@ -59,16 +59,6 @@ CASES = [
 ERRORS = {Format.none: 0.0, Format.int8: 0.012, Format.fp8: 0.03, Format.fp8_block: 0.03}
 
 
-class Alone:
-    """A tensor-parallel group of one."""
-
-    def max_(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def gather(self, tensor: torch.Tensor, received: Any, rank: int) -> None:
-        pass
-
-
 @dataclass
 class Engine:
     model: Any
@@ -82,7 +72,7 @@ class Engine:
             name: (1 + 0.02 * tensor if tensor.ndim == 1 else 0.08 * tensor).bfloat16()
             for name, tensor in random_hf(self.policy.shape, torch.float32, seed).items()
         }
-        source = ShardSource(self.policy, ShardGroups(tensor=Alone(), expert_tensor=Alone()), self.format, ["lm_head"])
+        source = ShardSource(self.policy, ShardGroups(), self.format, ["lm_head"])
         sent = dict(source.tensors(local_parameters(drawn, self.policy.shape, Layout(), Place())))
         assert source.failure is None, source.failure
         return drawn, sent

@@ -32,10 +32,7 @@ MODULES = (
 # what megatron-core 0.16.1 asks of Transformer Engine and this release does not have, and what happens then
 GONE = {
     ("transformer_engine.pytorch.attention", "_SplitAlongDim"): "torch.split instead",
-    (
-        "transformer_engine.pytorch.attention",
-        "apply_rotary_pos_emb",
-    ): "its place before 2.3",
+    ("transformer_engine.pytorch.attention", "apply_rotary_pos_emb"): "its place before 2.3",
     ("transformer_engine.pytorch.module.base", "get_workspace"): "the router's product by torch",
     ("transformer_engine.pytorch.cpp_extensions", "cast_to_fp8"): "for Transformer Engine 1.x",
 }

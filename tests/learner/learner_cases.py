@@ -22,49 +22,47 @@ from megatron_rl.types import Batch, Targets
 
 VOCAB = 37  # odd, so that tensor parallelism has to pad it
 TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.2,
-    "rope_theta": 10000.0,
-}
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "initializer_range": 0.2, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
 QWEN3 = {**TINY, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, "rope_theta": 5000.0}
-QWEN2 = {**TINY, "model_type": "qwen2", "tie_word_embeddings": False}
+QWEN2 = {**TINY, "model_type": "qwen2"}
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}
-LLAMA = {**TINY, "model_type": "llama", "tie_word_embeddings": False, "rope_scaling": LLAMA3_ROPE}
+}  # fmt: skip
+LLAMA = {**TINY, "model_type": "llama", "rope_scaling": LLAMA3_ROPE}
 QWEN3_MOE = {
-    **TINY,
-    "model_type": "qwen3_moe",
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "tie_word_embeddings": False,
-}
-MIXTRAL = {
-    **TINY,
-    "model_type": "mixtral",
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-}
+    **TINY, "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+MIXTRAL = {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 ERNIE = {**TINY, "model_type": "ernie4_5", "head_dim": 32, "tie_word_embeddings": True, "use_bias": False}
-PHI3 = {**TINY, "model_type": "phi3", "tie_word_embeddings": False, "sliding_window": None, "pad_token_id": 0}
+PHI3 = {**TINY, "model_type": "phi3", "sliding_window": None, "pad_token_id": 0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    hf["model_type"]: hf for hf in (QWEN3, QWEN2, LLAMA, QWEN3_MOE, MIXTRAL, ERNIE, PHI3)
+}
+MODELS = {"dense": QWEN3, "experts": QWEN3_MOE}
+
+CHUNKS = {"virtual_pipeline_model_parallel_size": 2}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SEQUENCE = {"sequence_parallel": True}
+# of two ranks
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel": 2},
+    "tp2_sp": {"tensor_parallel": 2, "megatron": SEQUENCE},
+    "pp2": {"pipeline_parallel": 2},
+    "vp2": {"pipeline_parallel": 2, "megatron": CHUNKS},
+    "dp2": {"data_parallel": 2},
+}
+WHOLE_EXPERTS = {"tensor_parallel": 2, "expert_parallel": 2, "megatron": SEQUENCE | {"expert_tensor_parallel_size": 1}}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {"data_parallel": 2, "expert_parallel": 2},
+    "tp2_ep2": WHOLE_EXPERTS,
+    **{name: LAYOUTS[name] for name in ("tp2_sp", "pp2", "dp2")},
+}
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
 
 
 def make_batch(rows: int = 14, seed: int = 0) -> Batch:
@@ -80,16 +78,14 @@ def make_batch(rows: int = 14, seed: int = 0) -> Batch:
     mask_BT = torch.arange(int(responses_B.max())) < responses_B[:, None]
     sampler_BT = torch.where(mask_BT, -3 * torch.rand(mask_BT.shape, generator=random), 0.0)
     mask_BT[5] = False
-    return Batch(
-        tokens_BS=tokens_BS,
-        prompt_lengths_B=prompts_B,
-        response_lengths_B=responses_B,
-        mask_BT=mask_BT,
-        sampler_logprobs_BT=sampler_BT,
-        rewards_B=torch.rand(rows, generator=random),
-        groups_B=torch.arange(rows) // 4,
-        versions_B=torch.zeros(rows, dtype=torch.int64),
-    )
+    return _batch(random, tokens_BS, prompts_B, responses_B, mask_BT, sampler_BT)
+
+
+def _batch(random: torch.Generator, tokens_BS: torch.Tensor, *lengths_mask_logprobs: torch.Tensor) -> Batch:
+    rows = len(tokens_BS)
+    groups_B = torch.arange(rows) // 4
+    rewards_B = torch.rand(rows, generator=random)
+    return Batch(tokens_BS, *lengths_mask_logprobs, rewards_B, groups_B, torch.zeros(rows, dtype=torch.int64))
 
 
 def with_kept(batch: Batch, most: int = 6, seed: int = 3) -> Batch:
@@ -110,16 +106,10 @@ def with_kept(batch: Batch, most: int = 6, seed: int = 3) -> Batch:
 def make_even_batch(rows: int, prompt: int, response: int, vocab: int) -> Batch:
     """Rows of one length."""
     random = torch.Generator().manual_seed(0)
-    return Batch(
-        tokens_BS=torch.randint(1, vocab, (rows, prompt + response), generator=random),
-        prompt_lengths_B=torch.full((rows,), prompt),
-        response_lengths_B=torch.full((rows,), response),
-        mask_BT=torch.ones(rows, response, dtype=torch.bool),
-        sampler_logprobs_BT=torch.full((rows, response), -1.0),
-        rewards_B=torch.rand(rows, generator=random),
-        groups_B=torch.arange(rows) // 4,
-        versions_B=torch.zeros(rows, dtype=torch.int64),
-    )
+    tokens_BS = torch.randint(1, vocab, (rows, prompt + response), generator=random)
+    lengths = (torch.full((rows,), length) for length in (prompt, response))
+    mask_BT = torch.ones(rows, response, dtype=torch.bool)
+    return _batch(random, tokens_BS, *lengths, mask_BT, torch.full((rows, response), -1.0))
 
 
 def _without_answers(batch: Batch, kept: tuple[int, ...] = ()) -> Batch:
@@ -196,3 +186,12 @@ def run_ranks(world: int, jobs: list[dict[str, Any]], folder: Path, timeout: flo
     logs = "\n".join((folder / f"rank_{world}_{rank}.log").read_text()[-3000:] for rank in range(world))
     assert codes[0] == 0, logs
     return json.loads(out.read_text())
+
+
+def run(temporary: Any, one: list[dict[str, Any]], two: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results by name of jobs for one rank and for two. `temporary`: pytest's factory of folders."""
+    return run_ranks(1, one, temporary.mktemp("one_rank")) | run_ranks(2, two, temporary.mktemp("two_ranks"))
+
+
+def matrix(case: dict[str, Any], key: str = "logprobs") -> torch.Tensor:
+    return torch.tensor(case[key])

@@ -7,12 +7,12 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,26 +49,24 @@ from megatron_rl.learner import logprobs, state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.nonfinite import NonFiniteError
 from megatron_rl.learner.parallel import RENDEZVOUS, leave
-from megatron_rl.learner.routing import router_flips
+from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.quantization import host_products
 from megatron_rl.rollout_correction import correct
 from megatron_rl.types import Targets
 
-SECTIONS = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
-
 
 def build(job: dict[str, Any]) -> Learner:
     os.environ[RENDEZVOUS] = job["meeting"]
-    section = job.get("layout", {})
     learner = LearnerSection(
         precision=Precision(job.get("precision", "fp32")),
         on_nonfinite=OnNonFinite(job.get("on_nonfinite", "raise")),
         forward=Forward(job.get("forward", "bf16")),
-        **section,
+        **job.get("layout", {}),
     )
     config = Config(
+        sampler=SamplerSection(tensor_parallel=job.get("engine_tp", 1)),
         quantization=QuantizationSection(
             Format(job.get("format", "int8")),
             smoothing=job.get("smoothing"),
@@ -85,15 +83,14 @@ def build(job: dict[str, Any]) -> Learner:
         optim=OptimSection(lr=1e-3, warmup_steps=2, megatron=job.get("optim", {})),
         rollout=RolloutSection(temperature=0.8, **({"top_k": 5, "top_p": 0.7} if job.get("kept") else {})),
     )
+    dumps = Path(job["dump"]) if "dump" in job else None
+    if dumps and os.environ["RANK"] == "0":  # what a run leaves beside its dumps
+        dumps.parent.mkdir(parents=True, exist_ok=True)
+        (dumps.parent / "config.json").write_text(json.dumps(job["hf"]))
+        whole = replace(config, model=ModelSection(path=str(dumps.parent)))
+        (dumps.parent / "config.yaml").write_text(to_yaml(whole))
     model = Model.of(job["hf"], Layout.from_config(learner), Precision(job.get("head", "bf16")))
-    if "dump" in job and os.environ["RANK"] == "0":  # what a run leaves beside its dumps
-        run = Path(job["dump"]).parent
-        run.mkdir(parents=True, exist_ok=True)
-        (run / "config.json").write_text(json.dumps(job["hf"]))
-        (run / "config.yaml").write_text(to_yaml(replace(config, model=ModelSection(path=str(run)))))
-    sections = {name: getattr(config, name) for name in SECTIONS}
-    sections["sampler"] = SamplerSection(tensor_parallel=job.get("engine_tp", 1))
-    made = Learner(model, **sections, dump_dir=Path(job["dump"]) if "dump" in job else None)
+    made = Learner(model, Sections.of(config), dumps)
     if "folder" in job:
         made.load_hf(job["folder"])
     elif not job.get("reads"):  # a run that goes on loads nothing else
@@ -136,7 +133,7 @@ def one_update(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 def bf16_pair(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """What it computes itself, what stands for a pair of BF16 engines, and that its own arithmetic is as before."""
     batch = make_batch()
-    own_BT, paired_BT = learner.logprobs(batch), learner.logprobs_of_a_bf16_pair(batch)
+    own_BT, paired_BT = learner.logprobs(batch), learner.estimate_bf16_floor(batch)
     return {
         "own": own_BT.tolist(),
         "paired": None if paired_BT is None else paired_BT.tolist(),
@@ -177,40 +174,30 @@ def wide(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 def flips(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
     """Against the choices of another engine, and against those with one expert of two tokens exchanged."""
     batch, chosen_BSLK = make_batch(), load_file(job["chosen"])["chosen"]
-    found = [router_flips(learner, batch, chosen_BSLK)]
+    found = [learner.router_flips(batch, chosen_BSLK)]
     for place in ((1, 3, 0), (2, 0, 3)):  # row, position, layer
         kept, other = chosen_BSLK[place].tolist()
         chosen_BSLK[(*place, 1)] = next(one for one in range(4) if one not in (kept, other))
     return {
-        "found": [*found, router_flips(learner, batch, chosen_BSLK), router_flips(learner, batch, -1 - 0 * chosen_BSLK)]
+        "found": [*found, learner.router_flips(batch, chosen_BSLK), learner.router_flips(batch, -1 - 0 * chosen_BSLK)]
     }
 
 
 def statistics(learner: Learner, job: dict[str, Any]) -> dict[str, list[int]]:
     """How many statistics of the logits each kind of pass asks for: the third is for entropy."""
-    asked: set[int] = set()
-    combined = logprobs.combined
-
-    def listening(stats_SN: torch.Tensor, group: Any) -> Any:
-        asked.add(len(stats_SN))
-        return combined(stats_SN, group)
-
-    def taken() -> list[int]:
-        found = sorted(asked)
-        asked.clear()
-        return found
-
-    logprobs.combined = listening
-    try:
-        batch = make_batch()
-        anchor_BT, prox = learner.logprobs(batch), taken()
-        learner.keep_reference()
-        learner.reference_logprobs(batch)
-        reference = taken()
-        learner.update(make_targets(batch, anchor_BT))
-        return {"prox": prox, "reference": reference, "update": taken()}
-    finally:
-        logprobs.combined = combined
+    batch, found = make_batch(), {}
+    learner.keep_reference()
+    targets = make_targets(batch, learner.logprobs(batch))
+    passes = {
+        "prox": lambda: learner.logprobs(batch),
+        "reference": lambda: learner.reference_logprobs(batch),
+        "update": lambda: learner.update(targets),
+    }
+    for name, make in passes.items():
+        with mock.patch.object(logprobs, "combined", wraps=logprobs.combined) as combined:
+            make()
+        found[name] = sorted({len(call.args[0]) for call in combined.call_args_list})
+    return found
 
 
 def rejected(learner: Learner, job: dict[str, Any]) -> dict[str, float]:
@@ -282,13 +269,13 @@ def nonfinite(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def broadcast(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
-    targets = make_targets(make_batch(), torch.zeros(make_batch().mask_BT.shape))
-    kept = with_kept(make_batch())
-    sent = {"targets": targets, "kept": kept, "step": 3, "note": [1.5, None, True, "x"], "tensor": torch.arange(5)}
+    targets, kept = make_targets(make_batch(), torch.zeros(make_batch().mask_BT.shape)), with_kept(make_batch())
+    plain = {"step": 3, "note": [1.5, None, True, "x"]}
+    sent = {"targets": targets, "kept": kept, "tensor": torch.arange(5), **plain}
     got = learner.broadcast(sent if learner.is_driver else None)
     same = torch.equal(got["targets"].batch.tokens_BS, targets.batch.tokens_BS) and got["targets"].selected_BT is None
-    same = same and torch.equal(got["kept"].rows(torch.arange(3)).kept_ids_K, kept.rows(torch.arange(3)).kept_ids_K)
-    same = same and got["step"] == 3 and got["note"] == [1.5, None, True, "x"] and got["tensor"].tolist() == [*range(5)]
+    same &= torch.equal(got["kept"].rows(torch.arange(3)).kept_ids_K, kept.rows(torch.arange(3)).kept_ids_K)
+    same &= {name: got[name] for name in plain} == plain and got["tensor"].tolist() == [*range(5)]
     return learner.ranks.add_up({"same": float(same), f"rank_{learner.rank}": 1.0})
 
 
@@ -326,16 +313,15 @@ def memory(learner: Learner, job: dict[str, Any]) -> list[dict[str, int]]:
     return exchange({**static(learner), **saved.peak})
 
 
-def dead_rank(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
+def dead_rank(learner: Learner, job: dict[str, Any]) -> str:
     """The other rank dies while this one waits for it."""
     if not learner.is_driver:
         os._exit(1)
-    start = time.monotonic()
     try:
         learner.ranks.sum(torch.zeros(4))
     except RuntimeError as error:
-        return {"error": str(error), "seconds": time.monotonic() - start}
-    return {"error": "", "seconds": time.monotonic() - start}
+        return str(error)
+    return ""
 
 
 def checkpoint(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
@@ -402,26 +388,13 @@ def refused(job: dict[str, Any]) -> str:
     return ""
 
 
-KINDS = {
-    "train": train,
-    "nonfinite": nonfinite,
-    "rejected": rejected,
-    "replicas": replicas,
-    "statistics": statistics,
-    "flips": flips,
-    "bf16_pair": bf16_pair,
-    "noise": noise,
-    "wide": wide,
-    "one_update": one_update,
-    "emptiness": emptiness,
-    "broadcast": broadcast,
-    "dead_rank": dead_rank,
-    "activations": activations,
-    "checkpoint": checkpoint,
-    "saves": saves,
-    "memory": memory,
-    "straight_through": straight_through,
-}
+KINDS: dict[str, Callable[[Learner, dict[str, Any]], Any]] = {
+    kind.__name__: kind
+    for kind in (
+        train, nonfinite, rejected, replicas, statistics, flips, bf16_pair, noise, wide, one_update, emptiness,
+        broadcast, dead_rank, activations, checkpoint, saves, memory, straight_through,
+    )
+}  # fmt: skip
 
 
 def main() -> None:
@@ -430,8 +403,6 @@ def main() -> None:
     for job in jobs:
         if job.get("kind") == "refused":
             results[job["name"]] = refused(job)
-            if os.environ["RANK"] == "0":
-                out.write_text(json.dumps(results))
             continue
         if "poisoned" in job:  # what nobody has written is NaN
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -439,12 +410,12 @@ def main() -> None:
         learner = build(job)
         with on_device(learner) if job.get("on_device") else nullcontext():
             results[job["name"]] = KINDS[job.get("kind", "train")](learner, job)
-        if learner.is_driver:
-            out.write_text(json.dumps(results))
         if job.get("kind") != "dead_rank":
             learner.close()
         del learner
         gc.collect()  # only with it do the fifty threads of its process groups end; sixty learners have thousands
+    if os.environ["RANK"] == "0":
+        out.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -16,21 +16,13 @@ MODELS = {
     "qwen3": cases.QWEN3, "qwen2": cases.QWEN2, "experts": cases.QWEN3_MOE, "fp8": cases.QWEN3, "fp8_qwen2": cases.QWEN2
 }  # fmt: skip
 EXPERTS = ["re:.*experts.*"]
-SEQUENCE_PARALLEL = {"sequence_parallel": True}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
-    "qwen3": {
-        "tp2": {"tensor_parallel": 2},
-        "tp2_sp": {"tensor_parallel": 2, "megatron": SEQUENCE_PARALLEL},
-        "pp2": {"pipeline_parallel": 2},
-        "dp2": {"data_parallel": 2},
-    },
-    "qwen2": {"tp2": {"tensor_parallel": 2}},
-    "experts": {"ep2": {"data_parallel": 2, "expert_parallel": 2}},
-    "fp8_qwen2": {"tp2": {"tensor_parallel": 2}},
+LAYOUTS = {
+    "qwen3": {name: cases.LAYOUTS[name] for name in ("tp2", "tp2_sp", "pp2", "dp2")},
+    "qwen2": {"tp2": cases.LAYOUTS["tp2"]},
+    "experts": {"ep2": cases.EXPERT_LAYOUTS["ep2"]},
 }
-LAYOUTS["qwen3"]["tp2_recompute"] = {"tensor_parallel": 2, "megatron": RECOMPUTE}
-LAYOUTS["fp8"] = LAYOUTS["qwen3"]
+LAYOUTS["qwen3"]["tp2_recompute"] = {"tensor_parallel": 2, "megatron": cases.RECOMPUTE}
+LAYOUTS |= {"fp8": LAYOUTS["qwen3"], "fp8_qwen2": LAYOUTS["qwen2"]}
 SLICES = (1, 2)
 FORMATS = {"qwen3": "int8", "fp8": "fp8"}  # of the same model
 PAIRS = [("tp2", "bf16"), ("tp2", "as_sampler"), ("tp2_sp", "bf16"), ("dp2", "bf16")]
@@ -52,70 +44,55 @@ def _pair(at: str, forward: str = "bf16", slices: int = 1, model: str = "qwen3",
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    jobs = [_job(model, {}, slices, f"{model} {slices}") for model in MODELS for slices in SLICES]
-    jobs.append(_job("qwen3", {}, 1, "plain", forward="bf16"))
-    jobs.append(_job("qwen3", {}, 1, "ignored", ignore=["re:.*"]))
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    one = [_job(model, {}, slices, f"{model} {slices}") for model in MODELS for slices in SLICES]
+    one.append(_job("qwen3", {}, 1, "plain", forward="bf16"))
+    one.append(_job("qwen3", {}, 1, "ignored", ignore=["re:.*"]))
     for model, format in FORMATS.items():
         for precision in PRECISIONS:
             name = f"gradients {format} {precision}"
-            jobs.append(_job(model, {}, 2, name, kind="straight_through", precision=precision))
-        jobs += [
-            _pair("one", model=model),
-            _pair("one", "as_sampler", model=model),
-            _pair("one", slices=2, model=model),
-        ]
-    jobs.append({**_pair("one", precision="fp32"), "name": "pair of fp32"})
-    jobs.append(_job("qwen3", {}, 1, "partly", kind="refused", ignore=["model.layers.1.self_attn.k_proj"]))
-    folder = tmp_path_factory.mktemp("one_rank")
-    (folder / "cpuinfo").write_text("flags : fpu amx_tile amx_fp8\n")
-    elsewhere = {"kind": "refused", "cpuinfo": str(folder / "cpuinfo"), "precision": "bf16"}
-    jobs += [
-        _job("fp8", {}, 1, f"elsewhere {forward}", forward=forward, **elsewhere) for forward in ("bf16", "as_sampler")
-    ]
-    return cases.run_ranks(1, jobs, folder)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    jobs = [_job(model, LAYOUTS[model][at], slices, f"{model} {at} {slices}") for model, at, slices in PLACES]
-    jobs += [_pair(at, forward, model=model) for at, forward, model in PAIRS_OF]
-    jobs += [_pair("tp2", slices=2, model=model) for model in FORMATS]
-    return cases.run_ranks(2, jobs, tmp_path_factory.mktemp("two_ranks"))
+            one.append(_job(model, {}, 2, name, kind="straight_through", precision=precision))
+        one += [_pair("one", *how, model=model) for how in ((), ("as_sampler",), ("bf16", 2))]
+    one.append({**_pair("one", precision="fp32"), "name": "pair of fp32"})
+    one.append(_job("qwen3", {}, 1, "partly", kind="refused", ignore=["model.layers.1.self_attn.k_proj"]))
+    cpuinfo = tmp_path_factory.mktemp("processor") / "cpuinfo"
+    cpuinfo.write_text("flags : fpu amx_tile amx_fp8\n")
+    elsewhere = {"kind": "refused", "cpuinfo": str(cpuinfo), "precision": "bf16"}
+    one += [_job("fp8", {}, 1, f"elsewhere {way}", forward=way, **elsewhere) for way in ("bf16", "as_sampler")]
+    two = [_job(model, LAYOUTS[model][at], slices, f"{model} {at} {slices}") for model, at, slices in PLACES]
+    two += [_pair(at, forward, model=model) for at, forward, model in PAIRS_OF]
+    two += [_pair("tp2", slices=2, model=model) for model in FORMATS]
+    return cases.run(tmp_path_factory, one, two)
 
 
 @pytest.mark.parametrize(("model", "at", "slices"), PLACES)
-def test_every_layout_computes_the_same(
-    model: str, at: str, slices: int, one: dict[str, Any], two: dict[str, Any]
-) -> None:
-    found, wanted = two[f"{model} {at} {slices}"], one[f"{model} {slices}"]
-    here, there = (torch.tensor(case["logprobs"]) for case in (found, wanted))
-    torch.testing.assert_close(here, there, rtol=0, atol=1e-4)
+def test_every_layout_computes_the_same(model: str, at: str, slices: int, found: dict[str, Any]) -> None:
+    split, whole = found[f"{model} {at} {slices}"], found[f"{model} {slices}"]
+    torch.testing.assert_close(cases.matrix(split), cases.matrix(whole), rtol=0, atol=1e-4)
     # updated weights differ in their last bits, which move some codes by one
-    here, there = (torch.tensor(case["after"]) for case in (found, wanted))
-    assert (here - there).abs().median() < 1e-3
-    for here, there in zip(found["steps"], wanted["steps"], strict=True):
+    assert (cases.matrix(split, "after") - cases.matrix(whole, "after")).abs().median() < 1e-3
+    for here, there in zip(split["steps"], whole["steps"], strict=True):
         assert here["optim/grad_norm"] == pytest.approx(there["optim/grad_norm"], rel=1e-2)
 
 
 @pytest.mark.parametrize("model", FORMATS)
-def test_it_is_another_arithmetic_and_a_close_one(model: str, one: dict[str, Any]) -> None:
-    plain = torch.tensor(one["plain"]["logprobs"])
-    quantized, slices = (torch.tensor(one[f"{model} {slices}"]["logprobs"]) for slices in SLICES)
+def test_it_is_another_arithmetic_and_a_close_one(model: str, found: dict[str, Any]) -> None:
+    plain = cases.matrix(found["plain"])
+    quantized, slices = (cases.matrix(found[f"{model} {slices}"]) for slices in SLICES)
     assert 1e-4 < (quantized - plain).abs().mean() < 0.1
     assert (quantized - slices).abs().mean() > 1e-5, "two slices have scales of their own"
 
 
 @pytest.mark.parametrize(("at", "forward", "model"), PAIRS_OF)
 def test_a_bf16_pair_differs_by_what_tensor_parallelism_rounds(
-    at: str, forward: str, model: str, one: dict[str, Any], two: dict[str, Any]
+    at: str, forward: str, model: str, found: dict[str, Any]
 ) -> None:
     """One BF16 rank is what a BF16 engine on one rank would be; one rank with the sampler's codes, what it is."""
-    engine, found = one[f"pair one bf16 1 {model}"], two[f"pair {at} {forward} 1 {model}"]
-    plain = two[f"pair {at} bf16 1 {model}"]
-    assert engine["same"] and found["same"]
-    between = torch.tensor(plain["own"]) - torch.tensor(engine["own"])  # of two BF16 engines
-    told = torch.tensor(found["paired"]) - torch.tensor(engine["paired"])  # of a stand-in, and the sampler
+    engine, here = found[f"pair one bf16 1 {model}"], found[f"pair {at} {forward} 1 {model}"]
+    plain = found[f"pair {at} bf16 1 {model}"]
+    assert engine["same"] and here["same"]
+    between = cases.matrix(plain, "own") - cases.matrix(engine, "own")  # of two BF16 engines
+    told = cases.matrix(here, "paired") - cases.matrix(engine, "paired")  # of a stand-in, and the sampler
     split = at.startswith("tp2")
     assert (between.abs().mean() > 1e-3) == split
     assert told.abs().mean() == pytest.approx(float(between.abs().mean()), rel=0.25, abs=1e-5)
@@ -124,29 +101,29 @@ def test_a_bf16_pair_differs_by_what_tensor_parallelism_rounds(
 
 
 @pytest.mark.parametrize("model", FORMATS)
-def test_a_pair_on_one_layout_differs_by_nothing(model: str, one: dict[str, Any], two: dict[str, Any]) -> None:
-    assert one[f"pair one bf16 1 {model}"]["paired"] == one[f"pair one as_sampler 1 {model}"]["own"]
-    assert one[f"pair one bf16 2 {model}"]["paired"] is None, "an engine in two parts, a learner in one"
-    assert one["pair of fp32"]["paired"] is None
-    assert two[f"pair tp2 bf16 2 {model}"]["paired"] is not None
+def test_a_pair_on_one_layout_differs_by_nothing(model: str, found: dict[str, Any]) -> None:
+    assert found[f"pair one bf16 1 {model}"]["paired"] == found[f"pair one as_sampler 1 {model}"]["own"]
+    assert found[f"pair one bf16 2 {model}"]["paired"] is None, "an engine in two parts, a learner in one"
+    assert found["pair of fp32"]["paired"] is None
+    assert found[f"pair tp2 bf16 2 {model}"]["paired"] is not None
 
 
-def test_ignored_layers_are_plain(one: dict[str, Any]) -> None:
-    assert one["ignored"]["logprobs"] == one["plain"]["logprobs"]
+def test_ignored_layers_are_plain(found: dict[str, Any]) -> None:
+    assert found["ignored"]["logprobs"] == found["plain"]["logprobs"]
 
 
 @pytest.mark.parametrize("format", FORMATS.values())
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_gradients_are_those_of_plain_layers(precision: str, format: str, one: dict[str, Any]) -> None:
-    found = one[f"gradients {format} {precision}"]
-    assert len(found) == 4 * cases.TINY["num_hidden_layers"]
-    assert all(found.values()), found
+def test_gradients_are_those_of_plain_layers(precision: str, format: str, found: dict[str, Any]) -> None:
+    layers = found[f"gradients {format} {precision}"]
+    assert len(layers) == 4 * cases.TINY["num_hidden_layers"]
+    assert all(layers.values()), layers
 
 
-def test_where_vllm_leaves_fp8_to_the_processor_it_is_refused(one: dict[str, Any]) -> None:
-    assert "this processor multiplies FP8 itself" in one["elsewhere as_sampler"]
-    assert one["elsewhere bf16"] == "", "a plain learner has no part in it"
+def test_where_vllm_leaves_fp8_to_the_processor_it_is_refused(found: dict[str, Any]) -> None:
+    assert "this processor multiplies FP8 itself" in found["elsewhere as_sampler"]
+    assert found["elsewhere bf16"] == "", "a plain learner has no part in it"
 
 
-def test_a_part_of_a_joined_matrix_is_refused(one: dict[str, Any]) -> None:
-    assert "quantization.ignore holds some of model.layers.1.self_attn.q_proj.weight" in one["partly"]
+def test_a_part_of_a_joined_matrix_is_refused(found: dict[str, Any]) -> None:
+    assert "quantization.ignore holds some of model.layers.1.self_attn.q_proj.weight" in found["partly"]

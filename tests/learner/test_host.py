@@ -19,7 +19,10 @@ assert torch.empty(2, device="meta").is_meta and torch.zeros(2, device="cuda").d
 """
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="nothing is patched where CUDA exists")
+on_hosts = pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="nothing is patched where CUDA exists")
+
+
+@on_hosts
 def test_a_device_context_still_places_tensors() -> None:
     """transformers builds its models under torch.device("meta"); elsewhere their buffers stay uninitialised."""
     done = run("megatron", [sys.executable, "-c", DEVICE_CONTEXT], timeout=240)
@@ -50,7 +53,7 @@ for exchange in (dist.reduce_scatter_tensor, dist.all_gather_into_tensor):
 """
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="nothing is patched where CUDA exists")
+@on_hosts
 def test_a_rank_alone_exchanges_only_what_lies_elsewhere() -> None:
     done = run("megatron", [sys.executable, "-c", EXCHANGES], timeout=240)
     assert done.returncode == 0, done.stderr
@@ -61,12 +64,11 @@ import sys
 from pathlib import Path
 from megatron_rl.config import ConfigError, from_mapping
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.policy import Sections
 from megatron_rl.rank import run_rank
 
 config = from_mapping({"run": {"device": "cuda"}})
-names = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
-sections = {name: getattr(config, name) for name in names}
-for start in (lambda: run_rank(config, Path(sys.argv[1])), lambda: Learner(None, **sections)):
+for start in (lambda: run_rank(config, Path(sys.argv[1])), lambda: Learner(None, Sections.of(config))):
     try:
         start()
     except ConfigError as error:
@@ -74,7 +76,7 @@ for start in (lambda: run_rank(config, Path(sys.argv[1])), lambda: Learner(None,
 """
 
 
-@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="here torch sees a device")
+@on_hosts
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_where_cuda_is_wanted_no_learner_runs_on_the_host(gpus: int, tmp_path: Path) -> None:
     """A rank before it opens anything, and whatever else builds a learner."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.learner import host, layers  # isort: skip
-from megatron_rl.quantization import engine_library
+from megatron_rl.quantization import vllm_operators
 
 POSITIONS, HEADS = 9, 3
 CONFIG: Any = SimpleNamespace(
@@ -28,13 +28,13 @@ def _turned(width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return out.detach(), grad
 
 
-@pytest.mark.skipif(not engine_library.has("rotary_embedding"), reason="no vLLM for hosts")
+@pytest.mark.skipif(not vllm_operators.has_rotary(), reason="no vLLM for hosts")
 @pytest.mark.parametrize("width", [32, 64, 128])  # whole vectors: what is left over is not cut off
 def test_the_engine_s_rotary_embedding_and_torch_s_are_the_same_bytes(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_engine = _turned(width)
-    monkeypatch.setattr(engine_library, "has", lambda *operators: False)
+    monkeypatch.setattr(vllm_operators, "has_rotary", lambda: False)
     for found, plain in zip(by_engine, _turned(width), strict=True):
         assert torch.equal(found, plain)
 

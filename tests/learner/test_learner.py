@@ -21,27 +21,9 @@ from megatron_rl.models.layout import Place
 from megatron_rl.types import Batch
 
 pytestmark = pytest.mark.ranks
-FAMILIES = {
-    "qwen3": cases.QWEN3,
-    "qwen2": cases.QWEN2,
-    "llama": cases.LLAMA,
-    "qwen3_moe": cases.QWEN3_MOE,
-    "mixtral": cases.MIXTRAL,
-    "ernie4_5": cases.ERNIE,
-    "phi3": cases.PHI3,
-}
-CHUNKS = {"virtual_pipeline_model_parallel_size": 2}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_parallel": 2},
-    "pp2": {"pipeline_parallel": 2},
-    "dp2": {"data_parallel": 2},
-    "tp2_sp": {"tensor_parallel": 2, "megatron": {"sequence_parallel": True}},
-    "vp2": {"pipeline_parallel": 2, "megatron": CHUNKS},
-}
 ORDERED = ("tp2", "pp2", "dp2")
 STEPS = 3
-ACTIVATIONS = {"dense": cases.QWEN3, "experts": cases.QWEN3_MOE}
+SEEN = {"dense": list(cases.LAYOUTS), "experts": ["tp2_sp", "tp2_ep2", "ep2"]}  # layouts whose activations are compared
 ONE_KV_HEAD = {**cases.QWEN3, "num_key_value_heads": 1}
 # what is wrong -> (config.json, learner section, words that the error must hold)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
@@ -51,7 +33,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         ("learner.megatron.num_layer", "learner.megatron.num_layers"),
     ),
     "world": (cases.QWEN3, {"tensor_parallel": 2}, ("needs 2 processes", "WORLD_SIZE is 1")),
-    "chunks": (cases.QWEN3, {"megatron": CHUNKS}, ("learner.megatron.virtual_pipeline_model_parallel_size: 2",)),
+    "chunks": (cases.QWEN3, {"megatron": cases.CHUNKS}, ("learner.megatron.virtual_pipeline_model_parallel_size: 2",)),
     "rope": ({**cases.QWEN3, "rope_scaling": {"rope_type": "yarn"}}, {}, ("rope_type 'yarn'", "llama3")),
     "fp8": (cases.QWEN3, {"megatron": {"fp8": "hybrid"}}, ("learner.megatron.fp8=hybrid",)),
     "activation": ({**cases.QWEN3, "hidden_act": "gelu"}, {}, ("hidden_act='gelu'",)),
@@ -65,25 +47,26 @@ def _train(name: str, hf: dict[str, Any], layout: dict[str, Any] | None = None, 
     return {"name": name, "hf": hf, "layout": layout or {}, "steps": STEPS, **rest}
 
 
-def _activations(model: str, layout: dict[str, Any] | None = None, name: str = "one") -> dict[str, Any]:
-    job = {"name": f"activations_{model}_{name}", "kind": "activations", "hf": ACTIVATIONS[model], "smoothing": 0.5}
-    job["kv_cache"] = "fp8"
+def _activations(model: str, at: str = "one") -> dict[str, Any]:
     # two packs per replica, and lengths that leave filler behind under sequence parallelism
-    return {**job, "layout": {"tokens_per_microbatch": 80, **(layout or {})}}
+    layout = {"tokens_per_microbatch": 80, **cases.ALL_LAYOUTS.get(at, {})}
+    job = {"name": f"activations_{model}_{at}", "kind": "activations", "hf": cases.MODELS[model], "layout": layout}
+    return {**job, "smoothing": 0.5, "kv_cache": "fp8"}
 
 
-def _one_update(layout: str = "one", precision: str = "bf16") -> list[dict[str, Any]]:
+def _one_update(at: str = "one") -> list[dict[str, Any]]:
     """With a pass before it and without."""
-    job = {"kind": "one_update", "hf": cases.QWEN3, "layout": LAYOUTS.get(layout, {}), "precision": precision}
-    return [{**job, "name": f"once_{layout}_{scored}", "scored": scored, "smoothing": 0.5} for scored in (True, False)]
+    job = {"kind": "one_update", "hf": cases.QWEN3, "layout": cases.LAYOUTS.get(at, {}), "precision": "bf16"}
+    return [{**job, "name": f"once_{at}_{scored}", "scored": scored, "smoothing": 0.5} for scored in (True, False)]
 
 
-def _flips(folder: Path, layout: dict[str, Any] | None = None, name: str = "one") -> dict[str, Any]:
+def _flips(folder: Path, at: str = "one") -> dict[str, Any]:
     path = folder / "chosen.safetensors"
     if not path.exists():
         save_file({"chosen": transformers_experts(folder)}, path)
-    job = {"name": f"flips_{name}", "kind": "flips", "hf": cases.QWEN3_MOE, "folder": str(folder)}
-    return {**job, "layout": {"tokens_per_microbatch": 80, **(layout or {})}, "chosen": str(path)}
+    layout = {"tokens_per_microbatch": 80, **cases.ALL_LAYOUTS.get(at, {})}
+    job = {"name": f"flips_{at}", "kind": "flips", "hf": cases.QWEN3_MOE, "folder": str(folder)}
+    return {**job, "layout": layout, "chosen": str(path)}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +75,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     made = {}
-    for family, hf in FAMILIES.items():
+    for family, hf in cases.FAMILIES.items():
         torch.manual_seed(0)
         config = AutoConfig.for_model(**hf)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -109,7 +92,7 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     work = tmp_path_factory.mktemp("one_rank")
     bad = {"hf": cases.QWEN3, "kind": "nonfinite"}
     jobs = [
-        *({"name": family, "hf": FAMILIES[family], "folder": str(path)} for family, path in folders.items()),
+        *({"name": family, "hf": cases.FAMILIES[family], "folder": str(path)} for family, path in folders.items()),
         _train("fp32", cases.QWEN3),
         _train("kept", cases.QWEN3, kept=True, entropy_coef=0.1),
         {"name": "kept_qwen2", "hf": cases.QWEN2, "folder": str(folders["qwen2"]), "kept": True},
@@ -120,8 +103,8 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
         _train("entropy", cases.QWEN3, entropy_coef=0.1),
         _train("packs_of_80", cases.QWEN3, {"tokens_per_microbatch": 80}),
         _train("unpacked", cases.QWEN3, {"tokens_per_microbatch": 1}),
-        _train("recompute", cases.QWEN3, {"megatron": RECOMPUTE}),
-        *(_activations(model) for model in ACTIVATIONS),
+        _train("recompute", cases.QWEN3, {"megatron": cases.RECOMPUTE}),
+        *(_activations(model) for model in SEEN),
         *_one_update(),
         _flips(folders["qwen3_moe"]),
         *({"name": on, "kind": "rejected", "hf": cases.QWEN3, "kl_coef": 0.1, "kl_on": on} for on in KlOn),
@@ -137,75 +120,45 @@ def one(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
 @pytest.fixture(scope="module")
 def two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs = []
-    for name, layout in LAYOUTS.items():
+    for name, layout in cases.LAYOUTS.items():
         jobs.append(_train(f"fp32_{name}", cases.QWEN3, layout))
         jobs.append(_train(f"bf16_{name}", cases.QWEN3, layout, precision="bf16", loss="cross_entropy"))
         jobs.append(_train(f"untied_{name}", cases.LLAMA, layout))
         jobs.append(_train(f"kept_{name}", cases.QWEN3, layout, kept=True, entropy_coef=0.1))
         jobs.append({"name": f"qwen2_{name}", "hf": cases.QWEN2, "layout": layout, "folder": str(folders["qwen2"])})
+        jobs += _one_update(name)
+    for name, layout in cases.EXPERT_LAYOUTS.items():
+        jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout), _flips(folders["qwen3_moe"], name)]
     for name in ORDERED:
-        jobs.append({**_train(f"order_{name}", cases.QWEN3, LAYOUTS[name]), "kind": "refused", "reversed": True})
-    experts = {
-        "ep2": {"data_parallel": 2, "expert_parallel": 2},
-        "pp2": LAYOUTS["pp2"],
-        "dp2": LAYOUTS["dp2"],
-        "tp2_sp": LAYOUTS["tp2_sp"],
-        "tp2_ep2": {
-            **LAYOUTS["tp2_sp"],
-            "expert_parallel": 2,
-            "megatron": {"sequence_parallel": True, "expert_tensor_parallel_size": 1},
-        },
-    }
-    jobs += [_train(f"moe_{name}", cases.QWEN3_MOE, layout) for name, layout in experts.items()]
-    jobs += [_activations("dense", layout, name) for name, layout in LAYOUTS.items()]
-    jobs += [_activations("experts", experts[name], name) for name in ("tp2_sp", "tp2_ep2", "ep2")]
-    jobs += [_flips(folders["qwen3_moe"], layout, name) for name, layout in experts.items()]
-    jobs += [job for layout in LAYOUTS for job in _one_update(layout)]
-    jobs.append(_train("one_kv_head", ONE_KV_HEAD, LAYOUTS["tp2"]))
-    jobs.append(_train("dp2_packs_of_80", cases.QWEN3, {**LAYOUTS["dp2"], "tokens_per_microbatch": 80}))
-    jobs.append(_train("vp2_packs_of_80", cases.QWEN3, {**LAYOUTS["vp2"], "tokens_per_microbatch": 80}))
-    jobs.append({"name": "broadcast", "hf": cases.QWEN3, "layout": LAYOUTS["dp2"], "kind": "broadcast"})
-    jobs.append({"name": "dead_rank", "hf": cases.QWEN3, "layout": LAYOUTS["dp2"], "kind": "dead_rank"})
+        jobs.append({**_train(f"order_{name}", cases.QWEN3, cases.LAYOUTS[name]), "kind": "refused", "reversed": True})
+    jobs += [_activations(model, at) for model, layouts in SEEN.items() for at in layouts]
+    jobs.append(_train("one_kv_head", ONE_KV_HEAD, cases.LAYOUTS["tp2"]))
+    for name in ("dp2", "vp2"):
+        packs = {**cases.LAYOUTS[name], "tokens_per_microbatch": 80}
+        jobs.append(_train(f"{name}_packs_of_80", cases.QWEN3, packs))
+    for kind in ("broadcast", "dead_rank"):  # the latter at the end
+        jobs.append({"name": kind, "hf": cases.QWEN3, "layout": cases.LAYOUTS["dp2"], "kind": kind})
     return cases.run_ranks(2, jobs, tmp_path_factory.mktemp("two_ranks"))
 
 
-def _same(found: dict[str, Any], wanted: dict[str, Any], rel: float) -> None:
-    torch.testing.assert_close(_matrix(found["logprobs"]), _matrix(wanted["logprobs"]), rtol=0, atol=10 * rel)
-    assert len(found["steps"]) == len(wanted["steps"]) == STEPS
-    for here, there in zip(found["steps"], wanted["steps"], strict=True):
-        for key in ("loss/total", "loss/entropy", "optim/grad_norm", "optim/lr"):
-            assert here[key] == pytest.approx(there[key], rel=rel), key
-    torch.testing.assert_close(_matrix(found["after"]), _matrix(wanted["after"]), rtol=0, atol=20 * rel)
-
-
-def _matrix(values: list[list[float]]) -> torch.Tensor:
-    return torch.tensor(values)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_those_of_transformers(family: str, one: dict[str, Any], folders: dict[str, Path]) -> None:
-    wanted = transformers_logprobs(folders[family])
-    torch.testing.assert_close(_matrix(one[family]["logprobs"]), wanted, rtol=0, atol=3e-5)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loaded_folder_gives_the_same_logprobs_on_every_layout(
-    layout: str, two: dict[str, Any], folders: dict[str, Path]
+@pytest.mark.parametrize("case", [*cases.FAMILIES, *(f"qwen2_{at}" for at in cases.LAYOUTS)])
+def test_logprobs_are_those_of_transformers(
+    case: str, one: dict[str, Any], two: dict[str, Any], folders: dict[str, Path]
 ) -> None:
-    found = _matrix(two[f"qwen2_{layout}"]["logprobs"])
-    torch.testing.assert_close(found, transformers_logprobs(folders["qwen2"]), rtol=0, atol=3e-5)
+    found, family = (one[case], case) if case in cases.FAMILIES else (two[case], "qwen2")
+    torch.testing.assert_close(cases.matrix(found), transformers_logprobs(folders[family]), rtol=0, atol=3e-5)
 
 
 def test_logprobs_among_kept_tokens_are_those_of_transformers(one: dict[str, Any], folders: dict[str, Path]) -> None:
     batch = cases.with_kept(cases.make_batch())
     wanted, plain = transformers_logprobs(folders["qwen2"], batch), transformers_logprobs(folders["qwen2"])
-    found = _matrix(one["kept_qwen2"]["logprobs"])
+    found = cases.matrix(one["kept_qwen2"])
     torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5)
     assert (found - plain).abs().max() > 1
 
 
 def test_what_the_policy_would_not_have_kept_is_counted(one: dict[str, Any], two: dict[str, Any]) -> None:
-    steps = [case["steps"] for case in (one["kept"], *(two[f"kept_{layout}"] for layout in LAYOUTS))]
+    steps = [case["steps"] for case in (one["kept"], *(two[f"kept_{layout}"] for layout in cases.LAYOUTS))]
     for name in ("rollout_corr/outside_support", "rollout_corr/kept_log_mass"):
         for same in zip(*steps, strict=True):
             assert [step[name] for step in same] == pytest.approx([same[0][name]] * len(same), rel=1e-3)
@@ -233,37 +186,32 @@ def transformers_logprobs(folder: Path, batch: Batch | None = None) -> torch.Ten
     return wanted_BT
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("model", "rel"), [("fp32", 1e-4), ("bf16", 2e-2), ("untied", 1e-4), ("kept", 1e-4)])
-def test_every_layout_trains_alike(
-    layout: str, model: str, rel: float, one: dict[str, Any], two: dict[str, Any]
+# (ranks, case, what it is like on one rank in one pack, to what)
+ALIKE = [(2, f"{model}_{at}", model, 1e-4) for model in ("fp32", "untied", "kept") for at in cases.LAYOUTS]
+ALIKE += [(2, f"bf16_{at}", "bf16", 2e-2) for at in cases.LAYOUTS]
+ALIKE += [(2, f"moe_{at}", "moe", 1e-4) for at in cases.EXPERT_LAYOUTS]
+ALIKE += [(2, "one_kv_head", "one_kv_head", 1e-4)]  # tensor-parallel ranks share it
+ALIKE += [(2, f"{at}_packs_of_80", "fp32", 1e-4) for at in ("dp2", "vp2")]
+ALIKE += [(1, case, "fp32", 1e-4) for case in ("packs_of_80", "unpacked", "recompute")]
+
+
+@pytest.mark.parametrize(("ranks", "case", "wanted", "rel"), ALIKE)
+def test_layouts_and_packs_train_alike(
+    ranks: int, case: str, wanted: str, rel: float, one: dict[str, Any], two: dict[str, Any]
 ) -> None:
-    _same(two[f"{model}_{layout}"], one[model], rel)
-
-
-@pytest.mark.parametrize("layout", ["ep2", "pp2", "dp2", "tp2_sp", "tp2_ep2"])
-def test_experts_train_alike_on_every_layout(layout: str, one: dict[str, Any], two: dict[str, Any]) -> None:
-    _same(two[f"moe_{layout}"], one["moe"], 1e-4)
-
-
-def test_tensor_parallel_ranks_may_share_a_key_value_head(one: dict[str, Any], two: dict[str, Any]) -> None:
-    _same(two["one_kv_head"], one["one_kv_head"], 1e-4)
-
-
-@pytest.mark.parametrize("case", ["packs_of_80", "unpacked", "recompute"])
-def test_packing_changes_nothing(case: str, one: dict[str, Any]) -> None:
-    _same(one[case], one["fp32"], 1e-4)
-
-
-@pytest.mark.parametrize("layout", ["dp2", "vp2"])
-def test_packing_changes_nothing_on_two_ranks(layout: str, one: dict[str, Any], two: dict[str, Any]) -> None:
-    _same(two[f"{layout}_packs_of_80"], one["fp32"], 1e-4)
+    found, there = (one if ranks == 1 else two)[case], one[wanted]
+    torch.testing.assert_close(cases.matrix(found), cases.matrix(there), rtol=0, atol=10 * rel)
+    assert len(found["steps"]) == len(there["steps"]) == STEPS
+    for step, its in zip(found["steps"], there["steps"], strict=True):
+        for key in ("loss/total", "loss/entropy", "optim/grad_norm", "optim/lr"):
+            assert step[key] == pytest.approx(its[key], rel=rel), key
+    torch.testing.assert_close(cases.matrix(found, "after"), cases.matrix(there, "after"), rtol=0, atol=20 * rel)
 
 
 def test_training_moves_the_policy(one: dict[str, Any]) -> None:
     """Guards the comparisons above: they would also hold for a learner that does nothing."""
     for case in ("fp32", "bf16", "untied", "moe"):
-        moved = (_matrix(one[case]["after"]) - _matrix(one[case]["logprobs"])).abs().max()
+        moved = (cases.matrix(one[case], "after") - cases.matrix(one[case])).abs().max()
         assert moved > 0.05, case
         assert one[case]["steps"][0]["optim/grad_norm"] > 0.05, case
     losses = [step["loss/total"] for step in one["bf16"]["steps"]]
@@ -311,12 +259,12 @@ def transformers_activations(hf: dict[str, Any], folder: Path) -> tuple[torch.Te
     return amax_LNH, cache_L2
 
 
-@pytest.mark.parametrize(("model", "layouts"), [("dense", list(LAYOUTS)), ("experts", ["tp2_sp", "tp2_ep2", "ep2"])])
+@pytest.mark.parametrize(("model", "layouts"), SEEN.items())
 def test_every_layout_sees_the_same_activations(
     model: str, layouts: list[str], one: dict[str, Any], two: dict[str, Any], tmp_path: Path
 ) -> None:
     found = {"one": one[f"activations_{model}_one"]} | {at: two[f"activations_{model}_{at}"] for at in layouts}
-    wanted_LNH, cache_L2 = transformers_activations(ACTIVATIONS[model], tmp_path / "hf")
+    wanted_LNH, cache_L2 = transformers_activations(cases.MODELS[model], tmp_path / "hf")
     assert (wanted_LNH > 0).all()
     for at, case in found.items():
         torch.testing.assert_close(torch.tensor(case["amax"]), wanted_LNH, rtol=1e-4, atol=1e-5, msg=at)
@@ -327,7 +275,7 @@ def test_every_layout_sees_the_same_activations(
         assert all(amax > 0 for layer in case["cache_trained"] for amax in layer), at
 
 
-@pytest.mark.parametrize("layout", ["one", *LAYOUTS])
+@pytest.mark.parametrize("layout", ["one", *cases.LAYOUTS])
 def test_an_update_s_own_forward_pass_stands_for_the_one_before_it(
     layout: str, one: dict[str, Any], two: dict[str, Any]
 ) -> None:
@@ -352,7 +300,7 @@ def transformers_experts(folder: Path) -> torch.Tensor:
     return chosen
 
 
-@pytest.mark.parametrize("layout", ["one", "ep2", "pp2", "dp2", "tp2_sp", "tp2_ep2"])
+@pytest.mark.parametrize("layout", ["one", *cases.EXPERT_LAYOUTS])
 def test_router_flips_are_counted_layer_by_layer(layout: str, one: dict[str, Any], two: dict[str, Any]) -> None:
     same, exchanged, silent = (one if layout == "one" else two)[f"flips_{layout}"]["found"]
     batch = cases.make_batch()
@@ -396,13 +344,9 @@ def test_names_count_over_the_whole_model(one: dict[str, Any], two: dict[str, An
     assert "decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight" not in two["moe_ep2"]["names"]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_by_name(case: str, one: dict[str, Any]) -> None:
-    for words in REFUSED[case][2]:
-        assert words in one[f"no_{case}"]
-
-
-def test_gradients_that_would_not_be_clipped_are_refused(one: dict[str, Any]) -> None:
+def test_what_cannot_work_is_refused_by_name(one: dict[str, Any]) -> None:
+    for case, (_, _, said) in REFUSED.items():
+        assert all(words in one[f"no_{case}"] for words in said), case
     assert "optim.megatron.use_precision_aware_optimizer: what it keeps of gradients" in one["decoupled"]
 
 
@@ -434,4 +378,4 @@ def test_the_driver_reaches_every_rank(two: dict[str, Any]) -> None:
 
 
 def test_a_dead_rank_does_not_hang_the_others(two: dict[str, Any]) -> None:
-    assert two["dead_rank"]["error"]
+    assert two["dead_rank"]

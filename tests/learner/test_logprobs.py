@@ -1,4 +1,4 @@
-"""Chunked logprobs and entropy against torch's own softmax in float64."""
+"""Logprobs and entropy, chunked, among all tokens and among kept ones, against torch's own softmax in float64."""
 
 from __future__ import annotations
 
@@ -7,53 +7,66 @@ from itertools import accumulate
 
 import pytest
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_rl.learner import logit_chunks
+from megatron_rl.learner import costs
 from megatron_rl.learner import logprobs as module
-from megatron_rl.learner.logprobs import VocabShare, logprobs_alone, logprobs_and_entropy
+from megatron_rl.learner.logprobs import VocabShare, logprobs_alone, logprobs_and_entropy, truncation
 
-VOCAB, COLUMNS, ROWS = 11, 13, 17
-
-
-def _inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    random = torch.Generator().manual_seed(0)
-    logits = 5 * torch.randn(ROWS, COLUMNS, generator=random)
-    labels = torch.randint(0, VOCAB, (ROWS,), generator=random)
-    weights = torch.randn(2, ROWS, generator=random)
-    return logits, labels, weights[0], weights[1]
+VOCAB, COLUMNS, ROWS, KEPT = 23, 25, 31, 6
+WHOLE = VocabShare.of(0, 1, VOCAB, COLUMNS, None)
 
 
-def _reference(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    log_probs = torch.log_softmax(logits[:, :VOCAB].double() / temperature, -1)
-    return log_probs.gather(1, labels[:, None]).squeeze(1), -(log_probs.exp() * log_probs).sum(-1)
+def example(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels, and 1 to KEPT kept tokens of each, the label among them; column 0 is often none of them."""
+    random = torch.Generator().manual_seed(seed)
+    logits_NV = 4 * torch.randn(ROWS, COLUMNS, generator=random)
+    kept_NK = torch.stack([torch.randperm(VOCAB, generator=random)[:KEPT] for _ in range(ROWS)])
+    counts_N = torch.randint(1, KEPT + 1, (ROWS,), generator=random)
+    kept_NK = torch.where(torch.arange(KEPT) < counts_N[:, None], kept_NK, -1)
+    place_N = (torch.rand(ROWS, generator=random) * counts_N).long()
+    return logits_NV, kept_NK.gather(1, place_N[:, None]).squeeze(1), kept_NK
+
+
+def reference(
+    logits_NV: Tensor, labels_N: Tensor, kept_NK: Tensor | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    inside_NV = torch.ones(ROWS, VOCAB, dtype=torch.bool)
+    if kept_NK is not None:
+        inside_NV = torch.zeros(ROWS, VOCAB + 1, dtype=torch.bool).scatter_(1, kept_NK % (VOCAB + 1), True)[:, :VOCAB]
+    scaled_NV = (logits_NV[:, :VOCAB].double() / temperature).masked_fill(~inside_NV, -torch.inf)
+    logprobs_NV = scaled_NV.log_softmax(1)
+    entropy_N = -(logprobs_NV.exp() * logprobs_NV.masked_fill(~inside_NV, 0.0)).sum(1)
+    return logprobs_NV.gather(1, labels_N[:, None]).squeeze(1), entropy_N
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 40, 1 << 20])
-def test_values_and_gradients(temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logit_chunks, "HOST_BYTES", 4 * chunk)
-    logits, labels, of_logprob, of_entropy = _inputs()
-    mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    found = logprobs_and_entropy(mine, labels, VocabShare.of(0, 1, VOCAB, COLUMNS, None), temperature)
-    wanted = _reference(theirs, labels, temperature)
-    for here, there in zip(found, wanted, strict=True):
-        torch.testing.assert_close(here.double(), there, rtol=1e-5, atol=1e-5)
-    (found[0] * of_logprob + found[1] * of_entropy).sum().backward()
-    (wanted[0] * of_logprob + wanted[1] * of_entropy).sum().backward()
-    assert mine.grad is not None
-    torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
-    assert not mine.grad[:, VOCAB:].any()  # padding of the vocabulary never learns
-
-
-def test_each_output_has_a_gradient_of_its_own() -> None:
-    logits, labels, _, _ = _inputs()
-    share = VocabShare.of(0, 1, VOCAB, COLUMNS, None)
-    for which in (0, 1):
-        mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
-        logprobs_and_entropy(mine, labels, share)[which].sum().backward()
-        _reference(theirs, labels, 1.0)[which].sum().backward()
-        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)  # type: ignore[union-attr]
+@pytest.mark.parametrize("among_kept", [False, True])
+def test_values_and_gradients(
+    among_kept: bool, chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both outputs, and of each alone. Nothing writes to the logits: at temperature 1 their FP32 copy is no copy."""
+    monkeypatch.setattr(costs, "HOST_BYTES", 4 * chunk)
+    atol = 5e-5 if among_kept else 1e-5
+    for seed in range(4):
+        logits_NV, labels_N, kept_NK = example(seed)
+        kept = kept_NK if among_kept else None
+        of_logprob, of_entropy = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(seed))
+        for scales in ((of_logprob, of_entropy), (of_logprob, None), (None, of_entropy)):
+            mine, theirs = logits_NV.clone().requires_grad_(), logits_NV.double().requires_grad_()
+            found = logprobs_and_entropy(mine, labels_N, WHOLE, temperature, kept)
+            wanted = reference(theirs, labels_N, kept, temperature)
+            for here, there in zip(found, wanted, strict=True):
+                torch.testing.assert_close(here.double(), there, rtol=1e-5, atol=atol)
+            for values in (found, wanted):
+                parts = zip(values, scales, strict=True)
+                sum((value * scale).sum() for value, scale in parts if scale is not None).backward()  # type: ignore[union-attr]
+            assert mine.grad is not None and theirs.grad is not None
+            torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=atol)
+            assert not mine.grad[:, VOCAB:].any()  # padding of the vocabulary never learns
+            assert torch.equal(mine.detach(), logits_NV)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -63,25 +76,17 @@ def test_without_entropy_the_logprobs_are_the_same(
 ) -> None:
     asked, combined = [], module.combined
     monkeypatch.setattr(module, "combined", lambda stats, group: asked.append(len(stats)) or combined(stats, group))
-    logits, labels, of_logprob, _ = _inputs()
-    share = VocabShare.of(0, 1, VOCAB, COLUMNS, None)
-    both, alone = logits.to(dtype).requires_grad_(), logits.to(dtype).requires_grad_()
-    wanted, _ = logprobs_and_entropy(both, labels, share, temperature)
-    found = logprobs_alone(alone, labels, share, temperature)
+    logits_NV, labels_N, kept_NK = example()
+    both, alone = logits_NV.to(dtype).requires_grad_(), logits_NV.to(dtype).requires_grad_()
+    wanted, _ = logprobs_and_entropy(both, labels_N, WHOLE, temperature)
+    found = logprobs_alone(alone, labels_N, WHOLE, temperature)
     assert torch.equal(found, wanted)
     for value in (wanted, found):
-        (value * of_logprob).sum().backward()
+        (value * torch.linspace(-1, 1, ROWS)).sum().backward()
     assert torch.equal(alone.grad, both.grad)  # type: ignore[arg-type]
     assert asked == [3, 2]
-
-
-def test_nothing_writes_to_the_logits() -> None:
-    """At temperature 1 a chunk of FP32 logits is the logits themselves."""
-    logits, labels, of_logprob, of_entropy = _inputs()
-    mine = logits.clone().requires_grad_()
-    logprobs_N, entropy_N = logprobs_and_entropy(mine, labels, VocabShare.of(0, 1, VOCAB, COLUMNS, None))
-    (logprobs_N * of_logprob + entropy_N * of_entropy).sum().backward()
-    assert torch.equal(mine.detach(), logits)
+    among, _ = logprobs_and_entropy(logits_NV, labels_N, WHOLE, temperature, kept_NK)
+    assert torch.equal(logprobs_alone(logits_NV, labels_N, WHOLE, temperature, kept_NK), among)
 
 
 def test_chunks_hold_as_many_bytes_as_the_device_likes() -> None:
@@ -93,7 +98,7 @@ def test_chunks_hold_as_many_bytes_as_the_device_likes() -> None:
         sizes = [chunk.numel() * chunk.element_size() for _, chunk in module.chunks(logits, share, 1.0)]
         assert nbytes - 4 * 37_984 < sizes[0] <= nbytes
         assert sum(sizes) == 2 * logits.numel() * logits.element_size()
-    assert logit_chunks.chunk_rows(1 << 40, host=True) == 1
+    assert costs.chunk_rows(1 << 40, host=True) == 1
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -102,14 +107,14 @@ def test_no_more_copies_are_alive_than_the_plan_counts(
     temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, columns = 640, 1000
-    chunk = 64 * columns * logit_chunks.FP32
-    monkeypatch.setattr(logit_chunks, "HOST_BYTES", chunk)
+    chunk = 64 * columns * costs.FP32
+    monkeypatch.setattr(costs, "HOST_BYTES", chunk)
     logits = torch.randn(rows, columns).to(dtype).requires_grad_()
     labels, share = torch.zeros(rows, dtype=torch.int64), VocabShare.of(0, 1, columns, columns, None)
     logprobs_N, entropy_N = logprobs_and_entropy(logits, labels, share, temperature)
     forward = _most_memory(lambda: logprobs_and_entropy(logits, labels, share, temperature))
     backward = _most_memory((logprobs_N + entropy_N).sum().backward) - logits.nbytes  # the gradient itself
-    assert 1.5 * chunk < max(forward, backward) < (logit_chunks.COPIES + 0.1) * chunk
+    assert 1.5 * chunk < max(forward, backward) < (costs.COPIES + 0.1) * chunk
 
 
 def _most_memory(work: Callable[[], object]) -> int:
@@ -122,40 +127,65 @@ def _most_memory(work: Callable[[], object]) -> int:
 
 def test_bf16_logits_lose_nothing_more() -> None:
     """Only the logits are rounded: the arithmetic on them is FP32."""
-    logits, labels, _, _ = _inputs()
-    rounded = logits.bfloat16()
-    found, _ = logprobs_and_entropy(rounded, labels, VocabShare.of(0, 1, VOCAB, COLUMNS, None))
+    logits_NV, labels_N, _ = example()
+    rounded = logits_NV.bfloat16()
+    found, _ = logprobs_and_entropy(rounded, labels_N, WHOLE)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), _reference(rounded, labels, 1.0)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.double(), reference(rounded, labels_N)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_shares_of_the_vocabulary_combine() -> None:
     """What each rank contributes, put together without a process group; the last rank holds padding only."""
-    logits, labels, _, _ = _inputs()
-    wide = torch.nn.functional.pad(logits, (0, 2), value=50.0)
+    logits_NV, labels_N, _ = example()
+    ranks, columns = 4, 8  # of which the last has none: 23 tokens
+    wide = torch.nn.functional.pad(logits_NV, (0, ranks * columns - COLUMNS), value=50.0)
     stats = []
-    for rank in range(3):
-        share = VocabShare.of(rank, 3, VOCAB, 5, None)
-        local = labels - share.start
-        held = (local >= 0) & (local < share.real)
-        part = wide[:, 5 * rank : 5 * rank + 5][:, : share.real]
-        stats.append(module._local_stats(part, torch.where(held, local, 0), held))
+    for rank in range(ranks):
+        share = VocabShare.of(rank, ranks, VOCAB, columns, None)
+        part = wide[:, columns * rank : columns * (rank + 1)][:, : share.real]
+        stats.append(module._local_stats(part, *share.places(labels_N)))
+    assert share.real == 0 and stats[-1][0].isneginf().all() and not stats[-1][1:].any()
     together = torch.stack(stats)
-    log_norm = together[:, 0].logsumexp(0)
-    wanted = _reference(logits, labels, 1.0)
-    torch.testing.assert_close((together[:, 1].sum(0) - log_norm).double(), wanted[0], rtol=1e-5, atol=1e-5)
-
-
-def test_all_padding_shares_hold_no_probability() -> None:
-    share = VocabShare.of(3, 4, VOCAB, 4, None)
-    assert share.real == 0
-    stats = module._local_stats(torch.zeros(2, 0), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool))
-    assert stats[0].tolist() == [-torch.inf, -torch.inf]
-    assert not stats[1:].any()
+    found = together[:, 1].sum(0) - together[:, 0].logsumexp(0)
+    torch.testing.assert_close(found.double(), reference(logits_NV, labels_N)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_temperature_must_be_positive(temperature: float) -> None:
-    logits, labels, _, _ = _inputs()
-    with pytest.raises(ValueError, match=r"rollout\.temperature"):
-        logprobs_and_entropy(logits, labels, VocabShare.of(0, 1, VOCAB, COLUMNS, None), temperature)
+    logits_NV, labels_N, kept_NK = example()
+    for compute in (logprobs_and_entropy, logprobs_alone):
+        for kept in (None, kept_NK):
+            with pytest.raises(ValueError, match=r"rollout\.temperature"):
+                compute(logits_NV, labels_N, WHOLE, temperature, kept)
+
+
+def test_all_tokens_kept_is_the_plain_softmax_and_one_alone_is_certain() -> None:
+    logits_NV, labels_N, _ = example()
+    everything_NK = torch.arange(VOCAB).expand(ROWS, VOCAB)
+    found = logprobs_and_entropy(logits_NV, labels_N, WHOLE, kept_NK=everything_NK)
+    for here, there in zip(found, logprobs_and_entropy(logits_NV, labels_N, WHOLE), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
+    mine = logits_NV.clone().requires_grad_()
+    logprobs_N, entropy_N = logprobs_and_entropy(mine, labels_N, WHOLE, kept_NK=labels_N[:, None])
+    (logprobs_N + entropy_N).sum().backward()
+    assert mine.grad is not None
+    assert not logprobs_N.any() and not entropy_N.any() and not mine.grad.any()
+
+
+@pytest.mark.parametrize("chunk", [40, 1 << 20])
+@pytest.mark.parametrize(("k", "p"), [(1, 1.0), (5, 1.0), (5, 0.7), (VOCAB, 0.5)])
+def test_truncation(k: int, p: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the filters as an engine applies them: the k highest, of those the first whose mass reaches p."""
+    monkeypatch.setattr(costs, "HOST_BYTES", 4 * chunk)
+    logits_NV, labels_N, kept_NK = example()
+    logprobs_N = logprobs_alone(logits_NV, labels_N, WHOLE, 0.8, kept_NK)
+    found = truncation(logits_NV, labels_N, logprobs_N, WHOLE, 0.8, k, p)
+    scaled_NV = logits_NV[:, :VOCAB].double() / 0.8
+    for row in range(ROWS):
+        ranked = scaled_NV[row].argsort(descending=True)[:k]
+        mass = scaled_NV[row][ranked].softmax(0)
+        own = {int(token) for token, before in zip(ranked, mass.cumsum(0) - mass, strict=True) if before < p}
+        assert bool(found.outside_N[row]) == (int(labels_N[row]) not in own)
+    mass_N = torch.where(kept_NK >= 0, scaled_NV.softmax(1).gather(1, kept_NK.clamp(min=0)), 0.0).sum(1)
+    torch.testing.assert_close(found.log_mass_N.double(), mass_N.log(), rtol=1e-4, atol=1e-5)
+    assert 0 < found.outside_N.float().mean() < 1

@@ -14,92 +14,55 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=40)
 ATTENTION = st.sampled_from([0.0, 1e-3, 0.05, 1.0])
 
 
-@settings(deadline=None)
-@given(LENGTHS, st.integers(1, 4), st.integers(1, 150), st.integers(1, 4), st.booleans(), ATTENTION, st.booleans())
-def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
-    lengths: list[int],
-    replicas: int,
-    budget: int,
-    at_least: int,
-    same_count: bool,
-    attention: float,
-    in_step: bool,
-) -> None:
-    asked = {"at_least": at_least, "same_count": same_count, "attention": attention, "in_step": in_step}
-    shares = assign_rows(lengths, replicas, budget, **asked)
-    assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
-    assert len(shares) == replicas
-    assert all(share for share in shares)
-    for share in shares:
-        rows = sum(map(len, share))
-        assert len(share) >= min(at_least, max(1, rows))
-        assert same_count or all(share) or not rows, "an empty micro-batch costs as much as a small one"
-        for group in share:
-            assert len(group) <= 1 or sum(lengths[row] for row in group) <= budget
-    if same_count:
-        assert len({len(share) for share in shares}) == 1
-    assert assign_rows(lengths, replicas, budget, **asked) == shares
-
-
-@given(LENGTHS, st.integers(1, 3), st.integers(20, 150), st.integers(1, 3))
-def test_the_number_of_microbatches_can_be_rounded_up(
-    lengths: list[int], replicas: int, budget: int, multiple: int
-) -> None:
-    shares = assign_rows(lengths, replicas, budget, count_multiple=multiple)
-    assert all(len(share) % multiple == 0 for share in shares)
-    assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
-
-
-def test_replicas_get_similar_loads() -> None:
-    lengths = [100, 90, 10, 10, 10, 10, 80, 70, 5, 5]
-    loads = [sum(lengths[row] for group in share for row in group) for share in assign_rows(lengths, 2, 1000)]
-    assert max(loads) - min(loads) <= 10
-
-
 def _costs(lengths: list[int], attention: float) -> list[float]:
     return [length + attention * length**2 for length in lengths]
 
 
-@given(LENGTHS, st.integers(1, 4), st.integers(1, 150), ATTENTION, st.booleans())
-def test_replicas_differ_by_one_row_s_cost_at_most(
-    lengths: list[int], replicas: int, budget: int, attention: float, in_step: bool
-) -> None:
+@settings(deadline=None)
+@given(
+    LENGTHS, st.integers(1, 4), st.integers(1, 150), st.integers(1, 4), st.integers(1, 3), st.booleans(), ATTENTION,
+    st.booleans(),
+)  # fmt: skip
+def test_a_plan_holds_every_row_once_and_keeps_to_the_budget(
+    lengths: list[int], replicas: int, budget: int, at_least: int, multiple: int, same_count: bool, attention: float,
+    in_step: bool,
+) -> None:  # fmt: skip
+    asked = {"at_least": at_least, "same_count": same_count, "attention": attention, "in_step": in_step}
+    shares = assign_rows(lengths, replicas, budget, **asked)
+    rounded = assign_rows(lengths, replicas, budget, count_multiple=multiple, **asked)
+    for plan in (shares, rounded):
+        assert sorted(row for share in plan for rows in share for row in rows) == list(range(len(lengths)))
+        assert len(plan) == replicas and all(plan)
+        assert not same_count or len({len(share) for share in plan}) == 1
+    assert all(len(share) % multiple == 0 for share in rounded)
+    for share in shares:
+        assert all(len(group) <= 1 or sum(lengths[row] for row in group) <= budget for group in share)
+        rows = sum(map(len, share))
+        assert len(share) >= min(at_least, max(1, rows))
+        assert same_count or all(share) or not rows, "an empty micro-batch costs as much as a small one"
+    assert assign_rows(lengths, replicas, budget, **asked) == shares
     costs = _costs(lengths, attention)
-    shares = assign_rows(lengths, replicas, budget, attention=attention, in_step=in_step)
-    loads = [sum(costs[row] for group in share for row in group) for share in shares]
-    assert max(loads) - min(loads) <= max(costs, default=0) * (1 + 1e-9)
+    loads = [[sum(costs[row] for row in group) for group in share] for share in shares]
+    if same_count:  # replicas that wait in every micro-batch begin with the costly ones
+        in_turn = [load for together in zip(*loads, strict=True) for load in together]
+        assert in_turn == sorted(in_turn, reverse=True)
+    else:  # replicas differ by one row's cost at most
+        assert max(map(sum, loads)) - min(map(sum, loads)) <= max(costs, default=0) * (1 + 1e-9)
 
 
 @given(LENGTHS, st.integers(1, 150), st.integers(1, 4), ATTENTION)
 def test_a_replica_alone_is_packed_by_tokens(lengths: list[int], budget: int, at_least: int, attention: float) -> None:
-    """Nobody waits for any of its micro-batches."""
+    """Nobody waits for any of its micro-batches. Where stages do, those of like cost are no more of them."""
     by_tokens = assign_rows(lengths, 1, budget, at_least)
     assert assign_rows(lengths, 1, budget, at_least, attention=attention) == by_tokens
-
-
-@given(LENGTHS, st.integers(1, 150), st.integers(1, 4), ATTENTION)
-def test_microbatches_of_like_cost_are_no_more_of_them(
-    lengths: list[int], budget: int, at_least: int, attention: float
-) -> None:
-    (by_tokens,) = assign_rows(lengths, 1, budget, at_least)
     (by_cost,) = assign_rows(lengths, 1, budget, at_least, attention=attention, in_step=True)
-    assert len(by_cost) == len(by_tokens)
+    assert len(by_cost) == len(by_tokens[0])
 
 
 def test_the_budget_goes_before_cost() -> None:
     """Of like cost the three shorter rows would be one pack of 29 tokens; one more pack would cost more."""
     assert assign_rows([12, 12, 5, 20], 1, 25, attention=1.0, in_step=True) == [[[2, 3], [0, 1]]]
     assert assign_rows([12, 12, 5, 20], 1, 29, attention=1.0, in_step=True) == [[[3], [0, 1, 2]]]
-
-
-@given(LENGTHS, st.integers(1, 4), st.integers(1, 150), ATTENTION)
-def test_replicas_that_wait_in_every_microbatch_begin_with_the_costly_ones(
-    lengths: list[int], replicas: int, budget: int, attention: float
-) -> None:
-    shares = assign_rows(lengths, replicas, budget, same_count=True, attention=attention)
-    costs = _costs(lengths, attention)
-    in_turn = [sum(costs[row] for row in group) for together in zip(*shares, strict=True) for group in together]
-    assert in_turn == sorted(in_turn, reverse=True)
 
 
 def test_long_rows_weigh_more_than_their_tokens() -> None:

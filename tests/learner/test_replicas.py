@@ -12,18 +12,17 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.ranks
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 20_000}  # several buckets of a tiny model
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SMALL = {"tokens_per_microbatch": 80}  # several micro-batches, not as many on both replicas
 # name -> (config.json, learner section, precision)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dp2": (cases.QWEN3, {"data_parallel": 2, **SMALL}, "fp32"),
     "dp2_bf16": (cases.QWEN3, {"data_parallel": 2, **SMALL}, "bf16"),
     "dp2_one_pack": (cases.LLAMA, {"data_parallel": 2}, "fp32"),
-    "dp2_recompute": (cases.QWEN3, {"data_parallel": 2, **SMALL, "megatron": RECOMPUTE}, "fp32"),
+    "dp2_recompute": (cases.QWEN3, {"data_parallel": 2, **SMALL, "megatron": cases.RECOMPUTE}, "fp32"),
     "dp2_experts": (cases.QWEN3_MOE, {"data_parallel": 2, **SMALL}, "fp32"),
-    "ep2_experts": (cases.QWEN3_MOE, {"data_parallel": 2, "expert_parallel": 2, **SMALL}, "fp32"),
+    "ep2_experts": (cases.QWEN3_MOE, {**cases.EXPERT_LAYOUTS["ep2"], **SMALL}, "fp32"),
     "pp2": (cases.QWEN3, {"pipeline_parallel": 2, **SMALL}, "fp32"),
-    "vp2": (cases.QWEN3, {"pipeline_parallel": 2, "megatron": {"virtual_pipeline_model_parallel_size": 2}}, "fp32"),
+    "vp2": (cases.QWEN3, cases.LAYOUTS["vp2"], "fp32"),
 }
 STEPS = 3
 

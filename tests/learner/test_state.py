@@ -9,21 +9,8 @@ import learner_cases as cases
 import pytest
 
 pytestmark = pytest.mark.ranks
-MODELS = {"dense": cases.QWEN3, "experts": cases.QWEN3_MOE}
-LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
-    "dense": {
-        "one": {},
-        "tp2": {"tensor_parallel": 2},
-        "pp2": {"pipeline_parallel": 2},
-        "dp2": {"data_parallel": 2},
-    },
-    "experts": {"one": {}, "ep2": {"data_parallel": 2, "expert_parallel": 2}},
-}
+LAYOUTS = {"dense": ("one", "tp2", "pp2", "dp2"), "experts": ("one", "ep2")}
 PRECISIONS = ("fp32", "bf16")
-
-
-def _world(layout: str) -> int:
-    return 1 if layout == "one" else 2
 
 
 def _read(precision: str, writer: str, reader: str) -> bool:
@@ -31,51 +18,27 @@ def _read(precision: str, writer: str, reader: str) -> bool:
     return precision == "fp32" or writer in ("one", reader)
 
 
-def _jobs(folder: Path, world: int, reads: bool) -> list[dict[str, Any]]:
-    jobs = []
-    for model, hf in MODELS.items():
-        for precision in PRECISIONS:
-            for name, layout in LAYOUTS[model].items():
-                if _world(name) != world:
-                    continue
-                for writer in (
-                    [writer for writer in LAYOUTS[model] if _read(precision, writer, name)] if reads else [name]
-                ):
-                    jobs.append(
-                        {
-                            "name": f"{model} {precision} {writer} {name}" if reads else f"{model} {precision} {name}",
-                            "kind": "checkpoint",
-                            "hf": hf,
-                            "precision": precision,
-                            "layout": layout,
-                            "checkpoint": str(folder / f"{model}_{precision}_{writer}"),
-                            "reads": reads,
-                            "wrote": _world(writer),
-                            "poisoned": True,
-                        }
-                    )
-    return jobs
+def _job(folder: Path, model: str, precision: str, writer: str, reader: str = "") -> dict[str, Any]:
+    return {
+        "name": f"{model} {precision} {writer} {reader}".strip(), "kind": "checkpoint", "hf": cases.MODELS[model],
+        "precision": precision, "layout": cases.ALL_LAYOUTS.get(reader or writer, {}), "reads": bool(reader),
+        "checkpoint": str(folder / f"{model}_{precision}_{writer}"), "wrote": 1 if writer == "one" else 2,
+        "poisoned": True,
+    }  # fmt: skip
+
+
+WRITERS = [(model, precision, at) for model in LAYOUTS for precision in PRECISIONS for at in LAYOUTS[model]]
+CASES = [(*writer, at) for writer in WRITERS for at in LAYOUTS[writer[0]] if _read(writer[1], writer[2], at)]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("state")
     found: dict[str, Any] = {}
-    for reads in (False, True):
-        for world in (1, 2):
-            place = tmp_path_factory.mktemp(f"ranks_{world}_{reads}")
-            found |= cases.run_ranks(world, _jobs(folder, world, reads), place)
+    for jobs in (WRITERS, CASES):
+        one = [_job(folder, *job) for job in jobs if job[-1] == "one"]
+        found |= cases.run(tmp_path_factory, one, [_job(folder, *job) for job in jobs if job[-1] != "one"])
     return found
-
-
-CASES = [
-    (model, precision, writer, reader)
-    for model in MODELS
-    for precision in PRECISIONS
-    for writer in LAYOUTS[model]
-    for reader in LAYOUTS[model]
-    if _read(precision, writer, reader)
-]
 
 
 @pytest.mark.parametrize(("model", "precision", "writer", "reader"), CASES)

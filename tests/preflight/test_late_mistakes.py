@@ -66,6 +66,7 @@ MISTAKES = [
     ("optim.megatron.check_for_nan_in_grad=true", "check_for_nan_in_grad: learner.on_nonfinite decides"),
     ("optim.megatron.use_megatron_fsdp=true", "optim.megatron.use_megatron_fsdp: FSDP is not built; remove it"),
     ("optim.megatron.use_precision_aware_optimizer=true", "is neither clipped nor put in checkpoints; remove it"),
+    ("optim.megatron.optimizer_cpu_offload=true", "split between device and host is not built; remove it"),
     ("optim.megatron.use_distributed_optimizer=false", "use_distributed_optimizer: is set by the learner itself"),
     ("learner.megatron.gradient_accumulation_fusion=true", "gradient_accumulation_fusion: the output layer's sums"),
     ("learner.megatron.tp_comm_overlap=true", "learner.megatron.tp_comm_overlap: its buffers are made for one length"),

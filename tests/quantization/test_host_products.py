@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import Format
-from megatron_rl.quantization import engine_int8, host_products
+from megatron_rl.quantization import host_products, vllm_operators
 from megatron_rl.quantization.host_products import PRODUCTS, Fp8Weight, Int8Weight, _through_fp32, fp8_codes
 from megatron_rl.quantization.quantize import quantize
 
@@ -30,16 +30,13 @@ def test_a_product_is_rounded_once(name):
     assert (error <= exact.abs() * 2**-8 + 1e-5).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_types_are_left_as_they_are(dtype):
+def test_other_types_and_transposed_and_empty_matrices():
     torch.manual_seed(1)
-    left, right = torch.randn(5, 48, dtype=dtype), torch.randn(48, 7, dtype=dtype)
-    assert torch.equal(_through_fp32(torch.ops.aten.mm.out)(left, right), left @ right)
-
-
-def test_transposed_and_empty_matrices():
     multiply = _through_fp32(torch.ops.aten.mm.out)
-    left, right = torch.randn(48, 5).bfloat16().t(), torch.randn(7, 48).bfloat16().t()
+    left, right = torch.randn(48, 5), torch.randn(7, 48)
+    for dtype in (torch.float32, torch.float64):  # left as they are
+        assert torch.equal(multiply(left.t().to(dtype), right.t().to(dtype)), left.t().to(dtype) @ right.t().to(dtype))
+    left, right = left.bfloat16().t(), right.bfloat16().t()
     assert torch.equal(multiply(left, right), multiply(left.contiguous(), right.contiguous()))
     assert multiply(torch.zeros(0, 4).bfloat16(), torch.zeros(4, 2).bfloat16()).shape == (0, 2)
     nothing = multiply(torch.zeros(3, 0).bfloat16(), torch.zeros(0, 2).bfloat16())
@@ -58,12 +55,12 @@ def test_int8_sums_are_exact(features, codes):
     assert torch.equal(Int8Weight(right, torch.ones(9, 1)).sums(left), exact)
 
 
-@pytest.mark.skipif(not engine_int8.is_here(), reason="no INT8 instructions, or no vLLM for hosts")
+@pytest.mark.skipif(not vllm_operators.has_int8(), reason="no INT8 instructions, or no vLLM for hosts")
 @pytest.mark.parametrize("features", [48, 1025, 4096])
 @pytest.mark.parametrize("tokens", [0, 1, 40])
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_engine_s_kernel_and_torch_s_products_are_the_same_bytes(features, tokens, biased, monkeypatch):
-    monkeypatch.setattr(engine_int8, "SUMS", 96 * 17)  # of 40 tokens 17, 17 and 6
+    monkeypatch.setattr(vllm_operators, "SUMS", 96 * 17)  # of 40 tokens 17, 17 and 6
     torch.manual_seed(1)
     made = quantize(torch.randn(96, 2 * features), Format.int8)
     weight = Int8Weight(made["weight"][:, features:], made["weight_scale"])
@@ -72,7 +69,7 @@ def test_the_engine_s_kernel_and_torch_s_products_are_the_same_bytes(features, t
     bias_N = torch.randn(96).bfloat16() if biased else None
     codes_MK, scale_M1 = weight.codes(x_MK)
     found_MN = weight.product(codes_MK, scale_M1, bias_N, torch.bfloat16)
-    monkeypatch.setattr(engine_int8, "is_here", lambda: False)
+    monkeypatch.setattr(vllm_operators, "has_int8", lambda: False)
     plain_MK, plain_M1 = weight.codes(x_MK)
     assert torch.equal(codes_MK[1:], plain_MK[1:])
     assert torch.equal(scale_M1, plain_M1)
@@ -91,13 +88,9 @@ def test_fp8_codes_clip_nothing_and_the_largest_of_a_token_is_the_largest_code()
     error = (codes_MK.double() * scale_M1 - x_MK.bfloat16().double()).abs()
     # half a step: of three bits after the leading one, or of the subnormal ones
     assert (error <= (x_MK.bfloat16().double().abs() * 2**-4).maximum(scale_M1 * 2**-10) * (1 + 1e-6)).all()
-
-
-def test_fp8_codes_of_next_to_nothing_have_the_least_scale():
-    codes_MK, scale_M1 = fp8_codes(torch.tensor([[1e-9, -1e-5], [1e-39, 0]]))
+    codes_MK, scale_M1 = fp8_codes(torch.tensor([[1e-9, -1e-5], [1e-39, 0]]))  # next to nothing: the least scale
     assert scale_M1.flatten().tolist() == [pytest.approx(1 / (448 * 512))] * 2
-    assert codes_MK[0].float().tolist() == [0, -2.25]
-    assert not codes_MK[1].float().any()
+    assert codes_MK[0].float().tolist() == [0, -2.25] and not codes_MK[1].float().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -120,12 +113,10 @@ def test_fp8_sums_are_rounded_once_and_add_up_over_parts(dtype, has_bf16, monkey
     assert torch.allclose(weight.scaled(sum(parts), scale_M1, bias_N, dtype), wanted_MN, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("flags", "has"), [("avx512f amx_tile amx_fp8", True), ("avx2 amx_fp16", False), (None, False)]
-)
-def test_a_processor_with_fp8_products_is_known(flags, has, tmp_path, monkeypatch):
+def test_a_processor_with_fp8_products_is_known(tmp_path, monkeypatch):
     path = tmp_path / "cpuinfo"
-    if flags is not None:
-        path.write_text(f"flags\t\t: fpu {flags} sse\n")
     monkeypatch.setattr(host_products, "CPU_FLAGS", path)
-    assert host_products.has_fp8() is has
+    assert not host_products.has_fp8()
+    for flags, has in (("avx512f amx_tile amx_fp8", True), ("avx2 amx_fp16", False)):
+        path.write_text(f"flags\t\t: fpu {flags} sse\n")
+        assert host_products.has_fp8() is has

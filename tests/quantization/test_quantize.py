@@ -9,10 +9,8 @@ from simulated import hf_config
 from megatron_rl.config.schema import Format
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import FAMILIES, ModelShape
-from megatron_rl.quantization.engine_layout import quantization_config
-from megatron_rl.quantization.error import sample_error, summarize
-from megatron_rl.quantization.formats import BLOCK, is_ignored, is_quantized
-from megatron_rl.quantization.quantize import dequantize, quantize, row_amax
+from megatron_rl.quantization.formats import BLOCK, is_ignored, is_quantized, quantization_config
+from megatron_rl.quantization.quantize import dequantize, quantize, row_amax, sample_error, summarize
 
 CHANNEL_FORMATS = [Format.int8, Format.fp8]
 
@@ -43,22 +41,16 @@ def test_shards_hold_the_bytes_of_the_whole(format, rows, columns, shards, seed)
         assert same_bytes(torch.cat([part[suffix] for part in column_parallel]), whole[suffix])
 
 
-def test_blocks_of_a_shard_are_blocks_of_the_whole():
+def test_blocks_of_a_shard_are_blocks_of_the_whole_and_scaled_by_what_they_hold():
     weight_OI = random_weight(3 * BLOCK, 4 * BLOCK)
-    whole = quantize(weight_OI, Format.fp8_block)
+    whole, half = (quantize(weight, Format.fp8_block) for weight in (weight_OI, weight_OI[:, 2 * BLOCK :]))
     assert whole["weight_scale"].shape == (3, 4)
-    half = quantize(weight_OI[:, 2 * BLOCK :], Format.fp8_block)
     assert same_bytes(half["weight"], whole["weight"][:, 2 * BLOCK :])
     assert torch.equal(half["weight_scale"], whole["weight_scale"][:, 2:])
-
-
-def test_ragged_blocks_are_scaled_by_what_they_hold():
-    weight_OI = random_weight(BLOCK + 3, BLOCK + 5)
-    quantized = quantize(weight_OI, Format.fp8_block)
-    assert quantized["weight"].shape == weight_OI.shape
-    assert quantized["weight_scale"].shape == (2, 2)
-    corner = weight_OI[BLOCK:, BLOCK:].float().abs().max() / 448
-    assert torch.equal(quantized["weight_scale"][1, 1], corner)
+    ragged = quantize(weight_OI[: BLOCK + 3, : BLOCK + 5], Format.fp8_block)
+    assert ragged["weight"].shape == (BLOCK + 3, BLOCK + 5) and ragged["weight_scale"].shape == (2, 2)
+    corner = weight_OI[BLOCK : BLOCK + 3, BLOCK : BLOCK + 5].float().abs().max() / 448
+    assert torch.equal(ragged["weight_scale"][1, 1], corner)
 
 
 @pytest.mark.parametrize(
@@ -109,24 +101,14 @@ def test_relative_error_is_that_of_the_format():
     assert 0.015 < relative_error(Format.fp8) < 0.04
 
 
-@pytest.mark.parametrize(
-    ("name", "quantized"),
-    [
-        ("model.layers.0.self_attn.q_proj.weight", True),
-        ("model.layers.10.mlp.down_proj.weight", True),
-        ("model.layers.3.mlp.experts.7.gate_proj.weight", True),
-        ("model.layers.3.block_sparse_moe.experts.7.w2.weight", True),
-        ("model.layers.3.mlp.gate.weight", False),
-        ("model.layers.0.self_attn.q_proj.bias", False),
-        ("model.layers.0.self_attn.q_norm.weight", False),
-        ("model.layers.0.input_layernorm.weight", False),
-        ("model.embed_tokens.weight", False),
-        ("lm_head.weight", False),
-    ],
-)
-def test_which_parameters_are_quantized(name, quantized):
-    assert is_quantized(name, Format.int8, ["lm_head"]) is quantized
-    assert not is_quantized(name, Format.none)
+def test_which_parameters_are_quantized():
+    layer = "model.layers.3."
+    held = ("self_attn.q_proj", "mlp.down_proj", "mlp.experts.7.gate_proj", "block_sparse_moe.experts.7.w2")
+    whole = ("mlp.gate.weight", "self_attn.q_proj.bias", "self_attn.q_norm.weight", "input_layernorm.weight")
+    for name in (f"{layer}{module}.weight" for module in held):
+        assert is_quantized(name, Format.int8, ["lm_head"]) and not is_quantized(name, Format.none), name
+    for name in (*(layer + name for name in whole), "model.embed_tokens.weight", "lm_head.weight"):
+        assert not is_quantized(name, Format.int8, ["lm_head"]), name
 
 
 def test_ignore_takes_names_and_patterns():

@@ -6,7 +6,7 @@ import pytest
 from tiny_engine import make_model
 
 from megatron_rl.config.schema import Format, QuantizationSection
-from megatron_rl.quantization.engine_layout import quantization_config
+from megatron_rl.quantization.formats import quantization_config
 from megatron_rl.sampler.model_folder import write_engine_folder
 
 

@@ -126,6 +126,7 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     from megatron_rl.learner.learner import Learner  # before megatron
+    from megatron_rl.learner.policy import Sections
 
     from megatron.core import dist_checkpointing  # isort: skip
 
@@ -134,8 +135,7 @@ def test_megatron_loads_an_import_and_its_own_save_is_exported(
 
     source = make(tmp_path / "hf", config)
     assert convert.main(["import", str(source), str(tmp_path / "checkpoint")]) == 0
-    sections = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
-    learner = Learner(Model.of(config, Layout()), **{name: getattr(Config(), name) for name in sections})
+    learner = Learner(Model.of(config, Layout()), Sections.of(Config()))
     try:
         learner.init_random(3)
         loaded = dist_checkpointing.load(weights_of(learner.modules[0]), str(tmp_path / "checkpoint"))

@@ -21,6 +21,7 @@ from tiny_engine import TinyModel, make_config, make_live, startable
 from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision, SyncSection
 from megatron_rl.learner import host  # noqa: F401 - before megatron
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.models.outliers import with_outliers
 from megatron_rl.train import probe_of
@@ -77,9 +78,7 @@ class Case:
     def learner(self, folder: Path | None = None, **section: Any) -> Iterator[Learner]:
         folder = folder or self.right.folder
         config, section = make_config(self.live.format), LearnerSection(**section)
-        names = ("run", "optim", "loss", "correction", "rollout", "quantization")
-        given = {name: getattr(config, name) for name in names} | {"learner": section}
-        with closing(Learner(Model.read(folder, section), **given)) as learner:
+        with closing(Learner(Model.read(folder, section), Sections.of(replace(config, learner=section)))) as learner:
             learner.load_hf(folder)
             yield learner
 
@@ -115,7 +114,7 @@ class Case:
 def probed(learner: Learner, batch: Batch, format: Format) -> dict[str, Any]:
     logprobs_BT = learner.logprobs(batch)
     about = probe_of(int(batch.versions_B[0]), SyncSection(), learner, batch, logprobs_BT)
-    floor = probe.above_floor(batch, logprobs_BT, learner.logprobs_of_a_bf16_pair(batch))
+    floor = probe.above_floor(batch, logprobs_BT, learner.estimate_bf16_floor(batch))
     about = replace(about, floor=floor.get("sync/probe_floor"))
     given = (batch.sampler_logprobs_BT, logprobs_BT, batch.mask_BT)
     budget = about.budget_of(format).nats

@@ -29,6 +29,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.types import Batch, Targets
@@ -64,7 +65,10 @@ def main() -> None:
             copy.append(seconds(lambda: target.copy_(source)))
             blocked.append(
                 seconds(
-                    lambda step=step: (saver.stand(), saver.begin(step, {"driver": {"position": step, "seen": {}}}))
+                    lambda step=step: (
+                        saver.snapshot_rng_and_stats(),
+                        saver.begin(step, {"driver": {"position": step, "seen": {}}}),
+                    )
                 )
             )
             during = []
@@ -103,9 +107,7 @@ def make_learner(
     }  # fmt: skip
     section = LearnerSection(forward=forward)
     config = Config(learner=section, optim=OptimSection(lr=1e-5), quantization=QuantizationSection(format))
-    names = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
-    sections = {name: getattr(config, name) for name in names}
-    learner = Learner(Model.of(hf, Layout.from_config(section)), **sections)
+    learner = Learner(Model.of(hf, Layout.from_config(section)), Sections.of(config))
     learner.init_random(1)
     return learner
 

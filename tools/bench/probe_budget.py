@@ -6,7 +6,7 @@
 
 MODEL: a Hugging Face folder; `--random HIDDEN LAYERS` makes one. Each format is served as a sync brings it and answers
 random prompts; learners of one rank compute the same tokens: in BF16, in FP32 (whose roundings are none of the
-engine's), and as the sampler. Of each: mean |d|, the noise (learner/rounding.py), and how many times it d is.
+engine's), and as the sampler. Of each: mean |d|, the noise (learner/weights.py), and how many times it d is.
 `--head fp32`: logits in FP32 on both sides. With `--fault`, weights of layers are put wrong in the engine, one layer at
 a time: what has to be found.
 """
@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -154,14 +154,12 @@ def compared(
 ) -> dict[str, tuple[float, float]]:
     with alone():
         from megatron_rl.learner.learner import Learner
+        from megatron_rl.learner.policy import Sections
         from megatron_rl.models.model import Model
 
         config = configured(stored, format, head, "rollout.temperature=1", *LEARNERS[kind])
-        names: Sequence[str] = (
-            "run", "learner", "optim", "loss", "correction", "rollout", "quantization", "sampler",
-        )  # fmt: skip
         model = Model.read(stored.folder, config.learner, config.model.head_precision)
-        learner = Learner(model, **{name: getattr(config, name) for name in names})
+        learner = Learner(model, Sections.of(config))
         with closing(learner):
             learner.load_hf(stored.folder)
             return {what: _one(learner, batch) for what, batch in answers.items()}

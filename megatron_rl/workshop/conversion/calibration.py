@@ -35,18 +35,10 @@ class Coverage:
 def learner_at(source: Source, quantization: QuantizationSection | None = None) -> Iterator[Learner]:
     """The model in this process alone, with the weights of `source`."""
     from megatron_rl.learner.learner import Learner  # megatron: seconds that other conversions need not wait for
+    from megatron_rl.learner.policy import Sections
 
-    config = Config()
-    learner = Learner(
-        Model.of(source.hf_config, Layout()),
-        run=config.run,
-        learner=config.learner,
-        optim=config.optim,
-        loss=config.loss,
-        correction=config.correction,
-        rollout=config.rollout,
-        quantization=quantization or config.quantization,
-    )
+    config = Config(quantization=quantization or Config().quantization)
+    learner = Learner(Model.of(source.hf_config, Layout()), Sections.of(config))
     try:
         learner.load_hf(source.path)
         yield learner

@@ -14,11 +14,11 @@ import torch
 
 from megatron_rl.models.shape import FAMILIES
 from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, TIED_COPY
-from megatron_rl.quantization.stored_forms import Meaning, part_of, restore
 from megatron_rl.workshop.conversion.dequantized import dequantized, meaning, modules_of, portions
 from megatron_rl.workshop.conversion.progress import Progress
 from megatron_rl.workshop.conversion.smoothed import smoothed_as
 from megatron_rl.workshop.conversion.sources import Source
+from megatron_rl.workshop.conversion.stored_forms import Meaning, part_of, restore
 from megatron_rl.workshop.conversion.weights import Get, Weights, digest, watched
 
 ROUNDING = 2.0**-8  # of a plain weight that is BF16, relative

@@ -11,8 +11,16 @@ import torch
 
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 from megatron_rl.quantization.formats import BLOCK
-from megatron_rl.quantization.stored_forms import DROPPED, PARTS, QUANTIZED_DTYPES, Meaning, part_of, restore, shape_of
 from megatron_rl.workshop.conversion.sources import QUANTIZATION_FILE, QUANTIZATION_KEYS, Source
+from megatron_rl.workshop.conversion.stored_forms import (
+    DROPPED,
+    PARTS,
+    QUANTIZED_DTYPES,
+    Meaning,
+    part_of,
+    restore,
+    shape_of,
+)
 from megatron_rl.workshop.conversion.to_folder import Beside, write_folder
 from megatron_rl.workshop.conversion.weights import Get, Weights, digest
 

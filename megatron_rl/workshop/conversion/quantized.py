@@ -14,10 +14,15 @@ from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
-from megatron_rl.quantization.engine_layout import quantization_config
-from megatron_rl.quantization.error import sample_error, summarize
-from megatron_rl.quantization.formats import QUANTIZED, SCALE_DTYPE, is_quantized, scale_name, scale_shape
-from megatron_rl.quantization.quantize import quantize
+from megatron_rl.quantization.formats import (
+    QUANTIZED,
+    SCALE_DTYPE,
+    is_quantized,
+    quantization_config,
+    scale_name,
+    scale_shape,
+)
+from megatron_rl.quantization.quantize import quantize, sample_error, summarize
 from megatron_rl.quantization.smoothing import Smoothing, column_amax
 from megatron_rl.workshop.conversion.imports import refuse_others
 from megatron_rl.workshop.conversion.sources import Source

@@ -16,6 +16,7 @@ from plotly.subplots import make_subplots
 from megatron_rl.config.schema import Config
 from megatron_rl.files import write_whole
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.runs.console import table
 from megatron_rl.sampler.engine_settings import EngineSettings
@@ -66,10 +67,9 @@ def measure(config: Config, stored: StoredModel, wanted: Wanted, folder: Path, n
 
 
 def _learner(config: Config, stored: StoredModel, model: Model) -> Learner:
-    sections = ("run", "learner", "optim", "loss", "correction", "quantization", "sampler")
-    given: dict[str, Any] = {name: getattr(config, name) for name in sections}
-    given["rollout"] = replace(config.rollout, temperature=1.0)  # at which an engine says what a prompt was worth
-    learner = Learner(model, **given)
+    # at which an engine says what a prompt was worth
+    config = replace(config, rollout=replace(config.rollout, temperature=1.0))
+    learner = Learner(model, Sections.of(config))
     learner.load_hf(stored.weights)
     return learner
 

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.config import ConfigError, recorded_config
-from megatron_rl.config.schema import Config, Device, KvCache, OnNonFinite
+from megatron_rl.config.schema import Config, Device, KvCache, OnNonFinite, SamplerSection
 from megatron_rl.learner import state
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.nonfinite import CONFIG, POLICY, read_minibatch
 from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.policy import Sections
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.types import Targets
@@ -94,13 +95,13 @@ def _one_rank(config: Config) -> Config:
             megatron={name: value for name, value in learner.megatron.items() if name not in PARALLEL},
         ),
         quantization=replace(config.quantization, smoothing=None, kv_cache=KvCache.none),  # measured for the sampler
+        sampler=SamplerSection(),
     )
 
 
 def _learner(config: Config) -> Learner:
-    sections = ("run", "learner", "optim", "loss", "correction", "rollout", "quantization")
     model = Model.read(config.model.folder, config.learner, config.model.head_precision)
-    return Learner(model, **{name: getattr(config, name) for name in sections})
+    return Learner(model, Sections.of(config))
 
 
 def _weights(learner: Learner) -> Iterator[str]:

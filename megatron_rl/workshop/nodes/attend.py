@@ -124,7 +124,7 @@ def _connects(host: str, port: int) -> bool:
 
 def _take_part(address: str, port: int, world: int, rank: int, count: int, cuda: bool) -> str:
     """Runs the processes of this node, one for each GPU; empty, or why the sum failed."""
-    command, started = [sys.executable, "-m", "megatron_rl.learner.ring", *["cuda"] * cuda], []
+    command, started = [sys.executable, "-m", "megatron_rl.workshop.nodes.ring", *["cuda"] * cuda], []
     for local in range(count):
         place = {"RANK": rank + local, "LOCAL_RANK": local, "WORLD_SIZE": world, "MASTER_ADDR": address}
         own = os.environ | {name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import LearnerSection, OptimSection
-from megatron_rl.learner import limits, logit_chunks
+from megatron_rl.config.schema import LearnerSection
+from megatron_rl.learner import costs, limits
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.workshop.planner import activations
@@ -51,15 +51,7 @@ class LearnerMemory:
 
 
 def of_stage(
-    model: Model,
-    learner: LearnerSection,
-    optim: OptimSection,
-    stage: int,
-    pack: Pack,
-    packs: int,
-    *,
-    host: bool = False,
-    reference: bool = False,
+    model: Model, learner: LearnerSection, stage: int, pack: Pack, packs: int, *, host: bool, reference: bool = False
 ) -> LearnerMemory:
     """`packs`: micro-batches of an update, of one replica."""
     shape, layout, training = model.shape, model.layout, Training.of(learner, host)
@@ -72,13 +64,13 @@ def of_stage(
     norms, logits = activations.head(model, training, pack) if last else (0.0, 0.0)
     weights = training.width * mine.count
     cast = FP8_COPIES * mine.linear if training.fp8 else 0
-    copies = logit_chunks.COPIES * min(logit_chunks.chunk_bytes(host), logits / training.width * logit_chunks.FP32)
+    copies = costs.COPIES * min(costs.chunk_bytes(host), logits / training.width * costs.FP32)
     step = _step(model, training, pack)
     return LearnerMemory(
         stage=stage,
         weights=weights + cast,
         gradients=GRADIENT * mine.count,
-        optimizer=_optimizer(mine, layout, training, optim),
+        optimizer=_optimizer(mine, layout, training),
         reference=weights if reference else 0,
         activations=pack.tokens * waiting,
         head=norms,
@@ -91,11 +83,10 @@ def of_stage(
 
 
 def stages(
-    model: Model, learner: LearnerSection, optim: OptimSection, pack: Pack, packs: int, *, host: bool, reference: bool
+    model: Model, learner: LearnerSection, pack: Pack, packs: int, *, host: bool, reference: bool
 ) -> list[LearnerMemory]:
     return [
-        of_stage(model, learner, optim, stage, pack, packs, host=host, reference=reference)
-        for stage in range(model.layout.pp)
+        of_stage(model, learner, stage, pack, packs, host=host, reference=reference) for stage in range(model.layout.pp)
     ]
 
 
@@ -104,14 +95,12 @@ def chosen(model: Model) -> int:
     return limits.experts_per_token(model.hf_config) if model.shape.experts else 0
 
 
-def _optimizer(mine: Held, layout: Layout, training: Training, optim: OptimSection) -> float:
+def _optimizer(mine: Held, layout: Layout, training: Training) -> float:
     """The distributed optimizer: replicas of the dense weights share theirs, replicas of the experts theirs."""
     each = MASTERS_AND_MOMENTS if training.width < 4 else MOMENTS
     replicas = layout.dp * layout.cp
     of_experts = max(layout.tp * replicas // (layout.expert_tp * layout.ep), 1)
-    offloaded = float(optim.megatron.get("optimizer_offload_fraction") or 0)
-    on_device = 1 - offloaded if optim.megatron.get("optimizer_cpu_offload") else 1
-    return each * on_device * (mine.dense / replicas + mine.experts / of_experts)
+    return each * (mine.dense / replicas + mine.experts / of_experts)
 
 
 def _step(model: Model, training: Training, pack: Pack) -> float:

@@ -146,7 +146,7 @@ def heaviest(config: Config, model: Model, work: Workload, host: bool) -> Learne
 
 def _stages(config: Config, model: Model, pack: Pack, packs: int, host: bool) -> list[LearnerMemory]:
     given = {"host": host, "reference": bool(config.loss.kl_coef)}
-    return learner_memory.stages(model, config.learner, config.optim, pack, packs, **given)
+    return learner_memory.stages(model, config.learner, pack, packs, **given)
 
 
 def _cache(config: Config, engine: EngineMemory, work: Workload) -> Cache:

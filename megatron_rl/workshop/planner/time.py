@@ -9,7 +9,7 @@ from math import log2
 from megatron_rl.config import prox_pass
 from megatron_rl.config.fleet import distinct_formats, max_sequences
 from megatron_rl.config.schema import Config, Format, Sleep, Transport
-from megatron_rl.learner.operations import Operations, operations
+from megatron_rl.learner.costs import Operations, operations
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Gpu

@@ -21,7 +21,7 @@ from megatron_rl.distributed import TorchGroup
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.cache_scales import CacheScales
-from megatron_rl.quantization.engine_layout import quantization_config
+from megatron_rl.quantization.formats import quantization_config
 from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.workshop.evaluation import stored_model

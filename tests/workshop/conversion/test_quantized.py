@@ -14,7 +14,7 @@ from simulated import assert_same_bits
 from megatron_rl.config.schema import Format
 from megatron_rl.distributed import TorchGroup
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.quantization.engine_layout import quantization_config
+from megatron_rl.quantization.formats import quantization_config
 from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.workshop.conversion import quantize_command

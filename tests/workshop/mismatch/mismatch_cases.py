@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import Qwen3ForCausalLM
 from megatron_rl.config.schema import Format, Forward, LearnerSection, Precision
 from megatron_rl.learner.activations import Activations
 from megatron_rl.learner.learner import Learner
+from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.types import Rollout, SamplingParams, Scored, collate
 from megatron_rl.weight_sync import layer_probe
@@ -47,10 +49,9 @@ class Case:
 
     @contextmanager
     def learner(self, forward: Forward) -> Iterator[Learner]:
-        config, section = make_config(self.live.format), LearnerSection(forward=forward)
-        names = ("run", "optim", "loss", "correction", "rollout", "quantization")
-        given = {name: getattr(config, name) for name in names} | {"learner": section}
-        with closing(Learner(Model.read(self.live.model.folder, section, self.head), **given)) as learner:
+        config = replace(make_config(self.live.format), learner=LearnerSection(forward=forward))
+        model = Model.read(self.live.model.folder, config.learner, self.head)
+        with closing(Learner(model, Sections.of(config))) as learner:
             learner.load_hf(self.live.model.folder)
             yield learner
 

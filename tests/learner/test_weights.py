@@ -8,14 +8,9 @@ import learner_cases as cases
 import pytest
 import torch
 
-from megatron_rl.learner.rounding import rounded_again
+from megatron_rl.learner.weights import rounded_again
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_parallel": 2},
-    "tp2_sp": {"tensor_parallel": 2, "megatron": {"sequence_parallel": True}},
-    "pp2": {"pipeline_parallel": 2},
-    "dp2": {"data_parallel": 2},
-}
+LAYOUTS = ("tp2", "tp2_sp", "pp2", "dp2")
 
 
 def weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -64,13 +59,12 @@ def test_an_error_leaves_nothing_behind() -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     job = {"kind": "noise", "precision": "bf16", "hf": cases.QWEN3}
-    forwards = [{**job, "name": f"one {forward}", "forward": forward} for forward in ("bf16", "as_sampler")]
-    experts = {**job, "name": "one experts", "hf": cases.QWEN3_MOE}
-    cached = {**job, "name": "one cached", "kv_cache": "fp8"}
-    one = cases.run_ranks(1, [*forwards, experts, cached], tmp_path_factory.mktemp("one"))
-    jobs = [{**job, "name": name, "layout": layout} for name, layout in LAYOUTS.items()]
-    jobs.append({**experts, "name": "ep2", "layout": {"data_parallel": 2, "expert_parallel": 2}})
-    return one | cases.run_ranks(2, jobs, tmp_path_factory.mktemp("two"))
+    one = [{**job, "name": f"one {forward}", "forward": forward} for forward in ("bf16", "as_sampler")]
+    one.append({**job, "name": "one cached", "kv_cache": "fp8"})
+    one.append({**job, "name": "one experts", "hf": cases.QWEN3_MOE})
+    two = [{**job, "name": name, "layout": cases.LAYOUTS[name]} for name in LAYOUTS]
+    two.append({**job, "name": "ep2", "hf": cases.QWEN3_MOE, "layout": cases.EXPERT_LAYOUTS["ep2"]})
+    return cases.run(tmp_path_factory, one, two)
 
 
 @pytest.mark.ranks

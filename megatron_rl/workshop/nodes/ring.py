@@ -1,7 +1,7 @@
 """Do the nodes of a job reach each other as a learner needs it? They sum a tensor, again and again.
 
-python -m megatron_rl.learner.ring [cuda]     one process for each GPU, or for each node without; started by
-                                              preflight/nodes/. cuda: where torch sees no GPU, an end
+python -m megatron_rl.workshop.nodes.ring [cuda]     one process for each GPU, or for each node without; started by
+                                                     attend.py. cuda: where torch sees no GPU, an end
 RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment.
 """
 

@@ -1,4 +1,4 @@
-"""What a token costs the learner, in floating-point operations of a forward pass. Torch-free."""
+"""What a token costs the learner: floating-point operations in a forward pass, FP32 copies of logits. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from megatron_rl.learner import limits
 from megatron_rl.models.model import Model
 
+# of logits worked on in FP32 at once: 4 MiB stay in a host's cache; 64 MiB take a GPU ten times as long as a launch
+HOST_BYTES = 4 << 20
+DEVICE_BYTES = 64 << 20
+FP32 = 4
+COPIES = 4  # alive at most: a chunk, probabilities, what entropy adds, and the next chunk
+
 
 @dataclass(frozen=True)
 class Operations:
-    """Of a token's forward pass, in floating-point operations."""
+    """Floating-point operations of a token's forward pass."""
 
     dense: float  # in matrices that every token meets
     experts: float
@@ -23,7 +29,7 @@ class Operations:
 
 
 def operations(model: Model, length: float) -> Operations:
-    """A matrix costs two for each element; attention looks back at half of the sequence, twice."""
+    """Operations at a mean length: a matrix costs two for each element; attention looks back at half of it, twice."""
     shape = model.shape
     projections = shape.hidden * (2 * shape.size("q") + 2 * shape.size("kv"))
     if shape.experts:
@@ -40,6 +46,15 @@ def operations(model: Model, length: float) -> Operations:
 
 
 def attention_share(model: Model) -> float:
-    """Of attention over a sequence, for each token of its length, as a share of what its matrices cost."""
+    """Attention's cost for each token of a sequence's length, as a share of what the token's matrices cost."""
     each = operations(model, 1)
     return each.attention / (each.dense + each.experts + each.head)
+
+
+def chunk_bytes(host: bool) -> int:
+    return HOST_BYTES if host else DEVICE_BYTES
+
+
+def chunk_rows(columns: int, host: bool) -> int:
+    """How many rows of logits with so many columns are a chunk; one at least."""
+    return max(1, chunk_bytes(host) // (FP32 * max(1, columns)))

@@ -8,15 +8,10 @@ from typing import Any
 
 import learner_cases as cases
 import pytest
-import torch
 
 pytestmark = pytest.mark.ranks
-TIED, OWN_HEAD = cases.QWEN3, cases.QWEN2
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_parallel": 2},
-    "tp2_sp": {"tensor_parallel": 2, "megatron": {"sequence_parallel": True}},
-    "pp2": {"pipeline_parallel": 2},
-}
+MODELS = {"tied": cases.QWEN3, "own": cases.QWEN2}
+LAYOUTS = ("tp2", "tp2_sp", "pp2")
 
 
 def _job(name: str, hf: dict[str, Any], head: str = "fp32", **more: Any) -> dict[str, Any]:
@@ -26,16 +21,10 @@ def _job(name: str, hf: dict[str, Any], head: str = "fp32", **more: Any) -> dict
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    models = {"tied": TIED, "own": OWN_HEAD}
-    jobs = [_job(f"{name} {head}", hf, head) for name, hf in models.items() for head in ("bf16", "fp32")]
-    jobs += [_job("whole bf16", TIED, "bf16", precision="fp32"), _job("whole fp32", TIED, precision="fp32")]
-    one = cases.run_ranks(1, jobs, tmp_path_factory.mktemp("one"))
-    jobs = [_job(f"{name} {at}", hf, layout=LAYOUTS[at]) for name, hf in models.items() for at in LAYOUTS]
-    return one | cases.run_ranks(2, jobs, tmp_path_factory.mktemp("two"))
-
-
-def logprobs(case: dict[str, Any]) -> torch.Tensor:
-    return torch.tensor(case["logprobs"])
+    one = [_job(f"{name} {head}", hf, head) for name, hf in MODELS.items() for head in ("bf16", "fp32")]
+    one += [_job(f"whole {head}", MODELS["tied"], head, precision="fp32") for head in ("bf16", "fp32")]
+    two = [_job(f"{name} {at}", hf, layout=cases.LAYOUTS[at]) for name, hf in MODELS.items() for at in LAYOUTS]
+    return cases.run(tmp_path_factory, one, two)
 
 
 def norm(case: dict[str, Any]) -> float:
@@ -43,7 +32,7 @@ def norm(case: dict[str, Any]) -> float:
     return case["steps"][0]["optim/grad_norm"]
 
 
-@pytest.mark.parametrize("model", ["tied", "own"])
+@pytest.mark.parametrize("model", MODELS)
 def test_logits_are_the_products_of_what_goes_in(model: str, found: dict[str, Any]) -> None:
     assert found[f"{model} bf16"]["exact"] == [False]
     assert found[f"{model} fp32"]["exact"] == [True]
@@ -51,18 +40,18 @@ def test_logits_are_the_products_of_what_goes_in(model: str, found: dict[str, An
         assert found[f"{model} {at}"]["exact"] == [True, True]
 
 
-@pytest.mark.parametrize("model", ["tied", "own"])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("at", LAYOUTS)
 def test_every_layout_computes_and_learns_the_same(model: str, at: str, found: dict[str, Any]) -> None:
     here, there = found[f"{model} {at}"], found[f"{model} fp32"]
-    assert (logprobs(here) - logprobs(there)).abs().mean() < 0.02  # of BF16 layers, whose halves are rounded
+    assert (cases.matrix(here) - cases.matrix(there)).abs().mean() < 0.02  # of BF16 layers, whose halves are rounded
     assert norm(here) == pytest.approx(norm(there), rel=0.03)
 
 
-@pytest.mark.parametrize("model", ["tied", "own"])
+@pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_those_of_the_plain_layer(model: str, found: dict[str, Any]) -> None:
     wide, plain = found[f"{model} fp32"], found[f"{model} bf16"]
-    assert 1e-4 < (logprobs(wide) - logprobs(plain)).abs().mean() < 0.02
+    assert 1e-4 < (cases.matrix(wide) - cases.matrix(plain)).abs().mean() < 0.02
     assert norm(wide) == pytest.approx(norm(plain), rel=0.01)
 
 
@@ -73,7 +62,7 @@ def test_a_learner_in_fp32_has_such_logits_already(found: dict[str, Any]) -> Non
 ON_CUDA = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from megatron_rl.learner.wide_head import _Wide
+from megatron_rl.learner.linear import _Wide
 
 with FakeTensorMode():
     rows = torch.empty(5, 1, 64, dtype=torch.bfloat16, device="cuda")

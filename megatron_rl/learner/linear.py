@@ -1,4 +1,6 @@
-"""Linear layers that compute what the sampler computes: `learner.forward=as_sampler` (docs/one_arithmetic.md).
+"""Linear layers in place of megatron-core's: those that compute what the sampler computes, and an output layer in FP32.
+
+`learner.forward=as_sampler` (docs/one_arithmetic.md):
 
 Weights are quantized as a sync quantizes them, activations per token as the engine does. INT8 products are exact: the
 outputs are the engine's own to the last bit, whatever the batch and the layout. FP8 products are summed in FP32, as the
@@ -8,7 +10,11 @@ scales from the largest magnitude clip nothing.
 An engine under tensor parallelism quantizes each of its slices of a row-parallel input by itself, rounds what comes
 out, and adds. So does this, whatever the learner's own layout: several slices on a rank, or several ranks to a slice.
 
-M tokens, K input features held here, N output features.
+`model.head_precision=fp32`: the output layer's products are summed in FP32 in any case; rounded to BF16, logits near 20
+lie 0.125 apart. Here the sums stay as they are, in the engine too (sampler/engine_settings.py). The weight stays in
+BF16, and gradients go back through BF16 products as they do without.
+
+M tokens, K input features held here, N output features (of an output layer: this rank's share of the vocabulary).
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ class Sampled:
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """megatron-core's, until it is given a quantized weight."""
+    """megatron-core's column-parallel layer, until it is given a quantized weight."""
 
     sampled: Sampled | None = None
 
@@ -80,7 +86,7 @@ class _Column(torch.autograd.Function):
 
 
 class RowLinear(RowParallelLinear):
-    """megatron-core's, until it is given a quantized weight and the number of the engine's slices."""
+    """megatron-core's row-parallel layer, until it is given a quantized weight and a number of slices: the engine's."""
 
     sampled: Sampled | None = None
     slices = 1
@@ -128,7 +134,7 @@ class _Row(torch.autograd.Function):
 
 @torch.no_grad()
 def _rounded_once(input: Tensor, layer: RowLinear) -> Tensor:
-    """Of forward passes alone."""
+    """The product rounded once, whatever the layout; without a gradient."""
     out = input.float().matmul(layer.weight.float().t())
     if layer.sequence_parallel:
         out = reduce_scatter_to_sequence_parallel_region(out, group=layer.tp_group)
@@ -147,7 +153,7 @@ def _whole_slices(x_MK: Tensor, sampled: Sampled) -> Tensor:
 
 
 def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any) -> Tensor:
-    """FP32: as above, of all slices, where several ranks hold the inputs of one. Sums of INT32 have no order."""
+    """The outputs of all slices in FP32, where several ranks hold the inputs of one. Sums of INT32 have no order."""
     mine = group.rank() * slices // group.size()
     amax_SM1 = x_MK.new_zeros((slices, len(x_MK), 1), dtype=torch.float32)
     amax_SM1[mine] = x_MK.float().abs().amax(1, keepdim=True)
@@ -161,3 +167,34 @@ def _shared_slices(x_MK: Tensor, weight: SampledWeight, slices: int, group: Any)
     for scale_M1, sums_MN in zip(weight.scale(amax_SM1), sums_SMN, strict=True):
         total_MN += weight.scaled(sums_MN.float(), scale_M1, None, x_MK.dtype)
     return total_MN
+
+
+def widen(layer: ColumnParallelLinear) -> None:
+    """Let a BF16 learner's output layer give FP32. It is split over the vocabulary; every rank has its whole inputs."""
+    layer._forward_impl = _product
+
+
+def _product(input: Tensor, weight: Tensor, *, allreduce_dgrad: bool, tp_group: Any, **_: Any) -> Tensor:
+    return _Wide.apply(input, weight, tp_group if allreduce_dgrad else None)
+
+
+class _Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight_NK: Tensor, group: Any) -> Tensor:
+        ctx.save_for_backward(input, weight_NK)
+        ctx.group = group
+        rows_MK = input.flatten(0, -2)
+        if input.is_cuda:  # no FP32 copy of the weight
+            logits_MN = torch.mm(rows_MK, weight_NK.t(), out_dtype=torch.float32)
+        else:
+            logits_MN = rows_MK.float().matmul(weight_NK.float().t())
+        return logits_MN.view(*input.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        input, weight_NK = ctx.saved_tensors
+        narrow = grad.to(weight_NK.dtype)
+        grad_input = narrow.matmul(weight_NK)
+        if ctx.group is not None:
+            dist.all_reduce(grad_input, group=ctx.group)
+        return grad_input, narrow.flatten(0, -2).t().matmul(input.flatten(0, -2)), None

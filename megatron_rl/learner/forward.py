@@ -1,0 +1,252 @@
+"""Forward passes of a policy over packs: the logprobs that it gives, in its own arithmetic and in others.
+
+B rows of the batch, T response positions, N response tokens of a pack, V columns of the vocabulary share, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.learner.policy import Policy, Sections  # patches the host before megatron is imported
+
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+
+from megatron_rl.config.fleet import replica_formats
+from megatron_rl.config.schema import Format, Forward, KvCache, Precision, QuantizationSection
+from megatron_rl.learner import limits
+from megatron_rl.learner.as_sampler import Arithmetic, AsSampler
+from megatron_rl.learner.costs import attention_share
+from megatron_rl.learner.device import ForwardClock
+from megatron_rl.learner.logprobs import logprobs_alone
+from megatron_rl.learner.observers import ActivationStats, CacheStats, count_flips
+from megatron_rl.learner.packing import Pack, assign_rows, pack
+from megatron_rl.learner.weights import exchanged, rounded_again
+from megatron_rl.models.model import Model
+from megatron_rl.processes.pulse import mark
+from megatron_rl.quantization.host_products import has_fp8
+from megatron_rl.quantization.smoothing import Smoothing
+from megatron_rl.types import Batch
+
+MIRRORED = ({Format.int8}, {Format.fp8})  # formats of engines that it can compute as
+
+
+class ForwardPasses(Policy):
+    """A policy that all ranks pass the same batch through, and get the same results back."""
+
+    def __init__(self, model: Model, sections: Sections) -> None:
+        super().__init__(model, sections)
+        quantization, sampler = sections.quantization, sections.sampler
+        self.rollout = sections.rollout
+        self._reference: list[Tensor] = []
+        self._forward_clock = ForwardClock(self.device)
+        self._activations = ActivationStats(self.shape, self.device)
+        self._cache = CacheStats(self.shape, self.device)
+        for first_layer, module in self.numbered_modules:
+            if quantization.smoothing:
+                self._activations.watch(module, first_layer, self.positions_shard)
+            if quantization.kv_cache != KvCache.none:
+                self._cache.watch(module, first_layer)
+        self._engine_tp, self._formats = sampler.tensor_parallel, {*replica_formats(sampler, quantization)}
+        wanted = self.learner.forward is Forward.as_sampler and quantization.format != Format.none
+        self._arithmetic = Arithmetic.sampler if wanted else Arithmetic.plain
+        self._as_sampler: AsSampler | None = None
+        if wanted or (self._mirrors_engine and self._formats in MIRRORED):
+            self._as_sampler = self._computes_as(quantization)
+
+    @property
+    def _mirrors_engine(self) -> bool:
+        """Whether the learner's layers round where the engine's BF16 layers do, or can be made to."""
+        plain = self.device.type == "cpu" and self.learner.precision is Precision.bf16
+        known = Format.fp8 not in self._formats or not has_fp8()
+        return plain and known and self._engine_tp in (1, self.layout.tp)
+
+    def _computes_as(self, quantization: QuantizationSection) -> AsSampler:
+        if self.device.type != "cpu":
+            raise ValueError("learner.forward=as_sampler is built for hosts so far; use bf16 here")
+        if quantization.format == Format.fp8 and has_fp8():
+            raise ValueError(
+                "learner.forward=as_sampler with quantization.format=fp8: this processor multiplies FP8 itself, and "
+                "vLLM leaves it to it; use bf16, or quantization=int8"
+            )
+        layers = AsSampler(self.model, self.groups, quantization.format, quantization.ignore, self._engine_tp)
+        for first_layer, module in self.numbered_modules:
+            layers.watch(module, first_layer)
+        return layers
+
+    def weights_changed(self) -> None:
+        if self._as_sampler is not None:
+            self._as_sampler.stale = True
+
+    def set_smoothing(self, smoothing: Smoothing | None) -> None:
+        """Tell passes in the sampler's arithmetic what the sampler's weights are smoothed with."""
+        if self._as_sampler is not None:
+            self._as_sampler.smoothing = smoothing
+
+    # logprobs: [B, T] float32 at rollout.temperature, 0 beyond a response
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """Logprob of every response token. What the sampler has to know of the activations is measured."""
+        with self._activations.looking(True):
+            return self._logprobs(batch)
+
+    def logprobs_unseen(self, batch: Batch) -> Tensor:
+        """Logprobs by a pass that measures nothing for the sampler."""
+        with self._cache.looking(False):
+            return self._logprobs(batch)
+
+    def estimate_bf16_floor(self, batch: Batch) -> Tensor | None:
+        """Logprobs as far from the sampler's as if it held BF16 weights; None where that cannot be told.
+
+        No other engine is asked. What the sampler's format does is taken from the learner's own passes: its logprobs
+        with the sampler's arithmetic are as far from the sampler's as the engines differ otherwise. To that comes how
+        far tensor parallelism takes a BF16 learner from an engine on one rank.
+        """
+        if not self._mirrors_engine or self._formats not in ({Format.none}, *MIRRORED):
+            return None
+        found = self._logprobs_by(Arithmetic.plain, batch)
+        if self._as_sampler is None:
+            return found
+        if self._engine_tp == self.layout.tp:
+            return self._logprobs_by(Arithmetic.sampler, batch)
+        found -= self._logprobs_by(Arithmetic.engine_bf16, batch)
+        return found.add_(self._logprobs_by(Arithmetic.sampler, batch))
+
+    def _logprobs_by(self, arithmetic: Arithmetic, batch: Batch) -> Tensor:
+        present, self._arithmetic = self._arithmetic, arithmetic
+        try:
+            return self.logprobs_unseen(batch)
+        finally:
+            self._arithmetic = present
+
+    def logprobs_rounded_again(self, batch: Batch) -> Tensor:
+        """Logprobs with one more rounding on every weight (learner/weights.py); nothing of it stays."""
+        return self._logprobs_with(rounded_again(self.named_parameters()), batch)
+
+    def keep_reference(self) -> None:
+        """Remember the present weights as the policy that a KL penalty pulls towards."""
+        self._reference = [parameter.detach().clone() for _, parameter in self.named_parameters()]
+
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """The reference policy's logprobs: its weights take the policy's place for one forward pass."""
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        return self._logprobs_with(exchanged(parameters, self._reference), batch)
+
+    def _logprobs_with(self, other_weights: AbstractContextManager[None], batch: Batch) -> Tensor:
+        try:
+            with other_weights:
+                self.weights_changed()
+                return self.logprobs_unseen(batch)
+        finally:
+            self.weights_changed()
+
+    def _logprobs(self, batch: Batch) -> Tensor:
+        packs = self._packs(batch, range(len(batch)))
+        with torch.no_grad():
+            results = self._run(packs, partial(self._collect, batch), forward_only=True)
+        return self._gathered(batch, packs, results)
+
+    def _collect(self, batch: Batch, mine: Pack, logits_NV: Tensor, non_loss_data: bool = True) -> Tensor:
+        logprobs_N = logprobs_alone(logits_NV, mine.labels_N, self.share, self.rollout.temperature, mine.kept_NK)
+        return mine.matrix(logprobs_N)[:, : batch.mask_BT.shape[1]].cpu()
+
+    def _gathered(self, batch: Batch, packs: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
+        """Values of all replicas' packs, on every rank: [B, T], 0 where no pack has a token."""
+        values_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32)
+        if self.ranks.reports:
+            for mine, values_bT in zip(packs, values, strict=True):
+                values_BT[list(mine.rows), : mine.horizon] = values_bT.cpu()
+        return self.ranks.sum(values_BT)
+
+    # what passes show
+
+    def take_activation_amax(self) -> Tensor:
+        """[layer, norm, channel]: largest output of each norm that this rank saw in `logprobs` since the last call.
+
+        Kept only with quantization.smoothing.
+        """
+        return self._activations.take()
+
+    def take_cache_amax(self) -> Tensor:
+        """Largest key and value of each layer that this rank saw since the last call: [layer, 2]."""
+        return self._cache.take()
+
+    def measured(self) -> dict[str, Tensor]:
+        """Largest magnitudes of forward passes since the last sync: a checkpoint keeps them."""
+        return {"activations": self._activations.amax, "cache": self._cache.amax}
+
+    def measure(self, seen: Mapping[str, Tensor]) -> None:
+        for name, held in self.measured().items():
+            held.copy_(seen[name])
+
+    def router_flips(self, batch: Batch, chosen_BSLK: Tensor) -> dict[str, float]:
+        """The share of tokens of which some expert differs, in each layer and over all: two policies, not one rounded.
+
+        `chosen_BSLK` is the engine's choice: -1 where there is no token, or no expert in a layer.
+        """
+        counts_L2 = torch.zeros(self.shape.layers, 2)
+        hooks: list[Any] = []
+        try:
+            for first_layer, module in self.numbered_modules:
+                hooks += count_flips(module, first_layer, self.positions_shard, chosen_BSLK, counts_L2)
+            self.logprobs_unseen(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found = self.ranks.sum(counts_L2).tolist()
+        shares = {layer: flips / tokens for layer, (flips, tokens) in enumerate(found) if tokens}
+        if not shares:
+            return {}
+        flips, tokens = (sum(column) for column in zip(*found, strict=True))
+        return {"sync/router_flips": flips / tokens} | {
+            f"sync/router_flips/layer_{layer}": share for layer, share in shares.items()
+        }
+
+    # packs
+
+    def _packs(self, batch: Batch, rows: Sequence[int]) -> list[Pack]:
+        """This replica's micro-batches, on the device."""
+        lengths = (batch.prompt_lengths_B + batch.response_lengths_B).tolist()
+        layout = self.layout
+        shares = assign_rows(
+            [lengths[row] for row in rows],
+            replicas=layout.dp,
+            budget=self.learner.tokens_per_microbatch,
+            at_least=2 * layout.pp if layout.pp > 1 else 1,  # fewer would leave stages idle
+            same_count=layout.ep > 1,  # expert-parallel replicas exchange tokens in every micro-batch
+            count_multiple=layout.pp if layout.chunks > 1 else 1,  # an interleaved schedule works in rounds
+            attention=attention_share(self.model),
+            in_step=layout.pp > 1,
+        )
+        multiple = limits.pack_multiple(self.learner)
+        mine = shares[self.place.dp]
+        return [pack(batch, [rows[index] for index in group], multiple).to(self.device) for group in mine]
+
+    def _run(self, packs: Sequence[Pack], loss_function: Callable[..., Any], forward_only: bool = False) -> list[Any]:
+        """megatron-core's schedule over the packs; the results of `loss_function`, on the last stage."""
+        if self._as_sampler is not None:
+            self._as_sampler.use_arithmetic(self._arithmetic)
+        plain = {"fp32_output": False} if self.learner.precision is Precision.bf16 else {}
+
+        def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            mine = next(iterator)
+            mark()
+            with self._forward_clock.running():
+                logits_NV = model(pack=mine, **plain)
+            return logits_NV, partial(loss_function, mine)
+
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(packs) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(packs),
+            seq_length=1,  # the schedule asks each sender for the real shape
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )

@@ -1,0 +1,166 @@
+"""What the learner's own forward passes show: norms' outputs, keys and values, and the experts that routers choose.
+
+Each rank keeps what it saw: its stage's layers, its rows of the batch, its positions under sequence parallelism. A
+maximum over all ranks, micro-batches and passes is the same whatever the layout (to the rounding of the forward pass
+itself), because filler positions are left out.
+
+L layers of the whole model, N norms of a layer, B rows, S positions of the batch or of a pack (of this rank, where they
+are split), H hidden channels, E experts, K experts of each token. A dimension of 2 is (key, value), or (flips, tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_rl.learner.packing import Pack
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.table import Norm
+
+NO_EXPERT = -1
+
+
+class Amax:
+    """Largest magnitudes since they were last taken; 0 where nothing was seen. Sees nothing until `watch` is called."""
+
+    def __init__(self, *size: int, device: torch.device, active: bool) -> None:
+        self.amax = torch.zeros(size, device=device)
+        self.active = active
+
+    @contextmanager
+    def looking(self, active: bool) -> Iterator[None]:
+        before, self.active = self.active, active
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def take(self) -> Tensor:
+        taken = self.amax.clone()
+        self.amax.zero_()
+        return taken
+
+    def add(self, place: Any, seen: Tensor) -> None:
+        torch.maximum(self.amax[place], seen, out=self.amax[place])
+
+
+class ActivationStats(Amax):
+    """Maxima of what the linear layers read: [L, N, H]. Looks in scoring, or where an update scores."""
+
+    def __init__(self, shape: ModelShape, device: torch.device) -> None:
+        super().__init__(shape.layers, len(Norm), shape.hidden, device=device, active=False)
+
+    def watch(self, model: Any, first_layer: int, shard: int | None) -> None:
+        """Follow one chunk of the pipeline. `shard`: this rank's number where positions are split over ranks."""
+        passing, _ = passing_pack(model)
+        for index, layer in enumerate(model.decoder.layers):
+            for norm, module, reader in (
+                (Norm.attention, layer.input_layernorm, lambda layer=layer: layer.self_attention.linear_qkv),
+                (Norm.mlp, layer.pre_mlp_layernorm, lambda layer=layer: layer.mlp.linear_fc1),
+            ):
+                see = partial(self._see, (first_layer + index, norm), passing, shard)
+                if isinstance(module, IdentityOp):  # Transformer Engine: the norm lives in the layer that reads it
+                    reader().register_forward_pre_hook(partial(_fused, see))
+                else:
+                    module.register_forward_hook(partial(_plain, see))
+
+    @torch.no_grad()
+    def _see(self, place: Any, passing: list[Pack], shard: int | None, rows: int, output: Callable[[], Tensor]) -> None:
+        if not self.active:
+            return
+        (pack,) = passing
+        real = min(max(pack.tokens - (shard or 0) * rows, 0), rows)
+        if real:
+            self.add(place, output()[:real].abs().amax(0).float())
+
+
+def _plain(see: Callable[..., None], norm: torch.nn.Module, args: tuple[Any, ...], output_S1H: Tensor) -> None:
+    output_SH = output_S1H.detach().flatten(0, 1)
+    see(len(output_SH), lambda: output_SH)
+
+
+def _fused(see: Callable[..., None], linear: Any, args: tuple[Any, ...]) -> None:
+    """See a norm inside the kernel that reads it: its output is computed once more. Not yet run on a GPU."""
+    input_SH = args[0].detach().flatten(0, 1)
+
+    def output() -> Tensor:
+        wide_SH = input_SH.float()
+        scale_S1 = wide_SH.square().mean(-1, keepdim=True).add_(linear.eps).rsqrt_()
+        return wide_SH.mul_(scale_S1).mul_(linear.layer_norm_weight.float())
+
+    see(len(input_SH), output)
+
+
+class CacheStats(Amax):
+    """Maxima of what the sampler caches, keys after norm and rotation: [L, 2]. Looks in training as in scoring."""
+
+    def __init__(self, shape: ModelShape, device: torch.device) -> None:
+        super().__init__(shape.layers, 2, device=device, active=True)
+
+    def watch(self, model: Any, first_layer: int) -> None:
+        """Follow one chunk of the pipeline."""
+        passing, _ = passing_pack(model)
+        for index, layer in enumerate(model.decoder.layers):
+            attention = layer.self_attention.core_attention
+            attention.register_forward_pre_hook(partial(self._see, first_layer + index, passing))
+
+    @torch.no_grad()
+    def _see(self, layer: int, passing: list[Pack], module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        (pack,) = passing
+        if not self.active or not pack.tokens:
+            return
+        _, key, value, *_ = args  # positions first
+        self.add(layer, torch.stack([part[: pack.tokens].detach().abs().amax() for part in (key, value)]).float())
+
+
+def passing_pack(model: torch.nn.Module) -> tuple[list[Pack], Any]:
+    """A list with the pack that is passing through the model, which hooks on its layers do not see; and its hook."""
+    passing: list[Pack] = []
+
+    def remember(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        passing[:] = [kwargs["pack"]]
+
+    return passing, model.register_forward_pre_hook(remember, with_kwargs=True)
+
+
+def count_flips(
+    model: Any, first_layer: int, shard: int | None, chosen_BSLK: Tensor, counts_L2: Tensor
+) -> Iterator[Any]:
+    """Hooks on one chunk of the pipeline that count tokens, and those sent to other experts than the engine chose."""
+    passing, hook = passing_pack(model)
+    yield hook
+    for layer, block in enumerate(model.decoder.layers, first_layer):
+        for module in block.modules():
+            if isinstance(module, TopKRouter):
+                count = partial(_count, chosen_BSLK[:, :, layer], counts_L2[layer], passing, shard)
+                yield module.register_forward_hook(count)
+
+
+def _count(
+    chosen_BSK: Tensor, counts_2: Tensor, passing: list[Pack], shard: int | None, module: Any, args: Any, output: Any
+) -> None:
+    (pack,), (_, chosen_SE) = passing, output
+    here = len(chosen_SE)
+    wanted_SK = _of_pack(pack, chosen_BSK)[(shard or 0) * here :][:here].to(chosen_SE.device)
+    real_S = (wanted_SK != NO_EXPERT).all(1)
+    same_S = chosen_SE.gather(1, wanted_SK.clamp(min=0)).bool().all(1)
+    counts_2 += torch.stack([(real_S & ~same_S).sum(), real_S.sum()]).cpu()
+
+
+def _of_pack(pack: Pack, chosen_BSK: Tensor) -> Tensor:
+    """The engine's choices at the positions of a pack, -1 at its filler."""
+    starts = pack.starts.tolist()
+    spans = [end - start for start, end in pairwise(starts)][: len(pack.rows)]
+    if spans:
+        spans[-1] -= len(pack.tokens_S) - pack.tokens
+    parts = [chosen_BSK[row, :span].long() for row, span in zip(pack.rows, spans, strict=True)]
+    filler = torch.full((len(pack.tokens_S) - pack.tokens, chosen_BSK.shape[2]), NO_EXPERT)
+    return torch.cat([*parts, filler])

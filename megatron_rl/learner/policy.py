@@ -1,0 +1,161 @@
+"""One rank's part of a policy under megatron-core, and of its optimizer: how both are built, filled and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.learner.parallel import LearnerRank, leave  # patches the host before megatron is imported
+
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+
+from megatron_rl.config import schema
+from megatron_rl.config.patience import collective_s
+from megatron_rl.config.schema import Precision, Sleep
+from megatron_rl.distributed import exchange
+from megatron_rl.learner import host, weights
+from megatron_rl.learner.logprobs import VocabShare
+from megatron_rl.learner.model import PolicyModel, build, transformer_config
+from megatron_rl.learner.optimizer import optimizer_config, replicas_config
+from megatron_rl.models.hf_folder import HfFolder
+from megatron_rl.models.mapping import global_name
+from megatron_rl.models.model import Model
+from megatron_rl.models.weight_files import is_checkpoint
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The sections of a config that a learner looks at."""
+
+    run: schema.RunSection
+    learner: schema.LearnerSection
+    optim: schema.OptimSection
+    loss: schema.LossConfig
+    correction: schema.CorrectionConfig
+    rollout: schema.RolloutSection
+    quantization: schema.QuantizationSection
+    sampler: (
+        schema.SamplerSection
+    )  # an engine on these devices may give its memory up, and ranks wait for what it answers
+
+    @classmethod
+    def of(cls, config: schema.Config) -> Sections:
+        return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
+
+
+class Policy:
+    """A rank's modules, its optimizer, and its place; every rank makes one and calls the same methods."""
+
+    def __init__(self, model: Model, sections: Sections) -> None:
+        host.require(sections.run.device)
+        self.model, self.shape, self.layout = model, model.shape, model.layout
+        self.run, self.learner, self.optim = sections.run, sections.learner, sections.optim
+        patience = collective_s(self.run.patience_s, sections.sampler)
+        self.ranks = LearnerRank(self.learner, model.layout, self.run.seed, patience)
+        self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
+        self.is_driver, self.device = self.ranks.is_driver, self.ranks.device
+        self.place, self.groups = self.ranks.place, self.ranks.groups
+        self.steps = 0  # optimizer steps taken
+        self.left_out_in_a_row = 0  # updates, that were not finite
+        self._engine_sleeps = sections.sampler.sleep != Sleep.none
+        self.megatron_config = transformer_config(model, self.learner)
+        self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
+        self.chunks = [self._wrapped(module, chunk) for chunk, module in enumerate(self.modules)]
+        settings = optimizer_config(self.optim, self.learner.precision, self.megatron_config.params_dtype)
+        self.clip_grad = settings.clip_grad
+        gloo = self.device.type != "cpu"
+        self.optimizer = get_megatron_optimizer(settings, self.chunks, use_gloo_process_groups=gloo)
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        self.megatron_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.megatron_config.finalize_model_grads_func = _finalize
+        tp, vocab, group = self.layout.tp, self.shape.vocab, parallel_state.get_tensor_model_parallel_group()
+        self.share = VocabShare.of(self.place.tp, tp, vocab, self.layout.padded_vocab(vocab) // tp, group)
+
+    def _chunk(self, chunk: int) -> PolicyModel:
+        """This rank's part of the pipeline: one stage, or one of several chunks in an interleaved one."""
+        return build(
+            self.model,
+            self.megatron_config,
+            first=self.ranks.first_stage and chunk == 0,
+            last=self.ranks.last_stage and chunk == self.layout.chunks - 1,
+            chunk=chunk if self.layout.vp is not None else None,
+        )
+
+    def _wrapped(self, module: PolicyModel, chunk: int) -> DistributedDataParallel:
+        inner = module.to(self.device)
+        if self.learner.precision is Precision.bf16:
+            inner = Float16Module(self.megatron_config, inner)
+        sums = replicas_config(self.optim, self.layout.dp)
+        return DistributedDataParallel(self.megatron_config, sums, inner, disable_bucketing=chunk > 0)
+
+    @property
+    def numbered_modules(self) -> Iterator[tuple[int, PolicyModel]]:
+        """Each chunk, with the number that its first layer has in the whole model."""
+        for chunk, module in enumerate(self.modules):
+            yield self.layout.layers(self.shape.layers, self.place.pp, chunk).start, module
+
+    @property
+    def positions_shard(self) -> int | None:
+        """This rank's number where the positions of a pack are split over ranks."""
+        return self.place.tp if self.megatron_config.sequence_parallel else None
+
+    # weights
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's shards, under names whose layer and expert numbers count over the whole model."""
+        experts = self.shape.experts
+        first_expert = self.layout.local_experts(experts, self.place.ep).start if experts else 0
+        for first_layer, module in self.numbered_modules:
+            for name, parameter in module.named_parameters():
+                yield global_name(name, first_layer, first_expert), parameter
+
+    def load_hf(self, path: Path | str) -> None:
+        """Weights of a Hugging Face folder, or of a torch_dist checkpoint of any layout."""
+        if is_checkpoint(Path(path)):
+            from megatron_rl.checkpoint.torch_dist import (
+                reader as torch_dist,  # with torch's own checkpoints: seconds that few runs need
+            )
+
+            self._load(torch_dist.getter(torch_dist.Reader(Path(path)), self.shape))
+        else:
+            self._load(HfFolder(path).get)
+
+    def init_random(self, seed: int) -> None:
+        """A random model: the same one for every layout."""
+        self._load(weights.random_tensors(self.model, seed))
+
+    def _load(self, get_hf: Callable[[str], Tensor]) -> None:
+        weights.load(self.named_parameters(), self.model, self.place, get_hf)
+        self.optimizer.reload_model_params()
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """To be called after anything has written to the weights."""
+
+    # talking to the other ranks
+
+    def broadcast(self, value: Any = None) -> Any:
+        """The driver's value on every rank: tensors, Batch, Targets, and plain JSON values around them."""
+        return self.ranks.broadcast(value)
+
+    def make_room(self) -> None:
+        """Return memory on every rank, before an engine that slept takes its own on these devices back."""
+        if self.device.type != "cpu" and self._engine_sleeps:
+            torch.cuda.empty_cache()
+            exchange(None)  # no rank is still holding on when the driver goes ahead
+
+    def close(self) -> None:
+        leave()
+
+
+def _finalize(model: Sequence[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
+    """megatron-core's reductions over gradients, without its division by a token count: losses come divided."""
+    finalize_model_grads(list(model), None, **groups)

@@ -1,0 +1,148 @@
+"""What goes to a device goes in one copy and is the same there; a rank whose engine sleeps can return its memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_cases import make_batch, make_targets, with_kept
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl.config.schema import Sleep, Transport
+from megatron_rl.learner.device import ALIGNMENT, GIVEN, buffer, in_one_copy, keep_returnable, views
+from megatron_rl.learner.learner import loss_inputs
+from megatron_rl.learner.packing import pack
+
+HOST, DEVICE = torch.device("cpu"), torch.device("meta")  # the latter has shapes and no content
+OF_HOSTS = ("padded_index_X", "packed_index_S", "blanks")
+
+
+class Copies(TorchDispatchMode):
+    """Counts what is moved to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and "device" in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_kind_of_tensor_comes_back() -> None:
+    tensors = {
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "flags": torch.tensor([[True, False, True]]),
+        "none": torch.zeros(0, 3, dtype=torch.int64),
+        "numbers": torch.arange(7, dtype=torch.int64),
+        "one": torch.tensor(3.5),
+        "bf16": torch.randn(3, 3).bfloat16(),
+        "a view": torch.randn(4, 6)[:, 1:4],
+        "a column": torch.randn(4, 6).t()[2],
+    }
+    held = buffer(tensors)
+    found = views(held, tensors)
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        if tensor.numel():
+            assert (found[name].data_ptr() - held.data_ptr()) % ALIGNMENT == 0, name
+            assert found[name].untyped_storage().data_ptr() == held.data_ptr(), name
+
+
+def test_on_a_host_nothing_is_copied() -> None:
+    tensors = {"tokens": torch.arange(5), "mask": torch.ones(3, dtype=torch.bool)}
+    found = in_one_copy(tensors, HOST)
+    assert all(found[name] is tensor for name, tensor in tensors.items())
+
+
+def _check_moved(moved: Any, here: Any, stays: tuple[str, ...]) -> None:
+    for name, value in vars(here).items():
+        there = getattr(moved, name)
+        if isinstance(value, torch.Tensor) and name not in stays:
+            assert (there.device.type, there.dtype, there.shape) == ("meta", value.dtype, value.shape), name
+        else:
+            assert there is value or there == value, name
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_pack_moves_in_one_copy(kept: bool) -> None:
+    made = pack(with_kept(make_batch()) if kept else make_batch(), [0, 2, 3, 7])
+    with Copies() as copies:
+        moved = made.to(DEVICE)
+    assert copies.count == 1
+    _check_moved(moved, made, OF_HOSTS)
+    assert (moved.kept_NK is None) is (not kept)
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_the_rows_of_a_microbatch_move_in_one_copy(anchored: bool) -> None:
+    batch = make_batch()
+    targets = make_targets(batch, torch.rand(batch.mask_BT.shape) if anchored else None)  # type: ignore[arg-type]
+    mine = pack(batch, [1, 4, 6])
+    logprobs_bT = torch.zeros(3, mine.horizon)
+    with Copies() as copies:
+        moved = loss_inputs(targets, mine, logprobs_bT, DEVICE)
+    assert copies.count == 1
+    here, rows = loss_inputs(targets, mine, logprobs_bT, HOST), list(mine.rows)
+    _check_moved(moved, here, ("logprobs_BT",))
+    assert torch.equal(here.weights_BT, targets.weights_BT[rows, : mine.horizon])
+    assert torch.equal(here.prompt_ids_B, targets.batch.groups_B[rows])
+    assert torch.equal(here.advantages_B, targets.advantages_B[rows])
+    assert here.mask_BT.dtype == torch.bool and here.entropy_BT is None
+    assert (here.anchor_logprobs_BT is None) is (not anchored)
+
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "dapo-qwen3_8b-1n8g-int8-colocated.yaml"
+# what torch's allocator goes by when a rank comes to its model
+RANK = """
+import sys
+from pathlib import Path
+from torch._C import _accelerator_getAllocatorSettings
+from megatron_rl import train
+from megatron_rl.config import load
+
+def read(*_):
+    sys.exit(_accelerator_getAllocatorSettings())
+
+train.Model.read = read
+train.train(load(Path(sys.argv[1])), "", Path("unused"), rank=1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def as_torch_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in GIVEN:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    torch._C._accelerator_setAllocatorSettings("")
+
+
+def settings(sleep: Sleep, transport: Transport) -> str:
+    keep_returnable(sleep, transport)
+    return torch._C._accelerator_getAllocatorSettings()
+
+
+def test_a_rank_of_a_recipe_whose_engine_sleeps_has_segments_that_can_be_returned() -> None:
+    done = subprocess.run([sys.executable, "-c", RANK, RECIPE], capture_output=True, text=True, env=os.environ)
+    assert done.stderr.splitlines()[-1] == "expandable_segments:True"
+
+
+def test_other_ranks_keep_torch_s_own() -> None:
+    for sleep in Sleep:
+        assert settings(sleep, Transport.ipc) == ""
+    assert settings(Sleep.none, Transport.file) == ""
+
+
+@pytest.mark.parametrize("variable", GIVEN)
+def test_what_the_environment_says_of_the_allocator_stays(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "max_split_size_mb:512")
+    assert settings(Sleep.discard, Transport.file) == ""
+    monkeypatch.delenv(variable)
+    assert settings(Sleep.discard, Transport.file) == "expandable_segments:True"
