@@ -6,12 +6,11 @@
     python tools/convert.py export RUN@120 HF_FOLDER               a run or checkpoint -> Hugging Face
     python tools/convert.py quantize HF_FOLDER OUT --format int8   what stock vLLM serves
     python tools/convert.py dequantize FP8_FOLDER HF_FOLDER        a released FP8 model -> one that can be trained
-    python tools/convert.py average RUN@100 RUN@120 HF_FOLDER      the mean of checkpoints
     python tools/convert.py verify A B --logprobs prompts.txt      the proof that two folders hold one model
 
 What is written appears under its name when it is whole. What a kill or a full disk has ended goes on where it was
 when the same command is given again; until then it is called .NAME.partial. Beside the weights, parity.json says what
-they were made of, with which versions, and that every tensor reads as it was written. Nothing here needs a GPU, and
+they were made of, with which versions, and a digest of what was read back. Nothing here needs a GPU, and
 nothing in a folder is ever unpickled or run. `COMMAND --help` says more.
 """
 
@@ -27,7 +26,6 @@ from pathlib import Path
 from types import FrameType
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PROGRAMS = ("transformers", "learner", "vllm")
 ANY = "HF_FOLDER|CHECKPOINT|RUN[@STEP]"
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # read when torch makes its first tensor
 LARGE_BYTES = 4 << 20
@@ -83,10 +81,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(signal.Signals(number).name)
 
 
-def note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def inspect(given: argparse.Namespace) -> int:
     from megatron_rl.runs.console import table
     from megatron_rl.workshop.conversion.inspection import inspect
@@ -103,7 +97,7 @@ def import_(given: argparse.Namespace) -> int:
     from megatron_rl.workshop.conversion.imports import import_folder
     from megatron_rl.workshop.conversion.sources import find
 
-    import_folder(find(given.source, None, note), given.target, note)
+    import_folder(find(given.source), given.target)
     print(f"wrote the checkpoint {given.target}")
     return 0
 
@@ -112,24 +106,17 @@ def export(given: argparse.Namespace) -> int:
     from megatron_rl.workshop.conversion.exports import export_folder
     from megatron_rl.workshop.conversion.sources import find
 
-    export_folder(find(given.source, given.hf, note), given.target, note)
+    export_folder(find(given.source, given.hf), given.target)
     print(f"wrote the Hugging Face folder {given.target}")
     return 0
 
 
 def quantize(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.quantize_command import quantize_as_asked
+    from megatron_rl.workshop.conversion.quantized import quantize_as_asked
     from megatron_rl.workshop.conversion.sources import find
 
-    quantize_as_asked(
-        find(given.source, given.hf, note),
-        given.target,
-        note,
-        format=given.format,
-        smooth=given.smooth,
-        calibrate=given.calibrate,
-        ignore=given.ignore,
-    )
+    asked = {name: getattr(given, name) for name in ("format", "smooth", "calibrate", "ignore")}
+    quantize_as_asked(find(given.source, given.hf), given.target, **asked)
     print(f"wrote the quantized folder {given.target}")
     return 0
 
@@ -138,30 +125,18 @@ def dequantize(given: argparse.Namespace) -> int:
     from megatron_rl.workshop.conversion.dequantized import dequantize_folder
     from megatron_rl.workshop.conversion.sources import find
 
-    dequantize_folder(find(given.source, None, note), given.target, note)
-    print(f"wrote the Hugging Face folder {given.target}")
-    return 0
-
-
-def average(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.average import average_folder
-    from megatron_rl.workshop.conversion.sources import find
-
-    sources = [find(name, given.hf, note) for name in given.sources]
-    average_folder(sources, given.weights or [1.0] * len(sources), given.target, note)
+    dequantize_folder(find(given.source), given.target)
     print(f"wrote the Hugging Face folder {given.target}")
     return 0
 
 
 def verify(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.scores import Program
     from megatron_rl.workshop.conversion.sources import find
-    from megatron_rl.workshop.conversion.verification import verify, write_report
+    from megatron_rl.workshop.conversion.verification import verify
 
-    sources = [find(name, given.hf, note) for name in (given.one, given.other)]
-    programs = [Program(name) for name in given.programs.split(",")]
-    found = verify(*sources, given.logprobs, programs, given.bound, note)
-    write_report(found, sources, given.report, logprobs=given.logprobs, bound=given.bound)
+    sources = [find(name, given.hf) for name in (given.one, given.other)]
+    found = verify(*sources, given.logprobs, given.bound)
+    found.write(given.report, sources, logprobs=given.logprobs, bound=given.bound)
     print(found.text())
     print(f"the whole of it: {given.report}")
     return 0 if found.ok else 1
@@ -227,27 +202,15 @@ def _dequantize_arguments(one: argparse.ArgumentParser) -> None:
     one.add_argument("target", type=Path, metavar="HF_FOLDER")
 
 
-def _average_arguments(one: argparse.ArgumentParser) -> None:
-    one.add_argument("sources", nargs="+", metavar=ANY)
-    one.add_argument("target", type=Path, metavar="HF_FOLDER")
-    one.add_argument("--weights", type=_numbers, metavar="A,B,...", help="a number for each; equal ones by default")
-    _hf(one)
-
-
 def _verify_arguments(one: argparse.ArgumentParser) -> None:
     one.add_argument("one", metavar="A")
     one.add_argument("other", metavar="B")
     one.add_argument("--logprobs", metavar="PROMPTS", help="compare logprobs, too: .txt, .jsonl, .parquet, or a set")
-    one.add_argument("--programs", default=",".join(PROGRAMS), help="that compute them (default: %(default)s)")
     one.add_argument("--bound", type=float, default=0.0, help="relative error of a tensor that is let pass (0)")
     one.add_argument(
         "--report", type=Path, default=Path("parity.json"), help="where to write it (default: %(default)s)"
     )
     _hf(one)
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
 
 
 TOOL = "python tools/convert.py"
@@ -272,12 +235,6 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Callable[[ar
         dequantize,
         f"quantized folder -> plain BF16 folder\n{TOOL} dequantize models/DeepSeek-FP8 models/plain",
         _dequantize_arguments,
-    ),
-    "average": (
-        average,
-        f"weighted mean of checkpoints -> Hugging Face folder\n"
-        f"{TOOL} average runs/dapo@100 runs/dapo@120 out/mean --weights 1,3",
-        _average_arguments,
     ),
     "verify": (
         verify,

@@ -1,22 +1,77 @@
-"""What the model's own forward pass shows of its activations: the learner's, as at the sync of a run."""
+"""What runs a model on texts: the learner, whose activations smoothing follows, and nvidia-modelopt.
+
+modelopt holds the model in memory whole, in BF16, runs it with transformers, and writes its unified form. INT8 is not
+among its formats here: its export has none.
+"""
 
 from __future__ import annotations
 
+import copy
+import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_rl.config import ConfigError
+from megatron_rl.config.load import from_base
 from megatron_rl.config.schema import Config, QuantizationSection
+from megatron_rl.data.prompts import FolderTokenizer, load_dataset
+from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.model import Model
-from megatron_rl.workshop.conversion.prompts import batch_of
-from megatron_rl.workshop.conversion.sources import Source
+from megatron_rl.models.model import Model, read_hf_config
+from megatron_rl.models.weight_files import companions
+from megatron_rl.types import Batch, Prompt, Rollout, Scored, collate, written
+from megatron_rl.workshop.conversion.comparison import compare
+from megatron_rl.workshop.conversion.sources import Source, note, of_folder
+from megatron_rl.workshop.conversion.work import begun
 
 if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
+
+Rows = Sequence[tuple[int, ...]]
+SAMPLES = 128
+LONGEST = 512  # tokens; of a longer text the first ones
+SECTIONS = ("run", "learner", "optim", "loss", "correction", "rollout")  # of the config, for a learner
+MODELOPT = ("modelopt_fp8", "modelopt_fp8_kv", "modelopt_nvfp4")
+
+
+def token_rows(given: str, folder: Path) -> list[tuple[int, ...]]:
+    """Token ids of texts, with the tokenizer of `folder`.
+
+    `given`: a file of texts, one a line (.txt), a data set as `data.train` takes it, or a preset of conf/data.
+    """
+    tokenizer, path = FolderTokenizer(folder), Path(given)
+    if path.suffix == ".txt" and path.is_file():
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [tuple(ids) for ids in tokenizer.encode_texts(lines[:SAMPLES], LONGEST)]
+    else:
+        data = from_base({}, [f"data.train={path}"] if path.exists() else [f"data={given}"]).data
+        rows = [prompt.token_ids for prompt in load_dataset("train", data, tokenizer, LONGEST).prompts[:SAMPLES]]
+    rows = [row[:LONGEST] for row in rows if len(row) > 1]
+    if not rows:
+        raise ConfigError(f"{given} holds no text of two tokens or more")
+    return rows
+
+
+def batch_of(rows: Rows) -> Batch:
+    """Every token but the first is asked for."""
+    return collate(
+        [
+            Scored(
+                Rollout(
+                    Prompt(number, row[:1], "", {}), number, 0, row[1:], [0.0] * (len(row) - 1),
+                    written(len(row) - 1), "stop", 0,
+                ),
+                reward=0.0,
+            )
+            for number, row in enumerate(rows)
+        ]
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,22 +85,19 @@ class Coverage:
     def __str__(self) -> str:
         return f"{self.samples} samples, {self.tokens} tokens, {self.seen:.1%} of the places to measure were reached"
 
+    def of(self, given: str) -> dict[str, object]:
+        """For parity.json."""
+        return {"of": given, **asdict(self)}
+
 
 @contextmanager
 def learner_at(source: Source, quantization: QuantizationSection | None = None) -> Iterator[Learner]:
     """The model in this process alone, with the weights of `source`."""
     from megatron_rl.learner.learner import Learner  # megatron: seconds that other conversions need not wait for
 
-    config = Config()
+    sections = {name: getattr(Config(), name) for name in SECTIONS}
     learner = Learner(
-        Model.of(source.hf_config, Layout()),
-        run=config.run,
-        learner=config.learner,
-        optim=config.optim,
-        loss=config.loss,
-        correction=config.correction,
-        rollout=config.rollout,
-        quantization=quantization or config.quantization,
+        Model.of(source.hf_config, Layout()), quantization=quantization or QuantizationSection(), **sections
     )
     try:
         learner.load_hf(source.path)
@@ -54,15 +106,67 @@ def learner_at(source: Source, quantization: QuantizationSection | None = None) 
         learner.close()
 
 
-def activation_amax(source: Source, rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, Coverage]:
+def activation_amax(source: Source, rows: Rows) -> tuple[torch.Tensor, Coverage]:
     """[layer, norm, channel]: the largest magnitude of each norm's output."""
     with learner_at(source, QuantizationSection(smoothing=0.5)) as learner:  # any: it is what makes a learner look
         learner.logprobs(batch_of(rows))
         amax_LNH = learner.take_activation_amax().cpu()
-    seen = float((amax_LNH > 0).float().mean())
-    return amax_LNH, Coverage(len(rows), sum(map(len, rows)), seen)
+    return amax_LNH, Coverage(len(rows), sum(map(len, rows)), float((amax_LNH > 0).float().mean()))
 
 
-def about(coverage: Coverage, given: str) -> dict[str, object]:
-    """For parity.json."""
-    return {"of": given, **asdict(coverage)}
+def transformers_model(source: Source) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        source.path, dtype=torch.bfloat16, local_files_only=True, use_safetensors=True
+    )
+
+
+def modelopt_folder(source: Source, target: Path, format: str, calibrate: str, ignore: Sequence[str]) -> None:
+    """ValueError where a tensor of the result is further from the plain one than the format's rounding."""
+    if not source.is_folder or source.quantization is not None:
+        raise ConfigError(f"{source.path}: modelopt runs the model with transformers, from a plain Hugging Face folder")
+    if patterns := [entry for entry in ignore if entry.startswith("re:")]:
+        raise ConfigError(f"--ignore {patterns[0]}: modelopt takes names of layers")
+    rows = token_rows(calibrate, source.folder)
+    options = {"format": format, "rows": rows, "ignore": ignore}
+    with begun(target, "quantize", [source], options, {}) as work:
+        coverage = _exported(source, work.path, format, rows, ignore)
+        note(f"calibrated on {calibrate}: {coverage}")
+        for name in companions(source.folder):
+            if not (work.path / name).exists():
+                shutil.copyfile(source.folder / name, work.path / name)
+        for one in compare(source, Source(work.path, work.path, read_hf_config(work.path))):
+            if not one.ok:
+                raise ValueError(f"modelopt's export of {one.name} is not the weight that went in: {one.said}")
+        work.publish(of_folder(HfFolder(work.path)), format=format, calibration=coverage.of(calibrate))
+
+
+def _exported(source: Source, folder: Path, format: str, rows: Rows, ignore: Sequence[str]) -> Coverage:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.export import export_hf_checkpoint
+        from modelopt.torch.quantization.nn import TensorQuantizer
+        from modelopt.torch.quantization.utils import update_quant_cfg_with_kv_cache_quant
+
+        wanted = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG if format == "modelopt_nvfp4" else mtq.FP8_DEFAULT_CFG)
+        if format == "modelopt_fp8_kv":
+            wanted = update_quant_cfg_with_kv_cache_quant(wanted, mtq.FP8_KV_CFG["quant_cfg"])
+        wanted["quant_cfg"] += [{"quantizer_name": f"*{name}.*", "enable": False} for name in ignore]
+
+        def forward(model: Any) -> None:
+            with torch.no_grad():
+                for row in rows:
+                    model(torch.tensor([row]))
+
+        model = transformers_model(source)
+        mtq.quantize(model, wanted, forward)
+        export_hf_checkpoint(model, export_dir=folder)
+    inputs = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, TensorQuantizer) and name.endswith("input_quantizer") and module.is_enabled
+    ]
+    seen = sum(module.amax is not None for module in inputs)
+    return Coverage(len(rows), sum(map(len, rows)), seen / max(len(inputs), 1))

@@ -2,6 +2,7 @@
 
 A quantized weight is held against the plain one element by element: rounding moves a number by half a step of the
 format at the most, so that one swapped row, one lost scale or one stale expert shows, however small the mean error.
+Smoothing, which divides norms by powers of two and multiplies what reads them, is read off the norms and undone first.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from enum import StrEnum
 
 import torch
 
-from megatron_rl.models.shape import FAMILIES
+from megatron_rl.models.mapping import params
+from megatron_rl.models.shape import FAMILIES, ModelShape
+from megatron_rl.models.table import Norm
 from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, TIED_COPY
+from megatron_rl.quantization.smoothing import LARGEST_EXPONENT, folded
 from megatron_rl.quantization.stored_forms import Meaning, part_of, restore
 from megatron_rl.workshop.conversion.dequantized import dequantized, meaning, modules_of, portions
-from megatron_rl.workshop.conversion.progress import Progress
-from megatron_rl.workshop.conversion.smoothed import smoothed_as
-from megatron_rl.workshop.conversion.sources import Source
-from megatron_rl.workshop.conversion.weights import Get, Weights, digest, watched
+from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest
 
 ROUNDING = 2.0**-8  # of a plain weight that is BF16, relative
 
@@ -47,7 +48,7 @@ class Compared:
 
 @dataclass
 class Model:
-    """A side of the comparison. `seen`: digests of what was read of it."""
+    """A side of the comparison."""
 
     stored: Weights
     quantized: Mapping[str, list[str]]  # module -> the tensors of its weight
@@ -55,8 +56,8 @@ class Model:
     plain: Weights
 
     @classmethod
-    def of(cls, source: Source, seen: dict[str, str]) -> Model:
-        stored, config = watched(source.weights, seen), source.quantization
+    def of(cls, source: Source) -> Model:
+        stored, config = source.weights, source.quantization
         if config is None:
             return cls(stored, {}, Meaning(), stored)
         return cls(stored, modules_of(stored), meaning(config), dequantized(stored, config))
@@ -65,25 +66,19 @@ class Model:
         """A plain model that is held against a quantized one of a family that is smoothed here."""
         if self.quantized or not other.quantized or source.hf_config.get("model_type") not in FAMILIES:
             return self
-        folded = smoothed_as(self.plain, other.stored, source.shape)
-        return Model(folded, {}, self.meaning, folded)
+        return Model(self.stored, {}, self.meaning, _smoothed_as(self.plain, other.stored, source.shape))
 
 
-def compare(
-    one: Source, other: Source, bound: float = 0.0, seen: tuple[dict[str, str], dict[str, str]] | None = None
-) -> Iterator[Compared]:
-    """`bound`: of the relative error of what is neither equal nor explained by a format. `seen`: gets digests."""
-    digests = ({}, {}) if seen is None else seen
-    a, b = Model.of(one, digests[0]), Model.of(other, digests[1])
+def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared]:
+    """`bound`: of the relative error of what is neither equal nor explained by a format."""
+    a, b = Model.of(one), Model.of(other)
     a, b = a.smoothed_as(b, one), b.smoothed_as(a, other)
     tied = bool(one.hf_config.get("tie_word_embeddings")) and bool(other.hf_config.get("tie_word_embeddings"))
     yield from _names(a, b, one, other, tied)
-    both = [name for name in a.plain.specs if name in b.plain.specs]
     stored, plain = (a.stored.open(), b.stored.open()), (a.plain.open(), b.plain.open())
-    with Progress("compared", sum(a.plain.specs[name].nbytes for name in both)) as progress:
-        for name in both:
+    for name in a.plain.specs:
+        if name in b.plain.specs:
             yield _compared(name, a, b, stored, plain, bound)
-            progress.add(a.plain.specs[name].nbytes)
 
 
 def _names(a: Model, b: Model, one: Source, other: Source, tied: bool) -> Iterator[Compared]:
@@ -143,3 +138,42 @@ def _within(
 
 def _relative(squared: torch.Tensor, whole: torch.Tensor) -> float:
     return float((squared / whole.clamp(min=1e-24)).sqrt())
+
+
+def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weights:
+    """`plain`, folded as `quantized` was; as it is where that was not, or is of another model."""
+    scales: dict[tuple[int, Norm], torch.Tensor] = {}
+    get, other = plain.open(), quantized.open()
+    readers: dict[str, tuple[int, Norm]] = {}
+    for param in params(shape):
+        if param.row.norm is None or param.layer is None:
+            continue
+        place, name = (param.layer, param.row.norm), param.hf[0]
+        readers |= dict.fromkeys(param.hf, place)
+        if len(param.shapes[0]) == 1 and name in plain.specs and name in quantized.specs:
+            scale_H = _scale(get(name), other(name))
+            if scale_H is not None:
+                scales[place] = scale_H
+    if not scales:
+        return plain
+
+    def opened() -> Get:
+        get = plain.open()
+
+        def made(name: str) -> torch.Tensor:
+            scale_H = scales.get(readers[name]) if name in readers else None
+            return get(name) if scale_H is None else folded(get(name), scale_H)
+
+        return made
+
+    return Weights(plain.specs, opened)
+
+
+def _scale(plain_H: torch.Tensor, smoothed_H: torch.Tensor) -> torch.Tensor | None:
+    """Powers of two between the two; None where they are equal, or anything else is between them."""
+    if plain_H.shape != smoothed_H.shape or torch.equal(plain_H, smoothed_H.to(plain_H.dtype)):
+        return None
+    ratio_H = torch.where(plain_H == smoothed_H, 1.0, plain_H.float() / smoothed_H.float())
+    exponent_H = ratio_H.log2()
+    exact = bool((exponent_H == exponent_H.round()).all()) and bool((exponent_H.abs() <= LARGEST_EXPONENT).all())
+    return ratio_H if exact else None

@@ -18,11 +18,8 @@ from megatron_rl.models.mapping import parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import DTYPES
 from megatron_rl.models.weight_files import PARITY
-from megatron_rl.workshop.conversion.outcome import mapping_version
-from megatron_rl.workshop.conversion.progress import Progress
-from megatron_rl.workshop.conversion.sources import Source, find
-from megatron_rl.workshop.conversion.weights import Weights, content_digest, digest
-from megatron_rl.workshop.conversion.work import JOURNAL
+from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest, find
+from megatron_rl.workshop.conversion.work import JOB
 
 _TOOL = "python tools/convert.py"
 
@@ -37,15 +34,19 @@ class Inspection:
 def inspect(given: str, hf: Path | None = None, checksum: bool = False) -> Inspection:
     """ConfigError and ValueError where it holds no weights that are read."""
     path = Path(given)
-    if (path / JOURNAL).is_file():
+    if (path / JOB).is_file():
         raise ConfigError(f"{path} is unfinished: the command that began it goes on with it when it is given again")
     source = find(given, hf)
     weights, quantization = source.weights, source.quantization
     rows = [("kind", kind(source)), ("weights", str(source.path))]
     if source.folder != source.path:
         rows.append(("config.json", str(source.folder)))
-    shape, why = _shape(source.hf_config)
-    rows += list(_model(shape, source.hf_config)) if shape else [("model", why)]
+    shape: ModelShape | None = None
+    try:
+        shape = source.shape
+        rows += _model(shape)
+    except ValueError as error:
+        rows.append(("model", str(error)))
     rows += [
         ("precision", precision(weights)),
         ("quantization", "none" if quantization is None else describe(quantization, source.folder)),
@@ -54,7 +55,8 @@ def inspect(given: str, hf: Path | None = None, checksum: bool = False) -> Inspe
     if shape and not source.is_folder:
         rows.append(("vocabulary stored", _stored_vocabulary(source, shape)))
     rows.append(("checksum", _checksum(source, weights, checksum)))
-    problems = list(_misfits(source, shape)) if shape and quantization is None else []
+    room = weight_files if source.is_folder else torch_dist_places
+    problems = list(room.misfits(source.path, shape)) if shape and quantization is None else []
     return Inspection(rows, problems, _next(given, source, shape))
 
 
@@ -98,14 +100,7 @@ def describe(config: Mapping[str, Any], folder: Path) -> str:
     return method
 
 
-def _shape(hf_config: Mapping[str, Any]) -> tuple[ModelShape | None, str]:
-    try:
-        return ModelShape.from_hf(hf_config), ""
-    except ValueError as error:
-        return None, str(error)
-
-
-def _model(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _model(shape: ModelShape) -> Iterator[tuple[str, str]]:
     yield "family", f"{shape.family}, {parameters(shape) / 1e9:.3g} billion parameters"
     heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys and values"
     yield "sizes", f"{shape.layers} layers, hidden {shape.hidden}, {heads}, intermediate {shape.ffn}"
@@ -123,23 +118,12 @@ def _stored_vocabulary(source: Source, shape: ModelShape) -> str:
 
 def _checksum(source: Source, weights: Weights, wanted: bool) -> str:
     if wanted:
-        digests = {}
-        with Progress("read", weights.nbytes) as progress:
-            for name, tensor in weights.each():
-                digests[name] = digest(tensor)
-                progress.add(tensor.nbytes)
-        return content_digest(digests)
+        get = weights.open()
+        return content_digest({name: digest(get(name)) for name in weights.specs})
     if not (source.path / PARITY).is_file():
         return "not read (--checksum)"
-    said = read_json(source.path / PARITY)
-    output = said.get("output")
-    other = "" if said.get("mapping") == mapping_version() else ", with another version of the mapping table"
-    return f"{output.get('content') if isinstance(output, dict) else '?'} when it was written{other} (--checksum reads)"
-
-
-def _misfits(source: Source, shape: ModelShape) -> Iterator[str]:
-    room = weight_files if source.is_folder else torch_dist_places
-    return room.misfits(source.path, shape)
+    output = read_json(source.path / PARITY).get("output")
+    return f"{output.get('content') if isinstance(output, dict) else '?'} when it was written (--checksum reads)"
 
 
 def _next(given: str, source: Source, shape: ModelShape | None) -> str:

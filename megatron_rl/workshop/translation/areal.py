@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_rl.config.schema import (
     Aggregate,
-    CorrectionConfig,
     Level,
     NonFinite,
     Outside,
@@ -17,18 +16,14 @@ from megatron_rl.config.schema import (
     Stat,
     WeightConfig,
 )
-from megatron_rl.workshop.translation.keys import Keys, Translation, in_section
-from megatron_rl.workshop.translation.shared import BYPASS, NO_WEIGHT, gspo_tokens
+from megatron_rl.workshop.translation.keys import BYPASS, NO_WEIGHT, Keys, Translation, gspo_tokens
+from megatron_rl.workshop.translation.settings import in_section
 
 SECTION = ("level", "action", "metric", "agg", "upper", "lower")
 BESIDE = (
-    "use_decoupled_loss",
-    "recompute_logprob",
-    "m2_threshold",
-    "prox_logp_method",
-    "importance_sampling_level",
+    "use_decoupled_loss", "recompute_logprob", "m2_threshold", "prox_logp_method", "importance_sampling_level",
     "use_sapo_loss",
-)
+)  # fmt: skip
 METHODS = ("recompute", "metrics", "reuse_train_logp", "loglinear")
 CAP_NOW = "now rejection_sampling: {action: mask, or clamp for truncate, metric: ratio, upper: the cap}"
 REMOVED = dict.fromkeys(("behav_imp_weight_cap", "behave_imp_weight_cap", "behave_imp_weight_mode"), CAP_NOW)
@@ -77,10 +72,7 @@ def areal(mapping: Mapping[str, Any]) -> Translation:
         renormalize = True
         non_finite = NonFinite.drop  # a second moment that is NaN is the largest of all
         keys.notes.append("m2_threshold: AReaL solves it in each micro-batch, ours in the batch: the same with one")
-    config = CorrectionConfig(
-        weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, non_finite=non_finite
-    )
-    return Translation(config, keys.notes)
+    return keys.translation(weight, rules, renormalize, non_finite=non_finite)
 
 
 def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:

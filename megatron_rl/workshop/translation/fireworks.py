@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schema import Aggregate, CorrectionConfig, Level, Outside, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import Translation, TranslationError, flatten, in_section
-from megatron_rl.workshop.translation.shared import BYPASS, gspo_tokens, keeps_kl
+from megatron_rl.config.schema import Aggregate, Level, Outside, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import BYPASS, Translation, TranslationError, gspo_tokens, keeps_kl
+from megatron_rl.workshop.translation.settings import flatten, in_section
 
 KEYS = ("cap", "level", "icepop_threshold")
 FORMER = {"tis_cap": "cap", "tis_level": "level"}  # in `is_correction`, beside the clips of the loss
@@ -46,7 +46,7 @@ def fireworks(mapping: Mapping[str, Any]) -> Translation:
         weight = WeightConfig(level=Level.token, high=cap)
         rules.append(RejectRule(level=Level.token, stat=Stat.ratio, low=1.0 / band, high=band))
         keys.notes += [keeps_kl("the cookbook"), gspo_tokens("the cookbook")]
-    return Translation(CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=False), keys.notes)
+    return keys.translation(weight, rules)
 
 
 def _place(mapping: Mapping[str, Any]) -> tuple[str, str]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.schema import (
-    CorrectionConfig,
     Level,
     NonFinite,
     Outside,
@@ -15,8 +14,8 @@ from megatron_rl.config.schema import (
     Stat,
     WeightConfig,
 )
-from megatron_rl.workshop.translation.keys import Keys, Translation, anywhere
-from megatron_rl.workshop.translation.shared import NO_WEIGHT, keeps_kl
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, keeps_kl
+from megatron_rl.workshop.translation.settings import anywhere
 
 CORRECTION, ERROR_KEY = "use_importance_sampling_correction", "seq_logprob_error_threshold"
 KIND = "truncated_importance_sampling_type"
@@ -45,15 +44,9 @@ def nemo_rl(mapping: Mapping[str, Any]) -> Translation:
                 "it takes rows out of the denominators and seq-mask-tis leaves them in: ours does one or the other",
             )
         rules.append(RejectRule(stat=Stat.abs, reduce=Reduce.mean, high=threshold))
-    config = CorrectionConfig(
-        weight=weight,
-        reject=rules,
-        rebaseline=False,
-        renormalize=renormalize,
-        # a row's error that is NaN is above any threshold
-        non_finite=NonFinite.zero if threshold is None else NonFinite.reject,
-    )
-    return Translation(config, keys.notes)
+    # a row's error that is NaN is above any threshold
+    non_finite = NonFinite.zero if threshold is None else NonFinite.reject
+    return keys.translation(weight, rules, renormalize, non_finite=non_finite)
 
 
 def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schema import CorrectionConfig, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import Keys, Translation, anywhere
-from megatron_rl.workshop.translation.shared import BYPASS, NO_WEIGHT, keeps_kl
+from megatron_rl.config.schema import Level, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import BYPASS, NO_WEIGHT, Keys, Translation, keeps_kl
+from megatron_rl.workshop.translation.settings import anywhere
 
 BOUNDS = "is_correction_threshold"
 LEVEL, MODE, GATING = "is_correction_level", "is_correction_mode", "is_correction_gating"
@@ -28,7 +28,7 @@ def openrlhf(mapping: Mapping[str, Any]) -> Translation:
         raise keys.error(KL_KEY, "our KL term takes no importance weight")
     scheme = _scheme(keys) if any(map(keys.given, (LEVEL, MODE, GATING))) else _former_scheme(keys)
     if scheme is None:
-        return Translation(CorrectionConfig(weight=NO_WEIGHT, rebaseline=False, renormalize=False), keys.notes)
+        return keys.translation(NO_WEIGHT, [])
     if keys.choice("policy_loss_type", "ppo", "ppo", "gspo") == "gspo":
         keys.notes.append("with gspo OpenRLHF takes the sampler's logprobs as the anchor; goes with loss.name: gspo")
         return Translation(BYPASS, keys.notes)
@@ -42,7 +42,7 @@ def openrlhf(mapping: Mapping[str, Any]) -> Translation:
     else:
         outside = Outside.zero if mode == "mask" else Outside.truncate
         weight = WeightConfig(level=Level.token, outside=outside, low=low, high=high)
-    return Translation(CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=False), keys.notes)
+    return keys.translation(weight, rules)
 
 
 def _scheme(keys: Keys) -> tuple[str, str] | None:

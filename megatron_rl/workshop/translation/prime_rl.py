@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.workshop.translation.keys import Keys, Translation, TranslationError, flatten, in_section
-from megatron_rl.workshop.translation.shared import BYPASS
+from megatron_rl.workshop.translation.keys import BYPASS, Keys, Translation, TranslationError
+from megatron_rl.workshop.translation.settings import flatten, in_section
 
 SECTION = "trainer.loss"
 LOW, HIGH, KL, FACTOR = "dppo_mask_low", "dppo_mask_high", "kl_tau", "adv_tau"

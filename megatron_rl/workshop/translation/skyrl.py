@@ -5,25 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import Keys, Translation, in_section
-from megatron_rl.workshop.translation.shared import NO_WEIGHT, gspo_tokens, keeps_kl
+from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, gspo_tokens, keeps_kl
+from megatron_rl.workshop.translation.settings import in_section
 
 ALGORITHM = "trainer.algorithm"
 KEYS = (
-    "tis_ratio_type",
-    "token_tis_ratio_clip_high",
-    "sequence_tis_ratio_clip_high",
-    "sequence_mask_metric",
-    "geo_mask_high",
-    "geo_mask_low",
-    "product_mask_high",
-    "product_mask_low",
-    "outlier_token_is_threshold_low",
-    "outlier_token_is_threshold_high",
-    "token_mask_is_threshold_low",
-    "token_mask_is_threshold_high",
-)
+    "tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high", "sequence_mask_metric",
+    "geo_mask_high", "geo_mask_low", "product_mask_high", "product_mask_low", "outlier_token_is_threshold_low",
+    "outlier_token_is_threshold_high", "token_mask_is_threshold_low", "token_mask_is_threshold_high",
+)  # fmt: skip
 BESIDE = tuple(
     f"{ALGORITHM}.{name}" for name in ("use_tis", "tis_imp_ratio_cap", "policy_loss_type", "cispo.cispo_anchor")
 )
@@ -59,8 +50,7 @@ def skyrl(mapping: Mapping[str, Any]) -> Translation:
         keys.notes.append(f"the ratio of {loss} is to the sampler; goes with loss.name: {loss}")
         if rules:
             keys.notes.append("SkyRL judges by the old policy, ours by the current one: the same with one update")
-    config = CorrectionConfig(anchor=anchor, weight=weight, reject=rules, rebaseline=False, renormalize=False)
-    return Translation(config, keys.notes)
+    return keys.translation(weight, rules, anchor=anchor)
 
 
 def _weight(keys: Keys) -> WeightConfig:
@@ -71,10 +61,9 @@ def _weight(keys: Keys) -> WeightConfig:
         return WeightConfig(level=Level.token, high=keys.positive("tis_imp_ratio_cap"))
     if level is None:
         return NO_WEIGHT
-    name, default = {
-        "token": ("token_tis_ratio_clip_high", 2.0),
-        "sequence": ("sequence_tis_ratio_clip_high", 5.0),
-    }[level]
+    name, default = {"token": ("token_tis_ratio_clip_high", 2.0), "sequence": ("sequence_tis_ratio_clip_high", 5.0)}[
+        level
+    ]
     cap = keys.positive(name, default)
     if cap is None:
         raise keys.error(name, "SkyRL needs a number")

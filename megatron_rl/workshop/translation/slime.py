@@ -8,7 +8,6 @@ from typing import Any
 from megatron_rl.config.schema import (
     Aggregate,
     Anchor,
-    CorrectionConfig,
     Level,
     Outside,
     Reduce,
@@ -16,40 +15,27 @@ from megatron_rl.config.schema import (
     Stat,
     WeightConfig,
 )
-from megatron_rl.workshop.translation.keys import Keys, Translation, anywhere
-from megatron_rl.workshop.translation.shared import NO_WEIGHT, gspo_tokens, keeps_kl, opsm
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, gspo_tokens, keeps_kl, opsm
+from megatron_rl.workshop.translation.settings import anywhere
 
 FUNCTION = "custom_tis_function_path"
-FLAGS = (
-    "use_tis",
-    "tis_clip",
-    "tis_clip_low",
-    FUNCTION,
-    "use_rollout_logprobs",
-    "get_mismatch_metrics",
-    "custom_config_path",
-)
 PARTIAL, MASK_OLD = "partial_rollout", "mask_offpolicy_in_partial_rollout"
-OTHER_FLAGS = ("use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss", "advantage_estimator", PARTIAL, MASK_OLD)
+FLAGS = (
+    "use_tis", "tis_clip", "tis_clip_low", FUNCTION, "use_rollout_logprobs", "get_mismatch_metrics",
+    "custom_config_path", "use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss", "advantage_estimator", PARTIAL,
+    MASK_OLD,
+)  # fmt: skip
 MIS = (
-    "use_rs",
-    "tis_level",
-    "rs_level",
-    "tis_mode",
-    "tis_lower_bound",
-    "tis_upper_bound",
-    "rs_lower_bound",
-    "rs_upper_bound",
-    "rs_veto_threshold",
-    "tis_batch_normalize",
-)
+    "use_rs", "tis_level", "rs_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "rs_lower_bound",
+    "rs_upper_bound", "rs_veto_threshold", "tis_batch_normalize",
+)  # fmt: skip
 COMMON = ("use_kl_loss", "custom_config_path", "advantage_estimator")
 LEVELS = ("token", "sequence", "geometric")
 REDUCE = {"sequence": Reduce.sum, "geometric": Reduce.mean}
 
 
 def slime(mapping: Mapping[str, Any]) -> Translation:
-    keys = anywhere("slime", mapping, FLAGS + OTHER_FLAGS + MIS, COMMON)
+    keys = anywhere("slime", mapping, FLAGS + MIS, COMMON)
     if keys.flag("use_unbiased_kl", False) and keys.flag("use_kl_loss", True):
         raise keys.error("use_unbiased_kl", "our KL term takes no importance weight")
     by_sampler = keys.flag("use_rollout_logprobs", False)
@@ -77,9 +63,7 @@ def slime(mapping: Mapping[str, Any]) -> Translation:
         keys.notes.append(keeps_kl("slime", "what use_opsm, not what use_rs, rejects"))
     if keys.flag(MASK_OLD, False):
         rules.insert(0, _fresh(keys))
-    anchor = Anchor.sampler if by_sampler else Anchor.prox
-    config = CorrectionConfig(anchor=anchor, weight=weight, reject=rules, rebaseline=False, renormalize=False)
-    return Translation(config, keys.notes)
+    return keys.translation(weight, rules, anchor=Anchor.sampler if by_sampler else Anchor.prox)
 
 
 def _fresh(keys: Keys) -> RejectRule:

@@ -25,10 +25,11 @@ from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite
 from megatron_rl.config.shape import misfits
 from megatron_rl.workshop.translation.areal import areal
 from megatron_rl.workshop.translation.fireworks import fireworks
-from megatron_rl.workshop.translation.keys import LEFT_OUT, Translation, TranslationError
+from megatron_rl.workshop.translation.keys import Translation, TranslationError
 from megatron_rl.workshop.translation.nemo_rl import nemo_rl
 from megatron_rl.workshop.translation.openrlhf import openrlhf
 from megatron_rl.workshop.translation.prime_rl import prime_rl
+from megatron_rl.workshop.translation.settings import LEFT_OUT
 from megatron_rl.workshop.translation.skyrl import skyrl
 from megatron_rl.workshop.translation.slime import slime
 from megatron_rl.workshop.translation.trl import trl

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schema import CorrectionConfig, Level, NonFinite, Outside, WeightConfig
-from megatron_rl.workshop.translation.keys import Keys, Translation, anywhere, flatten, last
-from megatron_rl.workshop.translation.shared import NO_WEIGHT, keeps_kl, opsm
+from megatron_rl.config.schema import Level, NonFinite, Outside, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, keeps_kl, opsm
+from megatron_rl.workshop.translation.settings import anywhere, flatten, last
 
 MODE, MASK_KEY = "vllm_importance_sampling_mode", "off_policy_mask_threshold"
 LOW, HIGH = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
@@ -54,10 +54,7 @@ def trl(mapping: Mapping[str, Any]) -> Translation:
         keys.notes.append("a token without a sampler logprob has the row's ratio in TRL, weight 1 here")
     if weight.level != Level.none and not keys.given("use_vllm"):
         keys.notes.append("use_vllm is not given and taken as true; without vLLM TRL corrects nothing")
-    config = CorrectionConfig(
-        weight=weight, reject=rules, rebaseline=False, renormalize=False, non_finite=NonFinite.one
-    )
-    return Translation(config, keys.notes)
+    return keys.translation(weight, rules, non_finite=NonFinite.one)
 
 
 def _weight(keys: Keys) -> WeightConfig:

@@ -6,19 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import Keys, Translation, flatten, in_section
-from megatron_rl.workshop.translation.shared import NO_WEIGHT
+from megatron_rl.config.schema import Anchor, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation
+from megatron_rl.workshop.translation.settings import flatten, in_section
 
 KEYS = (
-    "rollout_is",
-    "rollout_is_threshold",
-    "rollout_is_batch_normalize",
-    "rollout_rs",
-    "rollout_rs_threshold",
-    "bypass_mode",
-    "loss_type",
-)
+    "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold",
+    "bypass_mode", "loss_type",
+)  # fmt: skip
 AGG = "loss_agg_mode"
 AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # what verl divides by, and whether it has the sampler's logprobs
@@ -48,18 +43,12 @@ REMOVED = {
     "use_pure_rollout_correction": "bypass_mode with loss_type: reinforce does it",
     "debug_rollout_actor_probs": "verl compares the two whenever calculate_log_probs is set",
 }
-RULES = {
-    "token_k1": RejectRule(level=Level.token, stat=Stat.ratio),
-    "token_k2": RejectRule(level=Level.token, stat=Stat.k2),
-    "token_k3": RejectRule(level=Level.token, stat=Stat.k3),
-    "seq_sum_k1": RejectRule(stat=Stat.ratio, reduce=Reduce.sum),
-    "seq_sum_k2": RejectRule(stat=Stat.k2, reduce=Reduce.sum),
-    "seq_sum_k3": RejectRule(stat=Stat.k3, reduce=Reduce.sum),
-    "seq_mean_k1": RejectRule(stat=Stat.ratio, reduce=Reduce.mean),
-    "seq_mean_k2": RejectRule(stat=Stat.k2, reduce=Reduce.mean),
-    "seq_mean_k3": RejectRule(stat=Stat.k3, reduce=Reduce.mean),
-    "seq_max_k2": RejectRule(stat=Stat.k2, reduce=Reduce.max),
-    "seq_max_k3": RejectRule(stat=Stat.k3, reduce=Reduce.max),
+STATS = {"k1": Stat.ratio, "k2": Stat.k2, "k3": Stat.k3}
+RULES = {f"token_{name}": RejectRule(level=Level.token, stat=stat) for name, stat in STATS.items()} | {
+    f"seq_{reduce.value}_{name}": RejectRule(stat=stat, reduce=reduce)
+    for reduce in (Reduce.sum, Reduce.mean, Reduce.max)
+    for name, stat in STATS.items()
+    if (reduce, name) != (Reduce.max, "k1")
 }
 
 
@@ -94,9 +83,7 @@ def verl(mapping: Mapping[str, Any]) -> Translation:
         raise keys.error(
             "rollout_is_batch_normalize", "with rollout_rs verl's mean includes rejected tokens, ours never does"
         )
-    renormalize = _renormalize(keys, rules)
-    config = CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=renormalize)
-    return Translation(config, keys.notes)
+    return keys.translation(weight, rules, _renormalize(keys, rules))
 
 
 def _read_in_loss(keys: Keys, in_loss: Keys) -> None:
@@ -148,8 +135,7 @@ def _bypass(keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce
     elif weight.level != Level.none:
         weight = NO_WEIGHT
         keys.notes.append("verl computes rollout_is for its metrics only here: the ratio of the loss is the correction")
-    config = CorrectionConfig(anchor=Anchor.sampler, weight=weight, reject=rules, rebaseline=False, renormalize=False)
-    return Translation(config, keys.notes)
+    return keys.translation(weight, rules, anchor=Anchor.sampler)
 
 
 def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:

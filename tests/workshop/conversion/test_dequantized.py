@@ -144,12 +144,10 @@ def test_what_is_quantized_here_can_be_trained_again(tmp_path: Path, family: str
         ({"a.weight_packed": torch.ones(2, 2, dtype=torch.uint8)}, "there is no a.weight_scale"),
         ({"a.weight_g_idx": torch.ones(2, dtype=torch.int32)}, "a.weight_g_idx: columns in an order of their own"),
         ({"a.weight": torch.ones(2, dtype=torch.int8), "a.weight_scale": torch.ones(1)}, "no matrix"),
-        (
-            {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(3, 5)},
-            "a.weight_scale is [3, 5]",
-        ),
+        ({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(3, 5)},
+         "a.weight_scale is [3, 5]"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_understood(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tensors: dict[str, torch.Tensor], said: str
 ) -> None:

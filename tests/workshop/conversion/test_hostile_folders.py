@@ -14,15 +14,7 @@ import pytest
 import torch
 from models import config_of, convert, done, made
 
-COMMANDS = {
-    "import": [],
-    "export": [],
-    "quantize": ["--format", "int8"],
-    "average": [],
-    "dequantize": [],
-    "verify": [],
-    "inspect": [],
-}
+COMMANDS = {"import": [], "export": [], "quantize": ["--format", "int8"], "dequantize": [], "verify": [], "inspect": []}
 
 
 class Attack:
@@ -100,7 +92,7 @@ ATTACKS = {
 }
 # what these do not need to know
 LET_PASS = {
-    ("export", another_family), ("export", a_tensor_less), ("average", another_family), ("average", a_tensor_less),
+    ("export", another_family), ("export", a_tensor_less),
     ("inspect", another_family), ("inspect", quantized), ("inspect", a_tensor_less),
     ("verify", another_family), ("verify", quantized), ("verify", a_tensor_less),
     ("dequantize", another_family), ("dequantize", quantized), ("dequantize", a_tensor_less),
@@ -135,12 +127,12 @@ def test_an_attack(
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-@pytest.mark.fault("a hostile checkpoint", "verify and average refuse it as export does")
+@pytest.mark.fault("a hostile checkpoint", "verify refuses it as export does")
 def test_a_checkpoint_whose_index_is_an_attack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = made(tmp_path / "hf", config_of("llama"))
     done("import", source, tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / ".metadata").write_bytes(pickle.dumps(Attack()))
-    for words in (["verify", "hf", "checkpoint"], ["average", "hf", "checkpoint", "x"], ["inspect", "checkpoint"]):
+    for words in (["verify", "hf", "checkpoint"], ["inspect", "checkpoint"]):
         paths = [str(tmp_path / word) for word in words[1:]]
         assert convert.main([words[0], *paths]) == 1
         assert "which no checkpoint needs" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.engine_layout import quantization_config
 from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.workshop.conversion import quantize_command
+from megatron_rl.workshop.conversion import calibration
 from megatron_rl.workshop.conversion.calibration import Coverage
 from megatron_rl.workshop.conversion.sources import find
 from megatron_rl.workshop.evaluation import stored_model
@@ -63,10 +63,8 @@ def test_smoothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     (tmp_path / "texts.txt").write_text("a\n")
     amax_LNH = torch.rand(shape.layers, 2, shape.hidden)
     amax_LNH[..., ::7] *= 50
-    monkeypatch.setattr(quantize_command, "token_rows", lambda *_: [(1, 2)])
-    monkeypatch.setattr(
-        "megatron_rl.workshop.conversion.calibration.activation_amax", lambda *_: (amax_LNH, Coverage(1, 2, 1.0))
-    )
+    monkeypatch.setattr(calibration, "token_rows", lambda *_: [(1, 2)])
+    monkeypatch.setattr(calibration, "activation_amax", lambda *_: (amax_LNH, Coverage(1, 2, 1.0)))
     done("quantize", source, tmp_path / "out", "--format", "int8", "--smooth", 0.5, "--calibrate", "texts.txt")
     smoothing = Smoothing(shape, 0.5, 1, TorchGroup(), lambda: amax_LNH)
     expected = sent(source, Format.int8, ("lm_head",), smoothing)

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.models.hf_folder import make_header
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import TensorSpec
-from megatron_rl.workshop.conversion import side_by_side, to_checkpoint, to_folder
-from megatron_rl.workshop.conversion.work import JOURNAL, Work, partial_of
+from megatron_rl.workshop.conversion import exports, imports
+from megatron_rl.workshop.conversion import work as work_module
+from megatron_rl.workshop.conversion.work import FINISHED, JOB, Work, partial_of
 
 KILLS = 20
 
@@ -34,8 +36,8 @@ KILLS = 20
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Dozens of them; one thread, as forks are made here."""
-    monkeypatch.setattr(to_checkpoint, "FILE_BYTES", 30_000)
-    monkeypatch.setattr(to_folder, "FILE_BYTES", 30_000)
+    monkeypatch.setattr(imports, "FILE_BYTES", 30_000)
+    monkeypatch.setattr(exports, "FILE_BYTES", 30_000)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,11 +63,8 @@ def ended(pid: int) -> int:
 
 
 def finished(partial: Path) -> dict[str, tuple[int, int]]:
-    """Files that the journal calls whole, by what tells that one was written again."""
-    if not (partial / JOURNAL).is_file():
-        return {}
-    names = [json.loads(line).get("file") for line in (partial / JOURNAL).read_bytes().split(b"\n")[:-1]]
-    about = {name: (partial / name).stat() for name in names if name}
+    """Files that are noted as whole, by what tells that one was written again."""
+    about = {note.name: (partial / note.name.removesuffix(FINISHED)).stat() for note in partial.glob(f"*{FINISHED}")}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in about.items()}
 
 
@@ -118,12 +117,12 @@ def begin(source: Path, target: Path) -> None:
     def work() -> int:
         finish = Work.finish
 
-        def stop_after_three(work: Work, name: str, **about: object) -> None:
-            finish(work, name, **about)
+        def stop_after_three(work: Work, name: str, *about: Any, **more: Any) -> None:
+            finish(work, name, *about, **more)
             if len(work.finished) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        side_by_side.MOST, Work.finish = 1, stop_after_three
+        work_module.THREADS, Work.finish = 1, stop_after_three
         return convert.main(["import", str(source), str(target)])
 
     assert ended(in_a_fork(work)) == -signal.SIGKILL
@@ -147,8 +146,8 @@ def test_what_is_left_is_not_taken_for_another(tmp_path: Path, capsys: pytest.Ca
         assert torch.equal(tensors_of(tmp_path / "back")[name], tensor)
     begin(source, tmp_path / "again")
     torn = partial_of(tmp_path / "again")
-    (torn / JOURNAL).write_bytes((torn / JOURNAL).read_bytes()[:-7])
-    (torn / "weights_1.distcp").write_bytes(b"")
+    (torn / f"weights_2.distcp{FINISHED}").unlink()
+    (torn / "weights_1.distcp").unlink()
     done("import", source, tmp_path / "again")
     assert "of which 1 files are finished" in capsys.readouterr().err
     assert content(tmp_path / "again") == content(target)
@@ -158,8 +157,8 @@ def test_what_is_left_is_not_taken_for_another(tmp_path: Path, capsys: pytest.Ca
 def test_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
     partial_of(target).mkdir()
-    with (partial_of(target) / JOURNAL).open("w") as journal:
-        fcntl.flock(journal, fcntl.LOCK_EX)
+    with (partial_of(target) / JOB).open("w") as job:
+        fcntl.flock(job, fcntl.LOCK_EX)
         assert convert.main(["import", str(source), str(target)]) == 1
         assert "is being written by another process" in capsys.readouterr().err
     done("import", source, target)

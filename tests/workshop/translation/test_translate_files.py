@@ -25,7 +25,7 @@ from megatron_rl.config.schema import AdvantageConfig, LossName
 from megatron_rl.loss.policy_loss import LossConfig
 from megatron_rl.rollout_correction import CorrectionConfig
 from megatron_rl.workshop.translation import translate as translate_module
-from megatron_rl.workshop.translation.keys import flatten
+from megatron_rl.workshop.translation.settings import flatten
 from megatron_rl.workshop.translation.translate import (
     FRAMEWORKS,
     TranslationError,
