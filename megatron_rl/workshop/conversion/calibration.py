@@ -11,7 +11,6 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.load import from_base
 from megatron_rl.config.schema import Config, QuantizationSection
 from megatron_rl.data.prompts import FolderTokenizer, load_dataset
-from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.weight_files import companions
@@ -60,34 +58,18 @@ def token_rows(given: str, folder: Path) -> list[tuple[int, ...]]:
 
 def batch_of(rows: Rows) -> Batch:
     """Every token but the first is asked for."""
-    return collate(
-        [
-            Scored(
-                Rollout(
-                    Prompt(number, row[:1], "", {}), number, 0, row[1:], [0.0] * (len(row) - 1),
-                    written(len(row) - 1), "stop", 0,
-                ),
-                reward=0.0,
-            )
-            for number, row in enumerate(rows)
-        ]
-    )  # fmt: skip
+    parts = [(row[1:], [0.0] * (len(row) - 1), written(len(row) - 1)) for row in rows]
+    prompts = [Prompt(number, row[:1], "", {}) for number, row in enumerate(rows)]
+    rollouts = [Rollout(one, one.id, 0, *part, "stop", 0) for one, part in zip(prompts, parts, strict=True)]
+    return collate([Scored(rollout, reward=0.0) for rollout in rollouts])
 
 
-@dataclass(frozen=True)
-class Coverage:
+def _coverage(given: str, rows: Rows, seen: float) -> str:
     """How much was looked at, and of what share of the places to measure anything was seen."""
-
-    samples: int
-    tokens: int
-    seen: float  # of a learner's channels, of modelopt's quantizers
-
-    def __str__(self) -> str:
-        return f"{self.samples} samples, {self.tokens} tokens, {self.seen:.1%} of the places to measure were reached"
-
-    def of(self, given: str) -> dict[str, object]:
-        """For parity.json."""
-        return {"of": given, **asdict(self)}
+    tokens = sum(map(len, rows))
+    said = f"{given}: {len(rows)} samples, {tokens} tokens, {seen:.1%} of the places to measure were reached"
+    note(f"calibrated on {said}")
+    return said
 
 
 @contextmanager
@@ -106,12 +88,13 @@ def learner_at(source: Source, quantization: QuantizationSection | None = None) 
         learner.close()
 
 
-def activation_amax(source: Source, rows: Rows) -> tuple[torch.Tensor, Coverage]:
-    """[layer, norm, channel]: the largest magnitude of each norm's output."""
+def activation_amax(source: Source, given: str) -> tuple[torch.Tensor, str]:
+    """[layer, norm, channel]: the largest magnitude of each norm's output; and what was looked at."""
+    rows = token_rows(given, source.folder)
     with learner_at(source, QuantizationSection(smoothing=0.5)) as learner:  # any: it is what makes a learner look
         learner.logprobs(batch_of(rows))
         amax_LNH = learner.take_activation_amax().cpu()
-    return amax_LNH, Coverage(len(rows), sum(map(len, rows)), float((amax_LNH > 0).float().mean()))
+    return amax_LNH, _coverage(given, rows, float((amax_LNH > 0).float().mean()))
 
 
 def transformers_model(source: Source) -> Any:
@@ -131,18 +114,18 @@ def modelopt_folder(source: Source, target: Path, format: str, calibrate: str, i
     rows = token_rows(calibrate, source.folder)
     options = {"format": format, "rows": rows, "ignore": ignore}
     with begun(target, "quantize", [source], options, {}) as work:
-        coverage = _exported(source, work.path, format, rows, ignore)
-        note(f"calibrated on {calibrate}: {coverage}")
+        coverage = _coverage(calibrate, rows, _exported(source, work.path, format, rows, ignore))
         for name in companions(source.folder):
             if not (work.path / name).exists():
                 shutil.copyfile(source.folder / name, work.path / name)
         for one in compare(source, Source(work.path, work.path, read_hf_config(work.path))):
             if not one.ok:
                 raise ValueError(f"modelopt's export of {one.name} is not the weight that went in: {one.said}")
-        work.publish(of_folder(HfFolder(work.path)), format=format, calibration=coverage.of(calibrate))
+        work.publish(of_folder(work.path), format=format, calibration=coverage)
 
 
-def _exported(source: Source, folder: Path, format: str, rows: Rows, ignore: Sequence[str]) -> Coverage:
+def _exported(source: Source, folder: Path, format: str, rows: Rows, ignore: Sequence[str]) -> float:
+    """The share of modelopt's input quantizers that saw data."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import modelopt.torch.quantization as mtq
@@ -168,5 +151,4 @@ def _exported(source: Source, folder: Path, format: str, rows: Rows, ignore: Seq
         for name, module in model.named_modules()
         if isinstance(module, TensorQuantizer) and name.endswith("input_quantizer") and module.is_enabled
     ]
-    seen = sum(module.amax is not None for module in inputs)
-    return Coverage(len(rows), sum(map(len, rows)), seen / max(len(inputs), 1))
+    return sum(module.amax is not None for module in inputs) / max(len(inputs), 1)

@@ -46,64 +46,45 @@ class Compared:
         return self.verdict not in (Verdict.differs, Verdict.missing)
 
 
-@dataclass
 class Model:
-    """A side of the comparison."""
+    """A side of the comparison: its weights as they are stored, and plain."""
 
-    stored: Weights
-    quantized: Mapping[str, list[str]]  # module -> the tensors of its weight
-    meaning: Meaning
-    plain: Weights
+    def __init__(self, source: Source) -> None:
+        config = source.quantization
+        self.source, self.stored = source, source.weights
+        self.quantized = {} if config is None else modules_of(self.stored)  # module -> the tensors of its weight
+        self.meaning = Meaning() if config is None else meaning(config)
+        self.plain = self.stored if config is None else dequantized(self.stored, config)
 
-    @classmethod
-    def of(cls, source: Source) -> Model:
-        stored, config = source.weights, source.quantization
-        if config is None:
-            return cls(stored, {}, Meaning(), stored)
-        return cls(stored, modules_of(stored), meaning(config), dequantized(stored, config))
-
-    def smoothed_as(self, other: Model, source: Source) -> Model:
-        """A plain model that is held against a quantized one of a family that is smoothed here."""
-        if self.quantized or not other.quantized or source.hf_config.get("model_type") not in FAMILIES:
-            return self
-        return Model(self.stored, {}, self.meaning, _smoothed_as(self.plain, other.stored, source.shape))
+    def smooth_as(self, other: Model) -> None:
+        """Folds a plain model that is held against a quantized one of a family that is smoothed here."""
+        if not self.quantized and other.quantized and self.source.hf_config.get("model_type") in FAMILIES:
+            self.plain = _smoothed_as(self.plain, other.stored, self.source.shape)
 
 
 def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared]:
     """`bound`: of the relative error of what is neither equal nor explained by a format."""
-    a, b = Model.of(one), Model.of(other)
-    a, b = a.smoothed_as(b, one), b.smoothed_as(a, other)
-    tied = bool(one.hf_config.get("tie_word_embeddings")) and bool(other.hf_config.get("tie_word_embeddings"))
-    yield from _names(a, b, one, other, tied)
-    stored, plain = (a.stored.open(), b.stored.open()), (a.plain.open(), b.plain.open())
-    for name in a.plain.specs:
-        if name in b.plain.specs:
-            yield _compared(name, a, b, stored, plain, bound)
-
-
-def _names(a: Model, b: Model, one: Source, other: Source, tied: bool) -> Iterator[Compared]:
+    a, b = Model(one), Model(other)
+    a.smooth_as(b)
+    b.smooth_as(a)
+    tied = all(source.hf_config.get("tie_word_embeddings") for source in (one, other))
     for name in sorted(a.plain.specs.keys() ^ b.plain.specs.keys()):
-        if name.endswith(HARMLESS) or (tied and name == TIED_COPY and EMBEDDING in a.plain.specs):
-            continue
-        where = other.path if name in a.plain.specs else one.path
-        yield Compared(name, Verdict.missing, 1.0, f"{where} lacks it")
-
-
-def _compared(name: str, a: Model, b: Model, stored: tuple[Get, Get], plain: tuple[Get, Get], bound: float) -> Compared:
-    shapes = [model.plain.specs[name].shape for model in (a, b)]
-    if shapes[0] != shapes[1]:
-        return Compared(name, Verdict.differs, 1.0, f"shapes {list(shapes[0])} and {list(shapes[1])}")
-    module = part_of(name)[0]
-    held = [name.endswith(".weight") and module in model.quantized for model in (a, b)]
-    if all(held) and sorted(a.quantized[module]) == sorted(b.quantized[module]):
-        names = a.quantized[module]
-        if all(digest(stored[0](part)) == digest(stored[1](part)) for part in names):
-            return Compared(name, Verdict.equal)
-    elif held[0] != held[1]:
-        model, get, other = (a, stored[0], plain[1]) if held[0] else (b, stored[1], plain[0])
-        parts = {part_of(part)[1]: get(part) for part in model.quantized[module]}
-        return _within(name, other(name), parts, model.meaning, bound)
-    return _plain(name, plain[0](name), plain[1](name), bound)
+        if not name.endswith(HARMLESS) and not (tied and name == TIED_COPY and EMBEDDING in a.plain.specs):
+            where = other.path if name in a.plain.specs else one.path
+            yield Compared(name, Verdict.missing, 1.0, f"{where} lacks it")
+    gets = [(model.stored.open(), model.plain.open()) for model in (a, b)]
+    for name in (name for name in a.plain.specs if name in b.plain.specs):
+        shapes = [list(model.plain.specs[name].shape) for model in (a, b)]
+        module = part_of(name)[0]
+        held = [name.endswith(".weight") and module in model.quantized for model in (a, b)]
+        if shapes[0] != shapes[1]:
+            yield Compared(name, Verdict.differs, 1.0, f"shapes {shapes[0]} and {shapes[1]}")
+        elif held[0] == held[1]:
+            yield _plain(name, gets[0][1](name), gets[1][1](name), bound)
+        else:
+            model, (get, _), (_, other_get) = (a, gets[0], gets[1]) if held[0] else (b, gets[1], gets[0])
+            parts = {part_of(part)[1]: get(part) for part in model.quantized[module]}
+            yield _within(name, other_get(name), parts, model.meaning, bound)
 
 
 def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> Compared:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.config.schema import KEPT
 from megatron_rl.files import write_whole
-from megatron_rl.models.hf_folder import FILE_BYTES, HfFolder, SafetensorsWriter, index_of, make_header, packed
+from megatron_rl.models.hf_folder import FILE_BYTES, SafetensorsWriter, index_of, make_header, packed
 from megatron_rl.models.tensors import DTYPES
 from megatron_rl.models.weight_files import (
     EMBEDDING,
@@ -48,7 +48,7 @@ def export_folder(source: Source, target: Path) -> None:
     if source.folder == source.path / KEPT:
         beside = _as_it_stood(source.folder)
     if beside.headers:
-        weights = _with_extras(_with_tied_copy(weights, beside) if source.shape.tied else weights, beside.folder)
+        weights = _as_imported(weights, beside, source.shape.tied)
     write_folder(weights, target, beside, "export", [source])
 
 
@@ -78,7 +78,7 @@ def write_folder(
             shutil.copyfile(beside.index, work.path / INDEX)
         elif not beside.headers and (index := index_of(packed(weights.specs.values(), FILE_BYTES))) is not None:
             write_whole(work.path / INDEX, json.dumps(index, indent=2) + "\n")
-        work.publish(of_folder(HfFolder(work.path)), **about)
+        work.publish(of_folder(work.path), **about)
 
 
 def _headers(weights: Weights, beside: Beside) -> dict[str, bytes]:
@@ -140,30 +140,19 @@ def _as_it_stood(kept: Path) -> Beside:
     return Beside(kept, headers=headers, index=kept / INDEX if headers and (kept / INDEX).is_file() else None)
 
 
-def _with_tied_copy(weights: Weights, beside: Beside) -> Weights:
-    """Some folders hold tied embeddings twice."""
-    if not any(TIED_COPY in header_entries(raw, Path(file)) for file, raw in beside.headers.items()):
-        return weights
+def _as_imported(weights: Weights, beside: Beside, tied: bool) -> Weights:
+    """And the tensors that the checkpoint itself has no place for: extras, and a second copy of tied embeddings."""
+    specs, same = dict(weights.specs), dict[str, str]()
+    if tied and any(TIED_COPY in header_entries(raw, Path(file)) for file, raw in beside.headers.items()):
+        specs[TIED_COPY], same[TIED_COPY] = replace(specs[EMBEDDING], name=TIED_COPY), EMBEDDING
+    kept, extras = beside.folder / EXTRAS, Weights({}, weights.open)
+    if kept.is_dir():
+        extras = of_folder(kept)
+    if both := extras.specs.keys() & specs.keys():
+        raise ValueError(f"{kept} holds {min(both)}, which the checkpoint has itself; import the model again")
 
     def opened() -> Get:
-        get = weights.open()
-        return lambda name: get(EMBEDDING if name == TIED_COPY else name)
+        get, extra = weights.open(), extras.open()
+        return lambda name: extra(name) if name in extras.specs else get(same.get(name, name))
 
-    return Weights({**weights.specs, TIED_COPY: replace(weights.specs[EMBEDDING], name=TIED_COPY)}, opened)
-
-
-def _with_extras(weights: Weights, kept: Path) -> Weights:
-    """And the tensors that the checkpoint itself has no place for."""
-    if not (kept / EXTRAS).is_dir():
-        return weights
-    folder = HfFolder(kept / EXTRAS)
-    refuse_links_out(folder.path, folder.files)
-    extras = of_folder(folder)
-    if both := extras.specs.keys() & weights.specs.keys():
-        raise ValueError(f"{folder.path} holds {min(both)}, which the checkpoint has itself; import the model again")
-
-    def opened() -> Get:
-        get = weights.open()
-        return lambda name: folder.read(name) if name in extras.specs else get(name)
-
-    return Weights({**weights.specs, **extras.specs}, opened)
+    return Weights({**specs, **extras.specs}, opened)

@@ -23,8 +23,7 @@ from megatron_rl.models import memory
 from megatron_rl.models.hf_folder import HfFolder, copy_companions, write_folder
 from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.tensors import DTYPES
-from megatron_rl.models.weight_files import EMBEDDING, FLOATS, HARMLESS, INDEX, TIED_COPY, companions, refuse_links_out
+from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, INDEX, TIED_COPY, companions, refuse_links_out
 from megatron_rl.workshop.conversion.exports import EXTRAS, HEADERS
 from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, of_checkpoint
 from megatron_rl.workshop.conversion.work import Done, begun, side_by_side
@@ -38,7 +37,11 @@ def import_folder(source: Source, target: Path) -> None:
     weights, shape = source.plain, source.shape
     folder = HfFolder(source.path)
     refuse_links_out(folder.path, [*companions(folder.path), INDEX])
-    extras = refuse_others(weights, shape, folder.path)
+    source.refuse_misfits()
+    get, twice = weights.open(), shape.tied and TIED_COPY in weights.specs
+    if twice and digest(get(TIED_COPY)) != digest(get(EMBEDDING)):
+        raise ValueError(f"{folder.path}: config.json ties the embeddings, but {TIED_COPY} differs from {EMBEDDING}")
+    extras = [name for name in weights.specs if name.endswith(HARMLESS)]
     files = _files(weights, shape)
     sizes = {file: sum(_nbytes(param, weights) for param in held) for file, held in files.items()}
     with begun(target, "import", [source], {}, sizes) as work:
@@ -61,29 +64,7 @@ def import_folder(source: Source, target: Path) -> None:
         side_by_side("import", write, left, sum(sizes[file] for file in left))
         write_index(work.path, [block for file in files for block in work.finished[file]["written"]])
         _keep(folder, extras, source, work.path / KEPT)
-        work.publish(of_checkpoint(torch_dist.Reader(work.path), shape))
-
-
-def refuse_others(weights: Weights, shape: ModelShape, where: Path) -> list[str]:
-    """Refuses tensors that are missing, unknown, or of another shape; returns harmless ones, to be kept as they are."""
-    wanted = torch_dist.hf_shapes(shape)
-    if missing := sorted(wanted.keys() - weights.specs.keys()):
-        raise CheckpointError(f"{where} lacks {len(missing)} tensors, first {missing[0]}")
-    for name, size in wanted.items():
-        spec = weights.specs[name]
-        if spec.shape != size:
-            raise CheckpointError(f"{where}: {name} has shape {spec.shape}, config.json says {size}")
-        if (dtype := DTYPES[spec.dtype][0]) not in FLOATS:
-            raise CheckpointError(f"{where} holds {name} as {dtype}, expected one of {', '.join(FLOATS)}")
-    extras = []
-    for name in sorted(weights.specs.keys() - wanted.keys()):
-        if name.endswith(HARMLESS):
-            extras.append(name)
-        elif name != TIED_COPY or not shape.tied:
-            raise CheckpointError(f"{where} holds {name}, which a {shape.family} model does not have")
-        elif digest((get := weights.open())(name)) != digest(get(EMBEDDING)):
-            raise CheckpointError(f"{where}: config.json ties the embeddings, but {TIED_COPY} differs from {EMBEDDING}")
-    return extras
+        work.publish(of_checkpoint(work.path, shape))
 
 
 def _files(weights: Weights, shape: ModelShape) -> dict[str, list[Param]]:

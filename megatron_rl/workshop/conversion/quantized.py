@@ -27,8 +27,7 @@ from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing, column_am
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.conversion import calibration
 from megatron_rl.workshop.conversion.exports import Beside, write_folder
-from megatron_rl.workshop.conversion.imports import refuse_others
-from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, note
+from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest
 from megatron_rl.workshop.conversion.work import refuse_target
 
 DTYPE = "bfloat16"  # of what stays unquantized; what a learner in BF16 quantizes is rounded to it before
@@ -87,12 +86,11 @@ def quantize_as_asked(
     if smooth is None or calibrate is None:
         _quantize_folder(source, target, recipe, options)
         return
-    activations_LNH, coverage = calibration.activation_amax(source, calibration.token_rows(calibrate, source.folder))
-    note(f"calibrated on {calibrate}: {coverage}")
+    activations_LNH, coverage = calibration.activation_amax(source, calibrate)
     smoothing = Smoothing(source.shape, smooth, 1, TorchGroup(), lambda: activations_LNH)
     smoothing.begin_sync(lambda: _weight_amax(source.plain, source.shape, recipe))
     options["scales"] = digest(smoothing.scales_LNH)
-    _quantize_folder(source, target, replace(recipe, smoothing=smoothing), options, calibration=coverage.of(calibrate))
+    _quantize_folder(source, target, replace(recipe, smoothing=smoothing), options, calibration=coverage)
 
 
 def _recipe_of_run(source: Source) -> Recipe:
@@ -132,7 +130,7 @@ def _nothing_new() -> torch.Tensor:
 def _quantize_folder(source: Source, target: Path, recipe: Recipe, options: Mapping[str, Any], **about: Any) -> None:
     """`options`: what the recipe was made from, as far as it decides the bytes. `about`: for parity.json."""
     plain, shape = source.plain, source.shape
-    refuse_others(plain, shape, source.path)
+    source.refuse_misfits()
     layout = quantization_config(recipe.format, recipe.ignore, KvCache.fp8 if recipe.cache else KvCache.none)
     key = "dtype" if "dtype" in source.hf_config else "torch_dtype"
     beside = Beside(source.folder, {"quantization_config": layout, key: DTYPE})

@@ -14,8 +14,11 @@ import xxhash
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.readable import look_into
+from megatron_rl.checkpoint.torch_dist import places
 from megatron_rl.checkpoint.torch_dist import reader as torch_dist
+from megatron_rl.checkpoint.torch_dist.index import CheckpointError
 from megatron_rl.config import ConfigError, recorded_config
+from megatron_rl.models import weight_files
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
@@ -42,11 +45,14 @@ class Weights:
         return sum(spec.nbytes for spec in self.specs.values())
 
 
-def of_folder(folder: HfFolder) -> Weights:
+def of_folder(path: Path) -> Weights:
+    folder = HfFolder(path)
+    refuse_links_out(path, folder.files)
     return Weights({name: folder.spec(name) for name in folder.names}, lambda: folder.read)
 
 
-def of_checkpoint(reader: torch_dist.Reader, shape: ModelShape) -> Weights:
+def of_checkpoint(path: Path, shape: ModelShape) -> Weights:
+    reader = torch_dist.Reader(path)
     specs = {spec.name: spec for spec in torch_dist.specs(reader, shape)}
     return Weights(specs, lambda: torch_dist.getter(reader, shape))
 
@@ -81,11 +87,7 @@ class Source:
     @property
     def weights(self) -> Weights:
         """The weights as they are stored."""
-        if not self.is_folder:
-            return of_checkpoint(torch_dist.Reader(self.path), self.shape)
-        folder = HfFolder(self.path)
-        refuse_links_out(self.path, folder.files)
-        return of_folder(folder)
+        return of_folder(self.path) if self.is_folder else of_checkpoint(self.path, self.shape)
 
     @property
     def plain(self) -> Weights:
@@ -96,6 +98,16 @@ class Source:
                 f"needed here: make them with `python tools/convert.py dequantize {self.folder} FOLDER`"
             )
         return self.weights
+
+    @property
+    def misfits(self) -> list[str]:
+        """How the weights differ from what config.json promises."""
+        room = weight_files if self.is_folder else places
+        return list(room.misfits(self.path, self.shape))
+
+    def refuse_misfits(self) -> None:
+        if found := self.misfits:
+            raise CheckpointError(found[0])
 
     @property
     def identity(self) -> dict[str, Any]:

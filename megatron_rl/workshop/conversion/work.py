@@ -57,8 +57,9 @@ class Work:
         """Reads every tensor once more, by the way that its readers go, and gives the folder its name."""
         known = {name: one for file in self.finished.values() for name, one in file["digests"].items()}
         read = _read_back(output, known, self.path)
-        said = self.about | about | {"output": {"content": content_digest(read), "tensors": len(read)}}
-        write_whole(self.path / PARITY, json.dumps(said | {"versions": versions()}, indent=1) + "\n")
+        output_said = {"content": content_digest(read), "tensors": len(read)}
+        said = {**self.about, **about, "output": output_said, "versions": versions()}
+        write_whole(self.path / PARITY, json.dumps(said, indent=1) + "\n")
         for file in (JOB, *(f"{name}{FINISHED}" for name in self.finished)):
             (self.path / file).unlink()
         for folder in (*(entry for entry in self.path.rglob("*") if entry.is_dir()), self.path):

@@ -20,11 +20,11 @@ def fireworks(mapping: Mapping[str, Any]) -> Translation:
     keys = in_section("fireworks", mapping, place + section, known, (f"{place}anchor_logp",), ("cap", "level", *CLIPS))
     keys.rename(FORMER)
     if any(keys.given(name) for name in CLIPS):
-        keys.notes.append("eps_clip and eps_clip_high are the loss's; they go with loss.clip_low and loss.clip_high")
+        keys.note("eps_clip and eps_clip_high are the loss's; they go with loss.clip_low and loss.clip_high")
     if keys.choice("anchor_logp", "old_policy", "old_policy", "rollout") == "rollout":
         return Translation(BYPASS, keys.notes)
     if not keys.present:
-        keys.notes.append("there is no tis section: the cookbook's default is a cap of 5 per token")
+        keys.note("there is no tis section: the cookbook's default is a cap of 5 per token")
     cap = keys.positive("cap", 5.0) or 5.0
     level = keys.choice("level", "token", "token", "sequence")
     band = keys.positive("icepop_threshold")
@@ -32,9 +32,7 @@ def fireworks(mapping: Mapping[str, Any]) -> Translation:
     if level == "sequence":
         if band is not None:
             raise keys.error("icepop_threshold", "the cookbook refuses it with level: sequence")
-        keys.notes.append(
-            "the cookbook clamps each log-ratio to +-20 before its mean: the same unless one exceeds that"
-        )
+        keys.note("the cookbook clamps each log-ratio to +-20 before its mean: the same unless one exceeds that")
         weight = WeightConfig(level=Level.sequence, aggregate=Aggregate.geometric, high=cap)
     elif band is None:
         weight = WeightConfig(level=Level.token, high=cap)

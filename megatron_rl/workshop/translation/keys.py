@@ -55,6 +55,9 @@ class Keys:
         value = "" if name not in self._values else f" is {reprlib.repr(self._values[name])}"
         return TranslationError(f"{self.framework}: {name}{value}: {reason}")
 
+    def note(self, condition: str) -> None:
+        self.notes.append(condition)
+
     def raw(self, name: str, default: Any = None) -> Any:
         value = self._values.get(name, default)
         if isinstance(value, str):

@@ -224,9 +224,9 @@ def _leave_out(
         heads = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
         shown[next(head for head in heads if head == path or not any(u.startswith(f"{head}.") for u in used))] = None
     if "defaults" in flat:
-        keys.notes.append(f"defaults: what the files it names set is not read; {RESOLVE}")
+        keys.note(f"defaults: what the files it names set is not read; {RESOLVE}")
     if shown:
-        keys.notes.append(f"{LEFT_OUT}{', '.join(_summary(list(shown), used))}")
+        keys.note(f"{LEFT_OUT}{', '.join(_summary(list(shown), used))}")
 
 
 def _refuse_unread(

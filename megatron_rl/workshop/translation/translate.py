@@ -38,15 +38,7 @@ from megatron_rl.workshop.translation.verl import verl
 __all__ = ["FRAMEWORKS", "TranslatedConfig", "TranslationError", "translate", "translate_file", "yaml_text"]
 
 FRAMEWORKS: dict[str, Callable[[Mapping[str, Any]], Translation]] = {
-    "verl": verl,
-    "skyrl": skyrl,
-    "trl": trl,
-    "nemo_rl": nemo_rl,
-    "areal": areal,
-    "slime": slime,
-    "openrlhf": openrlhf,
-    "fireworks": fireworks,
-    "prime_rl": prime_rl,
+    one.__name__: one for one in (verl, skyrl, trl, nemo_rl, areal, slime, openrlhf, fireworks, prime_rl)
 }
 
 

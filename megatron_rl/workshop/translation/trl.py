@@ -36,24 +36,24 @@ def trl(mapping: Mapping[str, Any]) -> Translation:
     if by_vllm and keys.flag(CORRECTION, True):
         weight = WeightConfig(level=Level.token, high=keys.positive(OLD_HIGH)) if early else _weight(keys)
         if undated:
-            keys.notes.append(EARLY if early else LATER)
+            keys.note(EARLY if early else LATER)
         if keys.text("loss_type") == "vespo":
             raise keys.error("loss_type", "VESPO takes the ratio into a weighting of its own, which we have not")
     rules = []
     threshold = keys.positive(MASK_KEY)
     if threshold is not None:
         rules.append(opsm(threshold))
-        keys.notes.append(
+        keys.note(
             f"{MASK_KEY}: judges by the proximal policy, TRL by the current one: the same with one update per batch"
         )
         if not by_vllm:
-            keys.notes.append(f"{MASK_KEY}: without vLLM TRL compares with the learner's own old logprobs")
+            keys.note(f"{MASK_KEY}: without vLLM TRL compares with the learner's own old logprobs")
     if rules:
-        keys.notes.append(keeps_kl("TRL"))
+        keys.note(keeps_kl("TRL"))
     if weight.level == Level.sequence:
-        keys.notes.append("a token without a sampler logprob has the row's ratio in TRL, weight 1 here")
+        keys.note("a token without a sampler logprob has the row's ratio in TRL, weight 1 here")
     if weight.level != Level.none and not keys.given("use_vllm"):
-        keys.notes.append("use_vllm is not given and taken as true; without vLLM TRL corrects nothing")
+        keys.note("use_vllm is not given and taken as true; without vLLM TRL corrects nothing")
     return keys.translation(weight, rules, non_finite=NonFinite.one)
 
 

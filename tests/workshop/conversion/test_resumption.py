@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import config_of, convert, done, made, tensors_of
+from models import config_of, convert, done, fails, made, tensors_of
 
 from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.models.hf_folder import make_header
@@ -42,6 +42,10 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def options(command: str) -> list[str]:
+    return ["--format", "int8"] if command == "quantize" else []
 
 
 def in_a_fork(work: Callable[[], int], said: Path | None = None) -> int:
@@ -82,10 +86,10 @@ def test_random_kills(tmp_path: Path, command: str, capfd: pytest.CaptureFixture
     if command == "export":
         done("import", source, tmp_path / "checkpoint")
         source = tmp_path / "checkpoint"
-    options = ["--format", "int8"] if command == "quantize" else []
-    words = [command, str(source), str(tmp_path / "out"), *options]
+    words = [command, str(source), str(tmp_path / "out"), *options(command)]
     started = time.perf_counter()
-    assert ended(in_a_fork(lambda: convert.main([command, str(source), str(tmp_path / "undisturbed"), *options]))) == 0
+    undisturbed = [command, str(source), str(tmp_path / "undisturbed"), *options(command)]
+    assert ended(in_a_fork(lambda: convert.main(undisturbed))) == 0
     whole_s = time.perf_counter() - started
     before, killed = content(source), 0
     least = KILLS if command == "import" else KILLS // 2
@@ -132,8 +136,7 @@ def begin(source: Path, target: Path) -> None:
 def test_what_is_left_is_not_taken_for_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
     begin(source, target)
-    assert convert.main(["inspect", str(partial_of(target))]) == 1
-    assert "is unfinished" in capsys.readouterr().err
+    assert "is unfinished" in fails(capsys, "inspect", partial_of(target))
     done("import", source, target)
     assert "goes on with" in capsys.readouterr().err
     (tmp_path / "out").rename(tmp_path / "first")
@@ -159,8 +162,7 @@ def test_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     partial_of(target).mkdir()
     with (partial_of(target) / JOB).open("w") as job:
         fcntl.flock(job, fcntl.LOCK_EX)
-        assert convert.main(["import", str(source), str(target)]) == 1
-        assert "is being written by another process" in capsys.readouterr().err
+        assert "is being written by another process" in fails(capsys, "import", source, target)
     done("import", source, target)
 
 
@@ -169,7 +171,7 @@ def test_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_no_space_left(tmp_path: Path, command: str) -> None:
     """RLIMIT_FSIZE refuses as a full disk does."""
     source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
-    words = [command, str(source), str(target), *(["--format", "fp8"] if command == "quantize" else [])]
+    words = [command, str(source), str(target), *options(command)]
 
     def work() -> int:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -203,9 +205,7 @@ def test_too_small_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], co
             file.truncate(8 + len(header) + sum(spec.nbytes for spec in specs))
     except OSError as error:
         pytest.skip(f"the file system has no file of that size: {error}")
-    words = [command, str(source), str(tmp_path / "out"), *(["--format", "int8"] if command == "quantize" else [])]
-    assert convert.main(words) == 1
-    said = capsys.readouterr().err
+    said = fails(capsys, command, source, tmp_path / "out", *options(command))
     assert os.strerror(errno.ENOSPC) in said
     assert " GB are still to be written, " in said
     assert said.count("\n") == 1
