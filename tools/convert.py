@@ -24,9 +24,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ANY = "HF_FOLDER|CHECKPOINT|RUN[@STEP]"
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # read when torch makes its first tensor
 LARGE_BYTES = 4 << 20
 
@@ -66,14 +66,11 @@ def _done(given: argparse.Namespace) -> int:
     except Interrupted as interrupted:
         print(f"error: interrupted by {interrupted}", file=sys.stderr)
         status = 128 + signal.Signals[str(interrupted)]
-    if (target := getattr(given, "target", None)) is not None:
-        from megatron_rl.workshop.conversion.work import partial_of
-
-        if partial_of(target).exists():
-            kept = (
-                f"What is finished is kept in {partial_of(target)}: give the same command again to go on, or remove it"
-            )
-            print(f"{target} was not written. {kept}", file=sys.stderr)
+    # an import of torch that was interrupted cannot be repeated, and before it nothing is begun
+    work = sys.modules.get("megatron_rl.workshop.conversion.work")
+    if work is not None and "target" in given and (partial := work.partial_of(given.target)).exists():
+        kept = f"What is finished is kept in {partial}: give the same command again to go on, or remove it"
+        print(f"{given.target} was not written. {kept}", file=sys.stderr)
     return status
 
 
@@ -143,105 +140,70 @@ def verify(given: argparse.Namespace) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (act, told, arguments) in COMMANDS.items():
-        said, _, example = told.partition("\n")
-        one = commands.add_parser(
-            name, help=said, description=said, epilog=f"example: {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+    for name, (act, said, example, arguments) in COMMANDS.items():
+        epilog = f"example: python tools/convert.py {name} {example}"
+        one = commands.add_parser(name, help=said, description=said, epilog=epilog, formatter_class=form)
         one.set_defaults(act=act)
-        arguments(one)
+        for argument, about in arguments.items():
+            one.add_argument(argument, **about)
     return parser.parse_args(argv)
 
 
-def _source(one: argparse.ArgumentParser, metavar: str = ANY) -> None:
-    one.add_argument("source", metavar=metavar)
+Arguments = dict[str, dict[str, Any]]
+SOURCE: Arguments = {"source": {"metavar": "HF_FOLDER|CHECKPOINT|RUN[@STEP]"}}
+HF: Arguments = {
+    "--hf": {"type": Path, "metavar": "FOLDER", "help": "config.json and tokenizer of a checkpoint without them"}
+}
+INSPECT: Arguments = {"--checksum": {"action": "store_true", "help": "of every tensor, whatever files they are in"}}
+QUANTIZE: Arguments = {
+    "--format": {
+        "required": True,
+        "help": "int8, fp8 (per output channel), fp8_block (128x128): compressed-tensors, the bytes that a sampler gets"
+        "; as_sampler: what the sampler of RUN@STEP held; modelopt_fp8, modelopt_fp8_kv, modelopt_nvfp4: calibrated",
+    },
+    "--smooth": {"type": float, "metavar": "ALPHA", "help": "int8: move activations' outliers into the weights"},
+    "--calibrate": {"metavar": "FILE|SET", "help": "texts to measure activations on: .txt, .jsonl, .parquet"},
+    "--ignore": {"action": "append", "metavar": "PATTERN", "help": "a layer to keep: its name, or re:...; repeatable"},
+}
+VERIFY: Arguments = {
+    "one": {"metavar": "A"},
+    "other": {"metavar": "B"},
+    "--logprobs": {"metavar": "PROMPTS", "help": "compare logprobs, too: .txt, .jsonl, .parquet, or a set"},
+    "--bound": {"type": float, "default": 0.0, "help": "relative error of a tensor that is let pass (0)"},
+    "--report": {"type": Path, "default": Path("parity.json"), "help": "where to write it (default: %(default)s)"},
+}
 
 
-def _hf(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--hf", type=Path, metavar="FOLDER", help="config.json and tokenizer of a checkpoint without them")
+def _target(metavar: str) -> Arguments:
+    return {"target": {"type": Path, "metavar": metavar}}
 
 
-def _inspect_arguments(one: argparse.ArgumentParser) -> None:
-    _source(one)
-    one.add_argument("--checksum", action="store_true", help="of every tensor, whatever files they are in")
-    _hf(one)
-
-
-def _import_arguments(one: argparse.ArgumentParser) -> None:
-    _source(one, "HF_FOLDER")
-    one.add_argument("target", type=Path, metavar="CHECKPOINT")
-
-
-def _export_arguments(one: argparse.ArgumentParser) -> None:
-    _source(one)
-    one.add_argument("target", type=Path, metavar="HF_FOLDER")
-    _hf(one)
-
-
-def _quantize_arguments(one: argparse.ArgumentParser) -> None:
-    _source(one)
-    one.add_argument("target", type=Path, metavar="FOLDER")
-    one.add_argument(
-        "--format", required=True,
-        help="int8, fp8 (per output channel), fp8_block (128x128): compressed-tensors, the bytes that a sampler gets; "
-        "as_sampler: what the sampler of RUN@STEP held; modelopt_fp8, modelopt_fp8_kv, modelopt_nvfp4: calibrated",
-    )  # fmt: skip
-    one.add_argument("--smooth", type=float, metavar="ALPHA", help="int8: move activations' outliers into the weights")
-    one.add_argument("--calibrate", metavar="FILE|SET", help="texts to measure activations on: .txt, .jsonl, .parquet")
-    one.add_argument(
-        "--ignore", action="append", metavar="PATTERN", help="a layer to keep: its name, or re:...; repeatable"
-    )
-    _hf(one)
-
-
-def _dequantize_arguments(one: argparse.ArgumentParser) -> None:
-    _source(one, "QUANTIZED_FOLDER")
-    one.add_argument("target", type=Path, metavar="HF_FOLDER")
-
-
-def _verify_arguments(one: argparse.ArgumentParser) -> None:
-    one.add_argument("one", metavar="A")
-    one.add_argument("other", metavar="B")
-    one.add_argument("--logprobs", metavar="PROMPTS", help="compare logprobs, too: .txt, .jsonl, .parquet, or a set")
-    one.add_argument("--bound", type=float, default=0.0, help="relative error of a tensor that is let pass (0)")
-    one.add_argument(
-        "--report", type=Path, default=Path("parity.json"), help="where to write it (default: %(default)s)"
-    )
-    _hf(one)
-
-
-TOOL = "python tools/convert.py"
-COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Callable[[argparse.ArgumentParser], None]]] = {
-    "inspect": (inspect, f"what a folder or a run holds\n{TOOL} inspect runs/dapo", _inspect_arguments),
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Arguments]] = {
+    "inspect": (inspect, "what a folder or a run holds", "runs/dapo", SOURCE | INSPECT | HF),
     "import": (
-        import_,
-        f"Hugging Face folder -> torch_dist checkpoint\n{TOOL} import models/Qwen3-8B checkpoints/qwen3-8b",
-        _import_arguments,
+        import_, "Hugging Face folder -> torch_dist checkpoint", "models/Qwen3-8B checkpoints/qwen3-8b",
+        {"source": {"metavar": "HF_FOLDER"}} | _target("CHECKPOINT"),
     ),
     "export": (
-        export,
-        f"run or checkpoint -> Hugging Face folder\n{TOOL} export runs/dapo@120 exported/dapo-120",
-        _export_arguments,
+        export, "run or checkpoint -> Hugging Face folder", "runs/dapo@120 exported/dapo-120",
+        SOURCE | _target("HF_FOLDER") | HF,
     ),
     "quantize": (
-        quantize,
-        f"plain weights -> a folder that stock vLLM serves\n{TOOL} quantize runs/dapo@120 out/int8 --format int8",
-        _quantize_arguments,
+        quantize, "plain weights -> a folder that stock vLLM serves", "runs/dapo@120 out/int8 --format int8",
+        SOURCE | _target("FOLDER") | QUANTIZE | HF,
     ),
     "dequantize": (
-        dequantize,
-        f"quantized folder -> plain BF16 folder\n{TOOL} dequantize models/DeepSeek-FP8 models/plain",
-        _dequantize_arguments,
+        dequantize, "quantized folder -> plain BF16 folder", "models/DeepSeek-FP8 models/plain",
+        {"source": {"metavar": "QUANTIZED_FOLDER"}} | _target("HF_FOLDER"),
     ),
     "verify": (
-        verify,
-        f"compare two folders; exit status 1 where they differ\n{TOOL} verify runs/dapo@120 out/int8 --logprobs t.txt",
-        _verify_arguments,
+        verify, "compare two folders; exit status 1 where they differ", "runs/dapo@120 out/int8 --logprobs t.txt",
+        VERIFY | HF,
     ),
-}
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import DTYPES
 from megatron_rl.models.weight_files import PARITY
 from megatron_rl.workshop.conversion.sources import Source, content_digest, digest, find
-from megatron_rl.workshop.conversion.work import JOB
+from megatron_rl.workshop.conversion.work import JOURNAL
 
 Rows = list[tuple[str, str]]
 
@@ -30,7 +30,7 @@ class Inspection(NamedTuple):
 
 def inspect(given: str, hf: Path | None = None, checksum: bool = False) -> Inspection:
     """ConfigError and ValueError where it holds no weights that are read."""
-    if (Path(given) / JOB).is_file():
+    if (Path(given) / JOURNAL).is_file():
         raise ConfigError(f"{given} is unfinished: the command that began it goes on with it when it is given again")
     source = find(given, hf)
     weights, quantized = source.weights, source.quantization is not None

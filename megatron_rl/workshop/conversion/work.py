@@ -1,8 +1,8 @@
 """A folder that a conversion makes file by file: whole under its name or not there, and gone on with after a kill.
 
-Beside TARGET, .TARGET.partial holds what is finished: .conversion_job says what is being made of what, NAME.finished
-that the file NAME is whole, and what is to be known of it. The same command writes what is missing, reads every tensor
-back, and gives the folder its name.
+Until then it is called .TARGET.partial. Its journal says first what is being made of what, then which files are whole,
+and what is to be known of each. The same command writes what is missing, reads every tensor back, and gives the folder
+its name.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import errno
 import fcntl
 import json
 import os
-import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
+from io import FileIO
 from pathlib import Path
 from threading import Event
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -32,9 +32,9 @@ from megatron_rl.models import memory
 from megatron_rl.models.weight_files import PARITY
 from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest, note
 
-JOB, FINISHED = ".conversion_job", ".finished"
-THREADS = 2  # at most: each holds what belongs to one parameter, and a disk is busy with two
+JOURNAL = ".journal.jsonl"
 PACKAGES = ("megatron-rl", "torch", "megatron-core", "safetensors", "transformers", "nvidia-modelopt")
+THREADS = 2  # at most: each holds what belongs to one parameter, and a disk is busy with two
 Task = TypeVar("Task")
 Done = Callable[[int], None]
 
@@ -45,23 +45,24 @@ class Work:
 
     path: Path
     target: Path
+    journal: FileIO
     about: Mapping[str, Any]
     finished: dict[str, dict[str, Any]]
 
     def finish(self, name: str, digests: Mapping[str, str], **about: Any) -> None:
         """Notes that the file is whole, and on disk. `digests`: of its tensors."""
         self.finished[name] = {"digests": dict(digests), **about}
-        write_whole(self.path / f"{name}{FINISHED}", json.dumps(self.finished[name]))
+        _add_line(self.journal, {"file": name, "about": self.finished[name]})
 
     def publish(self, output: Weights, **about: Any) -> None:
         """Reads every tensor once more, by the way that its readers go, and gives the folder its name."""
         known = {name: one for file in self.finished.values() for name, one in file["digests"].items()}
         read = _read_back(output, known, self.path)
-        output_said = {"content": content_digest(read), "tensors": len(read)}
-        said = {**self.about, **about, "output": output_said, "versions": versions()}
+        versions = {name: metadata.version(name) for name in PACKAGES}
+        made = {"content": content_digest(read), "tensors": len(read)}
+        said = {**self.about, **about, "output": made, "versions": versions}
         write_whole(self.path / PARITY, json.dumps(said, indent=1) + "\n")
-        for file in (JOB, *(f"{name}{FINISHED}" for name in self.finished)):
-            (self.path / file).unlink()
+        (self.path / JOURNAL).unlink()
         for folder in (*(entry for entry in self.path.rglob("*") if entry.is_dir()), self.path):
             sync_folder(folder)
         self.path.rename(self.target)
@@ -86,17 +87,17 @@ def begun(
     if path.is_symlink():
         raise ValueError(f"{path} is a link; remove it")
     path.mkdir(parents=True, exist_ok=True)
-    with (path / JOB).open("a+") as job:
+    with FileIO(path / JOURNAL, "a+") as journal:
         try:
-            fcntl.flock(job, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"{target} is being written by another process; name another target") from None
-        asked = {"command": command, "sources": [source.identity for source in sources], **options}
-        finished = _finished(path, job, json.dumps(asked))
+        job = {"command": command, "sources": [source.identity for source in sources], **options}
+        finished = _finished(path, journal, job)
         _refuse_full_disk(path, finished, sizes)
         about = {"made_by": command, "inputs": [str(source.path) for source in sources]}
         try:
-            yield Work(path, target, about, finished)
+            yield Work(path, target, journal, about, finished)
         except ValueError:
             remove(path)
             raise
@@ -111,27 +112,32 @@ def refuse_target(target: Path, sources: Sequence[Source]) -> None:
             raise ValueError(f"{target} lies inside {folder}, which is only read: name a target elsewhere")
 
 
-def _finished(path: Path, job: TextIO, asked: str) -> dict[str, dict[str, Any]]:
+def _finished(path: Path, journal: FileIO, job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What of an earlier attempt at the same is whole; the rest of it goes."""
-    job.seek(0)
-    same, finished = job.read() == asked, {}
-    if same:
-        notes = {note.name.removesuffix(FINISHED): note for note in path.glob(f"*{FINISHED}")}
-        finished = {name: json.loads(note.read_text()) for name, note in notes.items() if (path / name).is_file()}
-    kept = {JOB, *finished, *(f"{name}{FINISHED}" for name in finished)}
-    others = [entry for entry in path.iterdir() if entry.name not in kept]
+    journal.seek(0)
+    whole = journal.readall().rpartition(b"\n")[0]  # a kill may have cut off a line
+    try:
+        first, *lines = [json.loads(line) for line in whole.split(b"\n")]
+    except ValueError:
+        first, lines = None, []
+    same = first == json.loads(json.dumps(job))
+    finished = {line["file"]: line["about"] for line in lines if same and (path / line["file"]).is_file()}
+    others = [entry for entry in path.iterdir() if entry.name not in (JOURNAL, *finished)]
     for entry in others:
         remove(entry)
     if finished:
         note(f"goes on with {path}, of which {len(finished)} files are finished")
     elif others and not same:
         note(f"removed what another conversion had begun in {path}")
+    journal.truncate(len(whole) + 1 if same else 0)
     if not same:
-        job.truncate(0)
-        job.write(asked)
-        job.flush()
-        os.fsync(job.fileno())
+        _add_line(journal, job)
     return finished
+
+
+def _add_line(journal: FileIO, line: Mapping[str, Any]) -> None:
+    journal.write(json.dumps(line).encode() + b"\n")
+    os.fsync(journal.fileno())
 
 
 def _refuse_full_disk(path: Path, finished: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
@@ -162,14 +168,6 @@ def _read_back(output: Weights, known: Mapping[str, str], where: Path) -> dict[s
 
     side_by_side("check", check, shared_out({name: spec.nbytes for name, spec in output.specs.items()}), output.nbytes)
     return read
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 class Stopped(Exception):

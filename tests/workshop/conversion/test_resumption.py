@@ -28,7 +28,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.workshop.conversion import exports, imports
 from megatron_rl.workshop.conversion import work as work_module
-from megatron_rl.workshop.conversion.work import FINISHED, JOB, Work, partial_of
+from megatron_rl.workshop.conversion.work import JOURNAL, Work, partial_of
 
 KILLS = 20
 
@@ -67,8 +67,11 @@ def ended(pid: int) -> int:
 
 
 def finished(partial: Path) -> dict[str, tuple[int, int]]:
-    """Files that are noted as whole, by what tells that one was written again."""
-    about = {note.name: (partial / note.name.removesuffix(FINISHED)).stat() for note in partial.glob(f"*{FINISHED}")}
+    """Files that the journal calls whole, by what tells that one was written again."""
+    if not (partial / JOURNAL).is_file():
+        return {}
+    _, *lines = (partial / JOURNAL).read_bytes().split(b"\n")[:-1] or [b""]
+    about = {name: (partial / name).stat() for name in (json.loads(line)["file"] for line in lines)}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in about.items()}
 
 
@@ -149,7 +152,7 @@ def test_what_is_left_is_not_taken_for_another(tmp_path: Path, capsys: pytest.Ca
         assert torch.equal(tensors_of(tmp_path / "back")[name], tensor)
     begin(source, tmp_path / "again")
     torn = partial_of(tmp_path / "again")
-    (torn / f"weights_2.distcp{FINISHED}").unlink()
+    (torn / JOURNAL).write_bytes((torn / JOURNAL).read_bytes()[:-7])
     (torn / "weights_1.distcp").unlink()
     done("import", source, tmp_path / "again")
     assert "of which 1 files are finished" in capsys.readouterr().err
@@ -160,8 +163,8 @@ def test_what_is_left_is_not_taken_for_another(tmp_path: Path, capsys: pytest.Ca
 def test_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
     partial_of(target).mkdir()
-    with (partial_of(target) / JOB).open("w") as job:
-        fcntl.flock(job, fcntl.LOCK_EX)
+    with (partial_of(target) / JOURNAL).open("w") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
         assert "is being written by another process" in fails(capsys, "import", source, target)
     done("import", source, target)
 
