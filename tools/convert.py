@@ -6,12 +6,11 @@
     python tools/convert.py export RUN@120 HF_FOLDER               a run or checkpoint -> Hugging Face
     python tools/convert.py quantize HF_FOLDER OUT --format int8   what stock vLLM serves
     python tools/convert.py dequantize FP8_FOLDER HF_FOLDER        a released FP8 model -> one that can be trained
-    python tools/convert.py average RUN@100 RUN@120 HF_FOLDER      the mean of checkpoints
     python tools/convert.py verify A B --logprobs prompts.txt      the proof that two folders hold one model
 
 What is written appears under its name when it is whole. What a kill or a full disk has ended goes on where it was
 when the same command is given again; until then it is called .NAME.partial. Beside the weights, parity.json says what
-they were made of, with which versions, and that every tensor reads as it was written. Nothing here needs a GPU, and
+they were made of, with which versions, and a digest of what was read back. Nothing here needs a GPU, and
 nothing in a folder is ever unpickled or run. `COMMAND --help` says more.
 """
 
@@ -25,10 +24,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PROGRAMS = ("transformers", "learner", "vllm")
-ANY = "HF_FOLDER|CHECKPOINT|RUN[@STEP]"
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # read when torch makes its first tensor
 LARGE_BYTES = 4 << 20
 
@@ -68,23 +66,16 @@ def _done(given: argparse.Namespace) -> int:
     except Interrupted as interrupted:
         print(f"error: interrupted by {interrupted}", file=sys.stderr)
         status = 128 + signal.Signals[str(interrupted)]
-    if (target := getattr(given, "target", None)) is not None:
-        from megatron_rl.workshop.conversion.work import partial_of
-
-        if partial_of(target).exists():
-            kept = (
-                f"What is finished is kept in {partial_of(target)}: give the same command again to go on, or remove it"
-            )
-            print(f"{target} was not written. {kept}", file=sys.stderr)
+    # an import of torch that was interrupted cannot be repeated, and before it nothing is begun
+    work = sys.modules.get("megatron_rl.workshop.conversion.work")
+    if work is not None and "target" in given and (partial := work.partial_of(given.target)).exists():
+        kept = f"What is finished is kept in {partial}: give the same command again to go on, or remove it"
+        print(f"{given.target} was not written. {kept}", file=sys.stderr)
     return status
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(signal.Signals(number).name)
-
-
-def note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def inspect(given: argparse.Namespace) -> int:
@@ -103,7 +94,7 @@ def import_(given: argparse.Namespace) -> int:
     from megatron_rl.workshop.conversion.imports import import_folder
     from megatron_rl.workshop.conversion.sources import find
 
-    import_folder(find(given.source, None, note), given.target, note)
+    import_folder(find(given.source), given.target)
     print(f"wrote the checkpoint {given.target}")
     return 0
 
@@ -112,24 +103,17 @@ def export(given: argparse.Namespace) -> int:
     from megatron_rl.workshop.conversion.exports import export_folder
     from megatron_rl.workshop.conversion.sources import find
 
-    export_folder(find(given.source, given.hf, note), given.target, note)
+    export_folder(find(given.source, given.hf), given.target)
     print(f"wrote the Hugging Face folder {given.target}")
     return 0
 
 
 def quantize(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.quantize_command import quantize_as_asked
+    from megatron_rl.workshop.conversion.quantized import quantize_as_asked
     from megatron_rl.workshop.conversion.sources import find
 
-    quantize_as_asked(
-        find(given.source, given.hf, note),
-        given.target,
-        note,
-        format=given.format,
-        smooth=given.smooth,
-        calibrate=given.calibrate,
-        ignore=given.ignore,
-    )
+    asked = {name: getattr(given, name) for name in ("format", "smooth", "calibrate", "ignore")}
+    quantize_as_asked(find(given.source, given.hf), given.target, **asked)
     print(f"wrote the quantized folder {given.target}")
     return 0
 
@@ -138,153 +122,88 @@ def dequantize(given: argparse.Namespace) -> int:
     from megatron_rl.workshop.conversion.dequantized import dequantize_folder
     from megatron_rl.workshop.conversion.sources import find
 
-    dequantize_folder(find(given.source, None, note), given.target, note)
-    print(f"wrote the Hugging Face folder {given.target}")
-    return 0
-
-
-def average(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.average import average_folder
-    from megatron_rl.workshop.conversion.sources import find
-
-    sources = [find(name, given.hf, note) for name in given.sources]
-    average_folder(sources, given.weights or [1.0] * len(sources), given.target, note)
+    dequantize_folder(find(given.source), given.target)
     print(f"wrote the Hugging Face folder {given.target}")
     return 0
 
 
 def verify(given: argparse.Namespace) -> int:
-    from megatron_rl.workshop.conversion.scores import Program
     from megatron_rl.workshop.conversion.sources import find
-    from megatron_rl.workshop.conversion.verification import verify, write_report
+    from megatron_rl.workshop.conversion.verification import verify
 
-    sources = [find(name, given.hf, note) for name in (given.one, given.other)]
-    programs = [Program(name) for name in given.programs.split(",")]
-    found = verify(*sources, given.logprobs, programs, given.bound, note)
-    write_report(found, sources, given.report, logprobs=given.logprobs, bound=given.bound)
+    sources = [find(name, given.hf) for name in (given.one, given.other)]
+    found = verify(*sources, given.logprobs, given.bound)
+    found.write(given.report, sources, logprobs=given.logprobs, bound=given.bound)
     print(found.text())
     print(f"the whole of it: {given.report}")
     return 0 if found.ok else 1
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (act, told, arguments) in COMMANDS.items():
-        said, _, example = told.partition("\n")
-        one = commands.add_parser(
-            name, help=said, description=said, epilog=f"example: {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+    for name, (act, said, example, arguments) in COMMANDS.items():
+        epilog = f"example: python tools/convert.py {name} {example}"
+        one = commands.add_parser(name, help=said, description=said, epilog=epilog, formatter_class=form)
         one.set_defaults(act=act)
-        arguments(one)
+        for argument, about in arguments.items():
+            one.add_argument(argument, **about)
     return parser.parse_args(argv)
 
 
-def _source(one: argparse.ArgumentParser, metavar: str = ANY) -> None:
-    one.add_argument("source", metavar=metavar)
+Arguments = dict[str, dict[str, Any]]
+SOURCE: Arguments = {"source": {"metavar": "HF_FOLDER|CHECKPOINT|RUN[@STEP]"}}
+HF: Arguments = {
+    "--hf": {"type": Path, "metavar": "FOLDER", "help": "config.json and tokenizer of a checkpoint without them"}
+}
+INSPECT: Arguments = {"--checksum": {"action": "store_true", "help": "of every tensor, whatever files they are in"}}
+QUANTIZE: Arguments = {
+    "--format": {
+        "required": True,
+        "help": "int8, fp8 (per output channel), fp8_block (128x128): compressed-tensors, the bytes that a sampler gets"
+        "; as_sampler: what the sampler of RUN@STEP held; modelopt_fp8, modelopt_fp8_kv, modelopt_nvfp4: calibrated",
+    },
+    "--smooth": {"type": float, "metavar": "ALPHA", "help": "int8: move activations' outliers into the weights"},
+    "--calibrate": {"metavar": "FILE|SET", "help": "texts to measure activations on: .txt, .jsonl, .parquet"},
+    "--ignore": {"action": "append", "metavar": "PATTERN", "help": "a layer to keep: its name, or re:...; repeatable"},
+}
+VERIFY: Arguments = {
+    "one": {"metavar": "A"},
+    "other": {"metavar": "B"},
+    "--logprobs": {"metavar": "PROMPTS", "help": "compare logprobs, too: .txt, .jsonl, .parquet, or a set"},
+    "--bound": {"type": float, "default": 0.0, "help": "relative error of a tensor that is let pass (0)"},
+    "--report": {"type": Path, "default": Path("parity.json"), "help": "where to write it (default: %(default)s)"},
+}
 
 
-def _hf(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--hf", type=Path, metavar="FOLDER", help="config.json and tokenizer of a checkpoint without them")
+def _target(metavar: str) -> Arguments:
+    return {"target": {"type": Path, "metavar": metavar}}
 
 
-def _inspect_arguments(one: argparse.ArgumentParser) -> None:
-    _source(one)
-    one.add_argument("--checksum", action="store_true", help="of every tensor, whatever files they are in")
-    _hf(one)
-
-
-def _import_arguments(one: argparse.ArgumentParser) -> None:
-    _source(one, "HF_FOLDER")
-    one.add_argument("target", type=Path, metavar="CHECKPOINT")
-
-
-def _export_arguments(one: argparse.ArgumentParser) -> None:
-    _source(one)
-    one.add_argument("target", type=Path, metavar="HF_FOLDER")
-    _hf(one)
-
-
-def _quantize_arguments(one: argparse.ArgumentParser) -> None:
-    _source(one)
-    one.add_argument("target", type=Path, metavar="FOLDER")
-    one.add_argument(
-        "--format", required=True,
-        help="int8, fp8 (per output channel), fp8_block (128x128): compressed-tensors, the bytes that a sampler gets; "
-        "as_sampler: what the sampler of RUN@STEP held; modelopt_fp8, modelopt_fp8_kv, modelopt_nvfp4: calibrated",
-    )  # fmt: skip
-    one.add_argument("--smooth", type=float, metavar="ALPHA", help="int8: move activations' outliers into the weights")
-    one.add_argument("--calibrate", metavar="FILE|SET", help="texts to measure activations on: .txt, .jsonl, .parquet")
-    one.add_argument(
-        "--ignore", action="append", metavar="PATTERN", help="a layer to keep: its name, or re:...; repeatable"
-    )
-    _hf(one)
-
-
-def _dequantize_arguments(one: argparse.ArgumentParser) -> None:
-    _source(one, "QUANTIZED_FOLDER")
-    one.add_argument("target", type=Path, metavar="HF_FOLDER")
-
-
-def _average_arguments(one: argparse.ArgumentParser) -> None:
-    one.add_argument("sources", nargs="+", metavar=ANY)
-    one.add_argument("target", type=Path, metavar="HF_FOLDER")
-    one.add_argument("--weights", type=_numbers, metavar="A,B,...", help="a number for each; equal ones by default")
-    _hf(one)
-
-
-def _verify_arguments(one: argparse.ArgumentParser) -> None:
-    one.add_argument("one", metavar="A")
-    one.add_argument("other", metavar="B")
-    one.add_argument("--logprobs", metavar="PROMPTS", help="compare logprobs, too: .txt, .jsonl, .parquet, or a set")
-    one.add_argument("--programs", default=",".join(PROGRAMS), help="that compute them (default: %(default)s)")
-    one.add_argument("--bound", type=float, default=0.0, help="relative error of a tensor that is let pass (0)")
-    one.add_argument(
-        "--report", type=Path, default=Path("parity.json"), help="where to write it (default: %(default)s)"
-    )
-    _hf(one)
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
-
-
-TOOL = "python tools/convert.py"
-COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Callable[[argparse.ArgumentParser], None]]] = {
-    "inspect": (inspect, f"what a folder or a run holds\n{TOOL} inspect runs/dapo", _inspect_arguments),
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, str, Arguments]] = {
+    "inspect": (inspect, "what a folder or a run holds", "runs/dapo", SOURCE | INSPECT | HF),
     "import": (
-        import_,
-        f"Hugging Face folder -> torch_dist checkpoint\n{TOOL} import models/Qwen3-8B checkpoints/qwen3-8b",
-        _import_arguments,
+        import_, "Hugging Face folder -> torch_dist checkpoint", "models/Qwen3-8B checkpoints/qwen3-8b",
+        {"source": {"metavar": "HF_FOLDER"}} | _target("CHECKPOINT"),
     ),
     "export": (
-        export,
-        f"run or checkpoint -> Hugging Face folder\n{TOOL} export runs/dapo@120 exported/dapo-120",
-        _export_arguments,
+        export, "run or checkpoint -> Hugging Face folder", "runs/dapo@120 exported/dapo-120",
+        SOURCE | _target("HF_FOLDER") | HF,
     ),
     "quantize": (
-        quantize,
-        f"plain weights -> a folder that stock vLLM serves\n{TOOL} quantize runs/dapo@120 out/int8 --format int8",
-        _quantize_arguments,
+        quantize, "plain weights -> a folder that stock vLLM serves", "runs/dapo@120 out/int8 --format int8",
+        SOURCE | _target("FOLDER") | QUANTIZE | HF,
     ),
     "dequantize": (
-        dequantize,
-        f"quantized folder -> plain BF16 folder\n{TOOL} dequantize models/DeepSeek-FP8 models/plain",
-        _dequantize_arguments,
-    ),
-    "average": (
-        average,
-        f"weighted mean of checkpoints -> Hugging Face folder\n"
-        f"{TOOL} average runs/dapo@100 runs/dapo@120 out/mean --weights 1,3",
-        _average_arguments,
+        dequantize, "quantized folder -> plain BF16 folder", "models/DeepSeek-FP8 models/plain",
+        {"source": {"metavar": "QUANTIZED_FOLDER"}} | _target("HF_FOLDER"),
     ),
     "verify": (
-        verify,
-        f"compare two folders; exit status 1 where they differ\n{TOOL} verify runs/dapo@120 out/int8 --logprobs t.txt",
-        _verify_arguments,
+        verify, "compare two folders; exit status 1 where they differ", "runs/dapo@120 out/int8 --logprobs t.txt",
+        VERIFY | HF,
     ),
-}
+}  # fmt: skip
 
 
 if __name__ == "__main__":

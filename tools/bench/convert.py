@@ -32,11 +32,10 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.runs.console import table
 from megatron_rl.workshop.conversion import (
-    average,  # noqa: F401 - not measured
     dequantized,  # noqa: F401 - not measured
     exports,  # noqa: F401 - not measured
     imports,  # noqa: F401 - not measured
-    quantize_command,  # noqa: F401 - not measured
+    quantized,  # noqa: F401 - not measured
 )
 
 LAYER_GB = 0.2013  # of the sizes below
@@ -50,7 +49,6 @@ COMMANDS = {
     "quantize fp8_block": (["quantize", "--format", "fp8_block"], ["hf"]),
     "dequantize int8": (["dequantize"], ["int8"]),
     "dequantize fp8_block": (["dequantize"], ["fp8_block"]),
-    "average of two": (["average"], ["hf", "hf"]),
 }
 
 

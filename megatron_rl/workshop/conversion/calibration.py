@@ -1,34 +1,74 @@
-"""What the model's own forward pass shows of its activations: the learner's, as at the sync of a run."""
+"""What runs a model on texts: the learner, whose activations smoothing follows, and nvidia-modelopt.
+
+modelopt holds the model in memory whole, in BF16, runs it with transformers, and writes its unified form. INT8 is not
+among its formats here: its export has none.
+"""
 
 from __future__ import annotations
 
+import copy
+import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_rl.config import ConfigError
+from megatron_rl.config.load import from_base
 from megatron_rl.config.schema import Config, QuantizationSection
+from megatron_rl.data.prompts import FolderTokenizer, load_dataset
 from megatron_rl.models.layout import Layout
-from megatron_rl.models.model import Model
-from megatron_rl.workshop.conversion.prompts import batch_of
-from megatron_rl.workshop.conversion.sources import Source
+from megatron_rl.models.model import Model, read_hf_config
+from megatron_rl.models.weight_files import companions
+from megatron_rl.types import Batch, Prompt, Rollout, Scored, collate, written
+from megatron_rl.workshop.conversion.comparison import compare
+from megatron_rl.workshop.conversion.sources import Source, note, of_folder
+from megatron_rl.workshop.conversion.work import begun
 
 if TYPE_CHECKING:
     from megatron_rl.learner.learner import Learner
 
+Rows = Sequence[tuple[int, ...]]
+SAMPLES = 128
+LONGEST = 512  # tokens; of a longer text the first ones
+MODELOPT = ("modelopt_fp8", "modelopt_fp8_kv", "modelopt_nvfp4")
 
-@dataclass(frozen=True)
-class Coverage:
+
+def token_rows(given: str, folder: Path) -> list[tuple[int, ...]]:
+    """Token ids of texts, with the tokenizer of `folder`.
+
+    `given`: a file of texts, one a line (.txt), a data set as `data.train` takes it, or a preset of conf/data.
+    """
+    tokenizer, path = FolderTokenizer(folder), Path(given)
+    if path.suffix == ".txt" and path.is_file():
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [tuple(ids) for ids in tokenizer.encode_texts(lines[:SAMPLES], LONGEST)]
+    else:
+        data = from_base({}, [f"data.train={path}"] if path.exists() else [f"data={given}"]).data
+        rows = [prompt.token_ids for prompt in load_dataset("train", data, tokenizer, LONGEST).prompts[:SAMPLES]]
+    rows = [row[:LONGEST] for row in rows if len(row) > 1]
+    if not rows:
+        raise ConfigError(f"{given} holds no text of two tokens or more")
+    return rows
+
+
+def batch_of(rows: Rows) -> Batch:
+    """Every token but the first is asked for."""
+    parts = [(row[1:], [0.0] * (len(row) - 1), written(len(row) - 1)) for row in rows]
+    prompts = [Prompt(number, row[:1], "", {}) for number, row in enumerate(rows)]
+    rollouts = [Rollout(one, one.id, 0, *part, "stop", 0) for one, part in zip(prompts, parts, strict=True)]
+    return collate([Scored(rollout, reward=0.0) for rollout in rollouts])
+
+
+def _coverage(given: str, rows: Rows, seen: float) -> str:
     """How much was looked at, and of what share of the places to measure anything was seen."""
-
-    samples: int
-    tokens: int
-    seen: float  # of a learner's channels, of modelopt's quantizers
-
-    def __str__(self) -> str:
-        return f"{self.samples} samples, {self.tokens} tokens, {self.seen:.1%} of the places to measure were reached"
+    tokens = sum(map(len, rows))
+    said = f"{given}: {len(rows)} samples, {tokens} tokens, {seen:.1%} of the places to measure were reached"
+    note(f"calibrated on {said}")
+    return said
 
 
 @contextmanager
@@ -37,7 +77,7 @@ def learner_at(source: Source, quantization: QuantizationSection | None = None) 
     from megatron_rl.learner.learner import Learner  # megatron: seconds that other conversions need not wait for
     from megatron_rl.learner.policy import Sections
 
-    config = Config(quantization=quantization or Config().quantization)
+    config = Config(quantization=quantization or QuantizationSection())
     learner = Learner(Model.of(source.hf_config, Layout()), Sections.of(config))
     try:
         learner.load_hf(source.path)
@@ -46,15 +86,67 @@ def learner_at(source: Source, quantization: QuantizationSection | None = None) 
         learner.close()
 
 
-def activation_amax(source: Source, rows: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, Coverage]:
-    """[layer, norm, channel]: the largest magnitude of each norm's output."""
+def activation_amax(source: Source, given: str) -> tuple[torch.Tensor, str]:
+    """[layer, norm, channel]: the largest magnitude of each norm's output; and what was looked at."""
+    rows = token_rows(given, source.folder)
     with learner_at(source, QuantizationSection(smoothing=0.5)) as learner:  # any: it is what makes a learner look
         learner.logprobs(batch_of(rows))
         amax_LNH = learner.take_activation_amax().cpu()
-    seen = float((amax_LNH > 0).float().mean())
-    return amax_LNH, Coverage(len(rows), sum(map(len, rows)), seen)
+    return amax_LNH, _coverage(given, rows, float((amax_LNH > 0).float().mean()))
 
 
-def about(coverage: Coverage, given: str) -> dict[str, object]:
-    """For parity.json."""
-    return {"of": given, **asdict(coverage)}
+def transformers_model(source: Source) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        source.path, dtype=torch.bfloat16, local_files_only=True, use_safetensors=True
+    )
+
+
+def modelopt_folder(source: Source, target: Path, format: str, calibrate: str, ignore: Sequence[str]) -> None:
+    """ValueError where a tensor of the result is further from the plain one than the format's rounding."""
+    if not source.is_folder or source.quantization is not None:
+        raise ConfigError(f"{source.path}: modelopt runs the model with transformers, from a plain Hugging Face folder")
+    if patterns := [entry for entry in ignore if entry.startswith("re:")]:
+        raise ConfigError(f"--ignore {patterns[0]}: modelopt takes names of layers")
+    rows = token_rows(calibrate, source.folder)
+    options = {"format": format, "rows": rows, "ignore": ignore}
+    with begun(target, "quantize", [source], options, {}) as work:
+        coverage = _coverage(calibrate, rows, _exported(source, work.path, format, rows, ignore))
+        for name in companions(source.folder):
+            if not (work.path / name).exists():
+                shutil.copyfile(source.folder / name, work.path / name)
+        for one in compare(source, Source(work.path, work.path, read_hf_config(work.path))):
+            if not one.ok:
+                raise ValueError(f"modelopt's export of {one.name} is not the weight that went in: {one.said}")
+        work.publish(of_folder(work.path), format=format, calibration=coverage)
+
+
+def _exported(source: Source, folder: Path, format: str, rows: Rows, ignore: Sequence[str]) -> float:
+    """The share of modelopt's input quantizers that saw data."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.export import export_hf_checkpoint
+        from modelopt.torch.quantization.nn import TensorQuantizer
+        from modelopt.torch.quantization.utils import update_quant_cfg_with_kv_cache_quant
+
+        wanted = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG if format == "modelopt_nvfp4" else mtq.FP8_DEFAULT_CFG)
+        if format == "modelopt_fp8_kv":
+            wanted = update_quant_cfg_with_kv_cache_quant(wanted, mtq.FP8_KV_CFG["quant_cfg"])
+        wanted["quant_cfg"] += [{"quantizer_name": f"*{name}.*", "enable": False} for name in ignore]
+
+        def forward(model: Any) -> None:
+            with torch.no_grad():
+                for row in rows:
+                    model(torch.tensor([row]))
+
+        model = transformers_model(source)
+        mtq.quantize(model, wanted, forward)
+        export_hf_checkpoint(model, export_dir=folder)
+    inputs = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, TensorQuantizer) and name.endswith("input_quantizer") and module.is_enabled
+    ]
+    return sum(module.amax is not None for module in inputs) / max(len(inputs), 1)

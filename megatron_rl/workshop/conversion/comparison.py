@@ -2,6 +2,7 @@
 
 A quantized weight is held against the plain one element by element: rounding moves a number by half a step of the
 format at the most, so that one swapped row, one lost scale or one stale expert shows, however small the mean error.
+Smoothing, which divides norms by powers of two and multiplies what reads them, is read off the norms and undone first.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from enum import StrEnum
 
 import torch
 
-from megatron_rl.models.shape import FAMILIES
+from megatron_rl.models.mapping import params
+from megatron_rl.models.shape import FAMILIES, ModelShape
+from megatron_rl.models.table import Norm
 from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, TIED_COPY
+from megatron_rl.quantization.smoothing import LARGEST_EXPONENT, folded
 from megatron_rl.workshop.conversion.dequantized import dequantized, meaning, modules_of, portions
-from megatron_rl.workshop.conversion.progress import Progress
-from megatron_rl.workshop.conversion.smoothed import smoothed_as
-from megatron_rl.workshop.conversion.sources import Source
+from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest
 from megatron_rl.workshop.conversion.stored_forms import Meaning, part_of, restore
-from megatron_rl.workshop.conversion.weights import Get, Weights, digest, watched
 
 ROUNDING = 2.0**-8  # of a plain weight that is BF16, relative
 
@@ -45,70 +46,45 @@ class Compared:
         return self.verdict not in (Verdict.differs, Verdict.missing)
 
 
-@dataclass
 class Model:
-    """A side of the comparison. `seen`: digests of what was read of it."""
+    """A side of the comparison: its weights as they are stored, and plain."""
 
-    stored: Weights
-    quantized: Mapping[str, list[str]]  # module -> the tensors of its weight
-    meaning: Meaning
-    plain: Weights
+    def __init__(self, source: Source) -> None:
+        config = source.quantization
+        self.source, self.stored = source, source.weights
+        self.quantized = {} if config is None else modules_of(self.stored)  # module -> the tensors of its weight
+        self.meaning = Meaning() if config is None else meaning(config)
+        self.plain = self.stored if config is None else dequantized(self.stored, config)
 
-    @classmethod
-    def of(cls, source: Source, seen: dict[str, str]) -> Model:
-        stored, config = watched(source.weights, seen), source.quantization
-        if config is None:
-            return cls(stored, {}, Meaning(), stored)
-        return cls(stored, modules_of(stored), meaning(config), dequantized(stored, config))
-
-    def smoothed_as(self, other: Model, source: Source) -> Model:
-        """A plain model that is held against a quantized one of a family that is smoothed here."""
-        if self.quantized or not other.quantized or source.hf_config.get("model_type") not in FAMILIES:
-            return self
-        folded = smoothed_as(self.plain, other.stored, source.shape)
-        return Model(folded, {}, self.meaning, folded)
+    def smooth_as(self, other: Model) -> None:
+        """Folds a plain model that is held against a quantized one of a family that is smoothed here."""
+        if not self.quantized and other.quantized and self.source.hf_config.get("model_type") in FAMILIES:
+            self.plain = _smoothed_as(self.plain, other.stored, self.source.shape)
 
 
-def compare(
-    one: Source, other: Source, bound: float = 0.0, seen: tuple[dict[str, str], dict[str, str]] | None = None
-) -> Iterator[Compared]:
-    """`bound`: of the relative error of what is neither equal nor explained by a format. `seen`: gets digests."""
-    digests = ({}, {}) if seen is None else seen
-    a, b = Model.of(one, digests[0]), Model.of(other, digests[1])
-    a, b = a.smoothed_as(b, one), b.smoothed_as(a, other)
-    tied = bool(one.hf_config.get("tie_word_embeddings")) and bool(other.hf_config.get("tie_word_embeddings"))
-    yield from _names(a, b, one, other, tied)
-    both = [name for name in a.plain.specs if name in b.plain.specs]
-    stored, plain = (a.stored.open(), b.stored.open()), (a.plain.open(), b.plain.open())
-    with Progress("compared", sum(a.plain.specs[name].nbytes for name in both)) as progress:
-        for name in both:
-            yield _compared(name, a, b, stored, plain, bound)
-            progress.add(a.plain.specs[name].nbytes)
-
-
-def _names(a: Model, b: Model, one: Source, other: Source, tied: bool) -> Iterator[Compared]:
+def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared]:
+    """`bound`: of the relative error of what is neither equal nor explained by a format."""
+    a, b = Model(one), Model(other)
+    a.smooth_as(b)
+    b.smooth_as(a)
+    tied = all(source.hf_config.get("tie_word_embeddings") for source in (one, other))
     for name in sorted(a.plain.specs.keys() ^ b.plain.specs.keys()):
-        if name.endswith(HARMLESS) or (tied and name == TIED_COPY and EMBEDDING in a.plain.specs):
-            continue
-        where = other.path if name in a.plain.specs else one.path
-        yield Compared(name, Verdict.missing, 1.0, f"{where} lacks it")
-
-
-def _compared(name: str, a: Model, b: Model, stored: tuple[Get, Get], plain: tuple[Get, Get], bound: float) -> Compared:
-    shapes = [model.plain.specs[name].shape for model in (a, b)]
-    if shapes[0] != shapes[1]:
-        return Compared(name, Verdict.differs, 1.0, f"shapes {list(shapes[0])} and {list(shapes[1])}")
-    module = part_of(name)[0]
-    held = [name.endswith(".weight") and module in model.quantized for model in (a, b)]
-    if all(held) and sorted(a.quantized[module]) == sorted(b.quantized[module]):
-        names = a.quantized[module]
-        if all(digest(stored[0](part)) == digest(stored[1](part)) for part in names):
-            return Compared(name, Verdict.equal)
-    elif held[0] != held[1]:
-        model, get, other = (a, stored[0], plain[1]) if held[0] else (b, stored[1], plain[0])
-        parts = {part_of(part)[1]: get(part) for part in model.quantized[module]}
-        return _within(name, other(name), parts, model.meaning, bound)
-    return _plain(name, plain[0](name), plain[1](name), bound)
+        if not name.endswith(HARMLESS) and not (tied and name == TIED_COPY and EMBEDDING in a.plain.specs):
+            where = other.path if name in a.plain.specs else one.path
+            yield Compared(name, Verdict.missing, 1.0, f"{where} lacks it")
+    gets = [(model.stored.open(), model.plain.open()) for model in (a, b)]
+    for name in (name for name in a.plain.specs if name in b.plain.specs):
+        shapes = [list(model.plain.specs[name].shape) for model in (a, b)]
+        module = part_of(name)[0]
+        held = [name.endswith(".weight") and module in model.quantized for model in (a, b)]
+        if shapes[0] != shapes[1]:
+            yield Compared(name, Verdict.differs, 1.0, f"shapes {shapes[0]} and {shapes[1]}")
+        elif held[0] == held[1]:
+            yield _plain(name, gets[0][1](name), gets[1][1](name), bound)
+        else:
+            model, (get, _), (_, other_get) = (a, gets[0], gets[1]) if held[0] else (b, gets[1], gets[0])
+            parts = {part_of(part)[1]: get(part) for part in model.quantized[module]}
+            yield _within(name, other_get(name), parts, model.meaning, bound)
 
 
 def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> Compared:
@@ -143,3 +119,42 @@ def _within(
 
 def _relative(squared: torch.Tensor, whole: torch.Tensor) -> float:
     return float((squared / whole.clamp(min=1e-24)).sqrt())
+
+
+def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weights:
+    """`plain`, folded as `quantized` was; as it is where that was not, or is of another model."""
+    scales: dict[tuple[int, Norm], torch.Tensor] = {}
+    get, other = plain.open(), quantized.open()
+    readers: dict[str, tuple[int, Norm]] = {}
+    for param in params(shape):
+        if param.row.norm is None or param.layer is None:
+            continue
+        place, name = (param.layer, param.row.norm), param.hf[0]
+        readers |= dict.fromkeys(param.hf, place)
+        if len(param.shapes[0]) == 1 and name in plain.specs and name in quantized.specs:
+            scale_H = _scale(get(name), other(name))
+            if scale_H is not None:
+                scales[place] = scale_H
+    if not scales:
+        return plain
+
+    def opened() -> Get:
+        get = plain.open()
+
+        def made(name: str) -> torch.Tensor:
+            scale_H = scales.get(readers[name]) if name in readers else None
+            return get(name) if scale_H is None else folded(get(name), scale_H)
+
+        return made
+
+    return Weights(plain.specs, opened)
+
+
+def _scale(plain_H: torch.Tensor, smoothed_H: torch.Tensor) -> torch.Tensor | None:
+    """Powers of two between the two; None where they are equal, or anything else is between them."""
+    if plain_H.shape != smoothed_H.shape or torch.equal(plain_H, smoothed_H.to(plain_H.dtype)):
+        return None
+    ratio_H = torch.where(plain_H == smoothed_H, 1.0, plain_H.float() / smoothed_H.float())
+    exponent_H = ratio_H.log2()
+    exact = bool((exponent_H == exponent_H.round()).all()) and bool((exponent_H.abs() <= LARGEST_EXPONENT).all())
+    return ratio_H if exact else None

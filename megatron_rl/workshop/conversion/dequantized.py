@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 from megatron_rl.quantization.formats import BLOCK
-from megatron_rl.workshop.conversion.sources import QUANTIZATION_FILE, QUANTIZATION_KEYS, Source
+from megatron_rl.workshop.conversion.exports import Beside, write_folder
+from megatron_rl.workshop.conversion.sources import QUANTIZATION_FILE, QUANTIZATION_KEYS, Get, Source, Weights
 from megatron_rl.workshop.conversion.stored_forms import (
     DROPPED,
     PARTS,
@@ -21,27 +22,18 @@ from megatron_rl.workshop.conversion.stored_forms import (
     restore,
     shape_of,
 )
-from megatron_rl.workshop.conversion.to_folder import Beside, write_folder
-from megatron_rl.workshop.conversion.weights import Get, Weights, digest
 
 DTYPE = "bfloat16"
 ROWS_ELEMENTS = 1 << 17  # of FP32 values at once
 
 
-def dequantize_folder(source: Source, target: Path, note: Callable[[str], None]) -> None:
+def dequantize_folder(source: Source, target: Path) -> None:
     if source.quantization is None:
         raise ValueError(f"{source.path} holds plain weights: config.json names no quantization")
     key = "dtype" if "dtype" in source.hf_config else "torch_dtype"
     changes = dict.fromkeys(QUANTIZATION_KEYS) | {key: DTYPE}
-    write_folder(
-        dequantized(source.weights, source.quantization),
-        target,
-        Beside(source.folder, changes, without=(QUANTIZATION_FILE,)),
-        command="dequantize",
-        job=source.job,
-        inputs=[source.path],
-        note=note,
-    )
+    beside = Beside(source.folder, changes, without=(QUANTIZATION_FILE,))
+    write_folder(dequantized(source.weights, source.quantization), target, beside, "dequantize", [source])
 
 
 def dequantized(weights: Weights, config: Mapping[str, Any]) -> Weights:
@@ -58,7 +50,6 @@ def dequantized(weights: Weights, config: Mapping[str, Any]) -> Weights:
                 specs[name] = spec  # a bias
         elif suffix not in DROPPED:
             specs[name] = spec
-    made_of: dict[str, list[dict[str, str]]] = {}
 
     def opened() -> Get:
         get = weights.open()
@@ -68,12 +59,14 @@ def dequantized(weights: Weights, config: Mapping[str, Any]) -> Weights:
             if module not in modules or not name.endswith(".weight"):
                 return get(name)
             parts = {part_of(part)[1]: get(part) for part in modules[module]}
-            made_of[name] = [{f"{module}.{suffix}": digest(tensor) for suffix, tensor in parts.items()}]
-            return _restored(parts, specs[name].shape, known)
+            plain = torch.empty(specs[name].shape, dtype=torch_dtype(DTYPE))
+            for some in portions(specs[name].shape, known):
+                plain[some] = restore(parts, some, specs[name].shape, known)[0]
+            return plain
 
         return made
 
-    return Weights(specs, opened, made_of)
+    return Weights(specs, opened)
 
 
 def modules_of(weights: Weights) -> dict[str, list[str]]:
@@ -100,7 +93,7 @@ def modules_of(weights: Weights) -> dict[str, list[str]]:
 
 
 def _shape(names: list[str], weights: Weights, known: Meaning) -> tuple[int, ...]:
-    """Of the plain weight; ValueError where its scales are not for one."""
+    """The shape of the plain weight; ValueError where its scales are not for one."""
     stored = next((name for name in names if name.endswith(".weight_shape")), None)
     given = tuple(map(int, weights.open()(stored).tolist())) if stored else None
     parts = {part_of(name)[1]: weights.specs[name] for name in names}
@@ -120,15 +113,8 @@ def _shape(names: list[str], weights: Weights, known: Meaning) -> tuple[int, ...
     return shape
 
 
-def _restored(parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], known: Meaning) -> torch.Tensor:
-    plain = torch.empty(shape, dtype=torch_dtype(DTYPE))
-    for some in portions(shape, known):
-        plain[some] = restore(parts, some, shape, known)[0]
-    return plain
-
-
 def portions(shape: tuple[int, ...], known: Meaning) -> Iterator[slice]:
-    """Rows that are worked on at once: whole blocks of them."""
+    """The rows that are worked on at once: whole blocks of them."""
     rows = max(1, ROWS_ELEMENTS // max(shape[1], 1) // known.block[0]) * known.block[0]
     return (slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows))
 

@@ -1,32 +1,158 @@
-"""Weights of any kind -> a plain Hugging Face folder. What an import was made of comes back byte for byte."""
+"""Weights -> a Hugging Face folder: files of safetensors, their index, and what else the model came with.
+
+An import keeps the headers of the files that it came from, and their index: it comes back byte for byte.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.models.weight_files import EMBEDDING, TIED_COPY, header_entries
-from megatron_rl.workshop.conversion import kept
-from megatron_rl.workshop.conversion.sources import Source
-from megatron_rl.workshop.conversion.to_folder import Beside, write_folder
-from megatron_rl.workshop.conversion.weights import Get, Weights
+from megatron_rl.config.schema import KEPT
+from megatron_rl.files import write_whole
+from megatron_rl.models.hf_folder import FILE_BYTES, SafetensorsWriter, index_of, make_header, packed
+from megatron_rl.models.tensors import DTYPES
+from megatron_rl.models.weight_files import (
+    EMBEDDING,
+    INDEX,
+    LARGEST_HEADER,
+    TIED_COPY,
+    companions,
+    header_entries,
+    is_plain_name,
+    refuse_links_out,
+)
+from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, of_folder
+from megatron_rl.workshop.conversion.work import Done, begun, shared_out, side_by_side
+
+HEADERS, EXTRAS = "headers", "extras"  # of what an import keeps: imports.py
 
 
-def export_folder(source: Source, target: Path, note: Callable[[str], None]) -> None:
-    weights, beside = source.plain, source.beside
+@dataclass(frozen=True)
+class Beside:
+    """What stands beside the weights. `changes`: to config.json; None takes a key away."""
+
+    folder: Path  # of config.json, tokenizer, chat template, generation defaults
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    without: Sequence[str] = ()  # files of it that do not belong to what is made
+    headers: Mapping[str, bytes] = field(default_factory=dict)  # of the files as they stood: they are made again
+    index: Path | None = None
+
+
+def export_folder(source: Source, target: Path) -> None:
+    weights, beside = source.plain, Beside(source.folder)
+    if source.folder == source.path / KEPT:
+        beside = _as_it_stood(source.folder)
     if beside.headers:
-        weights = kept.with_extras(_with_tied_copy(weights, beside) if source.shape.tied else weights, beside.folder)
-    write_folder(weights, target, beside, command="export", job=source.job, inputs=[source.path], note=note)
+        weights = _as_imported(weights, beside, source.shape.tied)
+    write_folder(weights, target, beside, "export", [source])
 
 
-def _with_tied_copy(weights: Weights, beside: Beside) -> Weights:
-    """Some folders hold tied embeddings twice."""
-    if not any(TIED_COPY in header_entries(raw, Path(file)) for file, raw in beside.headers.items()):
-        return weights
+def write_folder(
+    weights: Weights,
+    target: Path,
+    beside: Beside,
+    command: str,
+    sources: Sequence[Source],
+    options: Mapping[str, Any] | None = None,
+    **about: Any,
+) -> None:
+    """`options`: what decides the bytes beside the sources. `about`: for parity.json."""
+    copied = [name for name in companions(beside.folder) if name not in beside.without]
+    headers = _headers(weights, beside)
+    entries = {file: header_entries(raw, Path(file)).values() for file, raw in headers.items()}
+    sizes = {file: sum(entry.end - entry.start for entry in held) for file, held in entries.items()}
+    with begun(target, command, sources, options or {}, sizes) as work:
+        for file, raw in headers.items():
+            if file not in work.finished:
+                work.finish(file, _write_file(work.path / file, raw, weights, f"{command} {file}"))
+        for name in copied:
+            shutil.copyfile(beside.folder / name, work.path / name)
+        if beside.changes:
+            _change_config(work.path / "config.json", beside.changes)
+        if beside.index is not None:
+            shutil.copyfile(beside.index, work.path / INDEX)
+        elif not beside.headers and (index := index_of(packed(weights.specs.values(), FILE_BYTES))) is not None:
+            write_whole(work.path / INDEX, json.dumps(index, indent=2) + "\n")
+        work.publish(of_folder(work.path), **about)
+
+
+def _headers(weights: Weights, beside: Beside) -> dict[str, bytes]:
+    """File -> header; ValueError where the files as they stood do not fit these weights."""
+    if not beside.headers:
+        return {file: make_header(specs) for file, specs in packed(weights.specs.values(), FILE_BYTES).items()}
+    placed: set[str] = set()
+    for file, raw in beside.headers.items():
+        for name, entry in header_entries(raw, Path(file)).items():
+            spec = weights.specs.get(name)
+            if spec is None or (entry.dtype, entry.shape) != (DTYPES[spec.dtype][0], spec.shape):
+                held = "nothing of that name" if spec is None else f"{DTYPES[spec.dtype][0]} {list(spec.shape)}"
+                raise ValueError(
+                    f"the header of {file} has a place for {name} as {entry.dtype} {list(entry.shape)}, the weights "
+                    f"hold {held}; import the model again"
+                )
+            placed.add(name)
+    if lost := sorted(weights.specs.keys() - placed):
+        raise ValueError(f"{lost[0]} has no place in the files as they stood; import the model again")
+    return dict(beside.headers)
+
+
+def _write_file(path: Path, raw: bytes, weights: Weights, verb: str) -> dict[str, str]:
+    """Digests of the tensors by name; they come in the order in which reading them is cheap."""
+    digests: dict[str, str] = {}
+    with SafetensorsWriter(path, header=raw) as writer:
+        held = {name: spec.nbytes for name, spec in weights.specs.items() if name in writer}
+
+        def write(names: list[str], done: Done) -> None:
+            get = weights.open()
+            for name in names:
+                tensor = get(name)
+                try:
+                    writer.add(name, tensor)
+                except OSError as error:
+                    raise OSError(error.errno, f"{error.strerror}, at the tensor {name}", str(path)) from error
+                digests[name] = digest(tensor)
+                del tensor  # before the next one is read
+                done(held[name])
+
+        side_by_side(verb, write, shared_out(held), sum(held.values()))
+    return digests
+
+
+def _change_config(path: Path, changes: Mapping[str, Any]) -> None:
+    config = json.loads(path.read_text()) | dict(changes)
+    write_whole(path, json.dumps({key: value for key, value in config.items() if value is not None}, indent=2) + "\n")
+
+
+def _as_it_stood(kept: Path) -> Beside:
+    """ValueError for headers that are none, and for what leads elsewhere."""
+    refuse_links_out(kept, [INDEX, EXTRAS])
+    files = sorted((kept / HEADERS).glob("*.header"))
+    refuse_links_out(kept, [f"{HEADERS}/{file.name}" for file in files])
+    for file in files:
+        if not is_plain_name(file.name.removesuffix(".header")) or file.stat().st_size > LARGEST_HEADER:
+            raise ValueError(f"{file} is not the header of a file of weights; import the model again")
+    headers = {file.name.removesuffix(".header"): file.read_bytes() for file in files}
+    return Beside(kept, headers=headers, index=kept / INDEX if headers and (kept / INDEX).is_file() else None)
+
+
+def _as_imported(weights: Weights, beside: Beside, tied: bool) -> Weights:
+    """And the tensors that the checkpoint itself has no place for: extras, and a second copy of tied embeddings."""
+    specs, same = dict(weights.specs), dict[str, str]()
+    if tied and any(TIED_COPY in header_entries(raw, Path(file)) for file, raw in beside.headers.items()):
+        specs[TIED_COPY], same[TIED_COPY] = replace(specs[EMBEDDING], name=TIED_COPY), EMBEDDING
+    kept, extras = beside.folder / EXTRAS, Weights({}, weights.open)
+    if kept.is_dir():
+        extras = of_folder(kept)
+    if both := extras.specs.keys() & specs.keys():
+        raise ValueError(f"{kept} holds {min(both)}, which the checkpoint has itself; import the model again")
 
     def opened() -> Get:
-        get = weights.open()
-        return lambda name: get(EMBEDDING if name == TIED_COPY else name)
+        get, extra = weights.open(), extras.open()
+        return lambda name: extra(name) if name in extras.specs else get(same.get(name, name))
 
-    return Weights({**weights.specs, TIED_COPY: replace(weights.specs[EMBEDDING], name=TIED_COPY)}, opened)
+    return Weights({**specs, **extras.specs}, opened)

@@ -1,65 +1,104 @@
-"""A Hugging Face folder -> a torch_dist checkpoint."""
+"""A Hugging Face folder -> a torch_dist checkpoint, which learners of every layout load.
+
+Beside files of whole parameters and their index, CHECKPOINT/hf/ keeps what an export needs to give the folder back:
+  config.json, tokenizer, ...    as they were
+  model.safetensors.index.json   where there was one
+  headers/                       of each file of weights: which tensor lies where in it
+  extras/                        tensors that no model needs: a Hugging Face folder of its own
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
 
 from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 from megatron_rl.checkpoint.torch_dist.index import CheckpointError
-from megatron_rl.models.hf_folder import HfFolder
+from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
+from megatron_rl.config.schema import KEPT
+from megatron_rl.models import memory
+from megatron_rl.models.hf_folder import HfFolder, copy_companions, write_folder
+from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.tensors import DTYPES
-from megatron_rl.models.weight_files import EMBEDDING, FLOATS, HARMLESS, INDEX, TIED_COPY, companions, refuse_links_out
-from megatron_rl.workshop.conversion import kept
-from megatron_rl.workshop.conversion.sources import Source
-from megatron_rl.workshop.conversion.to_checkpoint import write_checkpoint
-from megatron_rl.workshop.conversion.weights import Weights, digest
+from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, INDEX, TIED_COPY, companions, refuse_links_out
+from megatron_rl.workshop.conversion.exports import EXTRAS, HEADERS
+from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, of_checkpoint
+from megatron_rl.workshop.conversion.work import Done, begun, side_by_side
+
+FILE_BYTES = 1 << 28  # what each thread of an interrupted conversion does again at most
 
 
-def import_folder(source: Source, target: Path, note: Callable[[str], None]) -> None:
+def import_folder(source: Source, target: Path) -> None:
     if not source.is_folder:
         raise ValueError(f"{source.path} is a checkpoint already; import takes a Hugging Face folder")
     weights, shape = source.plain, source.shape
     folder = HfFolder(source.path)
     refuse_links_out(folder.path, [*companions(folder.path), INDEX])
-    extras = refuse_others(weights, shape, folder.path)
-    write_checkpoint(
-        weights,
-        shape,
-        target,
-        command="import",
-        job=source.job,
-        inputs=[source.path],
-        note=note,
-        keep=lambda path: kept.keep(folder, extras, source.hf_config, path),
-    )
+    source.refuse_misfits()
+    get, twice = weights.open(), shape.tied and TIED_COPY in weights.specs
+    if twice and digest(get(TIED_COPY)) != digest(get(EMBEDDING)):
+        raise ValueError(f"{folder.path}: config.json ties the embeddings, but {TIED_COPY} differs from {EMBEDDING}")
+    extras = [name for name in weights.specs if name.endswith(HARMLESS)]
+    files = _files(weights, shape)
+    sizes = {file: sum(_nbytes(param, weights) for param in held) for file, held in files.items()}
+    with begun(target, "import", [source], {}, sizes) as work:
 
-
-def refuse_others(weights: Weights, shape: ModelShape, where: Path) -> list[str]:
-    """Refuses tensors that are missing, unknown, or of another shape; returns harmless ones, to be kept as they are."""
-    wanted = torch_dist.hf_shapes(shape)
-    missing = sorted(wanted.keys() - weights.specs.keys())
-    if missing:
-        raise CheckpointError(f"{where} lacks {len(missing)} tensors, first {missing[0]}")
-    for name, size in wanted.items():
-        spec = weights.specs[name]
-        if spec.shape != size:
-            raise CheckpointError(f"{where}: {name} has shape {spec.shape}, config.json says {size}")
-        if DTYPES[spec.dtype][0] not in FLOATS:
-            raise CheckpointError(
-                f"{where} holds {name} as {DTYPES[spec.dtype][0]}, expected one of {', '.join(FLOATS)}"
-            )
-    extras = []
-    for name in sorted(weights.specs.keys() - wanted.keys()):
-        if name.endswith(HARMLESS):
-            extras.append(name)
-        elif name == TIED_COPY and shape.tied:
+        def write(file: str, done: Done) -> None:
+            memory.reuse()
+            digests: dict[str, str] = {}
             get = weights.open()
-            if digest(get(name)) != digest(get(EMBEDDING)):
-                raise CheckpointError(
-                    f"{where}: config.json ties the embeddings, but {TIED_COPY} differs from {EMBEDDING}"
-                )
-        else:
-            raise CheckpointError(f"{where} holds {name}, which a {shape.family} model does not have")
-    return extras
+
+            def taken(name: str) -> torch.Tensor:
+                tensor = get(name)
+                digests[name] = digest(tensor)
+                done(tensor.nbytes)
+                return tensor
+
+            written = write_blocks(work.path / file, _blocks(files[file], shape, taken))
+            work.finish(file, digests, written=written)
+
+        left = [file for file in files if file not in work.finished]
+        side_by_side("import", write, left, sum(sizes[file] for file in left))
+        write_index(work.path, [block for file in files for block in work.finished[file]["written"]])
+        _keep(folder, extras, source, work.path / KEPT)
+        work.publish(of_checkpoint(work.path, shape))
+
+
+def _files(weights: Weights, shape: ModelShape) -> dict[str, list[Param]]:
+    """Whole parameters, as many in a file as fit."""
+    groups: list[list[Param]] = [[]]
+    size = 0
+    for param in params(shape):
+        if param.row.copy:
+            continue
+        if len({weights.specs[name].dtype for name in param.hf}) > 1:
+            raise CheckpointError(f"{', '.join(param.hf)} have different dtypes but share one megatron parameter")
+        if groups[-1] and size + _nbytes(param, weights) > FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(param)
+        size += _nbytes(param, weights)
+    return {f"weights_{number}.distcp": group for number, group in enumerate(groups)}
+
+
+def _nbytes(param: Param, weights: Weights) -> int:
+    return sum(weights.specs[name].nbytes for name in param.hf)
+
+
+def _blocks(held: Sequence[Param], shape: ModelShape, get: Get) -> Iterator[Block]:
+    for param in held:
+        yield from torch_dist.blocks(param, shape, map(get, param.hf))
+
+
+def _keep(folder: HfFolder, extras: Sequence[str], source: Source, kept: Path) -> None:
+    copy_companions(folder.path, kept)
+    if (folder.path / INDEX).is_file():
+        shutil.copyfile(folder.path / INDEX, kept / INDEX)
+    (kept / HEADERS).mkdir()
+    for file, header in folder.headers.items():
+        (kept / HEADERS / f"{file}.header").write_bytes(header)
+    if extras:
+        write_folder(kept / EXTRAS, {name: folder.read(name) for name in extras}, source.hf_config)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rl.config.schema import Format, KvCache
+from megatron_rl.checkpoint.checkpoints import POLICY, SYNC
+from megatron_rl.config import ConfigError, recorded_config
+from megatron_rl.config.schema import Format, KvCache, Precision, QuantizationSection
+from megatron_rl.distributed import TorchGroup
+from megatron_rl.models.hf_folder import read_stored
 from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
+from megatron_rl.models.weight_files import stored_tensors
+from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.formats import (
     QUANTIZED,
     SCALE_DTYPE,
@@ -22,14 +28,17 @@ from megatron_rl.quantization.formats import (
     scale_name,
     scale_shape,
 )
-from megatron_rl.quantization.quantize import quantize, sample_error, summarize
-from megatron_rl.quantization.smoothing import Smoothing, column_amax
-from megatron_rl.workshop.conversion.imports import refuse_others
-from megatron_rl.workshop.conversion.sources import Source
-from megatron_rl.workshop.conversion.to_folder import Beside, write_folder
-from megatron_rl.workshop.conversion.weights import Get, Weights, digest
+from megatron_rl.quantization.quantize import quantize
+from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing, column_amax
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.workshop.conversion import calibration
+from megatron_rl.workshop.conversion.exports import Beside, write_folder
+from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest
+from megatron_rl.workshop.conversion.work import refuse_target
 
 DTYPE = "bfloat16"  # of what stays unquantized; what a learner in BF16 quantizes is rounded to it before
+AS_SAMPLER = "as_sampler"  # whatever the run's sampler had
+FORMATS = (Format.int8.value, Format.fp8.value, Format.fp8_block.value, AS_SAMPLER, *calibration.MODELOPT)
 
 
 @dataclass(frozen=True)
@@ -45,77 +54,121 @@ class Recipe:
     def quantizes(self, name: str) -> bool:
         return is_quantized(name, self.format, self.ignore)
 
+    def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch_dtype(DTYPE)) if self.rounds_first else tensor
 
-def quantize_folder(
+
+def quantize_as_asked(
     source: Source,
     target: Path,
-    recipe: Recipe,
-    options: Mapping[str, Any],
-    note: Callable[[str], None],
-    **more: Any,
+    *,
+    format: str,
+    smooth: float | None = None,
+    calibrate: str | None = None,
+    ignore: Sequence[str] | None = None,
 ) -> None:
-    """`options`: what the recipe was made from, as far as it decides the bytes. `more`: for parity.json."""
-    plain, shape = source.plain, source.shape
-    refuse_others(plain, shape, source.path)
-    kv_cache = KvCache.fp8 if recipe.cache else KvCache.none
-    layout = quantization_config(recipe.format, recipe.ignore, kv_cache)
-    key = "dtype" if "dtype" in source.hf_config else "torch_dtype"
-    write_folder(
-        quantized(plain, shape, recipe),
-        target,
-        Beside(source.folder, {"quantization_config": layout, key: DTYPE}),
-        command="quantize",
-        job={**source.job, **options},
-        inputs=[source.path],
-        note=note,
-        format=recipe.format.value,
-        **more,
+    """`format`: a weight format, AS_SAMPLER, or one of modelopt's."""
+    refuse_target(target, [source])
+    if format not in FORMATS:
+        why = "modelopt's export has no INT8; int8 is made here" if format == "modelopt_int8" else "there is none"
+        raise ConfigError(f"--format {format}: {why}; take one of {', '.join(FORMATS)}")
+    if format == AS_SAMPLER:
+        if smooth is not None or calibrate or ignore:
+            raise ConfigError(f"--format {AS_SAMPLER}: the run has chosen the rest; leave the other options out")
+        _quantize_folder(source, target, _recipe_of_run(source), {"format": format})
+        return
+    if format in calibration.MODELOPT:
+        if smooth is not None or not calibrate:
+            raise ConfigError(f"--format {format}: needs --calibrate FILE, and no --smooth")
+        calibration.modelopt_folder(source, target, format, calibrate, ignore or ())
+        return
+    kind = Format(format)
+    if (smooth is None) != (calibrate is None):
+        raise ConfigError("--smooth ALPHA and --calibrate FILE belong together: smoothing follows what activations do")
+    if smooth is not None and (kind != Format.int8 or not 0 < smooth < 1):
+        raise ConfigError(f"--smooth {smooth} --format {kind.value}: smoothing is for int8, with 0 < ALPHA < 1")
+    recipe = Recipe(kind, QuantizationSection().ignore if ignore is None else ignore)
+    options: dict[str, Any] = {"format": kind.value, "ignore": list(recipe.ignore), "smooth": smooth}
+    if smooth is None or calibrate is None:
+        _quantize_folder(source, target, recipe, options)
+        return
+    activations_LNH, coverage = calibration.activation_amax(source, calibrate)
+    smoothing = Smoothing(source.shape, smooth, 1, TorchGroup(), lambda: activations_LNH)
+    smoothing.begin_sync(lambda: _weight_amax(source.plain, source.shape, recipe))
+    options["scales"] = digest(smoothing.scales_LNH)
+    _quantize_folder(source, target, replace(recipe, smoothing=smoothing), options, calibration=coverage)
+
+
+def _recipe_of_run(source: Source) -> Recipe:
+    """How the run's sampler held the policy of one of its checkpoints: its format, the scales of its last sync.
+
+    ConfigError where the run's sampler held no quantized weights, or the checkpoint does not say what it had.
+    """
+    if source.run is None:
+        raise ConfigError(f"{source.path} belongs to no run")
+    config = recorded_config(RunDir(source.run).config)
+    quantization, layers = config.quantization, source.shape.layers
+    if quantization.format == Format.none:
+        raise ConfigError(f"{source.run}: its sampler held BF16 weights (quantization.format: none); use export")
+    state = source.path.parent / SYNC
+    if source.path.name != POLICY or not state.is_file():
+        raise ConfigError(f"{source.path} is no checkpoint of a run, which alone knows its sampler: name RUN@STEP")
+    held = {name: read_stored(name, stored) for name, stored in stored_tensors(state).items()}
+    smoothing, cache = None, CacheScales(layers, TorchGroup(), _nothing_new)
+    if quantization.smoothing and quantization.format == Format.int8:
+        smoothing = Smoothing(source.shape, quantization.smoothing, SCALES_STAY, TorchGroup(), _nothing_new)
+        smoothing.restore(held, repeats=False)
+    if quantization.kv_cache != KvCache.none:
+        cache.restore(held, repeats=False)
+    return Recipe(
+        quantization.format,
+        quantization.ignore,
+        rounds_first=config.learner.precision is Precision.bf16,
+        smoothing=smoothing,
+        cache=dict(cache.values()) if quantization.kv_cache != KvCache.none else {},
     )
 
 
-def quantized(weights: Weights, shape: ModelShape, recipe: Recipe) -> Weights:
+def _nothing_new() -> torch.Tensor:
+    raise AssertionError("the scales of a sync that has been are not measured again")
+
+
+def _quantize_folder(source: Source, target: Path, recipe: Recipe, options: Mapping[str, Any], **about: Any) -> None:
+    """`options`: what the recipe was made from, as far as it decides the bytes. `about`: for parity.json."""
+    plain, shape = source.plain, source.shape
+    source.refuse_misfits()
+    layout = quantization_config(recipe.format, recipe.ignore, KvCache.fp8 if recipe.cache else KvCache.none)
+    key = "dtype" if "dtype" in source.hf_config else "torch_dtype"
+    beside = Beside(source.folder, {"quantization_config": layout, key: DTYPE})
+    made = _quantized(plain, shape, recipe)
+    write_folder(made, target, beside, "quantize", [source], options, format=recipe.format.value, **about)
+
+
+def _quantized(weights: Weights, shape: ModelShape, recipe: Recipe) -> Weights:
     """`weights`: plain ones, of a whole model; what no model has is left out."""
     behind = {name: param for param in params(shape) if not param.row.copy for name in param.hf}
     specs: dict[str, TensorSpec] = {}
     source: dict[str, str] = {}  # output -> what it is made of
     for name in behind:
-        made = _specs(weights.specs[name], recipe)
-        specs |= {one.name: one for one in made}
-        source |= dict.fromkeys((one.name for one in made), name)
+        made = {spec.name: spec for spec in _specs(weights.specs[name], recipe)}
+        specs |= made
+        source |= dict.fromkeys(made, name)
     specs |= {name: TensorSpec.of(name, scale) for name, scale in recipe.cache.items()}
-    made_of: dict[str, list[dict[str, str]]] = {}
-    errors: dict[str, float] = {}
 
     def opened() -> Get:
-        get, kept = weights.open(), dict[str, torch.Tensor]()
+        get, held = weights.open(), dict[str, torch.Tensor]()
 
         def made(name: str) -> torch.Tensor:
             if name in recipe.cache:
-                made_of[name] = [{}]
                 return recipe.cache[name]
-            if name not in kept:
-                kept.clear()
-                tensor = get(source[name])
-                read = [{source[name]: digest(tensor)}]
-                kept.update(_made(source[name], tensor, behind[source[name]], recipe, errors))
-                made_of.update(dict.fromkeys(kept, read))
-            return kept[name]
+            if name not in held:
+                held.clear()
+                held.update(_made(source[name], get(source[name]), behind[source[name]], recipe))
+            return held[name]
 
         return made
 
-    return Weights(specs, opened, made_of, errors)
-
-
-def weight_amax(weights: Weights, shape: ModelShape, recipe: Recipe) -> torch.Tensor:
-    """[layer, norm, channel]: the largest weight of each column over the quantized readers of a norm."""
-    amax_LNH, get = torch.zeros(shape.layers, len(Norm), shape.hidden), weights.open()
-    for param in params(shape):
-        if param.row.norm is None or param.layer is None or len(param.shapes[0]) == 1:
-            continue
-        here = amax_LNH[param.layer, param.row.norm]
-        for name in filter(recipe.quantizes, param.hf):
-            torch.maximum(here, column_amax(_rounded(get(name), recipe)), out=here)
-    return amax_LNH
+    return Weights(specs, opened)
 
 
 def _specs(spec: TensorSpec, recipe: Recipe) -> list[TensorSpec]:
@@ -127,10 +180,8 @@ def _specs(spec: TensorSpec, recipe: Recipe) -> list[TensorSpec]:
     return [TensorSpec(spec.name, kind.dtype, spec.shape), scale]
 
 
-def _made(
-    name: str, tensor: torch.Tensor, param: Param, recipe: Recipe, errors: dict[str, float]
-) -> dict[str, torch.Tensor]:
-    tensor = _rounded(tensor, recipe)
+def _made(name: str, tensor: torch.Tensor, param: Param, recipe: Recipe) -> dict[str, torch.Tensor]:
+    tensor = recipe.rounded(tensor)
     if recipe.smoothing is not None:
         tensor = recipe.smoothing.fold(param, tensor)
     if not recipe.quantizes(name):
@@ -139,9 +190,16 @@ def _made(
         result = quantize(tensor, recipe.format)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    ((_, errors[name]),) = summarize([sample_error(name, tensor, result, recipe.format)]).worst
     return {name: result["weight"], scale_name(name): result["weight_scale"]}
 
 
-def _rounded(tensor: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    return tensor.to(torch_dtype(DTYPE)) if recipe.rounds_first else tensor
+def _weight_amax(weights: Weights, shape: ModelShape, recipe: Recipe) -> torch.Tensor:
+    """[layer, norm, channel]: the largest weight of each column over the quantized readers of a norm."""
+    amax_LNH, get = torch.zeros(shape.layers, len(Norm), shape.hidden), weights.open()
+    for param in params(shape):
+        if param.row.norm is None or param.layer is None or len(param.shapes[0]) == 1:
+            continue
+        here = amax_LNH[param.layer, param.row.norm]
+        for name in filter(recipe.quantizes, param.hf):
+            torch.maximum(here, column_amax(recipe.rounded(get(name))), out=here)
+    return amax_LNH

@@ -1,31 +1,60 @@
-"""Which weights a command line means: of a run, of one of its steps, of a checkpoint, of a Hugging Face folder."""
+"""The weights that a command line means: of a run, of one of its steps, of a checkpoint, of a Hugging Face folder."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import xxhash
+
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.readable import look_into
+from megatron_rl.checkpoint.torch_dist import places
 from megatron_rl.checkpoint.torch_dist import reader as torch_dist
+from megatron_rl.checkpoint.torch_dist.index import CheckpointError
 from megatron_rl.config import ConfigError, recorded_config
-from megatron_rl.config.schema import KEPT, Config
+from megatron_rl.models import weight_files
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tensors import DTYPES, TensorSpec, dtype_name
 from megatron_rl.models.weight_files import refuse_links_out
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.workshop.conversion import kept
-from megatron_rl.workshop.conversion.to_folder import Beside
-from megatron_rl.workshop.conversion.weights import Weights, files_of, of_checkpoint, of_folder
 from megatron_rl.workshop.evaluation import stored_model
 
 AT_STEP = re.compile(r"(.+)@([0-9]{1,18})")
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # of config.json
 QUANTIZATION_FILE = "hf_quant_config.json"  # of modelopt, beside it
+Get = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Names, dtypes and shapes of all tensors, in the order in which reading them is cheap; nothing is read yet."""
+
+    specs: Mapping[str, TensorSpec]
+    open: Callable[[], Get]  # each gives its own `get`, which may hold on to what it has read last
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs.values())
+
+
+def of_folder(path: Path) -> Weights:
+    folder = HfFolder(path)
+    refuse_links_out(path, folder.files)
+    return Weights({name: folder.spec(name) for name in folder.names}, lambda: folder.read)
+
+
+def of_checkpoint(path: Path, shape: ModelShape) -> Weights:
+    reader = torch_dist.Reader(path)
+    specs = {spec.name: spec for spec in torch_dist.specs(reader, shape)}
+    return Weights(specs, lambda: torch_dist.getter(reader, shape))
 
 
 @dataclass(frozen=True)
@@ -39,7 +68,7 @@ class Source:
 
     @property
     def is_folder(self) -> bool:
-        """Of Hugging Face; otherwise a torch_dist checkpoint."""
+        """Whether it is a folder of Hugging Face; otherwise it is a torch_dist checkpoint."""
         return self.path == self.folder
 
     @property
@@ -57,12 +86,8 @@ class Source:
 
     @property
     def weights(self) -> Weights:
-        """As they are stored."""
-        if not self.is_folder:
-            return of_checkpoint(torch_dist.Reader(self.path), self.shape)
-        folder = HfFolder(self.path)
-        refuse_links_out(self.path, folder.files)
-        return of_folder(folder)
+        """The weights as they are stored."""
+        return of_folder(self.path) if self.is_folder else of_checkpoint(self.path, self.shape)
 
     @property
     def plain(self) -> Weights:
@@ -75,35 +100,34 @@ class Source:
         return self.weights
 
     @property
-    def beside(self) -> Beside:
-        """What an export puts beside the weights. An import knows the files that it came from."""
-        imported = self.folder.name == KEPT and self.folder.parent == self.path
-        return kept.beside(self.folder) if imported else Beside(self.folder)
+    def misfits(self) -> list[str]:
+        """How the weights differ from what config.json promises."""
+        room = weight_files if self.is_folder else places
+        return list(room.misfits(self.path, self.shape))
+
+    def refuse_misfits(self) -> None:
+        if found := self.misfits:
+            raise CheckpointError(found[0])
 
     @property
-    def job(self) -> dict[str, Any]:
-        """What decides the bytes that are made of it."""
-        beside = files_of(self.folder)
-        return {"source": str(self.path.resolve()), "files": files_of(self.path) | (beside if self.run else {})}
+    def identity(self) -> dict[str, Any]:
+        """Path, and sizes and times of all files: whether this is what was read before."""
+        folders = {self.path, self.folder} if self.run else {self.path}
+        files = {str(path): path.stat() for folder in folders for path in folder.rglob("*") if path.is_file()}
+        known = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}
+        return {"source": str(self.path.resolve()), "files": known}
 
 
-def find(given: str, hf: Path | None = None, note: Callable[[str], None] = lambda line: None) -> Source:
+def find(given: str, hf: Path | None = None) -> Source:
     """`given`: a folder, or RUN@STEP. ConfigError and CheckpointError say what is wrong with it."""
     path, at = Path(given), AT_STEP.fullmatch(given)
     if at is not None and not path.exists():
         path = _of_step(Path(at[1]), int(at[2]))
     run = stored_model.run_of(path)
-    config = recorded_config(RunDir(run).config) if run else None
-    stored = stored_model.find(path, config, hf)
+    stored = stored_model.find(path, recorded_config(RunDir(run).config) if run else None, hf)
     if stored.note:
         note(stored.note)
     return Source(stored.weights, stored.folder, read_hf_config(stored.folder, key=given), run)
-
-
-def run_config(source: Source) -> Config:
-    if source.run is None:
-        raise ConfigError(f"{source.path} belongs to no run")
-    return recorded_config(RunDir(source.run).config)
 
 
 def _of_step(run: Path, step: int) -> Path:
@@ -113,3 +137,20 @@ def _of_step(run: Path, step: int) -> Path:
         there = ", ".join(map(str, sorted(present))) or "none"
         raise ConfigError(f"{run}@{step}: no checkpoint of step {step} in {root} (there are: {there})")
     return checkpoints.verify(checkpoints.path_of(root, step), look_into).path
+
+
+def note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A digest of dtype, shape and bytes, wherever they lie."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    about = f"{DTYPES[dtype_name(tensor.dtype)][0]} {'x'.join(map(str, tensor.shape))}"
+    return f"{about} {xxhash.xxh3_64_hexdigest(flat.numpy().data)}"
+
+
+def content_digest(digests: Mapping[str, str]) -> str:
+    """A digest of a whole model: the same for every folder that holds the same numbers, in however many files."""
+    lines = (f"{name} {digests[name]}\n" for name in sorted(digests))
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode())

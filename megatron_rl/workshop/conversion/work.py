@@ -1,7 +1,8 @@
-"""An output folder that is made file by file: whole under its name, or not there at all, and gone on with after a kill.
+"""A folder that a conversion makes file by file: whole under its name or not there, and gone on with after a kill.
 
-Beside TARGET, .TARGET.partial holds what is finished, and a journal: first what is being made of what, then a line for
-each file that is whole. The same command reads it and writes what is missing; the folder takes its name at the end.
+Until then it is called .TARGET.partial. Its journal says first what is being made of what, then which files are whole,
+and what is to be known of each. The same command writes what is missing, reads every tensor back, and gives the folder
+its name.
 """
 
 from __future__ import annotations
@@ -12,41 +13,60 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
 from io import FileIO
 from pathlib import Path
-from threading import Lock
-from typing import Any
+from threading import Event
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_rl.checkpoint.checkpoints import sync_folder
-from megatron_rl.files import remove
+from megatron_rl.files import remove, write_whole
+from megatron_rl.models import memory
+from megatron_rl.models.weight_files import PARITY
+from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest, note
 
-JOURNAL = "journal.jsonl"
+JOURNAL = ".journal.jsonl"
+PACKAGES = ("megatron-rl", "torch", "megatron-core", "safetensors", "transformers", "nvidia-modelopt")
+THREADS = 2  # at most: each holds what belongs to one parameter, and a disk is busy with two
+Task = TypeVar("Task")
+Done = Callable[[int], None]
 
 
+@dataclass(frozen=True)
 class Work:
-    """`path`: where to write. `finished`: file -> what was noted of it."""
+    """`path`: where to write. `finished`: what is known of each file that is whole."""
 
-    def __init__(self, target: Path, path: Path, journal: FileIO, finished: dict[str, Any]) -> None:
-        self.target, self.path, self.finished = target, path, finished
-        self._journal, self._lock = journal, Lock()
+    path: Path
+    target: Path
+    journal: FileIO
+    about: Mapping[str, Any]
+    finished: dict[str, dict[str, Any]]
 
-    def finish(self, name: str, **about: Any) -> None:
-        """The file is whole, and on disk. Any thread may say so."""
-        with self._lock:
-            self.finished[name] = about
-            self._write({"file": name, "bytes": (self.path / name).stat().st_size, "about": about})
+    def finish(self, name: str, digests: Mapping[str, str], **about: Any) -> None:
+        """Notes that the file is whole, and on disk. `digests`: of its tensors."""
+        self.finished[name] = {"digests": dict(digests), **about}
+        _add_line(self.journal, {"file": name, "about": self.finished[name]})
 
-    def publish(self) -> None:
+    def publish(self, output: Weights, **about: Any) -> None:
+        """Reads every tensor once more, by the way that its readers go, and gives the folder its name."""
+        known = {name: one for file in self.finished.values() for name, one in file["digests"].items()}
+        read = _read_back(output, known, self.path)
+        versions = {name: metadata.version(name) for name in PACKAGES}
+        made = {"content": content_digest(read), "tensors": len(read)}
+        said = {**self.about, **about, "output": made, "versions": versions}
+        write_whole(self.path / PARITY, json.dumps(said, indent=1) + "\n")
         (self.path / JOURNAL).unlink()
         for folder in (*(entry for entry in self.path.rglob("*") if entry.is_dir()), self.path):
             sync_folder(folder)
         self.path.rename(self.target)
         sync_folder(self.target.parent)
-
-    def _write(self, line: Mapping[str, Any]) -> None:
-        self._journal.write(json.dumps(line).encode() + b"\n")
-        os.fsync(self._journal.fileno())
 
 
 def partial_of(target: Path) -> Path:
@@ -55,18 +75,14 @@ def partial_of(target: Path) -> Path:
 
 @contextmanager
 def begun(
-    target: Path,
-    inputs: Sequence[Path],
-    job: Mapping[str, Any],
-    note: Callable[[str], None],
-    sizes: Mapping[str, int],
+    target: Path, command: str, sources: Sequence[Source], options: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> Iterator[Work]:
-    """`job`: what is made of what, all that decides the bytes. ValueError in the block: nothing is kept.
+    """`options`: what decides the bytes beside the sources. ValueError in the block: nothing is kept.
 
-    Whatever else ends it, a full disk or a kill, leaves what is finished for the next time. `inputs` are only read.
+    Whatever else ends it, a full disk or a kill, leaves what is finished for the next time.
     `sizes`: bytes that the files will have at least, as far as that is known: OSError where there is no room for them.
     """
-    refuse_target(target, inputs)
+    refuse_target(target, sources)
     path = partial_of(target)
     if path.is_symlink():
         raise ValueError(f"{path} is a link; remove it")
@@ -76,25 +92,52 @@ def begun(
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"{target} is being written by another process; name another target") from None
-        finished = _finished(path, journal, job, note)
+        job = {"command": command, "sources": [source.identity for source in sources], **options}
+        finished = _finished(path, journal, job)
         _refuse_full_disk(path, finished, sizes)
-        work = Work(target, path, journal, finished)
-        if os.fstat(journal.fileno()).st_size == 0:
-            work._write({"job": job})
+        about = {"made_by": command, "inputs": [str(source.path) for source in sources]}
         try:
-            yield work
+            yield Work(path, target, journal, about, finished)
         except ValueError:
             remove(path)
             raise
 
 
-def refuse_target(target: Path, inputs: Sequence[Path]) -> None:
-    """Before anything expensive."""
+def refuse_target(target: Path, sources: Sequence[Source]) -> None:
+    """Refuses what exists, and what lies in a folder that is only read: before anything expensive."""
     if os.path.lexists(target):
         raise ValueError(f"{target} exists already: name another target, or remove it first")
-    for source in inputs:
-        if target.resolve().is_relative_to(source.resolve()):
-            raise ValueError(f"{target} lies inside {source}, which is only read: name a target elsewhere")
+    for folder in (folder for source in sources for folder in (source.path, source.folder)):
+        if target.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{target} lies inside {folder}, which is only read: name a target elsewhere")
+
+
+def _finished(path: Path, journal: FileIO, job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What of an earlier attempt at the same is whole; the rest of it goes."""
+    journal.seek(0)
+    whole = journal.readall().rpartition(b"\n")[0]  # a kill may have cut off a line
+    try:
+        first, *lines = [json.loads(line) for line in whole.split(b"\n")]
+    except ValueError:
+        first, lines = None, []
+    same = first == json.loads(json.dumps(job))
+    finished = {line["file"]: line["about"] for line in lines if same and (path / line["file"]).is_file()}
+    others = [entry for entry in path.iterdir() if entry.name not in (JOURNAL, *finished)]
+    for entry in others:
+        remove(entry)
+    if finished:
+        note(f"goes on with {path}, of which {len(finished)} files are finished")
+    elif others and not same:
+        note(f"removed what another conversion had begun in {path}")
+    journal.truncate(len(whole) + 1 if same else 0)
+    if not same:
+        _add_line(journal, job)
+    return finished
+
+
+def _add_line(journal: FileIO, line: Mapping[str, Any]) -> None:
+    journal.write(json.dumps(line).encode() + b"\n")
+    os.fsync(journal.fileno())
 
 
 def _refuse_full_disk(path: Path, finished: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
@@ -108,38 +151,69 @@ def _refuse_full_disk(path: Path, finished: Mapping[str, Any], sizes: Mapping[st
     raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {said}", str(path.parent))
 
 
-def _finished(path: Path, journal: FileIO, job: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
-    """What of an earlier attempt at the same is whole; the rest of it goes."""
-    journal.seek(0)
-    lines = list(_lines(journal.readall()))
-    finished: dict[str, Any] = {}
-    if lines and lines[0].get("job") == json.loads(json.dumps(job)):
-        finished = {line["file"]: line["about"] for line in lines[1:] if _is_whole(path, line)}
-    elif any(entry.name != JOURNAL for entry in path.iterdir()):
-        note(f"removed what another conversion had begun in {path}")
-    kept = {path / name for name in finished}
-    for entry in sorted(path.rglob("*"), reverse=True):
-        if entry != path / JOURNAL and entry not in kept and not (entry.is_dir() and any(entry.iterdir())):
-            remove(entry)
-    if finished:
-        note(f"goes on with {path}, of which {len(finished)} files are finished")
-    journal.truncate(0)
-    if finished:
-        whole = [line for line in lines if "job" in line or line["file"] in finished]
-        journal.write(b"".join(json.dumps(line).encode() + b"\n" for line in whole))
-        os.fsync(journal.fileno())
-    return finished
+def _read_back(output: Weights, known: Mapping[str, str], where: Path) -> dict[str, str]:
+    """Digests of all tensors; ValueError names the first that is not what was written."""
+    missing, read = sorted(known.keys() - output.specs.keys()), dict[str, str]()
+    if missing:
+        raise ValueError(f"{where} lacks {missing[0]} after it was written")
+
+    def check(names: list[str], done: Done) -> None:
+        memory.reuse()
+        get = output.open()
+        for name in names:
+            read[name] = digest(get(name))
+            if read[name] != known.get(name, read[name]):
+                raise ValueError(f"{where}: {name} reads otherwise than it was written; is the disk sound?")
+            done(output.specs[name].nbytes)
+
+    side_by_side("check", check, shared_out({name: spec.nbytes for name, spec in output.specs.items()}), output.nbytes)
+    return read
 
 
-def _lines(content: bytes) -> Iterator[dict[str, Any]]:
-    """Up to the first that a kill has cut off."""
-    for line in content.split(b"\n")[:-1]:
+class Stopped(Exception):
+    """Another thread has failed, or all are to end."""
+
+
+def side_by_side(verb: str, work: Callable[[Task, Done], None], tasks: Sequence[Task], nbytes: int) -> None:
+    """Calls `work(task, done)` for each task in a few threads: reading, rounding, hashing, writing leave Python free.
+
+    `done(bytes)` moves a bar of `nbytes`, and raises when another one has failed, or all are to end.
+    """
+    stop, threads = Event(), torch.get_num_threads()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        bar = progress.add_task(verb, total=nbytes)
+
+        def done(count: int) -> None:
+            progress.advance(bar, count)
+            if stop.is_set():
+                raise Stopped
+
         try:
-            yield json.loads(line)
-        except ValueError:
-            return
+            share = max(1, threads // _count())
+            with ThreadPoolExecutor(_count(), "conversion", torch.set_num_threads, (share,)) as pool:
+                running = [pool.submit(work, task, done) for task in tasks]
+                try:
+                    for one in as_completed(running):
+                        one.result()
+                except BaseException:
+                    stop.set()
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+        finally:
+            torch.set_num_threads(threads)  # what a thread has set is what later ones begin with
 
 
-def _is_whole(path: Path, line: Mapping[str, Any]) -> bool:
-    file = path / line["file"]
-    return file.is_file() and file.stat().st_size == line["bytes"]
+def shared_out(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Names that follow on each other, about as many bytes for each thread."""
+    runs: list[list[str]] = [[] for _ in range(_count())]
+    total, before = max(sum(sizes.values()), 1), 0
+    for name, nbytes in sizes.items():
+        middle = before + nbytes / 2
+        runs[min(int(middle * len(runs) / total), len(runs) - 1)].append(name)
+        before += nbytes
+    return [run for run in runs if run]
+
+
+def _count() -> int:
+    return min(THREADS, len(os.sched_getaffinity(0)))

@@ -6,29 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.schema import (
-    Aggregate,
-    CorrectionConfig,
-    Level,
-    NonFinite,
-    Outside,
-    Reduce,
-    RejectRule,
-    Stat,
-    WeightConfig,
-)
-from megatron_rl.workshop.translation.keys import Keys, Translation, in_section
-from megatron_rl.workshop.translation.shared import BYPASS, NO_WEIGHT, gspo_tokens
+from megatron_rl.config.schema import Aggregate, Level, NonFinite, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import BYPASS, NO_WEIGHT, Keys, Translation, gspo_tokens
+from megatron_rl.workshop.translation.settings import in_section
 
-SECTION = ("level", "action", "metric", "agg", "upper", "lower")
+SECTION = "actor.rejection_sampling"
+KEYS = ("level", "action", "metric", "agg", "upper", "lower")
 BESIDE = (
-    "use_decoupled_loss",
-    "recompute_logprob",
-    "m2_threshold",
-    "prox_logp_method",
-    "importance_sampling_level",
+    "use_decoupled_loss", "recompute_logprob", "m2_threshold", "prox_logp_method", "importance_sampling_level",
     "use_sapo_loss",
-)
+)  # fmt: skip
 METHODS = ("recompute", "metrics", "reuse_train_logp", "loglinear")
 CAP_NOW = "now rejection_sampling: {action: mask, or clamp for truncate, metric: ratio, upper: the cap}"
 REMOVED = dict.fromkeys(("behav_imp_weight_cap", "behave_imp_weight_cap", "behave_imp_weight_mode"), CAP_NOW)
@@ -37,15 +24,13 @@ NEEDS_DECOUPLED = "AReaL ignores it without use_decoupled_loss; set that, or lea
 
 def areal(mapping: Mapping[str, Any]) -> Translation:
     beside = [f"actor.{name}" for name in BESIDE]
-    keys = in_section(
-        "areal", mapping, "actor.rejection_sampling", SECTION, beside, common=SECTION, old=REMOVED, bare=False
-    )
+    keys = in_section("areal", mapping, SECTION, KEYS, beside, common=KEYS, old=REMOVED, bare=False)
     rejects = keys.present
     decoupled = keys.flag("use_decoupled_loss", default=rejects)
     if rejects and not decoupled:
         raise keys.error("use_decoupled_loss", "AReaL ignores rejection_sampling without it; set it, or leave that out")
     if rejects and not keys.given("use_decoupled_loss"):
-        keys.notes.append("use_decoupled_loss is not given and taken as true; without it AReaL corrects nothing")
+        keys.note("use_decoupled_loss is not given and taken as true; without it AReaL corrects nothing")
     sapo = keys.flag("use_sapo_loss", False)
     if sapo and decoupled:
         raise keys.error("use_sapo_loss", "AReaL refuses it with use_decoupled_loss; leave one of them out")
@@ -54,7 +39,7 @@ def areal(mapping: Mapping[str, Any]) -> Translation:
         raise keys.error("prox_logp_method", "ours computes the proximal logprobs, it does not interpolate them")
     by_itself = method == "reuse_train_logp" and not sapo
     if by_itself:
-        keys.notes.append(f"{method}: AReaL makes one update per batch with it; goes with learner.n_minibatches: 1")
+        keys.note(f"{method}: AReaL makes one update per batch with it; goes with learner.n_minibatches: 1")
     threshold = keys.positive("m2_threshold")
     if threshold is not None and not decoupled:
         raise keys.error("m2_threshold", NEEDS_DECOUPLED)
@@ -72,15 +57,12 @@ def areal(mapping: Mapping[str, Any]) -> Translation:
             # a band of token ratios keeps the denominators as a weight that is zero outside it
             weight = replace(weight, outside=Outside.zero, low=rules[0].low, high=rules[0].high)
             if keys.text("importance_sampling_level") == "sequence":
-                keys.notes.append(f"{gspo_tokens('AReaL', 'those inside the band')} by m2_threshold")
+                keys.note(f"{gspo_tokens('AReaL', 'those inside the band')} by m2_threshold")
         rules = [RejectRule(level=Level.token, stat=Stat.m2, budget=threshold)]
         renormalize = True
         non_finite = NonFinite.drop  # a second moment that is NaN is the largest of all
-        keys.notes.append("m2_threshold: AReaL solves it in each micro-batch, ours in the batch: the same with one")
-    config = CorrectionConfig(
-        weight=weight, reject=rules, rebaseline=False, renormalize=renormalize, non_finite=non_finite
-    )
-    return Translation(config, keys.notes)
+        keys.note("m2_threshold: AReaL solves it in each micro-batch, ours in the batch: the same with one")
+    return keys.translation(weight, rules, renormalize, non_finite=non_finite)
 
 
 def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
@@ -93,7 +75,7 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
         raise keys.error("upper", "AReaL needs a number")
     if metric == "ratio":
         if level == Level.sequence:
-            keys.notes.append("a token without a sampler logprob has the row's ratio in AReaL, weight 1 here")
+            keys.note("a token without a sampler logprob has the row's ratio in AReaL, weight 1 here")
         return *_by_ratio(keys, level, action, agg, upper), NonFinite.one
     if action == "clamp":
         raise keys.error("action", "AReaL clamps with metric: ratio only")
@@ -109,7 +91,7 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
     # a KL that is NaN is out of bounds; a ratio that is NaN counts as 1
     if level == Level.token:
         return WeightConfig(level=Level.token, high=None), [rule], NonFinite.zero
-    keys.notes.append("a row that lacks a sampler logprob leaves the denominators here, not AReaL's")
+    keys.note("a row that lacks a sampler logprob leaves the denominators here, not AReaL's")
     return WeightConfig(level=Level.token, high=None), [rule], NonFinite.reject
 
 

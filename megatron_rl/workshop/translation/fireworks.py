@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schema import Aggregate, CorrectionConfig, Level, Outside, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import Translation, TranslationError, flatten, in_section
-from megatron_rl.workshop.translation.shared import BYPASS, gspo_tokens, keeps_kl
+from megatron_rl.config.schema import Aggregate, Level, Outside, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import BYPASS, Translation, TranslationError, gspo_tokens, keeps_kl
+from megatron_rl.workshop.translation.settings import flatten, in_section
 
 KEYS = ("cap", "level", "icepop_threshold")
 FORMER = {"tis_cap": "cap", "tis_level": "level"}  # in `is_correction`, beside the clips of the loss
@@ -20,11 +20,11 @@ def fireworks(mapping: Mapping[str, Any]) -> Translation:
     keys = in_section("fireworks", mapping, place + section, known, (f"{place}anchor_logp",), ("cap", "level", *CLIPS))
     keys.rename(FORMER)
     if any(keys.given(name) for name in CLIPS):
-        keys.notes.append("eps_clip and eps_clip_high are the loss's; they go with loss.clip_low and loss.clip_high")
+        keys.note("eps_clip and eps_clip_high are the loss's; they go with loss.clip_low and loss.clip_high")
     if keys.choice("anchor_logp", "old_policy", "old_policy", "rollout") == "rollout":
         return Translation(BYPASS, keys.notes)
     if not keys.present:
-        keys.notes.append("there is no tis section: the cookbook's default is a cap of 5 per token")
+        keys.note("there is no tis section: the cookbook's default is a cap of 5 per token")
     cap = keys.positive("cap", 5.0) or 5.0
     level = keys.choice("level", "token", "token", "sequence")
     band = keys.positive("icepop_threshold")
@@ -32,9 +32,7 @@ def fireworks(mapping: Mapping[str, Any]) -> Translation:
     if level == "sequence":
         if band is not None:
             raise keys.error("icepop_threshold", "the cookbook refuses it with level: sequence")
-        keys.notes.append(
-            "the cookbook clamps each log-ratio to +-20 before its mean: the same unless one exceeds that"
-        )
+        keys.note("the cookbook clamps each log-ratio to +-20 before its mean: the same unless one exceeds that")
         weight = WeightConfig(level=Level.sequence, aggregate=Aggregate.geometric, high=cap)
     elif band is None:
         weight = WeightConfig(level=Level.token, high=cap)
@@ -46,7 +44,7 @@ def fireworks(mapping: Mapping[str, Any]) -> Translation:
         weight = WeightConfig(level=Level.token, high=cap)
         rules.append(RejectRule(level=Level.token, stat=Stat.ratio, low=1.0 / band, high=band))
         keys.notes += [keeps_kl("the cookbook"), gspo_tokens("the cookbook")]
-    return Translation(CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=False), keys.notes)
+    return keys.translation(weight, rules)
 
 
 def _place(mapping: Mapping[str, Any]) -> tuple[str, str]:

@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schema import (
-    CorrectionConfig,
-    Level,
-    NonFinite,
-    Outside,
-    Reduce,
-    RejectRule,
-    Stat,
-    WeightConfig,
-)
-from megatron_rl.workshop.translation.keys import Keys, Translation, anywhere
-from megatron_rl.workshop.translation.shared import NO_WEIGHT, keeps_kl
+from megatron_rl.config.schema import Level, NonFinite, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, keeps_kl
+from megatron_rl.workshop.translation.settings import anywhere
 
 CORRECTION, ERROR_KEY = "use_importance_sampling_correction", "seq_logprob_error_threshold"
 KIND = "truncated_importance_sampling_type"
@@ -32,11 +23,11 @@ def nemo_rl(mapping: Mapping[str, Any]) -> Translation:
     if keys.flag(KL_KEY, False) and penalty != 0:
         raise keys.error(KL_KEY, "our KL term takes no importance weight")
     if penalty:
-        keys.notes.append(f"{COMMON[0]}: NeMo-RL's KL gradient goes through the probability of sampling too, ours not")
+        keys.note(f"{COMMON[0]}: NeMo-RL's KL gradient goes through the probability of sampling too, ours not")
     weight, rules = _weight(keys)
     renormalize = not rules
     if keys.flag("force_on_policy_ratio", False):
-        keys.notes.append("force_on_policy_ratio: the same with one update per batch, where the ratio is 1 anyway")
+        keys.note("force_on_policy_ratio: the same with one update per batch, where the ratio is 1 anyway")
     threshold = keys.positive(ERROR_KEY)
     if threshold is not None:
         if not renormalize:
@@ -45,15 +36,9 @@ def nemo_rl(mapping: Mapping[str, Any]) -> Translation:
                 "it takes rows out of the denominators and seq-mask-tis leaves them in: ours does one or the other",
             )
         rules.append(RejectRule(stat=Stat.abs, reduce=Reduce.mean, high=threshold))
-    config = CorrectionConfig(
-        weight=weight,
-        reject=rules,
-        rebaseline=False,
-        renormalize=renormalize,
-        # a row's error that is NaN is above any threshold
-        non_finite=NonFinite.zero if threshold is None else NonFinite.reject,
-    )
-    return Translation(config, keys.notes)
+    # a row's error that is NaN is above any threshold
+    non_finite = NonFinite.zero if threshold is None else NonFinite.reject
+    return keys.translation(weight, rules, renormalize, non_finite=non_finite)
 
 
 def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
@@ -63,7 +48,7 @@ def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
     if kind is None and high is not None:
         raise keys.error(HIGH, f"NeMo-RL needs {KIND} with it")
     if kind is not None and not keys.given(CORRECTION):
-        keys.notes.append(f"{CORRECTION} is not given and taken as true; NeMo-RL refuses {KIND} without it")
+        keys.note(f"{CORRECTION} is not given and taken as true; NeMo-RL refuses {KIND} without it")
     if not keys.flag(CORRECTION, default=kind is not None):
         if kind is not None:
             raise keys.error(KIND, f"NeMo-RL needs {CORRECTION}: true with it")
@@ -75,12 +60,12 @@ def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
     faulty = "the row" if per_sequence else "it"
     floor = f", in NeMo-RL {faulty} has {LOW}" if kind == "tis" and low else f", {faulty} in NeMo-RL" * per_sequence
     if not keys.given(ERROR_KEY):  # which rejects the row
-        keys.notes.append(f"a token without a sampler logprob has weight 0{floor}")
+        keys.note(f"a token without a sampler logprob has weight 0{floor}")
     level = Level.sequence if per_sequence else Level.token
     if kind == "seq-mask-tis":
         if per_sequence:
             raise keys.error(KIND, f"NeMo-RL refuses it with {PER_SEQUENCE}")
-        keys.notes.append(keeps_kl("NeMo-RL"))
+        keys.note(keeps_kl("NeMo-RL"))
         return WeightConfig(level=level, high=None), [
             RejectRule(stat=Stat.ratio, reduce=Reduce.mean, low=low, high=high)
         ]

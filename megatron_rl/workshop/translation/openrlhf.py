@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schema import CorrectionConfig, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import Keys, Translation, anywhere
-from megatron_rl.workshop.translation.shared import BYPASS, NO_WEIGHT, keeps_kl
+from megatron_rl.config.schema import Level, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import BYPASS, NO_WEIGHT, Keys, Translation, keeps_kl
+from megatron_rl.workshop.translation.settings import anywhere
 
 BOUNDS = "is_correction_threshold"
 LEVEL, MODE, GATING = "is_correction_level", "is_correction_mode", "is_correction_gating"
@@ -28,9 +28,9 @@ def openrlhf(mapping: Mapping[str, Any]) -> Translation:
         raise keys.error(KL_KEY, "our KL term takes no importance weight")
     scheme = _scheme(keys) if any(map(keys.given, (LEVEL, MODE, GATING))) else _former_scheme(keys)
     if scheme is None:
-        return Translation(CorrectionConfig(weight=NO_WEIGHT, rebaseline=False, renormalize=False), keys.notes)
+        return keys.translation(NO_WEIGHT, [])
     if keys.choice("policy_loss_type", "ppo", "ppo", "gspo") == "gspo":
-        keys.notes.append("with gspo OpenRLHF takes the sampler's logprobs as the anchor; goes with loss.name: gspo")
+        keys.note("with gspo OpenRLHF takes the sampler's logprobs as the anchor; goes with loss.name: gspo")
         return Translation(BYPASS, keys.notes)
     level, mode = scheme
     low, high = _bounds(keys)
@@ -38,11 +38,11 @@ def openrlhf(mapping: Mapping[str, Any]) -> Translation:
     if level == "seq":
         weight = WeightConfig(level=Level.token, high=None)
         rules.append(RejectRule(stat=Stat.ratio, reduce=Reduce.mean, low=low, high=high))
-        keys.notes.append(keeps_kl("OpenRLHF"))
+        keys.note(keeps_kl("OpenRLHF"))
     else:
         outside = Outside.zero if mode == "mask" else Outside.truncate
         weight = WeightConfig(level=Level.token, outside=outside, low=low, high=high)
-    return Translation(CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=False), keys.notes)
+    return keys.translation(weight, rules)
 
 
 def _scheme(keys: Keys) -> tuple[str, str] | None:
@@ -56,7 +56,7 @@ def _scheme(keys: Keys) -> tuple[str, str] | None:
         raise keys.error(LEVEL, "OpenRLHF's name for a geometric mean is seq, write that; labs-molt's seq is a product")
     level = keys.choice(LEVEL, "off", "off", "token", "seq")
     if not keys.given(LEVEL):
-        keys.notes.append(f"{LEVEL} is not given and off by default, so OpenRLHF corrects nothing")
+        keys.note(f"{LEVEL} is not given and off by default, so OpenRLHF corrects nothing")
     if level in (None, "off"):
         return None
     mode = keys.choice(MODE, "mask", "mask", "clip") or "mask"
@@ -73,7 +73,7 @@ def _former_scheme(keys: Keys) -> tuple[str, str] | None:
         raise keys.error(BOUNDS, f"OpenRLHF corrects nothing by it alone; add {LEVEL}, or {ENABLE} before 0.11.2")
     kind = keys.choice(KIND, "tis", *SCHEMES) or "tis"
     if keys.given(KIND) and not keys.given(ENABLE):
-        keys.notes.append(f"{ENABLE} is not given and taken as true; without it OpenRLHF corrects nothing")
+        keys.note(f"{ENABLE} is not given and taken as true; without it OpenRLHF corrects nothing")
     return SCHEMES[kind] if keys.flag(ENABLE, default=keys.given(KIND)) else None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.workshop.translation.keys import Keys, Translation, TranslationError, flatten, in_section
-from megatron_rl.workshop.translation.shared import BYPASS
+from megatron_rl.workshop.translation.keys import BYPASS, Keys, Translation, TranslationError
+from megatron_rl.workshop.translation.settings import flatten, in_section
 
 SECTION = "trainer.loss"
 LOW, HIGH, KL, FACTOR = "dppo_mask_low", "dppo_mask_high", "kl_tau", "adv_tau"
@@ -32,7 +32,7 @@ def prime_rl(mapping: Mapping[str, Any]) -> Translation:
     if keys.number(FACTOR, 1.0) != 1.0:
         raise keys.error(FACTOR, "our losses have no factor on the advantage; set it to 1 and scale the learning rate")
     low, high = (0.2 if (mask := keys.number(name)) is None else mask for name in (LOW, HIGH))
-    keys.notes.append(
+    keys.note(
         "the ratio is to the sampler; goes with loss.name: dppo, loss.trust_region: total_variation, "
         f"loss.clip_low: {low:g}, loss.clip_high: {high:g}, loss.reduction: token_mean"
     )

@@ -5,51 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schema import (
-    Aggregate,
-    Anchor,
-    CorrectionConfig,
-    Level,
-    Outside,
-    Reduce,
-    RejectRule,
-    Stat,
-    WeightConfig,
-)
-from megatron_rl.workshop.translation.keys import Keys, Translation, anywhere
-from megatron_rl.workshop.translation.shared import NO_WEIGHT, gspo_tokens, keeps_kl, opsm
+from megatron_rl.config.schema import Aggregate, Anchor, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, gspo_tokens, keeps_kl, opsm
+from megatron_rl.workshop.translation.settings import anywhere
 
 FUNCTION = "custom_tis_function_path"
-FLAGS = (
-    "use_tis",
-    "tis_clip",
-    "tis_clip_low",
-    FUNCTION,
-    "use_rollout_logprobs",
-    "get_mismatch_metrics",
-    "custom_config_path",
-)
 PARTIAL, MASK_OLD = "partial_rollout", "mask_offpolicy_in_partial_rollout"
-OTHER_FLAGS = ("use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss", "advantage_estimator", PARTIAL, MASK_OLD)
+METRICS = "get_mismatch_metrics"
+FLAGS = (
+    "use_tis", "tis_clip", "tis_clip_low", FUNCTION, "use_rollout_logprobs", METRICS,
+    "custom_config_path", "use_opsm", "opsm_delta", "use_unbiased_kl", "use_kl_loss", "advantage_estimator", PARTIAL,
+    MASK_OLD,
+)  # fmt: skip
 MIS = (
-    "use_rs",
-    "tis_level",
-    "rs_level",
-    "tis_mode",
-    "tis_lower_bound",
-    "tis_upper_bound",
-    "rs_lower_bound",
-    "rs_upper_bound",
-    "rs_veto_threshold",
-    "tis_batch_normalize",
-)
+    "use_rs", "tis_level", "rs_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "rs_lower_bound",
+    "rs_upper_bound", "rs_veto_threshold", "tis_batch_normalize",
+)  # fmt: skip
 COMMON = ("use_kl_loss", "custom_config_path", "advantage_estimator")
 LEVELS = ("token", "sequence", "geometric")
 REDUCE = {"sequence": Reduce.sum, "geometric": Reduce.mean}
 
 
 def slime(mapping: Mapping[str, Any]) -> Translation:
-    keys = anywhere("slime", mapping, FLAGS + OTHER_FLAGS + MIS, COMMON)
+    keys = anywhere("slime", mapping, FLAGS + MIS, COMMON)
     if keys.flag("use_unbiased_kl", False) and keys.flag("use_kl_loss", True):
         raise keys.error("use_unbiased_kl", "our KL term takes no importance weight")
     by_sampler = keys.flag("use_rollout_logprobs", False)
@@ -57,29 +35,25 @@ def slime(mapping: Mapping[str, Any]) -> Translation:
         raise keys.error("use_tis", "slime refuses it with use_rollout_logprobs")
     weight, rules = _correction(keys)
     if by_sampler and weight.level != Level.none:
-        raise keys.error(
-            "get_mismatch_metrics", "with icepop_function slime weighs a ratio that holds the weight already"
-        )
+        raise keys.error(METRICS, "with icepop_function slime weighs a ratio that holds the weight already")
     if keys.text("advantage_estimator") == "gspo" and any(rule.level == Level.token for rule in rules):
-        keys.notes.append(gspo_tokens("slime"))
+        keys.note(gspo_tokens("slime"))
     if keys.flag("use_opsm", False):
         delta = keys.number("opsm_delta", 1e-4)
         assert delta is not None
         rules.append(opsm(delta))
         if by_sampler:
-            keys.notes.append("use_opsm: each micro-batch judges by the current policy, as slime does")
+            keys.note("use_opsm: each micro-batch judges by the current policy, as slime does")
         else:
-            keys.notes.append(
+            keys.note(
                 "use_opsm: slime compares the learner's own old logprobs with its current ones, which rejects nothing "
                 "with one update per batch; ours compares the sampler's with the proximal ones, which is slime's rule "
                 "under use_rollout_logprobs"
             )
-        keys.notes.append(keeps_kl("slime", "what use_opsm, not what use_rs, rejects"))
+        keys.note(keeps_kl("slime", "what use_opsm, not what use_rs, rejects"))
     if keys.flag(MASK_OLD, False):
         rules.insert(0, _fresh(keys))
-    anchor = Anchor.sampler if by_sampler else Anchor.prox
-    config = CorrectionConfig(anchor=anchor, weight=weight, reject=rules, rebaseline=False, renormalize=False)
-    return Translation(config, keys.notes)
+    return keys.translation(weight, rules, anchor=Anchor.sampler if by_sampler else Anchor.prox)
 
 
 def _fresh(keys: Keys) -> RejectRule:
@@ -87,12 +61,12 @@ def _fresh(keys: Keys) -> RejectRule:
     if not keys.flag(PARTIAL, True):
         raise keys.error(MASK_OLD, f"slime ignores it without {PARTIAL}; set that, or leave this out")
     if not keys.given(PARTIAL):
-        keys.notes.append(f"{PARTIAL} is not given and taken as true; without it slime masks nothing here")
-    keys.notes.append(
+        keys.note(f"{PARTIAL} is not given and taken as true; without it slime masks nothing here")
+    keys.note(
         f"{MASK_OLD}: the call that completes a batch has the learner's weights in slime's train.py, and those of one "
         "update before in train_async.py: raise the rule's high to 1 for that"
     )
-    keys.notes.append("a row that is masked as a whole still counts in slime's mean over rows, not in ours")
+    keys.note("a row that is masked as a whole still counts in slime's mean over rows, not in ours")
     return RejectRule(level=Level.token, stat=Stat.staleness, high=0.0)
 
 
@@ -109,10 +83,10 @@ def _correction(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
         raise keys.error("use_rs", "slime rejects nothing without use_tis; set it, or leave use_rs out")
     if mis and wanted:
         if not function:
-            keys.notes.append(f"{FUNCTION} is not given and taken as that of examples/train_infer_mismatch_helper")
+            keys.note(f"{FUNCTION} is not given and taken as that of examples/train_infer_mismatch_helper")
         return _mis(keys)
     # the metrics call the function too, and an icepop that is called is an icepop that weighs
-    if not wanted and not (function and not is_mis and keys.flag("get_mismatch_metrics", False)):
+    if not wanted and not (function and not is_mis and keys.flag(METRICS, False)):
         return NO_WEIGHT, []
     if function and not function.endswith("icepop_function"):
         raise keys.error(FUNCTION, "what a custom function computes is not known here")
@@ -132,7 +106,7 @@ def _mis(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
     if normalize and level == "geometric":
         raise keys.error("tis_batch_normalize", "slime refuses it with tis_level geometric")
     if normalize:
-        keys.notes.append("tis_batch_normalize: slime's mean is of a micro-batch, ours of the batch: the same with one")
+        keys.note("tis_batch_normalize: slime's mean is of a micro-batch, ours of the batch: the same with one")
     high = keys.positive("tis_upper_bound")
     if high is None:
         raise keys.error("tis_upper_bound", "slime needs it")
@@ -146,7 +120,7 @@ def _mis(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
         normalize=normalize,
     )
     if mode == "mask":
-        keys.notes.append("tis_mode: mask: slime's reference KL and entropy leave out masked tokens, ours keep them")
+        keys.note("tis_mode: mask: slime's reference KL and entropy leave out masked tokens, ours keep them")
     return weight, _rejection(keys, low, high) if rejects else []
 
 

@@ -25,10 +25,11 @@ from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite
 from megatron_rl.config.shape import misfits
 from megatron_rl.workshop.translation.areal import areal
 from megatron_rl.workshop.translation.fireworks import fireworks
-from megatron_rl.workshop.translation.keys import LEFT_OUT, Translation, TranslationError
+from megatron_rl.workshop.translation.keys import Translation, TranslationError
 from megatron_rl.workshop.translation.nemo_rl import nemo_rl
 from megatron_rl.workshop.translation.openrlhf import openrlhf
 from megatron_rl.workshop.translation.prime_rl import prime_rl
+from megatron_rl.workshop.translation.settings import LEFT_OUT
 from megatron_rl.workshop.translation.skyrl import skyrl
 from megatron_rl.workshop.translation.slime import slime
 from megatron_rl.workshop.translation.trl import trl
@@ -37,15 +38,7 @@ from megatron_rl.workshop.translation.verl import verl
 __all__ = ["FRAMEWORKS", "TranslatedConfig", "TranslationError", "translate", "translate_file", "yaml_text"]
 
 FRAMEWORKS: dict[str, Callable[[Mapping[str, Any]], Translation]] = {
-    "verl": verl,
-    "skyrl": skyrl,
-    "trl": trl,
-    "nemo_rl": nemo_rl,
-    "areal": areal,
-    "slime": slime,
-    "openrlhf": openrlhf,
-    "fireworks": fireworks,
-    "prime_rl": prime_rl,
+    one.__name__: one for one in (verl, skyrl, trl, nemo_rl, areal, slime, openrlhf, fireworks, prime_rl)
 }
 
 

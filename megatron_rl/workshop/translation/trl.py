@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.schema import CorrectionConfig, Level, NonFinite, Outside, WeightConfig
-from megatron_rl.workshop.translation.keys import Keys, Translation, anywhere, flatten, last
-from megatron_rl.workshop.translation.shared import NO_WEIGHT, keeps_kl, opsm
+from megatron_rl.config.schema import Level, NonFinite, Outside, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, keeps_kl, opsm
+from megatron_rl.workshop.translation.settings import anywhere, flatten, last
 
 MODE, MASK_KEY = "vllm_importance_sampling_mode", "off_policy_mask_threshold"
 LOW, HIGH = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"
@@ -36,28 +36,25 @@ def trl(mapping: Mapping[str, Any]) -> Translation:
     if by_vllm and keys.flag(CORRECTION, True):
         weight = WeightConfig(level=Level.token, high=keys.positive(OLD_HIGH)) if early else _weight(keys)
         if undated:
-            keys.notes.append(EARLY if early else LATER)
+            keys.note(EARLY if early else LATER)
         if keys.text("loss_type") == "vespo":
             raise keys.error("loss_type", "VESPO takes the ratio into a weighting of its own, which we have not")
     rules = []
     threshold = keys.positive(MASK_KEY)
     if threshold is not None:
         rules.append(opsm(threshold))
-        keys.notes.append(
+        keys.note(
             f"{MASK_KEY}: judges by the proximal policy, TRL by the current one: the same with one update per batch"
         )
         if not by_vllm:
-            keys.notes.append(f"{MASK_KEY}: without vLLM TRL compares with the learner's own old logprobs")
+            keys.note(f"{MASK_KEY}: without vLLM TRL compares with the learner's own old logprobs")
     if rules:
-        keys.notes.append(keeps_kl("TRL"))
+        keys.note(keeps_kl("TRL"))
     if weight.level == Level.sequence:
-        keys.notes.append("a token without a sampler logprob has the row's ratio in TRL, weight 1 here")
+        keys.note("a token without a sampler logprob has the row's ratio in TRL, weight 1 here")
     if weight.level != Level.none and not keys.given("use_vllm"):
-        keys.notes.append("use_vllm is not given and taken as true; without vLLM TRL corrects nothing")
-    config = CorrectionConfig(
-        weight=weight, reject=rules, rebaseline=False, renormalize=False, non_finite=NonFinite.one
-    )
-    return Translation(config, keys.notes)
+        keys.note("use_vllm is not given and taken as true; without vLLM TRL corrects nothing")
+    return keys.translation(weight, rules, non_finite=NonFinite.one)
 
 
 def _weight(keys: Keys) -> WeightConfig:

@@ -6,41 +6,35 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import Keys, Translation, flatten, in_section
-from megatron_rl.workshop.translation.shared import NO_WEIGHT
+from megatron_rl.config.schema import Anchor, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation
+from megatron_rl.workshop.translation.settings import flatten, in_section
 
+NORMALIZE = "rollout_is_batch_normalize"
 KEYS = (
-    "rollout_is",
-    "rollout_is_threshold",
-    "rollout_is_batch_normalize",
-    "rollout_rs",
-    "rollout_rs_threshold",
-    "bypass_mode",
-    "loss_type",
-)
+    "rollout_is", "rollout_is_threshold", NORMALIZE, "rollout_rs", "rollout_rs_threshold",
+    "bypass_mode", "loss_type",
+)  # fmt: skip
 AGG = "loss_agg_mode"
 AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # what verl divides by, and whether it has the sampler's logprobs
+ACTOR = "actor_rollout_ref.actor"
 BESIDE = (
-    "trainer.use_v1",
-    f"actor_rollout_ref.actor.{AGG}",
-    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "trainer.use_v1", f"{ACTOR}.{AGG}", f"{ACTOR}.policy_loss.loss_mode",
     "actor_rollout_ref.rollout.calculate_log_probs",
-)
+)  # fmt: skip
 COMMON = ("loss_type", "loss_mode")
 # the section that loss_mode bypass_mode reads, under the default trainer
-IN_LOSS = "actor_rollout_ref.actor.policy_loss.rollout_correction"
+IN_LOSS = f"{ACTOR}.policy_loss.rollout_correction"
 MODES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "clip_cov", "kl_cov", "dro", "cispo", "bypass_mode")
 ROW_MODES = {"gspo": "gspo", "sapo": "sapo", "geo_mean": "gmpo"}  # a mean over rows, whatever loss_agg_mode says
-LO_HI = "lo_hi in rollout_{}_threshold says it"
 VETO = "verl has no veto now; write it as our rule {level: sequence, stat: ratio, reduce: min, low: ...}"
 REMOVED = {
     "tis_imp_ratio_cap": "rollout_is: token with rollout_is_threshold: the cap does it",
     "rollout_is_level": "rollout_is says it",
     "rollout_is_mode": "rollout_is_threshold says it: a number truncates, lo_hi masks",
-    "rollout_is_threshold_lower": LO_HI.format("is"),
-    "rollout_rs_threshold_lower": LO_HI.format("rs"),
+    "rollout_is_threshold_lower": "lo_hi in rollout_is_threshold says it",
+    "rollout_rs_threshold_lower": "lo_hi in rollout_rs_threshold says it",
     "rollout_is_veto_threshold": VETO,
     "rollout_token_veto_threshold": VETO,
     "bypass_old_logprob_for_rollout": "bypass_mode does it",
@@ -48,18 +42,12 @@ REMOVED = {
     "use_pure_rollout_correction": "bypass_mode with loss_type: reinforce does it",
     "debug_rollout_actor_probs": "verl compares the two whenever calculate_log_probs is set",
 }
-RULES = {
-    "token_k1": RejectRule(level=Level.token, stat=Stat.ratio),
-    "token_k2": RejectRule(level=Level.token, stat=Stat.k2),
-    "token_k3": RejectRule(level=Level.token, stat=Stat.k3),
-    "seq_sum_k1": RejectRule(stat=Stat.ratio, reduce=Reduce.sum),
-    "seq_sum_k2": RejectRule(stat=Stat.k2, reduce=Reduce.sum),
-    "seq_sum_k3": RejectRule(stat=Stat.k3, reduce=Reduce.sum),
-    "seq_mean_k1": RejectRule(stat=Stat.ratio, reduce=Reduce.mean),
-    "seq_mean_k2": RejectRule(stat=Stat.k2, reduce=Reduce.mean),
-    "seq_mean_k3": RejectRule(stat=Stat.k3, reduce=Reduce.mean),
-    "seq_max_k2": RejectRule(stat=Stat.k2, reduce=Reduce.max),
-    "seq_max_k3": RejectRule(stat=Stat.k3, reduce=Reduce.max),
+STATS = {"k1": Stat.ratio, "k2": Stat.k2, "k3": Stat.k3}
+RULES = {f"token_{name}": RejectRule(level=Level.token, stat=stat) for name, stat in STATS.items()} | {
+    f"seq_{reduce.value}_{name}": RejectRule(stat=stat, reduce=reduce)
+    for reduce in (Reduce.sum, Reduce.mean, Reduce.max)
+    for name, stat in STATS.items()
+    if (reduce, name) != (Reduce.max, "k1")
 }
 
 
@@ -70,7 +58,7 @@ def verl(mapping: Mapping[str, Any]) -> Translation:
     if in_loss:
         _read_in_loss(keys, in_section("verl", in_loss, IN_LOSS, KEYS, common=COMMON, old=REMOVED, bare=False))
     if not keys.present:
-        keys.notes.append("there is no algorithm.rollout_correction, so verl corrects nothing")
+        keys.note("there is no algorithm.rollout_correction, so verl corrects nothing")
     bypass = _bypasses(keys)
     weight, rules = _weight(keys), _rules(keys)
     reinforce = keys.choice("loss_type", "ppo_clip", "ppo_clip", "reinforce") == "reinforce"
@@ -78,35 +66,29 @@ def verl(mapping: Mapping[str, Any]) -> Translation:
     if (corrects or bypass) and not keys.flag("calculate_log_probs", True):
         raise keys.error("calculate_log_probs", "verl corrects nothing without it; set it, or leave the correction out")
     if any(rule.level == Level.sequence for rule in rules):
-        keys.notes.append(
-            "verl clamps each token's log-ratio to +-20 before summing a row: the same unless one exceeds that"
-        )
+        keys.note("verl clamps each token's log-ratio to +-20 before summing a row: the same unless one exceeds that")
     if keys.text(AGG) == "token-sum":
         raise keys.error(AGG, "our losses have no plain sum over tokens; they divide by a count (loss.reduction)")
     keys.choice(AGG, "token-mean", *AGG_MODES)
     if keys.text("loss_mode") == "dro":
-        keys.notes.append("loss_mode dro: its quadratic loss is not here; the correction is the same for any loss")
+        keys.note("loss_mode dro: its quadratic loss is not here; the correction is the same for any loss")
     if bypass:
         return _bypass(keys, weight, rules, reinforce)
     if corrects:
         keys.choice("loss_mode", None, *MODES, *ROW_MODES)
     if weight.normalize and rules:
-        raise keys.error(
-            "rollout_is_batch_normalize", "with rollout_rs verl's mean includes rejected tokens, ours never does"
-        )
-    renormalize = _renormalize(keys, rules)
-    config = CorrectionConfig(weight=weight, reject=rules, rebaseline=False, renormalize=renormalize)
-    return Translation(config, keys.notes)
+        raise keys.error(NORMALIZE, "with rollout_rs verl's mean includes rejected tokens, ours never does")
+    return keys.translation(weight, rules, _renormalize(keys, rules))
 
 
 def _read_in_loss(keys: Keys, in_loss: Keys) -> None:
     """The settings inside the loss in place of the algorithm's, where verl reads them."""
     if keys.text("loss_mode") != "bypass_mode" or not keys.flag("use_v1", True):
-        keys.notes.append(f"{IN_LOSS}: verl reads it with loss_mode: bypass_mode and trainer.use_v1 only; left out")
+        keys.note(f"{IN_LOSS}: verl reads it with loss_mode: bypass_mode and trainer.use_v1 only; left out")
         return
     keys.replace(in_loss, [name for name in KEYS if name != "bypass_mode"])
     if not keys.given("use_v1"):
-        keys.notes.append(
+        keys.note(
             "verl's default trainer (use_v1: true) reads policy_loss.rollout_correction, as here; with use_v1: false "
             "it reads algorithm.rollout_correction instead"
         )
@@ -121,7 +103,7 @@ def _bypasses(keys: Keys) -> bool:
             "without algorithm.rollout_correction.bypass_mode verl compares the learner with itself; set it",
         )
     if not keys.given("bypass_mode"):
-        keys.notes.append(
+        keys.note(
             "algorithm.rollout_correction.bypass_mode is not given and taken as true; without it verl compares the "
             "learner with itself"
         )
@@ -139,17 +121,16 @@ def _bypass(keys: Keys, weight: WeightConfig, rules: list[RejectRule], reinforce
                 "policy_loss.rollout_correction, beside loss_mode: bypass_mode",
             )
         if not keys.given("use_v1"):
-            keys.notes.append("with trainer.use_v1, its default, verl ignores rollout_rs and loss_type in bypass_mode")
+            keys.note("with trainer.use_v1, its default, verl ignores rollout_rs and loss_type in bypass_mode")
     _refuse_mixed_denominators(keys, rules, _reduction(keys) if keys.flag("use_v1", True) else keys.text(AGG))
     if weight.normalize:
-        raise keys.error("rollout_is_batch_normalize", "with bypass_mode the mean depends on the micro-batch split")
+        raise keys.error(NORMALIZE, "with bypass_mode the mean depends on the micro-batch split")
     if reinforce:
-        keys.notes.append("goes with loss.name: reinforce")
+        keys.note("goes with loss.name: reinforce")
     elif weight.level != Level.none:
         weight = NO_WEIGHT
-        keys.notes.append("verl computes rollout_is for its metrics only here: the ratio of the loss is the correction")
-    config = CorrectionConfig(anchor=Anchor.sampler, weight=weight, reject=rules, rebaseline=False, renormalize=False)
-    return Translation(config, keys.notes)
+        keys.note("verl computes rollout_is for its metrics only here: the ratio of the loss is the correction")
+    return keys.translation(weight, rules, anchor=Anchor.sampler)
 
 
 def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:
@@ -161,7 +142,7 @@ def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:
     if reduction.startswith("seq-mean"):
         return False
     if not keys.given("use_v1"):
-        keys.notes.append(
+        keys.note(
             "verl's denominators count the tokens left, as here, with loss_agg_mode: token-mean and trainer.use_v1: "
             "false; those of its default trainer (use_v1: true) count all: set renormalize: false for that"
         )
@@ -174,12 +155,12 @@ def _reduction(keys: Keys) -> str:
     if mode not in ROW_MODES:
         return keys.text(AGG) or "token-mean"
     micro_batch = ", those of a micro-batch" if mode == "geo_mean" else ""
-    keys.notes.append(
+    keys.note(
         f"loss_mode {mode}: verl divides by all rows{micro_batch}, whatever {AGG} says; goes with loss.name: "
         f"{ROW_MODES[mode]}, loss.reduction: seq_mean_token_mean"
     )
     if mode == "gspo" and keys.text(AGG) != "seq-mean-token-mean":
-        keys.notes.append(
+        keys.note(
             f"verl 0.9.1 and before divide gspo as {AGG} says (by default token-mean), which ours cannot: there this "
             f"is the same with {AGG}: seq-mean-token-mean only"
         )
@@ -201,9 +182,9 @@ def _weight(keys: Keys) -> WeightConfig:
     if level is None:
         return NO_WEIGHT
     if keys.null(name):
-        keys.notes.append(f"verl computes no weight where {name} is null")
+        keys.note(f"verl computes no weight where {name} is null")
         return NO_WEIGHT
-    normalize = keys.flag("rollout_is_batch_normalize", False)
+    normalize = keys.flag(NORMALIZE, False)
     text = keys.text(name)
     if text is not None and "_" in text:
         _note_unquoted(keys, name, text)
@@ -239,7 +220,7 @@ def _note_unquoted(keys: Keys, name: str, text: str) -> None:
     except ValueError:
         return
     if number is not None:
-        keys.notes.append(f"{name}: {text} is read as two bounds; without quotes it is {number:g} to verl")
+        keys.note(f"{name}: {text} is read as two bounds; without quotes it is {number:g} to verl")
 
 
 def _words(keys: Keys, name: str) -> list[str]:

@@ -7,18 +7,14 @@ from pathlib import Path
 
 from models import convert
 
-from megatron_rl.workshop.conversion import (
-    side_by_side,
-    to_checkpoint,
-    to_folder,
-)
+from megatron_rl.workshop.conversion import exports, imports, work
 
 FILE_BYTES = 20 << 20
 
 
 def main() -> None:
-    to_checkpoint.FILE_BYTES = to_folder.FILE_BYTES = FILE_BYTES
-    side_by_side.MOST = 2
+    imports.FILE_BYTES = exports.FILE_BYTES = FILE_BYTES
+    work.THREADS = 2
     for line in sys.stdin:
         first, words = json.loads(line)
         pid = os.fork()

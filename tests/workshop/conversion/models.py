@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from simulated import hf_config, random_hf
 
@@ -32,6 +33,18 @@ convert = _tool()
 
 def done(*words: object) -> None:
     assert convert.main([str(word) for word in words]) == 0
+
+
+def fails(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What is said."""
+    assert convert.main([str(word) for word in words]) == 1
+    return capsys.readouterr().err
+
+
+def verdicts(tmp_path: Path, *words: object) -> dict[str, int]:
+    """How many tensors `verify` finds to be what, where it finds nothing wrong."""
+    done("verify", *words, "--report", tmp_path / "parity.json")
+    return json.loads((tmp_path / "parity.json").read_text())["tensors"]
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from compressed_tensors.compressors import (
     PackedQuantizationCompressor,
 )
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from models import ALL, config_of, convert, done, made, tensors_of
+from models import ALL, config_of, done, fails, made, tensors_of, verdicts
 from safetensors.torch import save_file
 
 from megatron_rl.quantization.formats import FP8_MAX
@@ -32,40 +32,23 @@ def scaled(args: QuantizationArgs, shape: tuple[int, ...]) -> dict[str, torch.Te
     return {"weight": WEIGHT, "weight_scale": scale}
 
 
-def cases() -> dict[str, tuple[Any, QuantizationArgs, tuple[int, ...]]]:
-    plain, packed = NaiveQuantizationCompressor, PackedQuantizationCompressor
-    return {
-        "int8 channel": (plain, QuantizationArgs(num_bits=8, type="int", strategy="channel"), (ROWS, 1)),
-        "int8 tensor": (plain, QuantizationArgs(num_bits=8, type="int", strategy="tensor"), (1,)),
-        "fp8 channel": (plain, QuantizationArgs(num_bits=8, type="float", strategy="channel"), (ROWS, 1)),
-        "fp8 tensor": (plain, QuantizationArgs(num_bits=8, type="float", strategy="tensor"), (1,)),
-        "fp8 block": (
-            plain,
-            QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[64, 64]),
-            (3, 5),
-        ),
-        "int8 asymmetric": (
-            plain,
-            QuantizationArgs(num_bits=8, type="int", strategy="channel", symmetric=False),
-            (ROWS, 1),
-        ),
-        "int4 group": (
-            packed,
-            QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=64),
-            (ROWS, COLUMNS // 64),
-        ),
-        "int4 asymmetric": (
-            packed,
-            QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=64, symmetric=False),
-            (ROWS, COLUMNS // 64),
-        ),
-        "int8 packed": (packed, QuantizationArgs(num_bits=8, type="int", strategy="channel"), (ROWS, 1)),
-        "nvfp4": (
-            NVFP4PackedCompressor,
-            QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16),
-            (ROWS, COLUMNS // 16),
-        ),
-    }
+def case(compressor: Any, bits: int, kind: str, strategy: str, shape: tuple[int, ...], **more: Any) -> Any:
+    return compressor, QuantizationArgs(num_bits=bits, type=kind, strategy=strategy, **more), shape
+
+
+NAIVE, PACKED = NaiveQuantizationCompressor, PackedQuantizationCompressor
+CASES = {
+    "int8 channel": case(NAIVE, 8, "int", "channel", (ROWS, 1)),
+    "int8 tensor": case(NAIVE, 8, "int", "tensor", (1,)),
+    "fp8 channel": case(NAIVE, 8, "float", "channel", (ROWS, 1)),
+    "fp8 tensor": case(NAIVE, 8, "float", "tensor", (1,)),
+    "fp8 block": case(NAIVE, 8, "float", "block", (3, 5), block_structure=[64, 64]),
+    "int8 asymmetric": case(NAIVE, 8, "int", "channel", (ROWS, 1), symmetric=False),
+    "int4 group": case(PACKED, 4, "int", "group", (ROWS, COLUMNS // 64), group_size=64),
+    "int4 asymmetric": case(PACKED, 4, "int", "group", (ROWS, COLUMNS // 64), group_size=64, symmetric=False),
+    "int8 packed": case(PACKED, 8, "int", "channel", (ROWS, 1)),
+    "nvfp4": case(NVFP4PackedCompressor, 4, "float", "tensor_group", (ROWS, COLUMNS // 16), group_size=16),
+}
 
 
 def folder_of(path: Path, tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any]) -> Path:
@@ -77,10 +60,10 @@ def folder_of(path: Path, tensors: Mapping[str, torch.Tensor], quantization: Map
     return path
 
 
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", CASES)
 def test_as_compressed_tensors_reads_it(tmp_path: Path, name: str) -> None:
     """Whose library llm-compressor writes its folders with."""
-    compressor, args, shape = cases()[name]
+    compressor, args, shape = CASES[name]
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     given = scaled(args, shape)
     if not args.symmetric:
@@ -132,7 +115,7 @@ def test_what_is_quantized_here_can_be_trained_again(tmp_path: Path, family: str
     assert {n: t.shape for n, t in tensors_of(source).items()} == {
         n: t.shape for n, t in tensors_of(tmp_path / "plain").items()
     }
-    done("verify", tmp_path / "plain", tmp_path / "quantized", "--report", tmp_path / "parity.json")
+    verdicts(tmp_path, tmp_path / "plain", tmp_path / "quantized")
 
 
 @pytest.mark.fault("a quantized folder lacks a scale, or is of a form that is not read", "dequantize names the tensor")
@@ -144,20 +127,16 @@ def test_what_is_quantized_here_can_be_trained_again(tmp_path: Path, family: str
         ({"a.weight_packed": torch.ones(2, 2, dtype=torch.uint8)}, "there is no a.weight_scale"),
         ({"a.weight_g_idx": torch.ones(2, dtype=torch.int32)}, "a.weight_g_idx: columns in an order of their own"),
         ({"a.weight": torch.ones(2, dtype=torch.int8), "a.weight_scale": torch.ones(1)}, "no matrix"),
-        (
-            {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(3, 5)},
-            "a.weight_scale is [3, 5]",
-        ),
+        ({"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(3, 5)},
+         "a.weight_scale is [3, 5]"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_understood(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tensors: dict[str, torch.Tensor], said: str
 ) -> None:
     folder = folder_of(tmp_path / "hf", tensors, {"quant_method": "compressed-tensors"})
-    assert convert.main(["dequantize", str(folder), str(tmp_path / "out")]) == 1
-    assert said in capsys.readouterr().err
+    assert said in fails(capsys, "dequantize", folder, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
     plain = made(tmp_path / "plain", config_of("llama"))
     assert find(str(plain)).quantization is None
-    assert convert.main(["dequantize", str(plain), str(tmp_path / "out")]) == 1
-    assert "holds plain weights" in capsys.readouterr().err
+    assert "holds plain weights" in fails(capsys, "dequantize", plain, tmp_path / "out")

@@ -34,11 +34,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_there_are_five() -> None:
-    assert len(JOURNEY.findall(README)) == 5
+def test_there_are_four() -> None:
+    assert len(JOURNEY.findall(README)) == 4
 
 
-@pytest.mark.parametrize("journey", JOURNEY.findall(README), ids=range(1, 6))
+@pytest.mark.parametrize("journey", JOURNEY.findall(README), ids=range(1, 5))
 def test_a_journey(place: Path, monkeypatch: pytest.MonkeyPatch, journey: str) -> None:
     monkeypatch.chdir(place)
     for line in journey.splitlines():
@@ -49,9 +49,6 @@ def test_a_journey(place: Path, monkeypatch: pytest.MonkeyPatch, journey: str) -
 
 def test_where_they_lead(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    a, b = tensors_of(place / "steps" / "100"), tensors_of(place / "steps" / "120")
-    for name, tensor in tensors_of(place / "exported" / "mean").items():
-        assert torch.equal(tensor, (a[name].float() * 0.25 + b[name].float() * 0.75).bfloat16())
     sampled, int8 = (tensors_of(place / "served" / name) for name in ("dapo-sampled", "dapo-int8"))
     assert all(torch.equal(tensor, int8[name]) for name, tensor in sampled.items())
 

@@ -20,11 +20,11 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.utils import calculate_qparams
-from models import config_of, done, made, tensors_of
+from models import config_of, done, made, tensors_of, verdicts
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.workshop.conversion.scores import Program, runs, score
 from megatron_rl.workshop.conversion.sources import find
+from megatron_rl.workshop.conversion.verification import refuse_unscored, score
 
 PUBLISHED = {  # preset -> the format that config.json then names
     "W8A16": "pack-quantized",
@@ -93,17 +93,15 @@ def test_what_its_own_library_reads(tmp_path: Path, plain: Path, preset: str) ->
     done("import", tmp_path / "plain", tmp_path / "checkpoint")
     # zero points are rounded, which moves the largest values by more than half a step
     bound, verdict = (0.2, "within_the_bound") if preset.endswith("ASYM") else (0, "within_a_step")
-    done("verify", plain, folder, "--bound", bound, "--report", tmp_path / "parity.json")
-    tensors = json.loads((tmp_path / "parity.json").read_text())["tensors"]
-    assert tensors == {"equal": len(got) - 14, verdict: 14}
+    assert verdicts(tmp_path, plain, folder, "--bound", bound) == {"equal": len(got) - 14, verdict: 14}
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8", "fp8_block"])
 def test_transformers_runs_what_is_quantized_here(tmp_path: Path, plain: Path, format: str) -> None:
     done("quantize", plain, tmp_path / "quantized", "--format", format)
     source = find(str(tmp_path / "quantized"))
-    assert runs(Program.transformers, source)
-    got = torch.cat(score(Program.transformers, source, ROWS))
-    whole = torch.cat(score(Program.transformers, find(str(plain)), ROWS))
+    refuse_unscored(source)
+    got = torch.cat(score(source, ROWS))
+    whole = torch.cat(score(find(str(plain)), ROWS))
     print("DISTANCE", format, (got - whole).abs().mean())
     assert 0 < float((got - whole).abs().mean()) < 0.08

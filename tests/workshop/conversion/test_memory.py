@@ -20,7 +20,6 @@ CONVERSIONS = {
     "quantize to fp8_block": (["quantize", "--format", "fp8_block"], ["checkpoint"]),
     "dequantize int8": (["dequantize"], ["int8"]),
     "dequantize fp8_block": (["dequantize"], ["fp8_block"]),
-    "average": (["average"], ["hf", "hf"]),
 }
 MOST = 100e6  # of each of two threads: what megatron joins, what that is made of, and the steps of rounding
 

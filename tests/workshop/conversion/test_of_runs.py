@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import config_of, convert, done, made, tensors_of
+from models import config_of, done, fails, made, tensors_of, verdicts
 from safetensors.torch import save_file
 from simulated import assert_same_bits
 
@@ -70,7 +70,7 @@ def test_as_its_sampler_had_it(tmp_path: Path, run: Run, capsys: pytest.CaptureF
     assert_same_bits(list(tensors_of(tmp_path / "out").items()), sent)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"] == quantization_config(Format.int8, ["lm_head"], KvCache.fp8)
-    done("verify", f"{folder}@3", tmp_path / "out", "--report", tmp_path / "parity.json")
+    verdicts(tmp_path, f"{folder}@3", tmp_path / "out")
 
 
 def test_a_step_and_a_run(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,8 +87,7 @@ def test_a_step_and_a_run(tmp_path: Path, run: Run, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert "checkpoint of step 3 of the run run, saved under tp=2 dp=2" in said
     assert f"export {folder}@3 HF_FOLDER" in said
-    assert convert.main(["export", f"{folder}@4", str(tmp_path / "x")]) == 1
-    assert "no checkpoint of step 4" in (said := capsys.readouterr().err)
+    assert "no checkpoint of step 4" in (said := fails(capsys, "export", f"{folder}@4", tmp_path / "x"))
     assert "(there are: 3)" in said
 
 
@@ -100,5 +99,4 @@ def test_a_torn_step(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    assert convert.main(["export", f"{folder}@3", str(tmp_path / "x")]) == 1
-    assert f"{data} was changed after it was written" in capsys.readouterr().err
+    assert f"{data} was changed after it was written" in fails(capsys, "export", f"{folder}@3", tmp_path / "x")

@@ -16,16 +16,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from models import config_of, convert, done, made, tensors_of
+from models import config_of, convert, done, fails, made, tensors_of
 
 from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.models.hf_folder import make_header
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import TensorSpec
-from megatron_rl.workshop.conversion import side_by_side, to_checkpoint, to_folder
+from megatron_rl.workshop.conversion import exports, imports
+from megatron_rl.workshop.conversion import work as work_module
 from megatron_rl.workshop.conversion.work import JOURNAL, Work, partial_of
 
 KILLS = 20
@@ -34,12 +36,16 @@ KILLS = 20
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Dozens of them; one thread, as forks are made here."""
-    monkeypatch.setattr(to_checkpoint, "FILE_BYTES", 30_000)
-    monkeypatch.setattr(to_folder, "FILE_BYTES", 30_000)
+    monkeypatch.setattr(imports, "FILE_BYTES", 30_000)
+    monkeypatch.setattr(exports, "FILE_BYTES", 30_000)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def options(command: str) -> list[str]:
+    return ["--format", "int8"] if command == "quantize" else []
 
 
 def in_a_fork(work: Callable[[], int], said: Path | None = None) -> int:
@@ -64,8 +70,8 @@ def finished(partial: Path) -> dict[str, tuple[int, int]]:
     """Files that the journal calls whole, by what tells that one was written again."""
     if not (partial / JOURNAL).is_file():
         return {}
-    names = [json.loads(line).get("file") for line in (partial / JOURNAL).read_bytes().split(b"\n")[:-1]]
-    about = {name: (partial / name).stat() for name in names if name}
+    _, *lines = (partial / JOURNAL).read_bytes().split(b"\n")[:-1] or [b""]
+    about = {name: (partial / name).stat() for name in (json.loads(line)["file"] for line in lines)}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in about.items()}
 
 
@@ -83,10 +89,10 @@ def test_random_kills(tmp_path: Path, command: str, capfd: pytest.CaptureFixture
     if command == "export":
         done("import", source, tmp_path / "checkpoint")
         source = tmp_path / "checkpoint"
-    options = ["--format", "int8"] if command == "quantize" else []
-    words = [command, str(source), str(tmp_path / "out"), *options]
+    words = [command, str(source), str(tmp_path / "out"), *options(command)]
     started = time.perf_counter()
-    assert ended(in_a_fork(lambda: convert.main([command, str(source), str(tmp_path / "undisturbed"), *options]))) == 0
+    undisturbed = [command, str(source), str(tmp_path / "undisturbed"), *options(command)]
+    assert ended(in_a_fork(lambda: convert.main(undisturbed))) == 0
     whole_s = time.perf_counter() - started
     before, killed = content(source), 0
     least = KILLS if command == "import" else KILLS // 2
@@ -118,12 +124,12 @@ def begin(source: Path, target: Path) -> None:
     def work() -> int:
         finish = Work.finish
 
-        def stop_after_three(work: Work, name: str, **about: object) -> None:
-            finish(work, name, **about)
+        def stop_after_three(work: Work, name: str, *about: Any, **more: Any) -> None:
+            finish(work, name, *about, **more)
             if len(work.finished) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        side_by_side.MOST, Work.finish = 1, stop_after_three
+        work_module.THREADS, Work.finish = 1, stop_after_three
         return convert.main(["import", str(source), str(target)])
 
     assert ended(in_a_fork(work)) == -signal.SIGKILL
@@ -133,8 +139,7 @@ def begin(source: Path, target: Path) -> None:
 def test_what_is_left_is_not_taken_for_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
     begin(source, target)
-    assert convert.main(["inspect", str(partial_of(target))]) == 1
-    assert "is unfinished" in capsys.readouterr().err
+    assert "is unfinished" in fails(capsys, "inspect", partial_of(target))
     done("import", source, target)
     assert "goes on with" in capsys.readouterr().err
     (tmp_path / "out").rename(tmp_path / "first")
@@ -148,7 +153,7 @@ def test_what_is_left_is_not_taken_for_another(tmp_path: Path, capsys: pytest.Ca
     begin(source, tmp_path / "again")
     torn = partial_of(tmp_path / "again")
     (torn / JOURNAL).write_bytes((torn / JOURNAL).read_bytes()[:-7])
-    (torn / "weights_1.distcp").write_bytes(b"")
+    (torn / "weights_1.distcp").unlink()
     done("import", source, tmp_path / "again")
     assert "of which 1 files are finished" in capsys.readouterr().err
     assert content(tmp_path / "again") == content(target)
@@ -160,8 +165,7 @@ def test_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     partial_of(target).mkdir()
     with (partial_of(target) / JOURNAL).open("w") as journal:
         fcntl.flock(journal, fcntl.LOCK_EX)
-        assert convert.main(["import", str(source), str(target)]) == 1
-        assert "is being written by another process" in capsys.readouterr().err
+        assert "is being written by another process" in fails(capsys, "import", source, target)
     done("import", source, target)
 
 
@@ -170,7 +174,7 @@ def test_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_no_space_left(tmp_path: Path, command: str) -> None:
     """RLIMIT_FSIZE refuses as a full disk does."""
     source, target = made(tmp_path / "hf", config_of("llama")), tmp_path / "out"
-    words = [command, str(source), str(target), *(["--format", "fp8"] if command == "quantize" else [])]
+    words = [command, str(source), str(target), *options(command)]
 
     def work() -> int:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -204,9 +208,7 @@ def test_too_small_a_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], co
             file.truncate(8 + len(header) + sum(spec.nbytes for spec in specs))
     except OSError as error:
         pytest.skip(f"the file system has no file of that size: {error}")
-    words = [command, str(source), str(tmp_path / "out"), *(["--format", "int8"] if command == "quantize" else [])]
-    assert convert.main(words) == 1
-    said = capsys.readouterr().err
+    said = fails(capsys, command, source, tmp_path / "out", *options(command))
     assert os.strerror(errno.ENOSPC) in said
     assert " GB are still to be written, " in said
     assert said.count("\n") == 1

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from models import config_of, convert, done, made, tensors_of
+from models import config_of, convert, done, fails, made, tensors_of, verdicts
 
 from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import write_folder
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.workshop.conversion import scores, verification
-from megatron_rl.workshop.conversion.prompts import token_rows
-from megatron_rl.workshop.conversion.scores import Program, Scores
-from megatron_rl.workshop.conversion.sources import Source, find
-from megatron_rl.workshop.conversion.verification import PLAIN_GATE, QUANTIZED_GATE
+from megatron_rl.processes.process import SHORT_SPIN
+from megatron_rl.sampler.engine_process import engine_environment
+from megatron_rl.workshop.conversion.calibration import Rows, token_rows
+from megatron_rl.workshop.conversion.sources import find
+from megatron_rl.workshop.conversion.verification import PLAIN_GATE, QUANTIZED_GATE, Scores, score
 
 MODELOPT = ("modelopt_fp8_kv", "modelopt_nvfp4")
 NEW = {"phi3": "Phi3ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM"}  # families that nothing else here starts
@@ -65,7 +68,20 @@ def rows(folders: Path) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def answers(folders: Path, rows: list[tuple[int, ...]]) -> dict[str, Scores | str]:
-    return dict(zip(FOLDERS, scores.plain_vllm([folders / name for name in FOLDERS], rows), strict=True))
+    return dict(zip(FOLDERS, plain_vllm([folders / name for name in FOLDERS], rows), strict=True))
+
+
+def plain_vllm(folders: list[Path], rows: Rows) -> list[Scores | str]:
+    """What vLLM says against a folder is text."""
+    arguments = {"max_model_len": 2 * max(map(len, rows)), "max_num_seqs": 8, "enforce_eager": True}
+    arguments |= {} if torch.cuda.is_available() else {"kv_cache_memory_bytes": 512 << 20}
+    request = {"folders": list(map(str, folders)), "rows": rows, "arguments": arguments}
+    done = subprocess.run(
+        [sys.executable, "-P", str(Path(__file__).parent / "plain_logprobs.py")],
+        input=json.dumps(request), capture_output=True, text=True, env=engine_environment() | SHORT_SPIN, check=True,
+    )  # fmt: skip
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    return [one["error"] if isinstance(one, dict) else [torch.tensor(row) for row in one] for one in answers]
 
 
 def distance(one: Scores | str, other: Scores | str) -> float:
@@ -76,22 +92,12 @@ def distance(one: Scores | str, other: Scores | str) -> float:
 
 @pytest.mark.engine
 def test_plain_weights(folders: Path, rows: list[tuple[int, ...]], answers: dict[str, Scores | str]) -> None:
-    """Transformers, learner and vLLM agree."""
-    source = find(str(folders / "hf"))
-    for program in (Program.transformers, Program.learner):
-        assert distance(scores.score(program, source, rows), answers["hf"]) < PLAIN_GATE
-    of_checkpoint = scores.score(Program.learner, find(str(folders / "checkpoint")), rows)
-    assert distance(of_checkpoint, answers["hf"]) < PLAIN_GATE
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("family", NEW)
-def test_families_that_are_rows(
-    folders: Path, rows: list[tuple[int, ...]], answers: dict[str, Scores | str], family: str
-) -> None:
-    by_learner = scores.score(Program.learner, find(str(folders / family)), rows)
-    assert distance(by_learner, answers[family]) < PLAIN_GATE
-    assert 0 < distance(answers[family], answers[f"{family}-int8"]) < QUANTIZED_GATE
+    """Transformers, learner and vLLM agree, on families too that nothing else here starts."""
+    for name in ("hf", "checkpoint", *NEW):
+        by_vllm = answers["hf" if name == "checkpoint" else name]
+        assert distance(score(find(str(folders / name)), rows), by_vllm) < PLAIN_GATE, name
+    for family in NEW:
+        assert 0 < distance(answers[family], answers[f"{family}-int8"]) < QUANTIZED_GATE
 
 
 @pytest.mark.engine
@@ -112,28 +118,27 @@ def test_modelopt_s_folders_load_up_to_the_kernel(
     else:
         assert distance(answers["hf"], said) < QUANTIZED_GATE
     done("dequantize", folders / name, tmp_path / "plain")
-    done("verify", folders / "hf", folders / name, "--report", tmp_path / "parity.json")
+    verdicts(tmp_path, folders / "hf", folders / name)
     assert tensors_of(tmp_path / "plain").keys() == tensors_of(folders / "hf").keys()
-    assert json.loads((folders / name / "parity.json").read_text())["calibration"]["seen"] == 1.0
+    assert json.loads((folders / name / "parity.json").read_text())["calibration"].endswith(
+        "100.0% of the places to measure were reached"
+    )
 
 
-@pytest.mark.engine
-def test_verify_with_logprobs(
-    tmp_path: Path, folders: Path, answers: dict[str, Scores | str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def asked(program: Program, source: Source, rows: scores.Rows) -> Scores:
-        found = answers[source.path.name]  # of the process above: another one takes seconds
-        assert not isinstance(found, str)
-        return found if program is Program.vllm else [row + 1 for row in found]
-
-    monkeypatch.setattr(verification, "score", asked)
-    words = ["verify", folders / "hf", folders / "int8", "--logprobs", folders / "texts.txt"]
-    report = ["--report", tmp_path / "parity.json"]
-    done(*words, *report, "--programs", "vllm")
-    (pair,) = json.loads((tmp_path / "parity.json").read_text())["logprobs"]
-    assert pair["ok"]
-    assert pair["budget"] == QUANTIZED_GATE
-    assert convert.main([str(word) for word in [*words, *report, "--programs", "learner,vllm"]]) == 1
+def test_verify_with_logprobs(tmp_path: Path, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Folders by transformers, a checkpoint by the learner; beyond the gate the exit status is 1."""
+    texts = ["--logprobs", folders / "texts.txt", "--report", tmp_path / "parity.json"]
+    for one, other, gate in (("checkpoint", "hf", PLAIN_GATE), ("hf", "int8", QUANTIZED_GATE)):
+        done("verify", folders / one, folders / other, *texts)
+        found = json.loads((tmp_path / "parity.json").read_text())["logprobs"]
+        assert (found["ok"], found["budget"]) == (True, gate)
+    another = tmp_path / "another"
+    shutil.copytree(folders / "hf", another)
+    tensors = tensors_of(another)
+    write_folder(another, tensors | {"model.norm.weight": 4 * tensors["model.norm.weight"]}, read_hf_config(another))
+    assert convert.main([str(word) for word in ("verify", folders / "hf", another, "--bound", "9", *texts)]) == 1
+    assert "TOO FAR" in capsys.readouterr().out
     said = json.loads((tmp_path / "parity.json").read_text())
     assert said["verdict"] == "not verified"
-    assert said["skipped"] == ["B was not scored by learner, which takes no weights of this form"]
+    assert said["tensors"]["within_the_bound"] == 1
+    assert "runs no weights of this form" in fails(capsys, "verify", folders / "hf", folders / MODELOPT[0], *texts)

@@ -73,11 +73,8 @@ def test_verl_losses_that_divide_by_all_rows(mode: str, name: str, tokens: Calla
 @pytest.mark.parametrize(
     ("framework", "mapping", "words"),
     [
-        (
-            "verl",
-            {**verl_in_loss(rollout_is="token"), "algorithm.rollout_correction.bypass_mode": False},
-            "with itself",
-        ),
+        ("verl", {**verl_in_loss(rollout_is="token"), "algorithm.rollout_correction.bypass_mode": False},
+         "with itself"),
         ("verl", verl_in_loss(rollout_iss="token"), "did you mean rollout_is"),
         ("verl", {"rollout_is": "token", "loss_mode": "my_loss"}, "loss_mode is 'my_loss': expected one of"),
         ("verl", {"algorithm.rollout_correction": verl_rs("token_k2", "1"), VERL_LOSS: "sapo"}, "loss_mode is 'sapo'"),
@@ -88,17 +85,11 @@ def test_verl_losses_that_divide_by_all_rows(mode: str, name: str, tokens: Calla
         ("trl", {"beta": 0.04}, "use_bias_correction_kl.* set it to false"),
         ("fireworks", {"tis": {"cap": 2.0}, "is_correction": {"tis_cap": 3.0}}, "is_correction, tis; keep one"),
         ("fireworks", {"is_correction": {"tis_cap": 3, "clip_high": 2.0}}, "clip_high"),
-        (
-            "openrlhf",
-            {"is_correction_level": "seq", "is_correction_gating": "binary_kl"},
-            "is_correction_gating.*have not",
-        ),
+        ("openrlhf", {"is_correction_level": "seq", "is_correction_gating": "binary_kl"},
+         "is_correction_gating.*have not"),
         ("openrlhf", {"is_correction_level": "token", "is_correction_gating": "tv"}, "is_correction_gating.*have not"),
-        (
-            "openrlhf",
-            {"is_correction_level": "seq", "is_correction_mode": "clip"},
-            "is_correction_mode.*OpenRLHF refuses",
-        ),
+        ("openrlhf", {"is_correction_level": "seq", "is_correction_mode": "clip"},
+         "is_correction_mode.*OpenRLHF refuses"),
         ("openrlhf", {"is_correction_level": "geo"}, "is_correction_level is 'geo': .*seq"),
         ("openrlhf", {"is_correction_level": "token", "is_correction_enable": True}, "is_correction_enable"),
         ("openrlhf", {"is_correction_threshold": [0.5, 2.0]}, "is_correction_threshold.*is_correction_level"),
@@ -109,7 +100,7 @@ def test_verl_losses_that_divide_by_all_rows(mode: str, name: str, tokens: Calla
         ("verl", {"algorithm.rollout_correction.use_policy_gradient": True}, "loss_type: reinforce"),
         ("verl", {"algorithm.rollout_correction.debug_rollout_actor_probs": True}, "debug_rollout_actor_probs"),
     ],
-)
+)  # fmt: skip
 def test_refused(framework: str, mapping: dict[str, Any], words: str) -> None:
     with pytest.raises(TranslationError, match=words):
         translate(framework, mapping)
@@ -164,18 +155,11 @@ def test_over_which_tokens_gspo_averages(framework: str, gspo: dict[str, Any], o
         ("slime", {"use_opsm": True}, slime_mis(tis_upper_bound=2.0, use_rs=True)),
         ("fireworks", {"tis": {"cap": 1.2, "icepop_threshold": 2.0}}, {"tis": {"icepop_threshold": 2.0}}),
         ("openrlhf", {"is_correction_type": "seq-mask-tis"}, {"is_correction_type": "icepop"}),
-        (
-            "nemo_rl",
-            {
-                "truncated_importance_sampling_type": "seq-mask-tis",
-                "truncated_importance_sampling_ratio": 1.2,
-                "truncated_importance_sampling_ratio_min": 0.8,
-            },
-            {"seq_logprob_error_threshold": 1.5},
-        ),
+        ("nemo_rl", {"truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio": 1.2,
+         "truncated_importance_sampling_ratio_min": 0.8}, {"seq_logprob_error_threshold": 1.5}),
         ("verl", {}, {**verl_rs("token_k2", "1")}),
     ],
-)
+)  # fmt: skip
 def test_who_keeps_the_kl_of_rejected_tokens(framework: str, keeps: dict[str, Any], drops: dict[str, Any]) -> None:
     assert said(framework, keeps, "loss.kl_on: counted") == (framework != "verl")
     assert not said(framework, drops, "loss.kl_on")

@@ -25,7 +25,7 @@ from megatron_rl.config.schema import AdvantageConfig, LossName
 from megatron_rl.loss.policy_loss import LossConfig
 from megatron_rl.rollout_correction import CorrectionConfig
 from megatron_rl.workshop.translation import translate as translate_module
-from megatron_rl.workshop.translation.keys import flatten
+from megatron_rl.workshop.translation.settings import flatten
 from megatron_rl.workshop.translation.translate import (
     FRAMEWORKS,
     TranslationError,
@@ -245,16 +245,13 @@ def test_the_command_prints_a_recipe_s_section(
         ("verl", b"bypass_mode: 1", ["bypass_mode", "true or false"]),
         ("skyrl", b"sequence_mask_metric: product\nproduct_mask_low: 0.5_2", ["product_mask_low is '0.5_2'"]),
         ("skyrl", b"sequence_mask_metric: product\nproduct_mask_low: 3", ["no valid correction", "below"]),
-        (
-            "nemo_rl",
-            b"base: ../conf/toy.yaml\nrun: {steps: 120}\noptim: {decay: cosine}",
-            ["a recipe of ours", "nemo_rl's"],
-        ),
+        ("nemo_rl", b"base: ../conf/toy.yaml\nrun: {steps: 120}\noptim: {decay: cosine}",
+         ["a recipe of ours", "nemo_rl's"]),
         ("trl", b"quantization: int8\nbase: a.yaml", ["a recipe of ours", "trl's"]),
         ("verl", b"a: [" + b"[" * 9000, ["not valid YAML", "deep"]),
         ("very", b"", ["framework is 'very'", "did you mean verl", "fireworks"]),
     ],
-)
+)  # fmt: skip
 def test_the_command_says_what_is_wrong(
     framework: str, content: bytes | None, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

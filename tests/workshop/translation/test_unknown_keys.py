@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.workshop.translation.left_out import LEFT_OUT_NAMES, may_correct
+from megatron_rl.workshop.translation.settings import LEFT_OUT_NAMES, may_correct
 from megatron_rl.workshop.translation.translate import FRAMEWORKS, TranslationError, translate
 
 REQUIRED: dict[str, dict[str, Any]] = {"prime_rl": {"trainer.loss.kl_tau": 0}}  # without which nothing translates
