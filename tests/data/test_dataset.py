@@ -12,8 +12,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import DataSection, LongPrompts
 from megatron_rl.data import dataset as datasets
 from megatron_rl.data import prompts as loading
-from megatron_rl.data.order import PromptOrder
-from megatron_rl.data.prompts import Dataset, load_dataset
+from megatron_rl.data.prompts import Dataset, PromptOrder, load_dataset
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import write_toy

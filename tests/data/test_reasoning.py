@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import LearnerSection
-from megatron_rl.data.reasoning import write_reasoning
 from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.data.toy import write_reasoning
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.model import Model
 from megatron_rl.rewards.reasoning_gym import reward

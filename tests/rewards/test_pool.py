@@ -13,8 +13,7 @@ import pytest
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import RewardSection
 from megatron_rl.rewards import pool as pools
-from megatron_rl.rewards.functions import resolve
-from megatron_rl.rewards.own import LONGEST_NAME, MOST_DETAILS
+from megatron_rl.rewards.functions import LONGEST_NAME, MOST_DETAILS, resolve
 from megatron_rl.rewards.pool import RewardPool, RewardsHang, Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
