@@ -1,19 +1,28 @@
-"""Tensors through the mapping table: full Hugging Face tensors to a rank's megatron shard, and back.
-
-Pure torch, no process group. O output rows, I input columns.
-"""
+"""A rank's shards: who shares them, and how full Hugging Face tensors become a megatron shard, and back."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.models import memory
+from megatron_rl.distributed import Group, TorchGroup
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import HfSlice, Param, Span, find
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tensors import empty_tensor
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """This rank's place in the layout, and the groups that share a dense weight, an expert, or anything at all."""
+
+    place: Place = field(default_factory=Place)
+    tensor: Group = field(default_factory=TorchGroup)
+    expert_tensor: Group = field(default_factory=TorchGroup)
+    world: Group = field(default_factory=TorchGroup)
 
 
 def local_shard(
@@ -24,7 +33,8 @@ def local_shard(
     `get_hf(name)` returns a full Hugging Face tensor; rows that pad the vocabulary are zero.
     """
     param = find(name, shape)
-    return assemble(param, shape, layout, place, [_checked(get_hf(hf), hf, full) for hf, full in _full(param)])
+    full = [_checked(get_hf(hf), hf, size) for hf, size in zip(param.hf, param.shapes, strict=True)]
+    return assemble(param, shape, layout, place, full)
 
 
 def assemble(
@@ -37,7 +47,7 @@ def assemble(
         if piece.spans == (Span(0, 0, full.shape[piece.dim]),) and tuple(full.shape) == param.local_shape(layout):
             return full  # all of it, as it lies
         if local is None:
-            local = memory.empty(param.local_shape(layout), full.dtype)
+            local = empty_tensor(param.local_shape(layout), full.dtype)
             if sum(math.prod(one.local_shape) for one in pieces) < local.numel():
                 local.zero_()
         for span in piece.spans:
@@ -71,10 +81,6 @@ def full_tensors(hf: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor
         return hf[name]
 
     return get
-
-
-def _full(param: Param) -> list[tuple[str, tuple[int, ...]]]:
-    return list(zip(param.hf, param.shapes, strict=True))
 
 
 def _checked(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:

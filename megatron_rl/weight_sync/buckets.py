@@ -12,10 +12,10 @@ import torch
 
 from megatron_rl.config.schema import Format
 from megatron_rl.distributed import Group
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Place
 from megatron_rl.models.mapping import HfSlice, Param, stage_params
 from megatron_rl.models.model import Model
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.formats import Output, outputs

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from megatron_rl.models.groups import ShardGroups
     from megatron_rl.models.model import Model
+    from megatron_rl.models.shards import ShardGroups
     from megatron_rl.weight_sync.report import Contribution
 
 

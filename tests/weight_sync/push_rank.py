@@ -12,10 +12,10 @@ import torch.distributed as dist
 from simulated import hf_config, local_parameters, random_hf
 
 from megatron_rl.config.schema import Config, Format, LearnerSection, QuantizationSection, SyncSection
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.models.tensors import torch_dtype
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.weight_sync import buckets, manifest

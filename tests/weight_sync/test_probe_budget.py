@@ -53,7 +53,7 @@ def test_a_learner_in_fp32_has_half_the_noise() -> None:
     assert measured(NOISE, Format.int8, Arithmetic.fp32).nats == measured(2 * NOISE, Format.int8, Arithmetic.bf16).nats
 
 
-# measured: INT8 of the learner's own weights, outliers by models/outliers.py (docs/weight_sync.md)
+# measured: INT8 of the learner's own weights, outliers by tools/outliers.py (docs/weight_sync.md)
 OUTLIERS = {  # hidden, layers, how much larger -> nats; times the noise of a BF16 learner, of an FP32 learner
     (256, 4, 16): (0.024, 7.7, 11.3),
     (256, 4, 32): (0.046, 14.5, 21.8),

@@ -13,10 +13,10 @@ from simulated import assert_same_bits, hf_config, local_parameters, quantized_w
 
 from megatron_rl.config.schema import Format
 from megatron_rl.distributed import TorchGroup
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.weight_sync import wire

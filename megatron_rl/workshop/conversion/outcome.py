@@ -15,8 +15,8 @@ from typing import Any
 import xxhash
 
 from megatron_rl.files import write_whole
-from megatron_rl.models import memory
 from megatron_rl.models.table import TABLE
+from megatron_rl.models.tensors import reuse_memory
 from megatron_rl.models.weight_files import PARITY
 from megatron_rl.workshop.conversion.progress import Progress
 from megatron_rl.workshop.conversion.side_by_side import GoOn, shared_out, side_by_side
@@ -76,7 +76,7 @@ def read_back(output: Weights, expected: Mapping[str, str], where: Path) -> None
     with Progress("checked", output.nbytes) as progress:
 
         def check(names: list[str], go_on: GoOn) -> None:
-            memory.reuse()
+            reuse_memory()
             get = output.open()
             for name in names:
                 go_on()

@@ -11,9 +11,9 @@ import torch
 from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 from megatron_rl.checkpoint.torch_dist.index import CheckpointError
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
-from megatron_rl.models import memory
 from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tensors import reuse_memory
 from megatron_rl.workshop.conversion.outcome import Seen, read_back, write_outcome
 from megatron_rl.workshop.conversion.progress import Progress
 from megatron_rl.workshop.conversion.side_by_side import GoOn, side_by_side
@@ -42,7 +42,7 @@ def write_checkpoint(
             progress.add(sum(sizes[file] for file in work.finished))
 
             def write(file: str, go_on: GoOn) -> None:
-                memory.reuse()
+                reuse_memory()
                 digests: dict[str, str] = {}
                 blocks = _blocks(files[file], shape, weights, digests, progress)
                 written = write_blocks(work.path / file, blocks, between=go_on)
