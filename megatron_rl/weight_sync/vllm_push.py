@@ -36,9 +36,8 @@ from megatron_rl.models.tensors import torch_dtype
 from megatron_rl.quantization.error import summarize
 from megatron_rl.weight_sync import buckets, wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.report import Contribution, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import SamplerClient
+from megatron_rl.weight_sync.transports import Contribution, SamplerClient, SyncSeconds
 from megatron_rl.weight_sync.whole_source import WholeSource
 from megatron_rl.weight_sync.wire import Announcement, Seal
 

@@ -13,7 +13,7 @@ import pytest
 from fault_rank import run_rank
 from spawned import exit_codes
 
-from megatron_rl.weight_sync.sync_dir import GRACE_S, SyncDir
+from megatron_rl.weight_sync.file_transport import GRACE_S, SyncDir
 
 TIMEOUT_S = 240
 VERSION_KIB = 900  # of the model that is sent

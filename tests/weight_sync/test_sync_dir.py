@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.processes import owned_folder
+from megatron_rl.processes.owned_folder import LOCK
+from megatron_rl.weight_sync.file_transport import GRACE_S, PREFIX, SyncDir, remove_stale
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.sync_dir import GRACE_S, LOCK, PREFIX, SyncDir, remove_stale
 
 
 def age(folder: Path) -> None:
@@ -85,7 +86,7 @@ def test_the_lock_names_its_owner(tmp_path: Path) -> None:
 
 
 def test_a_killed_owner_s_folder_is_removed_by_the_next(tmp_path: Path) -> None:
-    script = f"import os; from megatron_rl.weight_sync.sync_dir import SyncDir; d = SyncDir({str(tmp_path)!r}); "
+    script = f"import os; from megatron_rl.weight_sync.file_transport import SyncDir; d = SyncDir({str(tmp_path)!r}); "
     script += "print(d.path, flush=True); os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     folder = Path(killed.stdout.strip())
@@ -114,7 +115,7 @@ ODD = {
 @pytest.mark.fault("a stranger's odd file has the name of a run's folder", "no run is refused, nothing is removed")
 @pytest.mark.parametrize("what", ODD)
 def test_an_odd_file_refuses_nobody(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.weight_sync.sync_dir.GRACE_S", 0.0)
+    monkeypatch.setattr("megatron_rl.weight_sync.file_transport.GRACE_S", 0.0)
     monkeypatch.chdir(tmp_path)  # a socket's name must be short
     odd = Path(PREFIX + "odd")
     ODD[what](odd)
