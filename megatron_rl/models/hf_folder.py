@@ -11,7 +11,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -98,10 +98,6 @@ def spec_of(name: str, stored: Stored) -> TensorSpec:
     return TensorSpec(name, _DTYPE_NAMES[stored.dtype], stored.shape)
 
 
-class _Discarded(Exception):
-    """A file is not to be completed."""
-
-
 class SafetensorsWriter:
     """One safetensors file, written in any order; it takes its name when it is complete."""
 
@@ -135,26 +131,17 @@ class SafetensorsWriter:
             count = os.pwrite(self._file.fileno(), content[:LARGEST_PIECE], at)
             at, content = at + count, content[count:]
 
-    def close(self) -> None:
-        if self.missing:
-            self.discard()
-            raise ValueError(f"{self.path} would lack {len(self.missing)} tensors, first {min(self.missing)}")
-        self._whole.close()
-
-    def discard(self) -> None:
-        with suppress(_Discarded), self._whole:
-            raise _Discarded
-
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
+        with self._whole:
+            if error is not None:
+                raise error
+            if self.missing:
+                raise ValueError(f"{self.path} would lack {len(self.missing)} tensors, first {min(self.missing)}")
 
 
 def make_header(specs: Sequence[TensorSpec]) -> bytes:
