@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from simulated import TIMEOUT_S
-from spawned import exit_codes
+from spawned import run_ranks
 from whole_rank import CASES, run_rank
 
 
 @pytest.mark.ranks
 def test_two_writers_in_one_order(tmp_path: Path) -> None:
-    outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
-    arguments = [(rank, str(tmp_path / "store"), str(out)) for rank, out in enumerate(outs)]
-    assert exit_codes(run_rank, arguments, TIMEOUT_S) == [0, 0]
-    first, second = (json.loads(out.read_text()) for out in outs)
+    codes, (first, second) = run_ranks(run_rank, tmp_path)
+    assert codes == [0, 0]
     for case in CASES:
         for everywhere in (False, True):
             here, there = first[f"{case} {everywhere}"], second[f"{case} {everywhere}"]
