@@ -60,14 +60,8 @@ def test_budget_depends_on_the_format_and_can_be_set() -> None:
     told = str(said.value)
     origin = f"6 times the learner's noise of {NOISE}; BF16 weights in the sampler, a BF16 learner); largest"
     assert origin in told, "where it comes from"
-    for way_out in (
-        "as_sampler",
-        "quantization.ignore",
-        "head_precision",
-        "`megatron-rl mismatch`",
-        "sync.probe_budget",
-    ):
-        assert way_out in told, "what to try"
+    ways_out = ("as_sampler", "quantization.ignore", "head_precision", "`megatron-rl mismatch`", "sync.probe_budget")
+    assert all(way_out in told for way_out in ways_out), "what to try"
     assert run(logprobs() + 0.05, format=Format.none, budget=0.06).ok
     with pytest.raises(SyncMismatch, match=r"budget 0\.04 \(sync\.probe_budget\)"):
         run(logprobs() + 0.05, budget=0.04)
