@@ -50,7 +50,9 @@ class FilePush:
         self._lineage = Lineage(sync.full_every)
         self._sent = {format: Sent() for format in sources} if sync.full_every > 1 else {}
         self._sync_dir: SyncDir | None = None
-        self._writer, self._writers, self._nbytes = self._writer_number()
+        writes = exchange([self._writes, sum(source.nbytes for source in sources.values())])
+        self._writer, self._writers = sum(w for w, _ in writes[: self._rank]), sum(w for w, _ in writes)
+        self._nbytes = sum(n for _, n in writes)  # of all writers
         self.directory = self._open_directory()
         self._engine_ready = False
 
@@ -104,11 +106,6 @@ class FilePush:
         if self._sync_dir is not None:
             self._sync_dir.close()
             self._sync_dir = None
-
-    def _writer_number(self) -> tuple[int, int, int]:
-        """(this rank's number among the writers, how many there are, bytes of all of them)."""
-        writes = exchange([self._writes, sum(source.nbytes for source in self._sources.values())])
-        return sum(w for w, _ in writes[: self._rank]), sum(w for w, _ in writes), sum(n for _, n in writes)
 
     def _open_directory(self) -> Path:
         failure: str | None = None

@@ -212,7 +212,8 @@ class SyncDir:
 
     def __init__(self, parent: str | None) -> None:
         """`parent`: sync.dir; None takes shared memory."""
-        self._parent = Path(parent) if parent is not None else _shared_memory()
+        shared = str(SHARED_MEMORY) if os.access(SHARED_MEMORY, os.W_OK) else tempfile.gettempdir()
+        self._parent = Path(shared if parent is None else parent)
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
             remove_stale(self._parent)
@@ -256,7 +257,3 @@ def _age(folder: Path) -> float:
 def _mib(nbytes: int, rounded: Callable[[float], int]) -> str:
     """To a tenth, up for what is needed and down for what there is, so that the two never look equal."""
     return f"{rounded(nbytes / 2**20 * 10) / 10:.1f}".removesuffix(".0")
-
-
-def _shared_memory() -> Path:
-    return SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
