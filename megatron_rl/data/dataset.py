@@ -72,9 +72,8 @@ class Source(Sequence[Prompt]):
         if self._rows:
             self._layout = recognised(self._rows[0], config.prompt_key, config.answer_key, f"row 0 of {path}")
         self._sizes = array("L")  # bytes of each row's prompt
-        found = distinct(self._pairs())
-        self._kept, self._duplicates, self._conflicts = found.rows, found.duplicates, found.conflicts
-        self._checksum = found.checksum
+        self._found = distinct(self._pairs())
+        self._kept = self._found.rows
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -103,22 +102,15 @@ class Source(Sequence[Prompt]):
             )
         if len(too_long) == len(self):
             counts = f"{len(self._rows)} rows, {len(too_long)} too long"
-            counts += f", {self._conflicts} with two answers" if self._conflicts else ""
+            counts += f", {self._found.conflicts} with two answers" if self._found.conflicts else ""
             raise ConfigError(f"{self._key}: {self._path} leaves no prompts ({counts})")
         prompts: Sequence[Prompt] = self
         if len(encoded) == len(self) and sample is None:
             prompts = tuple(self._made(each, ids) for each, ids in encoded.items() if len(ids) <= max_tokens)
         else:
             self._kept = np.delete(self._kept, too_long)
-        return Dataset(
-            prompts,
-            len(self._rows),
-            self._duplicates,
-            len(too_long),
-            self._conflicts,
-            columns=self._recognised(),
-            checksum=self._checksum,
-        )
+        counts = (len(self._rows), self._found.duplicates, len(too_long), self._found.conflicts)
+        return Dataset(prompts, *counts, columns=self._recognised(), checksum=self._found.checksum)
 
     def _to_encode(self, max_tokens: int, sample: int | None) -> list[int]:
         """All of a small data set. Of a large one those that may be too long, and some of each kind.

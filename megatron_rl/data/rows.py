@@ -89,8 +89,6 @@ class JsonLines(Sequence[dict[str, Any]]):
         return len(self._starts)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
         start, end = self._starts[index], self._ends[index]
         line = os.pread(self._file.fileno(), end - start, start)
         if self._stamp() != self._seen:
@@ -127,9 +125,8 @@ class Joined(Sequence[Any]):
 
 
 def _object(line: bytes) -> Any:
-    row = json.loads(
-        line.decode(), object_pairs_hook=_each_once, parse_constant=_no_number, parse_float=_finite, parse_int=_finite
-    )
+    numbers = dict.fromkeys(("parse_constant", "parse_float", "parse_int"), _finite)
+    row = json.loads(line.decode(), object_pairs_hook=_each_once, **numbers)
     if _HALF_A_PAIR.search(line) or line.count(b"[") + line.count(b"{") > DEPTH:
         _look_inside(row)
     return row
@@ -143,11 +140,9 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not a number of JSON")
-
-
 def _finite(text: str) -> int | float:
+    if text.endswith(("NaN", "Infinity")):
+        raise ValueError(f"{text} is not a number of JSON")
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:20]}... is too large")

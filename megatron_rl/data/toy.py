@@ -58,12 +58,8 @@ class ToyTask:
 
     def _answers(self, a: int, operator: str, b: int) -> Iterator[str]:
         for _ in range(self.terms):
-            a = _apply(a, operator, b)
+            a = {"+": a + b, "-": a - b, "*": a * b}[operator]
             yield str(a)
-
-
-def _apply(a: int, operator: str, b: int) -> int:
-    return {"+": a + b, "-": a - b, "*": a * b}[operator]
 
 
 COUNTING = ToyTask(smallest=100, largest=900, terms=8)

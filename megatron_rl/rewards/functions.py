@@ -42,7 +42,10 @@ def reads_last(names: Iterable[str]) -> int | None:
 def resolve(name: str) -> Reward:
     """A module of this room, or a function of the user's; LookupError says what is wrong with the name."""
     if name in VERIFIERS:
-        return _built_in(name)
+        try:
+            return importlib.import_module(f"megatron_rl.rewards.{name}").reward
+        except ImportError as error:
+            raise LookupError(f"{name!r} needs a library that is not installed ({error}); run make install") from None
     if ":" in name:
         return load(name)
     near = difflib.get_close_matches(name, VERIFIERS, n=1)
@@ -51,13 +54,6 @@ def resolve(name: str) -> Reward:
         f"{name!r} is not a built-in reward ({', '.join(VERIFIERS)}) and not package.module:function "
         f"or path/file.py:function{hint}"
     )
-
-
-def _built_in(name: str) -> Reward:
-    try:
-        return importlib.import_module(f"megatron_rl.rewards.{name}").reward
-    except ImportError as error:
-        raise LookupError(f"{name!r} needs a library that is not installed ({error}); run make install") from None
 
 
 class Rewards:
@@ -124,10 +120,13 @@ def _file(where: str) -> ModuleType:
 
 
 def _called(name: str, function: Callable[..., Any]) -> Reward:
+    def as_ours(task: Task) -> Judgement:
+        return read(function(task.row, task.answer_key, task.response))
+
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # a function that does not tell its signature
-        return lambda task: read(function(task.row, task.answer_key, task.response))
+        return as_ours
     if "solution_str" in parameters:
         return lambda task: read(function(**_taken(parameters, _as_verl(task))))
     if "completions" in parameters:
@@ -141,7 +140,7 @@ def _called(name: str, function: Callable[..., Any]) -> Reward:
             f"{name!r} is called as {_OURS}: {error}; verl's {_VERL} and TRL's (prompts, completions, **columns) are "
             "known by these names"
         ) from None
-    return lambda task: read(function(task.row, task.answer_key, task.response))
+    return as_ours
 
 
 def _taken(parameters: Mapping[str, inspect.Parameter], given: dict[str, Any]) -> dict[str, Any]:

@@ -133,10 +133,9 @@ def full_tensors(
         outs = [[out for of_slice in of_rank for out in of_slice] for of_rank in job.outputs]
         for index, (own, tensor) in enumerate(zip(outs[0], made, strict=True)):
             if own.dim is None or bucket.size == 1:
-                if tuple(tensor.shape) != own.tensor.shape:
-                    raise ValueError(
-                        f"{own.tensor.name} came out as {tuple(tensor.shape)}, expected {own.tensor.shape}"
-                    )
+                shape = tuple(tensor.shape)
+                if shape != own.tensor.shape:
+                    raise ValueError(f"{own.tensor.name} came out as {shape}, expected {own.tensor.shape}")
                 yield own.tensor.name, tensor
                 continue
             full = torch.empty(own.tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -104,7 +104,7 @@ class VllmPush:
             self._engine = None
 
     def _prepare(self, version: int) -> str | None:
-        """Meet the engine's other side (once), then have rank 0 announce what comes; the first failure, on every rank."""
+        """Meet the engine's other side (once), and have rank 0 announce what comes; the failure, on every rank."""
         failure = self._open_engine() if self._engine is None else None
         if failure:
             return failure
