@@ -14,8 +14,7 @@ import pytest
 import torch
 from preloaded import run
 
-from megatron_rl.data.reasoning import write_reasoning
-from megatron_rl.data.toy import write_toy
+from megatron_rl.data.toy import write_reasoning, write_toy
 from megatron_rl.runs.metrics_file import decode_line
 from megatron_rl.runs.rollout_file import read_rollouts
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.data.reasoning import write_tokenizer
+from megatron_rl.data.toy import write_chat_tokenizer
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model
@@ -43,7 +43,7 @@ def place(tmp_path: Path) -> Path:
     rows = [published(f"What is {n} + {n}?", str(2 * n), n) for n in range(1, 40)]
     pq.write_table(pa.Table.from_pylist(rows * 3), downloads / "dapo-math-17k.parquet")
     pq.write_table(pa.Table.from_pylist([published("1 + 2?", "003", 0)]), downloads / "aime-2024.parquet")
-    write_tokenizer(model, iter(["What is 1 + 2?"]))
+    write_chat_tokenizer(model, iter(["What is 1 + 2?"]))
     (model / "config.json").write_text(json.dumps(read_card("Qwen3-8B")))
     write_weights(model)
     bin = tmp_path / "bin"

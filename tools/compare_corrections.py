@@ -39,7 +39,7 @@ from megatron_rl.data.prompts import check_datasets
 from megatron_rl.preflight.checks import check
 from megatron_rl.preflight.machine import detect
 from megatron_rl.processes.process import best_effort_output
-from megatron_rl.rewards.own import RECIPE_FOLDER
+from megatron_rl.rewards.functions import RECIPE_FOLDER
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.run_dir import RunDir, check_run_dir
 from megatron_rl.runs.status import known_status

@@ -26,7 +26,7 @@ OWN_KEYS = ("run.name", "run.root", "run.seed")  # of a run, which the grid sets
 
 @dataclass(frozen=True)
 class Outliers:
-    """Put into the weights that every run starts from: `megatron_rl/models/outliers.py`."""
+    """Put into the weights that every run starts from: `outliers.py`."""
 
     factor: int
     channels: int

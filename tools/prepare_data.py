@@ -27,10 +27,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.config import ConfigError
-from megatron_rl.data.distinct import distinct
+from megatron_rl.data.dataset import distinct
 from megatron_rl.data.layouts import field, has
-from megatron_rl.data.reasoning import entries
 from megatron_rl.data.rows import read_rows
+from megatron_rl.data.toy import entries
 from megatron_rl.files import replacing
 
 PIECE = 1024  # rows of a row group: what one draw has to decode

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grid import Grid
+from outliers import with_outliers
 from run_in_turn import FINISHED, Job, Runner
 
-from megatron_rl.models.outliers import with_outliers
 from megatron_rl.models.weight_files import INDEX, SINGLE
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron_rl.rewards.own import RECIPE_FOLDER
+from megatron_rl.rewards.functions import RECIPE_FOLDER
 
 
 def recipe_arguments(parser: argparse.ArgumentParser) -> None:

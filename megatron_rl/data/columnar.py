@@ -31,30 +31,24 @@ class ColumnRows(TextColumns):
     def __init__(self, key: str, path: Path) -> None:
         """Looks at every value: text is UTF-8, and what has no plain form (dates, decimals) can be shown."""
         self._key, self._path = key, path
+        self._length = 0
         try:
             self._file = pq.ParquetFile(_copied(key, path) or path)
+            _check_schema(key, path, self._file.schema_arrow)
+            self._plain = all(_is_plain(column.type) for column in self._file.schema_arrow)
+            for piece in self._file.iter_batches(PIECE):
+                self._check(piece, self._length)
+                self._length += piece.num_rows
         except (pa.ArrowException, OSError) as error:
-            raise ConfigError(f"{key}: {path} is not a readable {_kind(path)} file ({error})") from None
-        _check_schema(key, path, self._file.schema_arrow)
+            raise ConfigError(f"{key}: {path} is not a readable {path.suffix[1:]} file ({error})") from None
         sizes = [self._file.metadata.row_group(each).num_rows for each in range(self._file.num_row_groups)]
         self._starts = [0, *accumulate(sizes[:-1])]
-        self._plain = all(_is_plain(column.type) for column in self._file.schema_arrow)
-        first = 0
-        try:
-            for piece in self._file.iter_batches(PIECE):
-                self._check(piece, first)
-                first += piece.num_rows
-        except (pa.ArrowException, OSError) as error:
-            raise ConfigError(f"{key}: {path} is not a readable {_kind(path)} file ({error})") from None
-        self._length = first
         self._group = lru_cache(8)(self._file.read_row_group)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
         if not 0 <= index < self._length:
             raise IndexError(index)
         group = bisect.bisect_right(self._starts, index) - 1
@@ -93,10 +87,6 @@ class ColumnRows(TextColumns):
             if piece.num_rows == 1:
                 raise ConfigError(f"{self._key}: row {first} of {self._path} is not readable ({error})") from None
             return [self._rows(piece.slice(each, 1), first + each)[0] for each in range(piece.num_rows)]
-
-
-def _kind(path: Path) -> str:
-    return path.suffix.removeprefix(".")
 
 
 def _copied(key: str, path: Path) -> Any:

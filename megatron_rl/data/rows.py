@@ -21,9 +21,11 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config import ConfigError
-from megatron_rl.data.folder import SUFFIXES, data_files
 from megatron_rl.data.layouts import DEPTH, Rows
+from megatron_rl.files import read_json
 
+SUFFIXES = (".parquet", ".jsonl", ".arrow")
+_SHARD = re.compile(r"(.+?)(?:-\d{5}-of-\d{5}(?:-\w+)?)?$")
 _HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")  # whole pairs as well: these lines are looked at once more
 
 
@@ -87,8 +89,6 @@ class JsonLines(Sequence[dict[str, Any]]):
         return len(self._starts)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
         start, end = self._starts[index], self._ends[index]
         line = os.pread(self._file.fileno(), end - start, start)
         if self._stamp() != self._seen:
@@ -125,9 +125,8 @@ class Joined(Sequence[Any]):
 
 
 def _object(line: bytes) -> Any:
-    row = json.loads(
-        line.decode(), object_pairs_hook=_each_once, parse_constant=_no_number, parse_float=_finite, parse_int=_finite
-    )
+    numbers = dict.fromkeys(("parse_constant", "parse_float", "parse_int"), _finite)
+    row = json.loads(line.decode(), object_pairs_hook=_each_once, **numbers)
     if _HALF_A_PAIR.search(line) or line.count(b"[") + line.count(b"{") > DEPTH:
         _look_inside(row)
     return row
@@ -141,11 +140,9 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not a number of JSON")
-
-
 def _finite(text: str) -> int | float:
+    if text.endswith(("NaN", "Infinity")):
+        raise ValueError(f"{text} is not a number of JSON")
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:20]}... is too large")
@@ -164,3 +161,38 @@ def _look_inside(value: Any, depth: int = 0) -> None:
             raise RecursionError
         for each in [*value, *value.values()] if isinstance(value, dict) else value:
             _look_inside(each, depth + 1)
+
+
+def data_files(key: str, path: Path) -> list[Path]:
+    """The files that `path` stands for; the file itself where it is one."""
+    if path.is_dir():
+        found = _splits(key, path)
+        if len(found) == 1:
+            return next(iter(found.values()))
+        if not found:
+            raise ConfigError(f"{key}: no {', '.join(SUFFIXES)} in the folder {str(path)!r}")
+        raise ConfigError(
+            f"{key}: {str(path)!r} has the splits {', '.join(sorted(found))}; name one, such as {path / min(found)}"
+        )
+    if path.parent.is_dir() and not path.exists() and path.name in (found := _splits(key, path.parent)):
+        return found[path.name]
+    return [path]
+
+
+def _splits(key: str, folder: Path) -> dict[str, list[Path]]:
+    if (folder / "state.json").is_file():  # one split, as save_to_disk writes it
+        try:
+            names = [each["filename"] for each in read_json(folder / "state.json")["_data_files"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{key}: {folder / 'state.json'} is not readable ({error})") from None
+        return {folder.name: [folder / Path(name).name for name in names]}
+    if (folder / "dataset_dict.json").is_file():
+        inner = sorted(each for each in folder.iterdir() if (each / "state.json").is_file())
+        return {name: files for each in inner for name, files in _splits(key, each).items()}
+    found: dict[str, list[Path]] = {}
+    for file in sorted([*folder.iterdir(), *(folder / "data").glob("*")]):
+        if file.suffix in SUFFIXES and file.is_file():
+            shard = _SHARD.match(file.stem)
+            assert shard is not None
+            found.setdefault(shard[1], []).append(file)
+    return found

@@ -1,20 +1,30 @@
-"""The toy: arithmetic with a character tokenizer, and a model of under a million parameters.
+"""Two small tasks for machines without network: the toy (arithmetic, a character tokenizer, a model of under a million
+parameters), and questions of reasoning-gym (a chat template, a byte-level BPE tokenizer trained on them, a model of 2.4
+million parameters). Everything is made from a seed.
 
-Everything is made from a seed, so that a machine without network runs the whole chain. The model is a
-Qwen3 as large ones are (grouped queries, q/k norms, SwiGLU), only small.
+The models are Qwen3 as large ones are (grouped queries, q/k norms, SwiGLU), only small.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+-*= "
+REASONING = "chain_sum"
+REASONING_SETTINGS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1, "allow_negation": False}
+QUESTIONS_DRAWN, HELD_OUT = 12_000, 256  # two of three are drawn again
+BPE_VOCABULARY = 512
+TEXT_END, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 SHRUNK = frozenset(
     {
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -48,12 +58,8 @@ class ToyTask:
 
     def _answers(self, a: int, operator: str, b: int) -> Iterator[str]:
         for _ in range(self.terms):
-            a = _apply(a, operator, b)
+            a = {"+": a + b, "-": a - b, "*": a * b}[operator]
             yield str(a)
-
-
-def _apply(a: int, operator: str, b: int) -> int:
-    return {"+": a + b, "-": a - b, "*": a * b}[operator]
 
 
 COUNTING = ToyTask(smallest=100, largest=900, terms=8)
@@ -100,12 +106,17 @@ def write_toy(
     problems = task.problems()
     random.Random(task.seed).shuffle(problems)
     test, train = problems[: task.held_out], problems[task.held_out :]
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train", train), ("test", test)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = _write_rows(folder, train, test)
     write_tokenizer(folder / "model")
     config = hf_config(shape) if like is None else shrunk(like)
     (folder / "model" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return counts
+
+
+def _write_rows(folder: Path, train: Sequence[Mapping[str, Any]], test: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("test", test)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"train": len(train), "test": len(test)}
 
 
@@ -170,3 +181,44 @@ def hf_config(shape: ToyShape) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": tokens[END],
     }
+
+
+def entries(tasks: Sequence[str], count: int, seed: int, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Task and row of every question of reasoning-gym; the same each time."""
+    import reasoning_gym
+
+    for task in tasks:
+        for entry in reasoning_gym.create_dataset(task, size=count, seed=seed, **settings):
+            yield task, entry
+
+
+def write_reasoning(folder: Path) -> dict[str, int]:
+    """Writes `model/` (config and tokenizer, no weights), `train.jsonl` and `test.jsonl`, which share no question."""
+    rows: dict[str, dict[str, Any]] = {}
+    for _, entry in entries([REASONING], QUESTIONS_DRAWN, 1, REASONING_SETTINGS):
+        rows.setdefault(entry["question"], {"prompt": entry["question"], **entry})
+    test, train = list(rows.values())[:HELD_OUT], list(rows.values())[HELD_OUT:]
+    write_chat_tokenizer(folder / "model", (f"user\n{row['question']}\nassistant\n{row['answer']}" for row in train))
+    return _write_rows(folder, train, test)
+
+
+def write_chat_tokenizer(folder: Path, texts: Iterable[str]) -> None:
+    """A tokenizer of words with a chat template, trained on `texts`, and the config.json of a model that reads it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [TEXT_END, TURN_START, TURN_END]
+    trainer = trainers.BpeTrainer(
+        vocab_size=BPE_VOCABULARY,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    save_tokenizer(tokenizer, folder, pad_token=TEXT_END, eos_token=TURN_END, chat_template=CHAT_TEMPLATE)
+    shape = ToyShape(hidden=256, layers=4, heads=8, kv_heads=2, head_dim=32, ffn=512, context=128)
+    tokens = {"vocab_size": BPE_VOCABULARY, "pad_token_id": 0, "eos_token_id": special.index(TURN_END)}
+    (folder / "config.json").write_text(json.dumps(hf_config(shape) | tokens, indent=2) + "\n")

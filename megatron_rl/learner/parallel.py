@@ -27,8 +27,8 @@ from megatron.core import parallel_state, tensor_parallel  # isort: skip
 from megatron_rl.config.rules import pipeline
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.distributed import TorchGroup, exchange, receive_size
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 from megatron_rl.processes.threads import limit_new_threads_to_one_core
 from megatron_rl.types import Batch, Targets

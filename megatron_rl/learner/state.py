@@ -1,6 +1,6 @@
 """A learner's state, to go on exactly where it was: weights, optimizer, random states, what it has measured.
 
-Weights and optimizer are kept as whole tensors (`models/regions.py`), so that any layout can go on. The rest is small,
+Weights and optimizer are kept as whole tensors (`models/shards.py`), so that any layout can go on. The rest is small,
 and each rank's own.
 """
 
@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import Param, find
-from megatron_rl.models.regions import Region, run_regions, shard_regions
+from megatron_rl.models.shards import Region, run_regions, shard_regions
 from megatron_rl.models.table import Split
 
 OPTIMIZER = "optimizer.state."  # as megatron-core names it

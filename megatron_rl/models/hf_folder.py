@@ -11,7 +11,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,8 +20,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.files import replacing, write_whole
-from megatron_rl.models import memory
-from megatron_rl.models.tensors import DTYPES, TensorSpec, torch_dtype
+from megatron_rl.models.tensors import DTYPES, TensorSpec, empty_tensor, torch_dtype
 from megatron_rl.models.weight_files import (
     INDEX,
     SINGLE,
@@ -81,7 +80,7 @@ class HfFolder:
 
 def read_stored(name: str, stored: Stored) -> torch.Tensor:
     spec = spec_of(name, stored)
-    values = memory.empty((stored.nbytes,), torch.uint8)
+    values = empty_tensor((stored.nbytes,), torch.uint8)
     with stored.file.open("rb", buffering=0) as file:
         file.seek(stored.start)
         view, at = values.numpy().data, 0
@@ -99,23 +98,18 @@ def spec_of(name: str, stored: Stored) -> TensorSpec:
     return TensorSpec(name, _DTYPE_NAMES[stored.dtype], stored.shape)
 
 
-class _Discarded(Exception):
-    """A file is not to be completed."""
-
-
 class SafetensorsWriter:
     """One safetensors file, written in any order; it takes its name when it is complete."""
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec] = (), header: bytes | None = None) -> None:
-        """`header`: an existing file's own header bytes, to be reproduced exactly; otherwise made from `specs`."""
+    def __init__(self, path: Path, header: bytes) -> None:
+        """`header`: of `make_header`, or an existing file's own, to be reproduced exactly."""
         self.path = path
-        raw = make_header(specs) if header is None else header
-        self._entries = header_entries(raw, path)
+        self._entries = header_entries(header, path)
         self.missing = set(self._entries)
-        self._base = 8 + len(raw)
+        self._base = 8 + len(header)
         self._whole = ExitStack()
         self._file = self._whole.enter_context(self._whole.enter_context(replacing(path)).open("wb", buffering=0))
-        self._put(0, memoryview(struct.pack("<Q", len(raw)) + raw))
+        self._put(0, memoryview(struct.pack("<Q", len(header)) + header))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -137,26 +131,17 @@ class SafetensorsWriter:
             count = os.pwrite(self._file.fileno(), content[:LARGEST_PIECE], at)
             at, content = at + count, content[count:]
 
-    def close(self) -> None:
-        if self.missing:
-            self.discard()
-            raise ValueError(f"{self.path} would lack {len(self.missing)} tensors, first {min(self.missing)}")
-        self._whole.close()
-
-    def discard(self) -> None:
-        with suppress(_Discarded), self._whole:
-            raise _Discarded
-
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
+        with self._whole:
+            if error is not None:
+                raise error
+            if self.missing:
+                raise ValueError(f"{self.path} would lack {len(self.missing)} tensors, first {min(self.missing)}")
 
 
 def make_header(specs: Sequence[TensorSpec]) -> bytes:
@@ -175,54 +160,6 @@ def make_header(specs: Sequence[TensorSpec]) -> bytes:
     return raw + b" " * (-len(raw) % 8)
 
 
-class HfFolderWriter:
-    """Write side, a context manager: `add(name, tensor)` in any order; leaving it without an error completes it.
-
-    `headers` (file name -> header bytes) reproduces an existing folder's files; otherwise `specs` are packed
-    into files of at most `max_file_bytes`.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        specs: Sequence[TensorSpec] = (),
-        headers: Mapping[str, bytes] | None = None,
-        max_file_bytes: int = FILE_BYTES,
-    ) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self._index: dict[str, Any] | None = None
-        if headers is not None:
-            self._writers = [SafetensorsWriter(path / file, header=raw) for file, raw in headers.items()]
-            return
-        files = packed(specs, max_file_bytes)
-        self._writers = [SafetensorsWriter(path / name, held) for name, held in files.items()]
-        self._index = index_of(files)
-
-    def __contains__(self, name: object) -> bool:
-        return any(name in writer for writer in self._writers)
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        for writer in self._writers:
-            if name in writer:
-                writer.add(name, tensor)
-                return
-        raise KeyError(f"{name} has no place in {self.path}")
-
-    def __enter__(self) -> HfFolderWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        complete = kind is None and not any(writer.missing for writer in self._writers)
-        with ExitStack() as each:  # one that lacks a tensor says so, after the others are gone
-            for writer in self._writers:
-                each.callback(writer.close if complete or (writer.missing and kind is None) else writer.discard)
-        if complete and self._index is not None:
-            write_whole(self.path / INDEX, json.dumps(self._index, indent=2) + "\n")
-
-
 def copy_companions(source: Path, target: Path) -> list[str]:
     """Copy everything but weights and their index (config, tokenizer, generation defaults); returns the names."""
     target.mkdir(parents=True, exist_ok=True)
@@ -232,12 +169,18 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     return names
 
 
-def write_folder(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """A small model at once: its tensors and config.json."""
-    specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
-    with HfFolderWriter(path, specs) as writer:
-        for name, tensor in tensors.items():
-            writer.add(name, tensor)
+def write_folder(
+    path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], max_file_bytes: int = FILE_BYTES
+) -> None:
+    """Write a small model at once: its tensors, in files of at most that size, and config.json."""
+    path.mkdir(parents=True, exist_ok=True)
+    files = packed([TensorSpec.of(name, tensor) for name, tensor in tensors.items()], max_file_bytes)
+    for file, specs in files.items():
+        with SafetensorsWriter(path / file, make_header(specs)) as writer:
+            for spec in specs:
+                writer.add(spec.name, tensors[spec.name])
+    if (index := index_of(files)) is not None:
+        write_whole(path / INDEX, json.dumps(index, indent=2) + "\n")
     (path / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
 
 

@@ -1,19 +1,35 @@
-"""Tensors through the mapping table: full Hugging Face tensors to a rank's megatron shard, and back.
+"""A rank's shards: who shares them, how full Hugging Face tensors become one, and where its parts lie in a checkpoint.
 
-Pure torch, no process group. O output rows, I input columns.
+A checkpoint keeps each parameter as one rank alone would hold it; a learner of any layout writes its blocks of that,
+and reads others. The distributed optimizer keeps a contiguous run of each flattened shard: a few blocks, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.models import memory
+from megatron_rl.distributed import Group, TorchGroup
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import HfSlice, Param, Span, find
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.table import Split
+from megatron_rl.models.tensors import empty_tensor
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # from where, and how long, on each axis
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """This rank's place in the layout, and the groups that share a dense weight, an expert, or anything at all."""
+
+    place: Place = field(default_factory=Place)
+    tensor: Group = field(default_factory=TorchGroup)
+    expert_tensor: Group = field(default_factory=TorchGroup)
+    world: Group = field(default_factory=TorchGroup)
 
 
 def local_shard(
@@ -24,7 +40,8 @@ def local_shard(
     `get_hf(name)` returns a full Hugging Face tensor; rows that pad the vocabulary are zero.
     """
     param = find(name, shape)
-    return assemble(param, shape, layout, place, [_checked(get_hf(hf), hf, full) for hf, full in _full(param)])
+    full = [_checked(get_hf(hf), hf, size) for hf, size in zip(param.hf, param.shapes, strict=True)]
+    return assemble(param, shape, layout, place, full)
 
 
 def assemble(
@@ -37,7 +54,7 @@ def assemble(
         if piece.spans == (Span(0, 0, full.shape[piece.dim]),) and tuple(full.shape) == param.local_shape(layout):
             return full  # all of it, as it lies
         if local is None:
-            local = memory.empty(param.local_shape(layout), full.dtype)
+            local = empty_tensor(param.local_shape(layout), full.dtype)
             if sum(math.prod(one.local_shape) for one in pieces) < local.numel():
                 local.zero_()
         for span in piece.spans:
@@ -73,11 +90,92 @@ def full_tensors(hf: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor
     return get
 
 
-def _full(param: Param) -> list[tuple[str, tuple[int, ...]]]:
-    return list(zip(param.hf, param.shapes, strict=True))
-
-
 def _checked(tensor: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, config.json says {shape}")
     return tensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """A block: `size` long from `start` in the shard, from `offset` in the whole tensor; one number for each axis."""
+
+    start: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
+    """The blocks that make up the rank's whole shard. Rows that only pad the vocabulary are in none."""
+    local = param.local_shape(layout)
+    zeros = (0,) * len(local)
+    split = param.row.split
+    size, rank = param.tensor_parallel(layout, place)
+    if split is Split.replicated:
+        return [Region(zeros, zeros, local)]
+    if split is Split.gate_up:  # the whole has all gates, then all ups; a shard its share of each
+        each = local[0] // 2
+        parts = [(half * each, (half * size + rank) * each, each) for half in range(2)]
+    else:
+        axis_length = local[split is Split.row]
+        whole = param.shapes[0][0] if split is Split.vocab else size * axis_length
+        parts = [(0, rank * axis_length, min(axis_length, whole - rank * axis_length))]
+    axis = int(split is Split.row)
+    return [
+        Region(_at(zeros, axis, start), _at(zeros, axis, offset), _at(local, axis, length))
+        for start, offset, length in parts
+        if length > 0
+    ]
+
+
+def run_regions(regions: list[Region], local: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Region]]:
+    """Of elements [start, stop) of the flattened shard: (where the block begins in the run, the block).
+
+    The elements of each block lie one after the other in the run.
+    """
+    at = 0
+    for box_start, box_size in _boxes(local, start, stop):
+        for region in regions:
+            low = tuple(map(max, box_start, region.start))
+            high = (
+                min(b + n, r + m) for b, n, r, m in zip(box_start, box_size, region.start, region.size, strict=True)
+            )
+            size = tuple(h - lo for h, lo in zip(high, low, strict=True))
+            if min(size) <= 0:
+                continue
+            offset = tuple(o + lo - r for o, lo, r in zip(region.offset, low, region.start, strict=True))
+            inside = sum((lo - b) * math.prod(box_size[axis + 1 :]) for axis, (lo, b) in enumerate(zip(low, box_start)))  # noqa: B905
+            yield at + inside, Region(low, offset, size)
+        at += math.prod(box_size)
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """The block that two blocks of a tensor share; None where they share nothing."""
+    low = tuple(map(max, one[0], other[0]))
+    high = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+    size = tuple(h - lo for h, lo in zip(high, low, strict=True))
+    return (low, size) if min(size, default=1) > 0 else None
+
+
+def _boxes(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A run of a flattened tensor as blocks (start, size), in the order of the run."""
+    if start >= stop:
+        return
+    if len(size) == 1:
+        yield (start,), (stop - start,)
+        return
+    inner = math.prod(size[1:])
+    row, within = divmod(start, inner)
+    if within or stop - start < inner:
+        end = min(stop, (row + 1) * inner)
+        for at, length in _boxes(size[1:], within, end - row * inner):
+            yield (row, *at), (1, *length)
+        yield from _boxes(size, end, stop)
+        return
+    rows = (stop - start) // inner
+    yield (row, *(0 for _ in size[1:])), (rows, *size[1:])
+    yield from _boxes(size, (row + rows) * inner, stop)
+
+
+def _at(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    return (*values[:axis], value, *values[axis + 1 :])

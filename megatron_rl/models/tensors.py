@@ -1,11 +1,18 @@
-"""Named tensors: name, dtype, shape, bytes, and how they are written. Torch-free, as is the one table of dtypes."""
+"""Named tensors: name, dtype, shape, bytes, the memory that they are read into, and how they are written.
+
+Torch-free, as is the one table of dtypes.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +30,8 @@ DTYPES = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
+SMALL, LARGE = 1 << 20, 1 << 27  # what is smaller is an allocator's business; what is larger is too much to keep
+_THREAD = threading.local()
 
 
 @dataclass(frozen=True)
@@ -61,3 +70,34 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[s
     mode = path.stat().st_mode
     save_file(tensors, path, metadata=metadata)
     path.chmod(mode & 0o777)
+
+
+def reuse_memory() -> None:
+    """Let this thread's `empty_tensor` take, until the thread ends, the pages of large tensors that are gone.
+
+    An allocator gives those pages back, and has new ones cleared for the next tensor: that takes longer than to read a
+    tensor, and hash it.
+    """
+    if not hasattr(_THREAD, "blocks"):
+        _THREAD.blocks = []
+
+
+def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    nbytes = math.prod(shape) * dtype.itemsize
+    blocks: list[np.ndarray] | None = getattr(_THREAD, "blocks", None)
+    if blocks is None or not SMALL <= nbytes <= LARGE:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(_block(blocks, nbytes)[:nbytes]).view(dtype).view(shape)
+
+
+def _block(blocks: list[np.ndarray], nbytes: int) -> np.ndarray:
+    """The smallest that is free and large enough; where there is none, a new one instead of those that are free."""
+    free = {place for place in range(len(blocks)) if sys.getrefcount(blocks[place]) == 2}  # the list's, the question's
+    fitting = [place for place in free if blocks[place].nbytes >= nbytes]
+    if fitting:
+        return blocks[min(fitting, key=lambda place: blocks[place].nbytes)]
+    blocks[:] = [block for place, block in enumerate(blocks) if place not in free]
+    blocks.append(np.empty(nbytes, np.uint8))
+    return blocks[-1]

@@ -113,20 +113,6 @@ def is_plain_name(name: str) -> bool:
 
 def read_header(path: Path) -> bytes:
     """The JSON header of a safetensors file, padding included, as it stands."""
-    return _read(path)[0]
-
-
-def stored_tensors(path: Path) -> dict[str, Stored]:
-    return placed(_read(path)[0], path)
-
-
-def placed(raw: bytes, path: Path) -> dict[str, Stored]:
-    """Where the file of this header holds its tensors."""
-    base, entries = 8 + len(raw), header_entries(raw, path)
-    return {name: Stored(path, e.dtype, e.shape, base + e.start, e.end - e.start) for name, e in entries.items()}
-
-
-def _read(path: Path) -> tuple[bytes, dict[str, Entry]]:
     size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
@@ -135,11 +121,20 @@ def _read(path: Path) -> tuple[bytes, dict[str, Entry]]:
         if length > LARGEST_HEADER:
             raise ValueError(f"{path} has a header of {length} bytes, expected at most {LARGEST_HEADER}")
         raw = file.read(length)
-    entries = header_entries(raw, path)
-    last = max((entry.end for entry in entries.values()), default=0)
+    last = max((entry.end for entry in header_entries(raw, path).values()), default=0)
     if 8 + length + last != size:
         raise ValueError(f"{path} is cut off or padded: {size} bytes, its header describes {8 + length + last}")
-    return raw, entries
+    return raw
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    return placed(read_header(path), path)
+
+
+def placed(raw: bytes, path: Path) -> dict[str, Stored]:
+    """Where the file of this header holds its tensors."""
+    base, entries = 8 + len(raw), header_entries(raw, path)
+    return {name: Stored(path, e.dtype, e.shape, base + e.start, e.end - e.start) for name, e in entries.items()}
 
 
 def header_entries(raw: bytes, path: Path) -> dict[str, Entry]:

@@ -19,7 +19,7 @@ from megatron_rl.config.schema import (
     SamplerSection,
     SyncSection,
 )
-from megatron_rl.data.folder import data_files
+from megatron_rl.data.rows import data_files
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.runs.wandb_log import resolve_mode

@@ -1,17 +1,36 @@
-"""From the names in `reward.name` to what judges an answer: several rewards with weights, added up."""
+"""Find what judges an answer: rewards by the names in `reward.name`, several of them added up with weights.
+
+Three ways of writing one are known, by the names of its parameters: ours `(row, answer_key, response)`; verl's
+`(data_source, solution_str, ground_truth, extra_info)`; TRL's `(prompts, completions, **columns)`, where each is a list
+of one. All may ask for `finish_reason`. The result is a number, or a mapping whose `score` is one; the other numbers in
+it are metrics.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable, Mapping
+import importlib.util
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from megatron_rl.config.schema import VERIFIERS
-from megatron_rl.rewards import math_dapo, own
+from megatron_rl.rewards import math_dapo
 from megatron_rl.rewards.task import Judgement, Reward, Task
 from megatron_rl.types import RIGHT, Verdict
 
 READS_LAST = {"math_dapo": math_dapo.TAIL}  # characters of a response, where a verifier looks at no others
+RECIPE_FOLDER = "MEGATRON_RL_RECIPE_FOLDER"  # of the environment: set by the command, for the ranks that it starts
+MOST_DETAILS = 16
+LONGEST_NAME = 64
+_OURS, _VERL = "(row, answer_key, response)", "(data_source, solution_str, ground_truth, extra_info)"
 
 
 def reads_last(names: Iterable[str]) -> int | None:
@@ -23,22 +42,18 @@ def reads_last(names: Iterable[str]) -> int | None:
 def resolve(name: str) -> Reward:
     """A module of this room, or a function of the user's; LookupError says what is wrong with the name."""
     if name in VERIFIERS:
-        return _built_in(name)
+        try:
+            return importlib.import_module(f"megatron_rl.rewards.{name}").reward
+        except ImportError as error:
+            raise LookupError(f"{name!r} needs a library that is not installed ({error}); run make install") from None
     if ":" in name:
-        return own.load(name)
+        return load(name)
     near = difflib.get_close_matches(name, VERIFIERS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise LookupError(
         f"{name!r} is not a built-in reward ({', '.join(VERIFIERS)}) and not package.module:function "
         f"or path/file.py:function{hint}"
     )
-
-
-def _built_in(name: str) -> Reward:
-    try:
-        return importlib.import_module(f"megatron_rl.rewards.{name}").reward
-    except ImportError as error:
-        raise LookupError(f"{name!r} needs a library that is not installed ({error}); run make install") from None
 
 
 class Rewards:
@@ -69,3 +84,119 @@ class Rewards:
 
 def _metric(family: str, name: str) -> str:
     return f"{family}/{name.replace('/', '_')}"
+
+
+def places() -> list[str]:
+    """Where the user's modules lie, after all that is installed: the working folder, and the recipe's."""
+    return list(dict.fromkeys([os.getcwd(), os.environ.get(RECIPE_FOLDER) or os.getcwd()]))
+
+
+def load(name: str) -> Reward:
+    """`package.module:function` or `path/file.py:function`; LookupError says what is wrong with it."""
+    where, _, function = name.rpartition(":")
+    sys.path += [place for place in places() if place not in sys.path]
+    try:
+        found = getattr(_file(where) if where.endswith(".py") else importlib.import_module(where), function)
+    except BaseException as error:  # a module of the user's: importing it can raise anything
+        raise LookupError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from None
+    if not callable(found):
+        raise LookupError(f"{name!r} is {type(found).__name__}, not a function")
+    if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
+        raise LookupError(f"{name!r} gives no number when it is called: make it an ordinary function")
+    return _called(name, found)
+
+
+def _file(where: str) -> ModuleType:
+    tried = [Path(place, where) for place in places()]
+    path = next((path for path in tried if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"no file {' or '.join(map(str, tried))}")
+    sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _called(name: str, function: Callable[..., Any]) -> Reward:
+    def as_ours(task: Task) -> Judgement:
+        return read(function(task.row, task.answer_key, task.response))
+
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a function that does not tell its signature
+        return as_ours
+    if "solution_str" in parameters:
+        return lambda task: read(function(**_taken(parameters, _as_verl(task))))
+    if "completions" in parameters:
+        return lambda task: _first(function(**_taken(parameters, _as_trl(task))))
+    if "finish_reason" in parameters:
+        return lambda task: read(function(task.row, task.answer_key, task.response, finish_reason=task.finish_reason))
+    try:
+        inspect.signature(function).bind({}, "answer", "response")
+    except TypeError as error:
+        raise LookupError(
+            f"{name!r} is called as {_OURS}: {error}; verl's {_VERL} and TRL's (prompts, completions, **columns) are "
+            "known by these names"
+        ) from None
+    return as_ours
+
+
+def _taken(parameters: Mapping[str, inspect.Parameter], given: dict[str, Any]) -> dict[str, Any]:
+    if any(one.kind == inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return given
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _as_verl(task: Task) -> dict[str, Any]:
+    row = task.row
+    return {
+        "data_source": row.get("data_source", ""),
+        "solution_str": task.response,
+        "ground_truth": row.get(task.answer_key),
+        "extra_info": {**(row.get("extra_info") or {}), "finish_reason": task.finish_reason},
+        "finish_reason": task.finish_reason,
+    }
+
+
+def _as_trl(task: Task) -> dict[str, Any]:
+    prompt = task.row.get(task.prompt_key)
+    said = task.response if isinstance(prompt, str) else [{"role": "assistant", "content": task.response}]
+    columns = {name: [value] for name, value in task.row.items() if name not in ("prompt", "completion")}
+    return columns | {"prompts": [prompt], "completions": [said], "finish_reason": [task.finish_reason]}
+
+
+def _first(results: Any) -> Judgement | None:
+    (result,) = results
+    return None if result is None else read(result)  # TRL's way of saying that a reward does not apply
+
+
+def read(result: Any) -> Judgement:
+    """Raises where there is no finite number in it."""
+    others: Mapping[str, Any] = {}
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise TypeError(
+                f"the reward is a mapping without 'score', it has {', '.join(map(str, result)) or 'nothing'}"
+            )
+        others = {str(name): value for name, value in result.items() if name != "score"}
+        result = result["score"]
+    score = _number(result)
+    if score is None:
+        raise TypeError(f"the reward is {result!r:.60}, expected a number, or a mapping with the number 'score'")
+    if not math.isfinite(score):
+        raise ValueError(f"the score is {score}")
+    right = bool(others["acc"]) if "acc" in others else score >= RIGHT  # verl's functions say so themselves
+    numbers = ((name[:LONGEST_NAME], _number(value)) for name, value in others.items())
+    details = {name: number for name, number in numbers if number is not None and math.isfinite(number)}
+    answer = others.get("pred")  # verl's functions call it so
+    verdict = Verdict.right if right else Verdict.wrong
+    numbers_of_its_own = dict(islice(details.items(), MOST_DETAILS))
+    return Judgement(verdict, score, numbers_of_its_own, None if answer is None else str(answer))
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        return None
+    return float(value)

@@ -6,6 +6,7 @@ A worker that misses its deadline, dies or answers out of turn is ended and repl
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -25,8 +26,7 @@ from megatron_rl.processes import pulse
 from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.processes.environment import for_rewards
 from megatron_rl.processes.process import end_with_descendants, for_the_driver_alone
-from megatron_rl.rewards import own
-from megatron_rl.rewards.log import RewardLog
+from megatron_rl.rewards.functions import places
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
 
@@ -38,8 +38,10 @@ CHANNEL_BYTES = 32 << 10
 LARGEST_REPLY = 1 << 20
 WATCHED = 32  # answers that the breaker looks at ...
 TOO_LATE = 30  # ... and so many late ones among them end the run
-
 MEMORY_BYTES = 8 << 30  # of a worker, and of each process that it starts
+MOST_BYTES = 1 << 20  # that the workers of a run print into its log, all together
+LOG_ENDS = f"\nrewards have printed {MOST_BYTES >> 20} MiB: what they print from here on is left out\n".encode()
+LOG_CHUNK = 64 << 10
 
 
 class RewardsHang(RuntimeError):
@@ -71,7 +73,7 @@ class _Reply(msgspec.Struct):
 
 
 class RewardPool:
-    """`score` answers in the order of its tasks: one Score for each. Several threads take turns."""
+    """Worker processes; `score` returns one Score for each task, in their order. Several threads take turns."""
 
     def __init__(self, config: RewardSection) -> None:
         breaker = _Breaker(config)
@@ -160,7 +162,7 @@ class _Worker:
         start = {
             "weights": self._config.weights,
             "wrong": self._config.wrong,
-            "path": [os.getcwd(), *filter(None, sys.path), *own.places()],
+            "path": [os.getcwd(), *filter(None, sys.path), *places()],
             "memory_bytes": MEMORY_BYTES,
         }
         try:
@@ -213,23 +215,20 @@ class _Worker:
                 reply = msgspec.convert(self._open_channel.receive(self._config.timeout_s, LARGEST_REPLY), _Reply)
                 pulse.mark()
                 if reply.id != number:
-                    return [*scores, self._replaced(Verdict.error, "the reward worker answered out of turn")]
+                    self.stop()
+                    return [*scores, Score(0.0, Verdict.error, "the reward worker answered out of turn")]
                 scores.append(Score(reply.score, reply.verdict, reply.error, reply.details, reply.answer))
                 self._breaker.note(False)
         except TimeoutError:
-            scores.append(
-                self._replaced(Verdict.timeout, f"no score within reward.timeout_s={self._config.timeout_s:g}")
-            )
+            self.stop()
+            reason = f"no score within reward.timeout_s={self._config.timeout_s:g}"
+            scores.append(Score(0.0, Verdict.timeout, reason))
             if not self._closed:
                 self._breaker.note(True)
         except (ChannelClosed, msgspec.DecodeError) as error:
             self.stop()
             scores.append(DIED if isinstance(error, ChannelClosed) else GARBLED)
         return scores
-
-    def _replaced(self, verdict: Verdict, reason: str) -> Score:
-        self.stop()
-        return Score(0.0, verdict, reason)
 
     @property
     def _open_channel(self) -> Channel:
@@ -259,3 +258,38 @@ def _encoded(task: Task) -> bytes:
         return msgspec.json.encode(task, enc_hook=str)
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
         return json.dumps(vars(task), default=str).encode()
+
+
+class RewardLog:
+    """What rewards print goes to the run's log, up to a limit: an answer cannot fill the disk."""
+
+    def __init__(self) -> None:
+        self._read, write = os.pipe()  # neither is inherited: a worker is given a copy
+        self._end = io.FileIO(write, "wb")
+        self._thread = threading.Thread(target=self._relay, name="reward-log", daemon=True)
+        self._thread.start()
+
+    @property
+    def descriptor(self) -> int:
+        return self._end.fileno()
+
+    def _relay(self) -> None:
+        """Reads on after the limit, as a worker that nobody reads would wait."""
+        left = MOST_BYTES
+        while data := os.read(self._read, LOG_CHUNK):
+            if left > 0:
+                left -= len(data)
+                _print(data if left > 0 else data[: left or None] + LOG_ENDS)
+        os.close(self._read)
+
+    def close(self) -> None:
+        self._end.close()
+        self._thread.join(1.0)  # a program that a reward has left behind may still hold the other end
+
+
+def _print(data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(2, data) :]
+    except OSError:
+        pass  # a full disk is no matter of the rewards

@@ -12,12 +12,11 @@ import torch
 
 from megatron_rl.config.schema import Format
 from megatron_rl.distributed import Group
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Place
 from megatron_rl.models.mapping import HfSlice, Param, stage_params
 from megatron_rl.models.model import Model
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.models.table import Split
-from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.formats import Output, outputs
 
 BUCKET_BYTES = 64 << 20  # smaller ones are no faster: see docs/benchmarks.md
@@ -134,7 +133,10 @@ def full_tensors(
         outs = [[out for of_slice in of_rank for out in of_slice] for of_rank in job.outputs]
         for index, (own, tensor) in enumerate(zip(outs[0], made, strict=True)):
             if own.dim is None or bucket.size == 1:
-                yield own.tensor.name, _without_padding(tensor, own.tensor)
+                shape = tuple(tensor.shape)
+                if shape != own.tensor.shape:
+                    raise ValueError(f"{own.tensor.name} came out as {shape}, expected {own.tensor.shape}")
+                yield own.tensor.name, tensor
                 continue
             full = torch.empty(own.tensor.shape, dtype=tensor.dtype, device=tensor.device)
             _fill(full, own, tensor)
@@ -145,12 +147,6 @@ def full_tensors(
                 at[rank] += part.nbytes
                 _fill(full, out, _typed(raw, tensor.dtype).view(part.shape))
             yield own.tensor.name, full
-
-
-def _without_padding(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    if tuple(tensor.shape) != spec.shape:
-        raise ValueError(f"{spec.name} came out as {tuple(tensor.shape)}, expected {spec.shape}")
-    return tensor
 
 
 def _typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -6,16 +6,16 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.distributed import exchange
 from megatron_rl.files import replacing
-from megatron_rl.models.hf_folder import INDEX, copy_companions
+from megatron_rl.models.hf_folder import INDEX, copy_companions, packed
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.weight_sync.source import ShardSource
@@ -88,20 +88,14 @@ def export_hf(learner: LearnerWeights, origin: Path, folder: Path) -> None:
 
 def _write_weights(learner: LearnerWeights, folder: Path, rank: int) -> None:
     source = ShardSource(learner.model, learner.groups)
-    held: dict[str, torch.Tensor] = {}
-    size = files = 0
-    for name, tensor in source.tensors(dict(learner.named_parameters())):
-        if size + tensor.nbytes > FILE_BYTES and held:
-            _save(held, folder, rank, files)
-            held, size, files = {}, 0, files + 1
-        held[name] = tensor.detach().cpu().clone()
-        size += tensor.nbytes
-    if held:
-        _save(held, folder, rank, files)
-
-
-def _save(tensors: dict[str, torch.Tensor], folder: Path, rank: int, number: int) -> None:
-    write_tensors(tensors, folder / f"{rank:05d}-{number:05d}.safetensors", metadata={"format": "pt"})
+    tensors = source.tensors(dict(learner.named_parameters()))  # in the order of `source.bucket_tensors`
+    files = packed([spec for specs in source.bucket_tensors for spec in specs or ()], FILE_BYTES).values()
+    for number, specs in enumerate(files):
+        held = {name: tensor.detach().cpu().clone() for name, tensor in islice(tensors, len(specs))}
+        if held:
+            write_tensors(held, folder / f"{rank:05d}-{number:05d}.safetensors", metadata={"format": "pt"})
+    for _ in tensors:  # a rank that writes nothing is in the lockstep, too
+        pass
 
 
 def _write_index(folder: Path) -> None:

@@ -6,7 +6,7 @@ import errno
 import queue
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,23 @@ from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.quantization.quantize import summarize
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.delta import Lineage, Sent
-from megatron_rl.weight_sync.file_transport import Written, remove_version, update_info, write_over, write_version
+from megatron_rl.weight_sync.file_transport import (
+    SyncDir,
+    Written,
+    remove_version,
+    update_info,
+    write_over,
+    write_version,
+)
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.report import Contribution, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.sync_dir import SyncDir
-from megatron_rl.weight_sync.transports import SamplerClient
+from megatron_rl.weight_sync.transports import Contribution, SamplerClient, SyncSeconds
 
 WRITE_AHEAD = 16  # tensors between gathering and writing
 WRITER_POLL_S = 0.5
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
-Handover = queue.Queue[tuple[str, torch.Tensor] | BaseException | None]  # None: the end
+Item = tuple[str, torch.Tensor] | BaseException | None  # None: the end
 
 
 class FilePush:
@@ -45,7 +50,9 @@ class FilePush:
         self._lineage = Lineage(sync.full_every)
         self._sent = {format: Sent() for format in sources} if sync.full_every > 1 else {}
         self._sync_dir: SyncDir | None = None
-        self._writer, self._writers, self._nbytes = self._writer_number()
+        writes = exchange([self._writes, sum(source.nbytes for source in sources.values())])
+        self._writer, self._writers = sum(w for w, _ in writes[: self._rank]), sum(w for w, _ in writes)
+        self._nbytes = sum(n for _, n in writes)  # of all writers
         self.directory = self._open_directory()
         self._engine_ready = False
 
@@ -99,11 +106,6 @@ class FilePush:
         if self._sync_dir is not None:
             self._sync_dir.close()
             self._sync_dir = None
-
-    def _writer_number(self) -> tuple[int, int, int]:
-        """(this rank's number among the writers, how many there are, bytes of all of them)."""
-        writes = exchange([self._writes, sum(source.nbytes for source in self._sources.values())])
-        return sum(w for w, _ in writes[: self._rank]), sum(w for w, _ in writes), sum(n for _, n in writes)
 
     def _open_directory(self) -> Path:
         failure: str | None = None
@@ -173,7 +175,7 @@ class FilePush:
 
     def _write_alongside(self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:
         """Write in a thread of its own, while this one quantizes and gathers the next tensors."""
-        handover: Handover = queue.Queue(maxsize=WRITE_AHEAD)
+        handover: queue.Queue[Item] = queue.Queue(maxsize=WRITE_AHEAD)
         last: BaseException | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="weight-sync-writer") as pool:
             writing = pool.submit(
@@ -190,26 +192,25 @@ class FilePush:
             )
             try:
                 for pair in tensors:
-                    while not writing.done():  # done before the end: it failed
-                        try:
-                            handover.put(pair, timeout=WRITER_POLL_S)
-                            break
-                        except queue.Full:
-                            continue
+                    _hand_over(pair, handover, writing)
             except BaseException as error:  # the writer must not take what it has for the whole
                 last = error
                 raise
             finally:
-                while not writing.done():
-                    try:
-                        handover.put(last, timeout=WRITER_POLL_S)
-                        break
-                    except queue.Full:
-                        continue
+                _hand_over(last, handover, writing)
             return writing.result()
 
 
-def _handed_over(handover: Handover) -> Iterator[tuple[str, torch.Tensor]]:
+def _hand_over(item: Item, handover: queue.Queue[Item], writing: Future[Written]) -> None:
+    """Wait for room in the queue, as long as the writer is at work: one that is done before the end has failed."""
+    while not writing.done():
+        try:
+            return handover.put(item, timeout=WRITER_POLL_S)
+        except queue.Full:
+            continue
+
+
+def _handed_over(handover: queue.Queue[Item]) -> Iterator[tuple[str, torch.Tensor]]:
     while (item := handover.get()) is not None:
         if isinstance(item, BaseException):
             raise item

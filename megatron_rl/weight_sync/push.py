@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
+import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,9 +33,15 @@ from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.file_push import FilePush
 from megatron_rl.weight_sync.manifest import UpdateRefused, WeightSyncError
-from megatron_rl.weight_sync.report import Contribution, SyncReport, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import LearnerWeights, Push, SamplerClient
+from megatron_rl.weight_sync.transports import (
+    Contribution,
+    LearnerWeights,
+    Push,
+    SamplerClient,
+    SyncReport,
+    SyncSeconds,
+)
 
 PHASES = ("quantize", "gather", "transfer")
 
@@ -120,7 +127,7 @@ class WeightSync:
         plan_seconds, self._plan_seconds = self._plan_seconds, 0.0
         with _lost_ranks_named(version):
             mine = self.transport.send(version, dict(self._learner.named_parameters()))
-            parts = [Contribution.decode(part) for part in exchange(mine.encode())]
+            parts = msgspec.convert(exchange(asdict(mine)), list[Contribution])
         failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
         if failures:
             self._again = all(part.passing for part in parts if part.failure)

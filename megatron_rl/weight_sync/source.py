@@ -18,11 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config.schema import Format
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Place
 from megatron_rl.models.mapping import find
 from megatron_rl.models.model import Model
-from megatron_rl.models.shards import cut
+from megatron_rl.models.shards import ShardGroups, cut
 from megatron_rl.models.table import Norm
 from megatron_rl.models.tensors import TensorSpec, dtype_name
 from megatron_rl.quantization.cache_scales import CacheScales

@@ -36,9 +36,8 @@ from megatron_rl.models.tensors import torch_dtype
 from megatron_rl.quantization.quantize import summarize
 from megatron_rl.weight_sync import buckets, wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.report import Contribution, SyncSeconds
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import SamplerClient
+from megatron_rl.weight_sync.transports import Contribution, SamplerClient, SyncSeconds
 from megatron_rl.weight_sync.whole_source import WholeSource
 from megatron_rl.weight_sync.wire import Announcement, Seal
 
@@ -62,13 +61,14 @@ class VllmPush:
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
         started = time.perf_counter()
-        failure = self._agreed(lambda: self._prepare(version))
+        failure = self._prepare(version)
         if failure:  # on every rank: none of them has begun
             return Contribution(failure if self._rank == 0 else None)
+        assert self._engine is not None
         self._source.begin(parameters)
         try:
             with bounded(self._patience_s, f"sending policy version {version}"):
-                self._engine_or_raise().send_weights()
+                self._engine.send_weights()
             failure = self._relay.failure
         except Exception as error:  # of vLLM's, of NCCL's: the other ranks wait for this one's outcome
             failure = f"{type(error).__name__}: {error}"
@@ -103,26 +103,18 @@ class VllmPush:
             self._engine.shutdown()
             self._engine = None
 
-    def _prepare(self, version: int) -> None:
-        """Rank 0: announce what comes; raises where it is not what the engine expects."""
+    def _prepare(self, version: int) -> str | None:
+        """Meet the engine's other side (once), and have rank 0 announce what comes; the failure, on every rank."""
+        failure = self._open_engine() if self._engine is None else None
+        if failure:
+            return failure
         if self._rank == 0:
             format = self._source.shards.format.value
-            self._relay.announce(Announcement(version, format, self._sync.staged, self._source.tensors))
-
-    def _engine_or_raise(self) -> TrainerWeightTransferEngine:
-        assert self._engine is not None
-        return self._engine
-
-    def _agreed(self, step: Any) -> str | None:
-        """Meet the engine's other side first (once), then take the step; the first failure, known to every rank."""
-        failure = self._open_engine() if self._engine is None else None
-        if failure is None:
             try:
-                step()
+                self._relay.announce(Announcement(version, format, self._sync.staged, self._source.tensors))
             except Exception as error:  # every kind: the other ranks wait for the outcome
                 failure = str(error)
-            failure = next((each for each in exchange(failure) if each), None)
-        return failure
+        return exchange(failure)[0]
 
     def _open_engine(self) -> str | None:
         """vLLM's rendezvous: collective over the ranks that its engine takes in, and the sampler's workers."""

@@ -12,8 +12,9 @@ each rank's own order too: no rank can wait for one that waits for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -73,15 +74,11 @@ class WholeSource:
 
     def _agree(self) -> tuple[Step, ...]:
         mine = [
-            [list(key), [[t.name, t.dtype, list(t.shape)] for t in tensors]]
+            asdict(Step(key, self._rank, tensors))
             for key, tensors in zip(self._mine, self.shards.bucket_tensors, strict=True)
             if tensors is not None
         ]
-        steps = [
-            Step(tuple(key), writer, tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors))
-            for writer, written in enumerate(exchange(mine))
-            for key, tensors in written
-        ]
+        steps = [step for written in exchange(mine) for step in msgspec.convert(written, list[Step])]
         keys = [step.key for step in steps]
         if len(set(keys)) < len(keys):
             raise WeightSyncError("two ranks claim to write the same weights: the ranks' places do not fit the layout")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError, load
 from megatron_rl.config.schema import Config
-from megatron_rl.data.reasoning import write_reasoning
-from megatron_rl.data.toy import write_counting, write_toy
+from megatron_rl.data.toy import write_counting, write_reasoning, write_toy
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import RunDir

@@ -12,8 +12,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import DataSection, LongPrompts
 from megatron_rl.data import dataset as datasets
 from megatron_rl.data import prompts as loading
-from megatron_rl.data.order import PromptOrder
-from megatron_rl.data.prompts import Dataset, load_dataset
+from megatron_rl.data.prompts import Dataset, PromptOrder, load_dataset
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import write_toy
@@ -205,3 +204,64 @@ def test_pieces_of_any_size_are_read(tmp_path: Path) -> None:
         assert list(found) == rows
         with pytest.raises(IndexError):
             found[20_000]
+
+
+def test_parquet_and_jsonl_give_the_same_prompts(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+    one, two = (loaded(tokenizer, written(tmp_path / f"rows{suffix}", rows)) for suffix in (".jsonl", ".parquet"))
+    assert list(one.prompts) == list(two.prompts)
+    assert [prompt.id for prompt in one.prompts] == [0, 1]
+
+
+def test_long_prompts_are_refused_or_dropped(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 37 + "+1=", "answer": "2"}]
+    path = written(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens: 39.*longest has 40.*data\.long_prompts=drop"):
+        load_dataset("train", DataSection(train=path), tokenizer, 39)
+    dataset = load_dataset("train", DataSection(train=path, long_prompts=LongPrompts.drop), tokenizer, 39)
+    assert (len(dataset), dataset.too_long) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rows.jsonl", '{"sum": "1+1="}\n', ["data.prompt_key", "row 0", "has sum, none of which"]),
+        ("rows.jsonl", '{"prompt": 7}\n', ["data.prompt_key", "row 0", "int"]),
+        ("rows.jsonl", '{"prompt": ""}\n', ["data.train", "row 0", "empty"]),
+        ("rows.jsonl", "", ["leaves no prompts"]),
+        ("rows.csv", "prompt\n", [".parquet, .jsonl, .arrow are read"]),
+    ],
+)
+def test_broken_files_are_named(
+    tmp_path: Path, tokenizer: FolderTokenizer, name: str, content: str, words: list[str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_dataset("train", DataSection(train=str(tmp_path / name)), tokenizer, 8)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_what_is_no_tokenizer_or_has_no_template_is_named(tmp_path: Path) -> None:
+    write_toy(tmp_path / "toy")
+    with pytest.raises(ConfigError, match=r"model\.path: the chat template of .* does not take a prompt"):
+        FolderTokenizer(tmp_path / "toy" / "model").text(ASKED)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        FolderTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model\.path: .*tokenizer\.json is not a readable tokenizer"):
+        FolderTokenizer(tmp_path)
+
+
+def test_the_order_resumes_from_its_position(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(90)]
+    dataset = loaded(tokenizer, written(tmp_path / "rows.jsonl", rows))
+    whole = PromptOrder(dataset, seed=3, shuffle=True)
+    taken = whole.take(70) + whole.take(70)
+    resumed = PromptOrder(dataset, seed=3, shuffle=True, position=70)
+    assert resumed.take(70) == taken[70:]
+    assert resumed.position == whole.position == 140
+    first, second = taken[:90], [*taken[90:], *whole.take(40)]
+    assert {prompt.id for prompt in first} == {prompt.id for prompt in second} == {p.id for p in dataset.prompts}
+    assert first != second
+    assert PromptOrder(dataset, seed=4, shuffle=True).take(90) != first
+    assert PromptOrder(dataset, seed=4, shuffle=False).take(90) == list(dataset.prompts)

@@ -9,10 +9,10 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransf
 
 from megatron_rl.config.schema import Format, SamplerSection, SyncSection, Transport
 from megatron_rl.engine.vllm_receiver import Checked
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.vllm_push import VllmPush, WholeTensors, init_info
 from megatron_rl.weight_sync.whole_source import WholeSource

@@ -30,9 +30,9 @@ from megatron_rl.config.schema import (
     SyncSection,
     Transport,
 )
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import SamplerError

@@ -25,9 +25,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from megatron_rl.config.schema import Config, Device, Format, QuantizationSection, RolloutSection, RunSection
 from megatron_rl.engine import expectation, reload
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 from megatron_rl.sampler.model_folder import write_engine_folder

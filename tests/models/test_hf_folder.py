@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.models.hf_folder import INDEX, SINGLE, HfFolder, HfFolderWriter, write_folder
+from megatron_rl.models.hf_folder import INDEX, SINGLE, HfFolder, SafetensorsWriter, make_header, write_folder
 from megatron_rl.models.tensors import TensorSpec
 
 TENSORS = {
@@ -34,10 +34,7 @@ def test_the_librarys_own_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_bytes", [8, 1000])
 def test_tensors_come_back_from_one_file_or_many(tmp_path: Path, max_bytes: int) -> None:
-    specs = [TensorSpec.of(name, tensor) for name, tensor in TENSORS.items()]
-    with HfFolderWriter(tmp_path, specs, max_file_bytes=max_bytes) as writer:
-        for name in reversed(TENSORS):  # any order
-            writer.add(name, TENSORS[name])
+    write_folder(tmp_path, TENSORS, {}, max_bytes)
     assert (tmp_path / INDEX).exists() is (max_bytes == 8)
     folder = HfFolder(tmp_path)
     assert sorted(folder.names) == sorted(TENSORS)
@@ -48,21 +45,27 @@ def test_tensors_come_back_from_one_file_or_many(tmp_path: Path, max_bytes: int)
         load_file(tmp_path / file)
 
 
-def test_an_unfinished_folder_leaves_no_weights(tmp_path: Path) -> None:
-    specs = [TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (2,))]
-    with pytest.raises(ValueError, match="would lack 1 tensors, first b"), HfFolderWriter(tmp_path, specs) as writer:
-        writer.add("a", torch.zeros(2))
-    with pytest.raises(RuntimeError), HfFolderWriter(tmp_path, specs):
-        raise RuntimeError
+@pytest.mark.parametrize(
+    ("tensor", "error"),
+    [
+        (torch.zeros(2), "would lack 1 tensors, first b"),
+        (torch.zeros(3), r"a is torch.float32 \(3,\), its place is torch.float32 \(2,\)"),
+    ],
+)
+def test_a_file_that_is_not_completed_leaves_nothing(tmp_path: Path, tensor: torch.Tensor, error: str) -> None:
+    header = make_header([TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (2,))])
+    with pytest.raises(ValueError, match=error), SafetensorsWriter(tmp_path / "x.safetensors", header) as writer:
+        writer.add("a", tensor)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tensor_must_fit_its_place(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match=r"a is torch.float32 \(3,\), its place is torch.float32 \(2,\)"),
-        HfFolderWriter(tmp_path, [TensorSpec("a", "float32", (2,))]) as writer,
-    ):
-        writer.add("a", torch.zeros(3))
+def test_tensors_are_written_in_any_order(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "reference", {"format": "pt"})
+    header = make_header([TensorSpec.of(name, tensor) for name, tensor in TENSORS.items()])
+    with SafetensorsWriter(tmp_path / "written", header) as writer:
+        for name in reversed(TENSORS):
+            writer.add(name, TENSORS[name])
+    assert (tmp_path / "written").read_bytes() == (tmp_path / "reference").read_bytes()
 
 
 def test_broken_folders_are_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model's config.json is read in one place, and a named tensor counts its bytes as torch does."""
+"""A model's config.json is read in one place."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from simulated import hf_config
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import LearnerSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
-from megatron_rl.models.tensors import DTYPES, TensorSpec, torch_dtype
 
 
 def test_a_folder_or_its_config_json_gives_the_same_model(tmp_path: Path) -> None:
@@ -46,19 +44,6 @@ def test_the_key_is_the_caller_s() -> None:
     for path in ("", "nowhere", "nowhere.json"):
         with pytest.raises(ConfigError, match=f"^HF_FOLDER: no config.json in '{path}'"):
             read_hf_config(path, key="HF_FOLDER")
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_bytes_are_torch_s(name: str) -> None:
-    tensor = torch.zeros(3, 5, dtype=torch_dtype(name))
-    spec = TensorSpec.of("x", tensor)
-    assert spec == TensorSpec("x", name, (3, 5))
-    assert spec.nbytes == tensor.nbytes
-
-
-def test_names_beyond_the_table_are_no_dtypes() -> None:
-    with pytest.raises(ValueError, match="'nn' is not one of int64"):
-        torch_dtype("nn")
 
 
 def test_a_model_needs_no_torch() -> None:

@@ -10,11 +10,10 @@ import torch
 
 from megatron_rl import cli
 from megatron_rl.models import weight_files
-from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter, write_folder
+from megatron_rl.models.hf_folder import HfFolder, write_folder
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.tensors import TensorSpec
 
 MODEL = Path("data/toy/model")
 WEIGHTS = MODEL / "model.safetensors"
@@ -140,9 +139,7 @@ def without(*names: str) -> None:
 def in_shards() -> None:
     named = tensors(read_hf_config(MODEL))
     WEIGHTS.unlink()
-    with HfFolderWriter(MODEL, [TensorSpec.of(*item) for item in named.items()], max_file_bytes=50_000) as writer:
-        for item in named.items():
-            writer.add(*item)
+    write_folder(MODEL, named, read_hf_config(MODEL), max_file_bytes=50_000)
 
 
 def lose_a_shard() -> None:

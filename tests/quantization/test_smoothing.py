@@ -25,12 +25,11 @@ from simulated import (
 
 from megatron_rl.config.schema import Format
 from megatron_rl.distributed import TorchGroup
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.shards import cut
+from megatron_rl.models.shards import ShardGroups, cut
 from megatron_rl.models.table import Norm
 from megatron_rl.quantization.quantize import dequantize, quantize
 from megatron_rl.quantization.smoothing import LARGEST_EXPONENT, Smoothing, column_amax, scales

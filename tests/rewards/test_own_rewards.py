@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.config.schema import RewardSection
-from megatron_rl.rewards.own import RECIPE_FOLDER
+from megatron_rl.rewards.functions import RECIPE_FOLDER
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.task import Task
 

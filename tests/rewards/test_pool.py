@@ -6,15 +6,16 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import RewardSection
 from megatron_rl.rewards import pool as pools
-from megatron_rl.rewards.functions import resolve
-from megatron_rl.rewards.own import LONGEST_NAME, MOST_DETAILS
+from megatron_rl.rewards.functions import LONGEST_NAME, MOST_DETAILS
 from megatron_rl.rewards.pool import RewardPool, RewardsHang, Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
@@ -86,17 +87,6 @@ def timeout_s(request: pytest.FixtureRequest) -> float:
     return getattr(request, "param", PATIENCE_S)
 
 
-@pytest.fixture
-def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[RewardPool]:
-    (tmp_path / "odd_rewards.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    pool = RewardPool(RewardSection(name="odd_rewards:by_word", workers=2, timeout_s=timeout_s))
-    pool.start()
-    yield pool
-    pool.close()
-
-
 HOSTILE = """
 import os, signal, subprocess, sys, time
 
@@ -147,16 +137,36 @@ def run(row, answer_key, response):
 """
 
 
-@pytest.fixture
-def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[RewardPool]:
+@contextmanager
+def started(name: str = "hostile_rewards:run", timeout_s: float = PATIENCE_S, **keys: Any) -> Iterator[RewardPool]:
+    pool = RewardPool(RewardSection(name=name, timeout_s=timeout_s, **keys))
+    try:
+        pool.start()
+        yield pool
+    finally:
+        pool.close()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rewards' modules lie where the tests run."""
+    (tmp_path / "odd_rewards.py").write_text(MODULE)
     (tmp_path / "hostile_rewards.py").write_text(HOSTILE)
+    (tmp_path / "hanging_rewards.py").write_text("import time\ndef hang(row, key, text):\n    time.sleep(999)\n")
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def odd(timeout_s: float) -> Iterator[RewardPool]:
+    with started("odd_rewards:by_word", timeout_s, workers=2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[RewardPool]:
     monkeypatch.setattr(pools, "MEMORY_BYTES", 1 << 30)
-    section = RewardSection(name="hostile_rewards:run", timeout_s=timeout_s)
-    pool = RewardPool(section)
-    pool.start()
-    yield pool
-    pool.close()
+    with started(timeout_s=timeout_s) as pool:
+        yield pool
 
 
 def test_what_an_answer_prints_is_no_score_and_shifts_none(hostile: RewardPool) -> None:
@@ -165,45 +175,29 @@ def test_what_an_answer_prints_is_no_score_and_shifts_none(hostile: RewardPool) 
 
 
 @pytest.mark.fault("a reward prints megabytes", "the log gets one, and says so once; the scores are right")
-def test_what_rewards_print_is_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "loud_rewards.py").write_text(HOSTILE)
-    monkeypatch.chdir(tmp_path)
-    pool = RewardPool(RewardSection(name="loud_rewards:run", workers=2))
-    pool.start()
-    assert scored(pool, *[({}, "shout")] * 4) == [number(1.0)] * 4
-    pool.close()
-    pool.close()
+def test_what_rewards_print_is_limited(capfd: pytest.CaptureFixture[str]) -> None:
+    with started(workers=2) as pool:
+        assert scored(pool, *[({}, "shout")] * 4) == [number(1.0)] * 4
+        pool.close()  # and once more
     said = capfd.readouterr().err
     assert 1 << 20 <= len(said) < (1 << 20) + 500
     assert said.count("left out") == 1
 
 
 @pytest.mark.fault("a reward asks for a secret of the run", "it sees what `reward.environment` names")
-def test_a_reward_sees_what_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "curious_rewards.py").write_text(HOSTILE)
-    monkeypatch.chdir(tmp_path)
+def test_a_reward_sees_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANTED", "1")
     monkeypatch.setenv("WANDB_API_KEY", "2")
-    pool = RewardPool(RewardSection(name="curious_rewards:run", timeout_s=PATIENCE_S, environment=["WANTED"]))
-    pool.start()
-    assert scored(pool, ({}, "seen")) == [number(1.0)]
-    pool.close()
-    unset = RewardPool(RewardSection(environment=["NOT_THERE"]))
-    with pytest.raises(ConfigError, match=r"reward\.environment: NOT_THERE"):
-        unset.start()
-    unset.close()
+    with started(environment=["WANTED"]) as pool:
+        assert scored(pool, ({}, "seen")) == [number(1.0)]
+    with pytest.raises(ConfigError, match=r"reward\.environment: NOT_THERE"), started(environment=["NOT_THERE"]):
+        pass
 
 
 @pytest.mark.fault("USR1 and Ctrl-C reach a reward worker", "it goes on, and what it started has not heard of USR1")
-def test_signals_for_the_driver_leave_rewards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "signalled_rewards.py").write_text(HOSTILE)
-    monkeypatch.chdir(tmp_path)
-    pool = RewardPool(RewardSection(name="signalled_rewards:run", timeout_s=PATIENCE_S))
-    pool.start()
-    assert scored(pool, ({}, "signalled"), ({}, "3")) == [number(1.0), number(3.0)]
-    pool.close()
+def test_signals_for_the_driver_leave_rewards_alone() -> None:
+    with started() as pool:
+        assert scored(pool, ({}, "signalled"), ({}, "3")) == [number(1.0), number(3.0)]
 
 
 def test_an_error_may_say_anything(hostile: RewardPool) -> None:
@@ -254,44 +248,18 @@ def test_a_worker_that_answers_out_of_turn_is_replaced(hostile: RewardPool) -> N
     assert scores[1:] == [number(2.0), number(3.0)]
 
 
-def test_a_reward_that_always_hangs_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hanging_rewards.py").write_text("import time\ndef hang(row, key, text):\n    time.sleep(999)\n")
-    monkeypatch.chdir(tmp_path)
-    pool = RewardPool(RewardSection(name="hanging_rewards:hang", workers=2, timeout_s=0.05))
-    pool.start()
-    try:
-        with pytest.raises(RewardsHang, match=r"reward\.timeout_s: 3[0-2] of the last"):
-            scored(pool, *[({}, "1")] * 4096)
-    finally:
-        pool.close()
-
-
-@pytest.mark.parametrize(
-    ("source", "complaint"),
-    [
-        ("def reward(row, text):\n    return 1.0\n", r"called as \(row, answer_key, response\)"),
-        ("def reward(row answer_key):\n", "SyntaxError"),
-        ("raise RuntimeError('no dictionary')\n", "no dictionary"),
-    ],
-)
-def test_a_reward_beside_the_recipe_is_read_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, complaint: str
-) -> None:
-    name = f"mine_{abs(hash(source))}"
-    (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(LookupError, match=complaint):
-        resolve(f"{name}:reward")
+def test_a_reward_that_always_hangs_ends_the_run() -> None:
+    with (
+        started("hanging_rewards:hang", 0.05, workers=2) as pool,
+        pytest.raises(RewardsHang, match=r"reward\.timeout_s: 3[0-2] of the last"),
+    ):
+        scored(pool, *[({}, "1")] * 4096)
 
 
 def test_scores_come_in_the_order_of_the_tasks() -> None:
-    pool = RewardPool(RewardSection(workers=3))
-    pool.start()
-    try:
-        tasks = [({"answer": str(index)}, f" {index if index % 3 else 'wrong'}\n") for index in range(20)]
+    tasks = [({"answer": str(index)}, f" {index if index % 3 else 'wrong'}\n") for index in range(20)]
+    with started("exact_match", workers=3) as pool:
         assert [score.reward for score in scored(pool, *tasks)] == [float(bool(index % 3)) for index in range(20)]
-    finally:
-        pool.close()
 
 
 @late
@@ -317,9 +285,8 @@ def test_who_kills_a_worker_changes_no_score(odd: RewardPool, tmp_path: Path) ->
         process.kill()
 
     threading.Thread(target=kill).start()
-    scores = scored(
-        odd, ({"begun": str(begun)}, "slow"), ({}, "1"), ({}, "2")
-    )  # the first and the last are this worker's
+    # the first and the last are this worker's
+    scores = scored(odd, ({"begun": str(begun)}, "slow"), ({}, "1"), ({}, "2"))
     assert process.wait() == -signal.SIGKILL
     assert [score.reward for score in scores] == [8.0, 1.0, 2.0]
     assert [score.error for score in scores] == [None] * 3
@@ -330,10 +297,8 @@ def test_what_is_no_score(odd: RewardPool) -> None:
     scores = scored(odd, *(({}, word) for word in ("nan", "text", "exit", "fork", "2", "fork", "3")))
     assert [score.reward for score in scores] == [0, 0, 0, 0, 2, 0, 3]
     assert [score.verdict for score in scores[:3]] == [Verdict.error] * 3
-    for score, reason in zip(
-        scores, ("score is nan", "the reward is '1.0', expected a number", "SystemExit"), strict=False
-    ):
-        assert reason in str(score.error)
+    reasons = ("score is nan", "the reward is '1.0', expected a number", "SystemExit")
+    assert all(reason in str(score.error) for score, reason in zip(scores, reasons, strict=False))
     assert [score.error for score in scores[3:]] == [None] * 4
 
 
@@ -358,12 +323,8 @@ def test_what_a_reward_writes_into_its_channel(odd: RewardPool) -> None:
 
 def test_whatever_a_reward_raises_is_its_reason(odd: RewardPool) -> None:
     scores = scored(odd, *(({}, word) for word in ("interrupt", "generator", "mute", "2")))
-    assert [str(score.error)[:16] for score in scores] == [
-        "KeyboardInterrup",
-        "GeneratorExit: y",
-        "odd_rewards.Mute",
-        "None",
-    ]
+    said = [str(score.error)[:16] for score in scores]
+    assert said == ["KeyboardInterrup", "GeneratorExit: y", "odd_rewards.Mute", "None"]
 
 
 def test_own_numbers_are_bounded_and_their_names_are_text(odd: RewardPool) -> None:
@@ -388,7 +349,5 @@ def test_closing_does_not_wait_for_the_tasks_that_are_left(odd: RewardPool) -> N
 
 @pytest.mark.parametrize("name", ["exact_macth", "no.such.module:f", "json:nothing"])
 def test_a_reward_that_cannot_be_imported_is_named(name: str) -> None:
-    pool = RewardPool(RewardSection(name=name))
-    with pytest.raises(ConfigError, match=r"reward\.name"):
-        pool.start()
-    pool.close()
+    with pytest.raises(ConfigError, match=r"reward\.name"), started(name):
+        pass

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import RewardSection
-from megatron_rl.rewards.functions import Rewards
-from megatron_rl.rewards.own import RECIPE_FOLDER
+from megatron_rl.rewards.functions import RECIPE_FOLDER, Rewards
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.task import Judgement, Task
 from megatron_rl.types import Verdict

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.schema import InFlight, RewardSection, RolloutSection, Stale
-from megatron_rl.data.order import PromptOrder
-from megatron_rl.data.prompts import Dataset
+from megatron_rl.data.prompts import Dataset, PromptOrder
 from megatron_rl.rewards.pool import Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.rollout.ahead import Ahead, Gate

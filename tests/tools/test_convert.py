@@ -19,12 +19,11 @@ from models import ROOT, config_of, done, fails, made
 from simulated import random_hf
 
 from megatron_rl.checkpoint.torch_dist import reader as torch_dist
-from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter, write_folder
+from megatron_rl.models.hf_folder import HfFolder, write_folder
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import stage_params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import local_shard
-from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.models.weight_files import PARITY
 
 
@@ -64,12 +63,8 @@ def test_several_files_a_tied_copy_and_old_buffers(tmp_path: Path) -> None:
     tensors = tensors_for(config)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
-    specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
     source = tmp_path / "hf"
-    with HfFolderWriter(source, specs, max_file_bytes=50_000) as writer:
-        for name, tensor in tensors.items():
-            writer.add(name, tensor)
-    (source / "config.json").write_text(json.dumps(config))
+    write_folder(source, tensors, config, max_file_bytes=16_000)
     assert len(list(source.glob("*.safetensors"))) > 2
     assert same_files(source, round_trip(source, tmp_path))
 

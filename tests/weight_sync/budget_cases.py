@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from outliers import with_outliers
 from safetensors.torch import load_file, save_file
 from tiny_engine import TinyModel, make_config, make_live, startable
 
@@ -23,7 +24,6 @@ from megatron_rl.learner import host  # noqa: F401 - before megatron
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
-from megatron_rl.models.outliers import with_outliers
 from megatron_rl.train import probe_of
 from megatron_rl.types import Batch, SamplingParams, Scored, collate
 from megatron_rl.weight_sync import probe

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from push_rank import Client, Weights, join_pair
+from push_rank import Receiver, Weights, error_of, join_pair
 
 from megatron_rl.config.schema import Config, Format, QuantizationSection, SyncSection
 from megatron_rl.weight_sync import source
 from megatron_rl.weight_sync.file_transport import version_directory
-from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
 
 WHOLE_TENSORS = source.full_tensors
@@ -41,30 +40,24 @@ def kill_myself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_rank(rank: int, victim: int, rendezvous: str, folder: str, out: str) -> None:
+def run_rank(rank: int, rendezvous: str, folder: str, victim: str) -> dict[str, Any]:
     """Two versions; the victim does not live to see the second."""
-    sync, _, client = join_pair(rank, rendezvous, folder)
+    sync, _, receiver = join_pair(rank, rendezvous, folder)
     sync.push(1)
-    if rank == victim == 0:
+    if rank == int(victim) == 0:
         source.full_tensors = when_some_are_written(version_directory(sync.transport.directory, 2), kill_myself)
-    elif rank == victim:
+    elif rank == int(victim):
         source.gather = lambda *arguments: kill_myself()
-    message = ""
-    try:
-        sync.push(2)
-    except WeightSyncError as error:
-        message = str(error)
-    version_left = version_directory(sync.transport.directory, 2).exists()
+    message = error_of(sync, 2)
     sync.close()
-    Path(out).write_text(json.dumps({"message": message, "calls": client.calls, "version_left": version_left}))
-    os._exit(0)  # the process group of a dead rank cannot be taken down in good order
+    return {"message": message, "calls": receiver.calls}
 
 
 def full_disk(folder: Path) -> None:
     """On a file system that is a little larger than one version: once full before the start, once in the middle."""
     config = Config(quantization=QuantizationSection(format=Format.int8), sync=SyncSection(dir=str(folder)))
-    client, filler, errors = Client(), folder / "filler", []
-    sync = WeightSync.from_config(Weights(0, 1), client, config)
+    receiver, filler, errors = Receiver(), folder / "filler", []
+    sync = WeightSync.from_config(Weights(0, 1), receiver, config)
 
     def fill() -> None:
         with filler.open("wb", buffering=0) as file:
@@ -75,11 +68,7 @@ def full_disk(folder: Path) -> None:
                 return
 
     def push(version: int) -> None:
-        try:
-            sync.push(version)
-            errors.append("")
-        except WeightSyncError as error:
-            errors.append(str(error))
+        errors.append(error_of(sync, version))
         filler.unlink(missing_ok=True)
 
     push(1)
@@ -90,7 +79,7 @@ def full_disk(folder: Path) -> None:
     source.full_tensors = WHOLE_TENSORS
     left = sorted(path.name for path in sync.transport.directory.iterdir())
     push(4)
-    print(json.dumps({"errors": errors, "left": left, "calls": client.calls}))
+    print(json.dumps({"errors": errors, "left": left, "calls": receiver.calls}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""One learner rank of test_push, in a module that a fresh process can import."""
+"""A learner rank and the receiver of what it sends, for tests of `push` and for ranks in processes of their own."""
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,11 @@ import torch.distributed as dist
 from simulated import hf_config, local_parameters, random_hf
 
 from megatron_rl.config.schema import Config, Format, LearnerSection, QuantizationSection, SyncSection
-from megatron_rl.models.groups import ShardGroups
+from megatron_rl.engine.file_reader import stage
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.tensors import torch_dtype
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.weight_sync import buckets, manifest
 from megatron_rl.weight_sync.file_transport import manifest_path, version_directory
@@ -26,6 +25,7 @@ from megatron_rl.weight_sync.push import WeightSync
 HF_CONFIG = hf_config("qwen3", num_hidden_layers=2, tie_word_embeddings=True)
 PATIENCE = timedelta(seconds=240)
 NAME = "model.layers.1.mlp.down_proj.weight"  # row-parallel: its scale needs both ranks
+SHARD = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
 class Weights:
@@ -39,110 +39,100 @@ class Weights:
         return list(self.parameters.items())
 
 
-class Client:
-    """Stands where the sampler's client does: reads the version as a receiver would, or refuses it."""
+class Receiver:
+    """Stands where a sampler does: verifies every version as an engine's worker does, and keeps the tensors."""
 
     def __init__(self) -> None:
-        self.refuse = False
-        self.calls: list[str] = []
+        self.version = -1
         self.tensors: dict[str, torch.Tensor] = {}
+        self.calls: list[str] = []
+        self.refusals: list[str] = []
+        self.refuse = 0  # so many updates
+        self.dead = False
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.calls.append("init")
 
     def start_weight_update(self) -> None:
+        if self.dead:
+            raise RuntimeError("the sampler's process ended")
         self.calls.append("start")
 
-    def update_weights(self, update_info: Any) -> None:
+    def update_weights(self, info: Any) -> None:
         self.calls.append("update")
+        try:
+            self.take(info)
+        except WeightSyncError as error:
+            self.refusals.append(str(error))
+            raise
+
+    def take(self, info: Any) -> None:
         if self.refuse:
+            self.refuse -= 1
             raise WeightSyncError("misshapen tensor X")
-        directory, version = Path(update_info["directory"]), update_info["policy_version"]
-        parts = [manifest.read(manifest_path(directory, version, w)) for w in range(update_info["writers"])]
-        for _, entry in manifest.join(parts).values():
-            data = (version_directory(directory, version) / entry.file).read_bytes()
-            data = data[entry.offset : entry.offset + entry.nbytes]
-            assert manifest.checksum(data, entry.name) == entry.checksum
-            flat = torch.frombuffer(bytearray(data), dtype=torch_dtype(entry.dtype))
-            self.tensors[entry.name] = flat.view(entry.shape)
+        directory, version = Path(info["directory"]), info["policy_version"]
+        parts = [manifest.read(manifest_path(directory, version, writer)) for writer in range(info["writers"])]
+        expected = {entry.name: entry.spec for part in parts for entry in part.tensors}
+        staged = stage(directory, version, info["writers"], expected, self.version)
+        self.version, self.tensors = version, {name: tensor.clone() for name, tensor in staged.tensors.items()}
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append(f"finish {weight_version}")
 
 
-def join_pair(
-    rank: int, rendezvous: str, folder: str, client: Client | None = None
-) -> tuple[WeightSync, Weights, Client]:
-    """Become one of two tensor-parallel ranks that send INT8; the client is rank 0's sampler."""
+def meet(rank: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
-    buckets.BUCKET_BYTES = 1 << 20  # several of them
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=PATIENCE)
+
+
+def join_pair(rank: int, rendezvous: str, folder: str) -> tuple[WeightSync, Weights, Receiver]:
+    """Become one of two tensor-parallel ranks that send INT8; the receiver is rank 0's sampler."""
+    meet(rank, rendezvous)
+    buckets.BUCKET_BYTES = 1 << 20  # several of them
     config = Config(
         learner=LearnerSection(tensor_parallel=2),
         quantization=QuantizationSection(format=Format.int8),
         sync=SyncSection(dir=folder),
     )
-    client, learner = client or Client(), Weights(rank, 2)
-    return WeightSync.from_config(learner, client if rank == 0 else None, config), learner, client
+    receiver, learner = Receiver(), Weights(rank, 2)
+    return WeightSync.from_config(learner, receiver if rank == 0 else None, config), learner, receiver
 
 
-class RefusesOnce(Client):
-    def update_weights(self, update_info: Any) -> None:
-        self.refuse = "update" not in self.calls
-        super().update_weights(update_info)
+def error_of(sync: WeightSync, version: int) -> str:
+    try:
+        sync.push(version)
+    except WeightSyncError as error:
+        return str(error)
+    return ""
 
 
-def run_resending_rank(rank: int, rendezvous: str, folder: str, out: str) -> None:
-    """Two versions, the first of which is refused at the first attempt."""
-    sync, _, client = join_pair(rank, rendezvous, folder, RefusesOnce())
-    reports = [sync.push(version) for version in (1, 2)]
-    sync.close()
-    found = {
-        "calls": client.calls,
-        "resent": [report.metrics()["sync/resent"] for report in reports],
-        "first_failure": reports[0].first_failure,
-    }
-    Path(out).write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def run_rank(rank: int, rendezvous: str, folder: str, out: str) -> None:
-    sync, learner, client = join_pair(rank, rendezvous, folder)
+def run_rank(rank: int, rendezvous: str, folder: str) -> dict[str, Any]:
+    sync, learner, receiver = join_pair(rank, rendezvous, folder)
     report = sync.push(3)
     found: dict[str, Any] = {
         "metrics": report.metrics(),
         "worst": report.error.worst,
-        "calls": list(client.calls),
+        "calls": list(receiver.calls),
         "left": sorted(p.name for p in sync.transport.directory.iterdir()),
-        "errors": [],
+        "names": sorted(receiver.tensors),
     }
     if rank == 0:
         want = quantize(random_hf(ModelShape.from_hf(HF_CONFIG))[NAME], Format.int8)
-        found["equal"] = all(
-            torch.equal(client.tensors[NAME.removesuffix("weight") + key], value) for key, value in want.items()
-        )
-        found["names"] = sorted(client.tensors)
-
-    def failing(version: int) -> None:
-        try:
-            sync.push(version)
-            found["errors"].append("none")
-        except WeightSyncError as error:
-            found["errors"].append(str(error))
-
-    client.refuse = True  # the sampler refuses
-    failing(4)
-    client.refuse = False
-    healthy = learner.parameters["decoder.layers.1.mlp.linear_fc2.weight"].clone()
+        stem = NAME.removesuffix("weight")
+        found["equal"] = all(torch.equal(receiver.tensors[stem + key], value) for key, value in want.items())
+    receiver.refuse = 1
+    report = sync.push(4)
+    found["resent"] = [report.first_failure, report.metrics()["sync/resent"], sync.push(5).metrics()["sync/resent"]]
+    receiver.refuse = 2  # at both attempts
+    errors = [error_of(sync, 6)]
+    receiver.refuse = 0
+    healthy = learner.parameters[SHARD].clone()
     if rank == 1:  # a rank that does not write has diverged
-        learner.parameters["decoder.layers.1.mlp.linear_fc2.weight"][0, 0] = float("inf")
-    failing(5)
-    learner.parameters["decoder.layers.1.mlp.linear_fc2.weight"] = healthy
+        learner.parameters[SHARD][0, 0] = float("inf")
+    errors.append(error_of(sync, 7))
+    learner.parameters[SHARD] = healthy
     if rank == 0:  # the version's folder cannot be made
-        version_directory(sync.transport.directory, 6).write_text("in the way")
-    failing(6)
-    failing(7)
+        version_directory(sync.transport.directory, 8).write_text("in the way")
+    found["errors"] = [*errors, error_of(sync, 8), error_of(sync, 9)]
     sync.close()
-    found["gone"] = not sync.transport.directory.exists() if rank == 0 else True
-    Path(out).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found | {"gone": not sync.transport.directory.exists()}

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from megatron_rl.config.schema import Format
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import params, stage_params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.shards import full_tensors, local_shard
+from megatron_rl.models.shards import ShardGroups, full_tensors, local_shard
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.quantization.smoothing import Smoothing

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_file_transport import edit, flip
 
 from megatron_rl.engine.file_reader import Staged, stage
 from megatron_rl.models.tensors import TensorSpec
@@ -121,22 +122,6 @@ def test_a_patch_of_a_version_that_is_gone_is_refused(three_versions: Path) -> N
         read(three_versions, 2)
 
 
-def test_a_patch_of_other_bytes_than_the_receiver_holds_is_refused(three_versions: Path) -> None:
-    (whole,) = transport.version_directory(three_versions, 0).glob("*.bin")
-    content = bytearray(whole.read_bytes())
-    content[100] ^= 1
-    whole.write_bytes(content)
-    with pytest.raises(WeightSyncError, match=f"corrupt tensor {NAME}"):
-        read(three_versions, 2)
-
-
-def edit(directory: Path, version: int, change) -> None:
-    manifest = transport.manifest_path(directory, version, 0)
-    content = json.loads(manifest.read_text())
-    change(content)
-    manifest.write_text(json.dumps(content))
-
-
 @pytest.mark.parametrize(
     ("version", "change", "message"),
     [
@@ -147,17 +132,16 @@ def edit(directory: Path, version: int, change) -> None:
         (0, lambda c: c["tensors"][0].update(nbytes=8), f"tensor {NAME} is a patch of a tensor that no version holds"),
     ],
 )
-def test_a_faulty_manifest_is_refused(three_versions: Path, version: int, change, message: str) -> None:
-    edit(three_versions, version, change)
+def test_a_faulty_manifest_is_refused(three_versions: Path, version: int, change: Any, message: str) -> None:
+    edit(transport.manifest_path(three_versions, version, 0), change)
     with pytest.raises(WeightSyncError, match=message):
         read(three_versions, 2)
 
 
-def test_a_patch_with_a_wrong_byte_is_refused(three_versions: Path) -> None:
-    (patches,) = transport.version_directory(three_versions, 1).glob("*.bin")
-    content = bytearray(patches.read_bytes())
-    content[0] ^= 0x40  # a gap: everything behind it moves
-    patches.write_bytes(content)
+@pytest.mark.parametrize("version", [0, 1], ids=["what it builds on", "a gap: everything behind it moves"])
+def test_a_patch_with_a_wrong_byte_is_refused(three_versions: Path, version: int) -> None:
+    (file,) = transport.version_directory(three_versions, version).glob("*.bin")
+    flip(file, 0)
     with pytest.raises(WeightSyncError, match=f"corrupt tensor {NAME}"):
         read(three_versions, 2)
 

@@ -3,53 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from push_rank import HF_CONFIG, NAME, Weights
+from push_rank import HF_CONFIG, NAME, SHARD, Receiver, Weights
 from simulated import assert_same_bits, quantized_whole, random_hf
 
 from megatron_rl.config.schema import Config, Format, QuantizationSection, SyncSection
-from megatron_rl.engine.file_reader import stage
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.weight_sync import manifest
-from megatron_rl.weight_sync.file_transport import manifest_path, remove_version, version_directory
-from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync.file_transport import remove_version, version_directory
 from megatron_rl.weight_sync.push import WeightSync
-
-SHARD = "decoder.layers.1.mlp.linear_fc2.weight"
-
-
-class Receiver:
-    """Verifies every version as an engine's worker does, and keeps the tensors."""
-
-    def __init__(self) -> None:
-        self.version = -1
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.refusals: list[str] = []
-        self.dead = False
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        pass
-
-    def start_weight_update(self) -> None:
-        if self.dead:
-            raise RuntimeError("the sampler's process ended")
-
-    def update_weights(self, info: Any) -> None:
-        directory, version = Path(info["directory"]), info["policy_version"]
-        entries = manifest.read(manifest_path(directory, version, 0)).tensors
-        expected = {entry.name: entry.spec for entry in entries}
-        try:
-            staged = stage(directory, version, info["writers"], expected, self.version)
-        except WeightSyncError as error:
-            self.refusals.append(str(error))
-            raise
-        self.version, self.tensors = version, {name: tensor.clone() for name, tensor in staged.tensors.items()}
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        pass
 
 
 class Training:

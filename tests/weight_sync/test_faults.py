@@ -11,23 +11,20 @@ from pathlib import Path
 
 import pytest
 from fault_rank import run_rank
-from spawned import exit_codes
+from spawned import TIMEOUT_S, run_ranks
 
-from megatron_rl.weight_sync.sync_dir import GRACE_S, SyncDir
+from megatron_rl.weight_sync.file_transport import GRACE_S, SyncDir
 
-TIMEOUT_S = 240
 VERSION_KIB = 900  # of the model that is sent
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("victim", [0, 1], ids=["the_writer", "another_rank"])
 def test_a_rank_killed_in_mid_write_ends_the_others_soon(tmp_path: Path, victim: int) -> None:
-    outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
     folder = tmp_path / "sync"
-    arguments = [(rank, victim, str(tmp_path / "store"), str(folder), str(outs[rank])) for rank in range(2)]
-    codes = exit_codes(run_rank, arguments, TIMEOUT_S)
+    codes, results = run_ranks(run_rank, tmp_path, folder, victim)
     assert codes == ([-9, 0] if victim == 0 else [0, -9])
-    survivor = json.loads(outs[1 - victim].read_text())
+    survivor = results[1 - victim]
     assert "policy version 2 was not sent: another rank of the learner ended" in survivor["message"]
     if victim == 1:
         assert survivor["calls"] == ["init", "start", "update", "finish 1"], "the sampler hears nothing of version 2"

@@ -1,15 +1,25 @@
-"""Writer and reader of the file transport: what arrives is what was sent, and every fault is refused by name."""
+"""Writer and reader of the file transport: what arrives is what was sent, and every fault is refused by name.
+
+Files that change between the check and the loading, and manifests that are altered, are among the faults.
+"""
+
+from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from megatron_rl.engine.file_reader import Staged, stage
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.weight_sync import file_transport as transport
-from megatron_rl.weight_sync.manifest import WeightSyncError
+from megatron_rl.weight_sync import manifest
+from megatron_rl.weight_sync.delta import Sent
+from megatron_rl.weight_sync.manifest import Manifest, WeightSyncError
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(60, dtype=torch.float32).reshape(12, 5).bfloat16(),
@@ -18,33 +28,40 @@ TENSORS = {
     "model.layers.1.mlp.up_proj.weight": torch.randn(4, 8).to(torch.float8_e4m3fn),
     "model.norm.weight": torch.ones(5).bfloat16(),
 }
-EXPECTED = {name: TensorSpec.of(name, tensor) for name, tensor in TENSORS.items()}
+TWINS = {name: torch.full((4, 4), value).bfloat16() for name, value in (("left.weight", 1.0), ("right.weight", 2.0))}
+EXPECTED = {name: TensorSpec.of(name, tensor) for name, tensor in {**TENSORS, **TWINS}.items()}
 VICTIM = "model.layers.0.mlp.up_proj.weight"
 
 
-def write(directory: Path, version: int = 7, bucket_bytes: int = 64) -> Path:
-    written = transport.write_version(directory, version, TENSORS.items(), format="int8", bucket_bytes=bucket_bytes)
+def write(directory: Path, bucket_bytes: int = 64) -> Path:
+    written = transport.write_version(directory, 7, TENSORS.items(), format="int8", bucket_bytes=bucket_bytes)
     assert written.tensors == len(TENSORS)
     return written.manifest
 
 
-def read(directory: Path, version: int = 7, writers: int = 1, current: int = 6) -> Staged:
-    return stage(directory, version, writers, EXPECTED, current)
+def read(directory: Path, writers: int = 1, current: int = 6, names: Any = TENSORS) -> Staged:
+    return stage(directory, 7, writers, {name: EXPECTED[name] for name in names}, current)
 
 
-def edit(manifest: Path, change) -> None:
-    content = json.loads(manifest.read_text())
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
     change(content)
-    manifest.write_text(json.dumps(content))
+    path.write_text(json.dumps(content))
 
 
-def entry_of(content: dict, name: str) -> dict:
-    return next(entry for entry in content["tensors"] if entry["name"] == name)
+def entry_of(content: dict[str, Any]) -> dict[str, Any]:
+    return next(entry for entry in content["tensors"] if entry["name"] == VICTIM)
+
+
+def file_of(path: Path) -> tuple[Path, int]:
+    """Where the manifest at `path` says that the victim lies."""
+    entry = entry_of(json.loads(path.read_text()))
+    return path.parent / entry["file"], entry["offset"]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
-def test_what_arrives_is_what_was_sent(tmp_path, bucket_bytes):
-    write(tmp_path, bucket_bytes=bucket_bytes)
+def test_what_arrives_is_what_was_sent(tmp_path: Path, bucket_bytes: int) -> None:
+    write(tmp_path, bucket_bytes)
     staged = read(tmp_path)
     assert staged.policy_version == 7
     assert list(staged.tensors) == list(TENSORS)
@@ -53,119 +70,101 @@ def test_what_arrives_is_what_was_sent(tmp_path, bucket_bytes):
         assert torch.equal(staged.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_several_writers_make_one_version(tmp_path):
+def test_several_writers_make_one_version(tmp_path: Path) -> None:
     items = list(TENSORS.items())
-    for writer, part in enumerate((items[:2], items[2:])):
+
+    def written_by(writer: int, part: list[tuple[str, torch.Tensor]]) -> None:
         transport.write_version(tmp_path, 7, part, format="int8", writer=writer, writers=2)
-    assert set(read(tmp_path, writers=2).tensors) == set(TENSORS)
 
-
-def test_a_writer_that_did_not_finish_is_noticed(tmp_path):
-    transport.write_version(tmp_path, 7, list(TENSORS.items())[:2], format="int8", writer=0, writers=2)
+    written_by(0, items[:2])
     with pytest.raises(WeightSyncError, match=r"manifest-001\.json is missing"):
         read(tmp_path, writers=2)
-
-
-def test_a_tensor_sent_by_two_writers_is_a_duplicate(tmp_path):
-    for writer in range(2):
-        transport.write_version(tmp_path, 7, TENSORS.items(), format="int8", writer=writer, writers=2)
-    with pytest.raises(WeightSyncError, match=r"duplicate tensor model\.embed_tokens\.weight"):
+    written_by(1, items[2:])
+    assert set(read(tmp_path, writers=2).tensors) == set(TENSORS)
+    written_by(1, items[1:])
+    with pytest.raises(WeightSyncError, match=f"duplicate tensor {VICTIM}"):
         read(tmp_path, writers=2)
 
 
-def test_flipped_byte(tmp_path):
-    manifest = write(tmp_path)
-    entry = entry_of(json.loads(manifest.read_text()), VICTIM)
-    path = manifest.parent / entry["file"]
+def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
-    content[entry["offset"] + 3] ^= 1
+    content[place] ^= 1
     path.write_bytes(content)
-    with pytest.raises(WeightSyncError, match=f"corrupt tensor {VICTIM}"):
-        read(tmp_path)
 
 
-def test_truncated_file(tmp_path):
-    manifest = write(tmp_path, bucket_bytes=1 << 20)
-    (bucket,) = manifest.parent.glob("*.bin")
-    bucket.write_bytes(bucket.read_bytes()[:-1])
-    with pytest.raises(WeightSyncError, match=r"truncated file .*model\.norm\.weight"):
-        read(tmp_path)
+def in_its_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
 
 
-def test_missing_file(tmp_path):
-    manifest = write(tmp_path, bucket_bytes=1)
-    (manifest.parent / entry_of(json.loads(manifest.read_text()), VICTIM)["file"]).unlink()
-    with pytest.raises(WeightSyncError, match=f"missing file .*{VICTIM}"):
-        read(tmp_path)
-
-
-def drop(content):
-    content["tensors"].remove(entry_of(content, VICTIM))
-
-
-def duplicate(content):
-    content["tensors"].append(entry_of(content, VICTIM))
-
-
-def rename(content):
-    entry_of(content, VICTIM)["name"] += "_old"
-
-
-def transpose(content):
-    entry_of(content, VICTIM)["shape"].reverse()
-
-
-def retype(content):
-    entry_of(content, VICTIM)["dtype"] = "float8_e4m3fn"
-
-
-def outgrow(content):
-    entry_of(content, VICTIM)["offset"] += 1 << 40
-
-
-def leave_folder(content):
-    entry_of(content, VICTIM)["file"] = "../../elsewhere"
-
-
-def age(content):
-    content["policy_version"] = 6
-
-
+@pytest.mark.fault("a file of a version is damaged, lost or no file", "refused with the tensors that it holds")
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("damage", "said"),
     [
-        (drop, f"missing tensor {VICTIM}"),
-        (duplicate, f"duplicate tensor {VICTIM}"),
-        (rename, f"unexpected tensor {VICTIM}_old; missing tensor {VICTIM}"),
-        (transpose, rf"misshapen tensor {VICTIM}: shape \(7, 3\), the engine expects \(3, 7\)"),
-        (retype, f"mistyped tensor {VICTIM}: float8_e4m3fn, the engine expects int8"),
-        (outgrow, f"tensor {VICTIM} lies outside"),
-        (leave_folder, f"tensor {VICTIM} lies outside"),
-        (age, "carries policy version 6, version 7 was announced"),
+        (lambda file, offset: flip(file, offset + 3), f"corrupt tensor {VICTIM}"),
+        (lambda file, offset: file.write_bytes(file.read_bytes()[:-1]), f"truncated file .*{VICTIM}"),
+        (lambda file, offset: file.unlink(), f"missing file .*{VICTIM}"),
+        (lambda file, offset: in_its_place(file), VICTIM),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_faulty_manifest(tmp_path, fault, message):
-    edit(write(tmp_path), fault)
-    with pytest.raises(WeightSyncError, match=message):
+def test_a_damaged_file(tmp_path: Path, damage: Callable[[Path, int], object], said: str) -> None:
+    damage(*file_of(write(tmp_path, bucket_bytes=1)))
+    with pytest.raises(WeightSyncError, match=said):
         read(tmp_path)
 
 
-def test_stale_version(tmp_path):
-    write(tmp_path)
-    with pytest.raises(WeightSyncError, match="stale policy version 7: the engine already serves version 7"):
-        read(tmp_path, current=7)
-
-
-def test_unreadable_manifest(tmp_path):
-    manifest = write(tmp_path)
-    manifest.write_text(manifest.read_text()[:-20])
+@pytest.mark.parametrize("damage", [lambda path: path.write_text(path.read_text()[:-20]), in_its_place])
+def test_an_unreadable_manifest(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    damage(write(tmp_path))
     with pytest.raises(WeightSyncError, match="unreadable"):
         read(tmp_path)
 
 
-def test_a_failing_source_leaves_no_version_behind(tmp_path):
-    def source():
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (lambda content: content["tensors"].remove(entry_of(content)), f"missing tensor {VICTIM}"),
+        (lambda content: content["tensors"].append(entry_of(content)), f"duplicate tensor {VICTIM}"),
+        (
+            lambda content: entry_of(content).update(name=VICTIM + "_old"),
+            f"unexpected tensor {VICTIM}_old; missing tensor {VICTIM}",
+        ),
+        (
+            lambda content: entry_of(content)["shape"].reverse(),
+            rf"misshapen tensor {VICTIM}: shape \(7, 3\), the engine expects \(3, 7\)",
+        ),
+        (
+            lambda content: entry_of(content).update(dtype="float8_e4m3fn"),
+            f"mistyped tensor {VICTIM}: float8_e4m3fn, the engine expects int8",
+        ),
+        (lambda content: entry_of(content).update(offset=1 << 40), f"tensor {VICTIM} lies outside"),
+        (lambda content: entry_of(content).update(file="../../elsewhere"), f"tensor {VICTIM} lies outside"),
+        (lambda content: content.update(policy_version=6), "carries policy version 6, version 7 was announced"),
+        (lambda content: content.update(format="fp8"), "corrupt"),
+        (lambda content: content.update(checksum=""), "corrupt"),
+        (lambda content: content.pop("checksum"), "corrupt"),
+        (lambda content: content["files"].update({"more.bin": 0}), "corrupt"),
+        (lambda content: entry_of(content).update(checksum="0" * 16), "corrupt"),
+        (lambda content: content["tensors"].reverse(), "corrupt"),
+    ],
+)
+def test_nothing_in_a_manifest_can_be_altered(tmp_path: Path, fault: Callable[..., object], said: str) -> None:
+    path = write(tmp_path)
+    (path.parent / "more.bin").touch()
+    edit(path, fault)
+    with pytest.raises(WeightSyncError, match=said):
+        read(tmp_path)
+
+
+def test_a_manifest_written_in_another_way_is_the_same(tmp_path: Path) -> None:
+    edit(write(tmp_path), lambda content: None)
+    assert read(tmp_path).policy_version == 7
+    with pytest.raises(WeightSyncError, match="stale policy version 7: the engine already serves version 7"):
+        read(tmp_path, current=7)
+
+
+def test_a_failing_source_leaves_no_version_behind(tmp_path: Path) -> None:
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
         yield next(iter(TENSORS.items()))
         raise RuntimeError("the learner stopped")
 
@@ -174,7 +173,7 @@ def test_a_failing_source_leaves_no_version_behind(tmp_path):
     assert not list(transport.version_directory(tmp_path, 7).iterdir())
 
 
-def test_a_full_disk_is_named(tmp_path):
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full on this system")
@@ -184,3 +183,89 @@ def test_a_full_disk_is_named(tmp_path):
     with pytest.raises(WeightSyncError, match=r"No space left on device.*sync\.dir"):
         write(tmp_path)
     assert not list(folder.iterdir())
+
+
+def staged_patch(directory: Path) -> Staged:
+    """Version 7, most of which is a patch of version 6."""
+    sent = Sent()
+    big = torch.arange(4096, dtype=torch.int32).view(torch.int8).reshape(64, 256)
+    for version, first in ((6, 3), (7, 5)):
+        big[0, 0] = first
+        base = 6 if version == 7 else None
+        transport.write_version(directory, version, [("big", big)], format="int8", sent=sent, base=base)
+    return stage(directory, 7, 1, {"big": TensorSpec.of("big", big)}, 5)
+
+
+def flip_all(path: Path) -> None:
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def load(staged: Staged) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in staged.tensors.items()}
+
+
+@pytest.mark.fault("bytes of a version change after they were checked", "they are refused when they are loaded")
+@pytest.mark.fault("bytes of a version change while a tensor of it is in use", "the tensor does not change")
+@pytest.mark.parametrize("damage", [flip_all, cut])
+@pytest.mark.parametrize("victim", ["whole", "patch", "base"])
+def test_bytes_that_change_after_the_check_are_not_loaded(
+    tmp_path: Path, victim: str, damage: Callable[[Path], None]
+) -> None:
+    if victim == "whole":
+        write(tmp_path, bucket_bytes=1 << 20)
+        staged = read(tmp_path)
+    else:
+        staged = staged_patch(tmp_path)
+    name = VICTIM if victim == "whole" else "big"
+    before, in_use = load(staged), staged.tensors[name]
+    (bucket,) = transport.version_directory(tmp_path, 6 if victim == "base" else 7).glob("*.bin")
+    damage(bucket)
+    with pytest.raises(WeightSyncError, match=r"corrupt tensor|truncated file"):
+        load(staged)
+    assert torch.equal(in_use, before[name])
+
+
+def test_a_version_that_was_removed_after_the_check_can_still_be_read(tmp_path: Path) -> None:
+    written = write(tmp_path)
+    staged = read(tmp_path)
+    for path in written.parent.iterdir():
+        path.unlink()
+    assert torch.equal(load(staged)[VICTIM], TENSORS[VICTIM])
+
+
+@pytest.mark.fault("two tensors of one shape exchange their names in a manifest", "refused by name")
+@pytest.mark.parametrize("keys", [("name",), ("name", "checksum"), ("offset", "file"), ("offset", "file", "checksum")])
+@pytest.mark.parametrize("sealed", [False, True], ids=["manifest altered", "manifest checksum made anew"])
+def test_names_of_equal_shape_cannot_be_swapped(tmp_path: Path, keys: tuple[str, ...], sealed: bool) -> None:
+    path = transport.write_version(tmp_path, 7, TWINS.items(), format="none").manifest
+
+    def swap(content: dict[str, Any]) -> None:
+        first, second = content["tensors"]
+        for key in keys:
+            first[key], second[key] = second[key], first[key]
+
+    edit(path, swap)
+    if sealed:
+        path.write_bytes(manifest.encode(msgspec.json.decode(path.read_bytes(), type=Manifest)))
+    with pytest.raises(WeightSyncError, match=r"corrupt tensor (left|right)\.weight"):
+        read(tmp_path, names=TWINS)
+
+
+@pytest.mark.fault("one bit of a manifest flips", "the update is refused")
+def test_a_flipped_bit_of_a_manifest_is_refused_or_means_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    content, meaning, taken = path.read_bytes(), manifest.read(path), 0
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << place % 7)]) + content[place + 1 :])
+        try:
+            read(tmp_path)
+        except WeightSyncError:
+            continue
+        assert manifest.read(path) == meaning, "in the name of an empty field"
+        taken += 1
+    assert taken < len(content) / 10

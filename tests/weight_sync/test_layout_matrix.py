@@ -12,10 +12,10 @@ import torch
 from simulated import assert_same_bits, hf_config, local_parameters, quantized_whole, random_hf, run_sources
 
 from megatron_rl.config.schema import Format
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.weight_sync.source import ShardSource
 
 PIPELINES = {

@@ -48,31 +48,20 @@ def test_within_budget() -> None:
     assert result.mean == pytest.approx(-0.05, rel=1e-4)
     told = {"sync/probe_abs_diff": result.mean_abs, "sync/probe_diff": result.mean, "sync/probe_budget": 0.08}
     assert result.metrics() == told
-
-
-def test_a_few_missing_logprobs_do_not_count() -> None:
-    sampler_BT = logprobs()
     sampler_BT[0, 0] = math.nan
-    assert run(sampler_BT).missing == 1
+    assert run(sampler_BT).missing == 1, "a few do not count"
 
 
 def test_budget_depends_on_the_format_and_can_be_set() -> None:
     assert run(logprobs() + 0.05, format=Format.int8).ok
-    with pytest.raises(
-        SyncMismatch, match=r"policy version 7 \(none\).*0\.05 nats over 234 tokens, budget 0\.0"
-    ) as said:
+    pattern = r"policy version 7 \(none\).*0\.05 nats over 234 tokens, budget 0\.0"
+    with pytest.raises(SyncMismatch, match=pattern) as said:
         run(logprobs() + 0.05, format=Format.none)
     told = str(said.value)
     origin = f"6 times the learner's noise of {NOISE}; BF16 weights in the sampler, a BF16 learner); largest"
     assert origin in told, "where it comes from"
-    for way_out in (
-        "as_sampler",
-        "quantization.ignore",
-        "head_precision",
-        "`megatron-rl mismatch`",
-        "sync.probe_budget",
-    ):
-        assert way_out in told, "what to try"
+    ways_out = ("as_sampler", "quantization.ignore", "head_precision", "`megatron-rl mismatch`", "sync.probe_budget")
+    assert all(way_out in told for way_out in ways_out), "what to try"
     assert run(logprobs() + 0.05, format=Format.none, budget=0.06).ok
     with pytest.raises(SyncMismatch, match=r"budget 0\.04 \(sync\.probe_budget\)"):
         run(logprobs() + 0.05, budget=0.04)
@@ -129,12 +118,15 @@ def test_empty_answers_are_not_a_pass() -> None:
         check(logprobs(), logprobs(), torch.zeros(B, T, dtype=torch.bool), Format.none, about(1))
 
 
+def half_off(nats: float, *more_B: torch.Tensor) -> Batch:
+    """The second half of the sampler's logprobs is off by so much."""
+    zeros_B, sampler_BT = torch.zeros(B, dtype=torch.long), logprobs()
+    sampler_BT[4:] += nats
+    return Batch(zeros_B[:, None], zeros_B, zeros_B + T, mask(), sampler_BT, zeros_B.float(), zeros_B, *more_B)
+
+
 def test_only_rows_of_the_synced_version_count() -> None:
-    zeros_B = torch.zeros(B, dtype=torch.long)
-    versions_B = torch.tensor([2] * 4 + [1] * 4)
-    sampler_BT = logprobs()
-    sampler_BT[4:] += 5  # sampled by an older policy
-    batch = Batch(zeros_B[:, None], zeros_B, zeros_B + T, mask(), sampler_BT, zeros_B.float(), zeros_B, versions_B)
+    batch = half_off(5, torch.tensor([2] * 4 + [1] * 4))  # sampled by an older policy
     assert check_batch(batch, logprobs(), Format.none, about(2)).mean_abs == 0
     with pytest.raises(SyncMismatch):
         check_batch(batch, logprobs(), Format.none, about(1))
@@ -143,13 +135,8 @@ def test_only_rows_of_the_synced_version_count() -> None:
 
 
 def test_a_mixed_fleet_is_probed_format_by_format() -> None:
-    zeros_B = torch.zeros(B, dtype=torch.long)
     formats_B = torch.tensor([format_number("none")] * 4 + [format_number("int8")] * 4)
-    sampler_BT = logprobs()
-    sampler_BT[4:] += 0.05  # within the budget of INT8, beyond that of BF16
-    batch = Batch(
-        zeros_B[:, None], zeros_B, zeros_B + T, mask(), sampler_BT, zeros_B.float(), zeros_B, zeros_B, formats_B
-    )
+    batch = half_off(0.05, torch.zeros(B, dtype=torch.long), formats_B)  # within INT8's budget, beyond that of BF16
     both = (Format.none, Format.int8)
     metrics = check_formats(batch, logprobs(), both, about(0))
     assert metrics["sync/probe_abs_diff/none"] == 0

@@ -36,24 +36,19 @@ def test_a_format_with_fewer_bits_may_differ_by_more() -> None:
     assert bf16 < int8 < fp8 < int4
 
 
-def test_a_learner_that_rounds_to_eight_bits_as_well_has_its_share() -> None:
+def test_the_learner_s_arithmetic_has_its_share() -> None:
     alone, both = (measured(NOISE, Format.fp8_block, learner) for learner in (Arithmetic.bf16, Arithmetic.fp8))
     assert both.nats == pytest.approx(alone.nats + NOISE * FP8_LEARNER.times)
     most = LIMITS[Format.fp8].most + FP8_LEARNER.most
     assert measured(9, Format.fp8, Arithmetic.fp8).nats == most
-
-
-def test_one_arithmetic_has_the_budget_of_a_bf16_pair() -> None:
-    budget = measured(0.01, Format.int8, Arithmetic.sampler)
-    assert budget.nats == measured(0.01, Format.none, Arithmetic.bf16).nats
-    assert budget.origin.endswith("INT8 weights in the sampler, a learner that computes as the sampler does")
-
-
-def test_a_learner_in_fp32_has_half_the_noise() -> None:
+    one = measured(0.01, Format.int8, Arithmetic.sampler)
+    assert one.nats == measured(0.01, Format.none, Arithmetic.bf16).nats, "no more than a BF16 pair"
+    assert one.origin.endswith("INT8 weights in the sampler, a learner that computes as the sampler does")
+    # a learner in FP32 has half the noise
     assert measured(NOISE, Format.int8, Arithmetic.fp32).nats == measured(2 * NOISE, Format.int8, Arithmetic.bf16).nats
 
 
-# measured: INT8 of the learner's own weights, outliers by models/outliers.py (docs/weight_sync.md)
+# measured: INT8 of the learner's own weights, outliers by tools/outliers.py (docs/weight_sync.md)
 OUTLIERS = {  # hidden, layers, how much larger -> nats; times the noise of a BF16 learner, of an FP32 learner
     (256, 4, 16): (0.024, 7.7, 11.3),
     (256, 4, 32): (0.046, 14.5, 21.8),
@@ -84,12 +79,9 @@ def test_only_integers_have_room_beyond_their_budget(format: Format) -> None:
     assert one.end == one.nats, "one arithmetic: nothing is left for outliers to enlarge"
 
 
-def test_what_could_not_be_measured_allows_nothing() -> None:
+def test_a_number_is_taken_as_it_is_and_no_number_allows_nothing() -> None:
     budget = measured(math.nan, Format.int8, Arithmetic.bf16)
     assert math.isnan(budget.nats)
     assert not budget.end >= 0
-
-
-def test_a_number_is_taken_as_it_is() -> None:
     given = set_by_hand(7.0)
     assert (given.nats, given.end, given.origin) == (7.0, 7.0, "sync.probe_budget")

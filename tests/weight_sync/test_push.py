@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from push_rank import NAME, Weights, run_rank
-from spawned import exit_codes
+from push_rank import NAME, Receiver, Weights, run_rank
+from spawned import run_ranks
 
 from megatron_rl.config.schema import Config, FleetSection, Format, SamplerSection, SyncSection
 from megatron_rl.quantization.formats import BY_FORMAT
@@ -18,15 +17,12 @@ from megatron_rl.weight_sync.file_transport import manifest_path
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.push import WeightSync
 
-TIMEOUT_S = 180
-
 
 @pytest.mark.ranks
+@pytest.mark.fault("one of two ranks' versions is refused", "both ranks send it again")
 def test_two_ranks(tmp_path: Path) -> None:
-    outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
-    arguments = [(rank, str(tmp_path / "store"), str(tmp_path / "sync"), str(out)) for rank, out in enumerate(outs)]
-    assert exit_codes(run_rank, arguments, TIMEOUT_S) == [0, 0]
-    driver, other = (json.loads(out.read_text()) for out in outs)
+    codes, (driver, other) = run_ranks(run_rank, tmp_path, tmp_path / "sync")
+    assert codes == [0, 0]
     assert driver["equal"]
     assert driver["calls"] == ["init", "start", "update", "finish 3"]
     assert "lm_head.weight" not in driver["names"]  # tied
@@ -36,12 +32,15 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert len(driver["worst"]) == 5
     assert 0.001 < driver["worst"][0][1] < 0.02
     assert driver["metrics"]["sync/clamped_fraction"] == 0
+    for first_failure, resent, next_resent in (driver["resent"], other["resent"]):
+        assert "misshapen tensor X" in first_failure
+        assert (resent, next_resent) == (1, 0)
     refused, diverged, blocked, healthy = zip(driver["errors"], other["errors"], strict=True)
     assert "misshapen tensor X" in refused[0]
     assert "misshapen tensor X" in refused[1]
     assert all("rank 1" in error and NAME in error for error in diverged)
-    assert all("rank 0" in error and "v00000006" in error for error in blocked)
-    assert healthy == ("none", "none")
+    assert all("rank 0" in error and "v00000008" in error for error in blocked)
+    assert healthy == ("", "")
     assert driver["gone"]
 
 
@@ -55,26 +54,13 @@ def test_no_space_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-class Fleet:
-    """Stands where a fleet does: notes what it is sent, or refuses it."""
+class Fleet(Receiver):
+    """Notes what it is sent, or refuses it."""
 
-    def __init__(self) -> None:
-        self.refuse = False
-        self.info: dict[str, Any] = {}
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        pass
-
-    def start_weight_update(self) -> None:
-        pass
-
-    def update_weights(self, update_info: Any) -> None:
+    def take(self, info: Any) -> None:
         if self.refuse:
             raise WeightSyncError("corrupt tensor X")
-        self.info = update_info
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        pass
+        self.info = info
 
     def manifests(self) -> dict[str, manifest.Manifest]:
         """Of the last accepted update, by format; raises where its files are gone."""
@@ -100,13 +86,13 @@ def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the
     assert report.nbytes == sum(sum(one.files.values()) for one in found.values())
     assert report.error.worst
 
-    client.refuse = True
+    client.refuse = 2
     with pytest.raises(WeightSyncError, match="corrupt tensor X"):
         sync.push(2)
     assert {one.policy_version for one in client.manifests().values()} == {1}, "restarted servers still need it"
     assert not list(sync.transport.directory.glob("*/v00000002"))
 
-    client.refuse = False
+    client.refuse = 0
     sync.push(3)
     assert {one.policy_version for one in client.manifests().values()} == {3}
     assert not list(sync.transport.directory.glob("*/v00000001"))

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.processes import owned_folder
+from megatron_rl.processes.owned_folder import LOCK
+from megatron_rl.weight_sync.file_transport import GRACE_S, PREFIX, SyncDir, remove_stale
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.sync_dir import GRACE_S, LOCK, PREFIX, SyncDir, remove_stale
 
 
 def age(folder: Path) -> None:
@@ -30,23 +31,21 @@ def test_private_and_removed(tmp_path: Path) -> None:
     second.close()
 
 
+def leftover(parent: Path, name: str, owner: str = "") -> Path:
+    folder = parent / name
+    (folder / "v00000001").mkdir(parents=True)
+    (folder / LOCK).write_text(owner)
+    age(folder)
+    return folder
+
+
 def test_only_dead_runs_are_cleaned(tmp_path: Path) -> None:
-    alive = SyncDir(str(tmp_path))
-    dead = tmp_path / f"{PREFIX}dead"
-    dead.mkdir()
-    (dead / LOCK).touch()
-    (dead / "v00000001").mkdir()
-    young = tmp_path / f"{PREFIX}young"
-    young.mkdir()
-    (young / LOCK).touch()
-    foreign = tmp_path / "something-else"
-    foreign.mkdir()
-    for folder in (alive.path, dead, foreign):
-        age(folder)
+    alive, dead = SyncDir(str(tmp_path)), leftover(tmp_path, f"{PREFIX}dead")
+    left = [alive.path, leftover(tmp_path, "something-else"), leftover(tmp_path, f"{PREFIX}young")]
+    os.utime(left[-1])
+    age(alive.path)
     assert remove_stale(tmp_path) == [dead]
-    assert alive.path.exists()
-    assert young.exists()
-    assert foreign.exists()
+    assert all(folder.exists() for folder in left)
     alive.close()
 
 
@@ -56,36 +55,21 @@ def test_unusable_parent_names_the_key(tmp_path: Path) -> None:
         SyncDir(str(tmp_path / "file"))
 
 
-def leftover(parent: Path, name: str, boot: str, host: str) -> Path:
-    folder = parent / f"{PREFIX}{name}"
-    folder.mkdir()
-    (folder / LOCK).write_text(f"{boot} {host} 1\n")
-    (folder / "v00000001").mkdir()
-    age(folder)
-    return folder
-
-
 @pytest.mark.fault("locks of the shared file system are local to a node", "another node's live folder is left alone")
 def test_a_folder_is_judged_where_its_lock_was_given_alone(tmp_path: Path) -> None:
-    here, boot = socket.gethostname(), owned_folder.BOOT_ID.read_text().strip()
-    elsewhere = leftover(tmp_path, "elsewhere", "another-boot", "another-host")
-    twin = leftover(tmp_path, "twin", boot, "another-name-for-this-kernel")
-    before = leftover(tmp_path, "before", "another-boot", here)
-    killed = leftover(tmp_path, "killed", boot, here)
-    assert sorted(remove_stale(tmp_path)) == sorted([before, killed, twin])
-    assert elsewhere.exists()
-
-
-def test_the_lock_names_its_owner(tmp_path: Path) -> None:
     own = SyncDir(str(tmp_path))
-    boot, host, process = (own.path / LOCK).read_text().split()
-    assert (host, process) == (socket.gethostname(), str(os.getpid()))
-    assert len(boot) == 36
+    boot, here, process = (own.path / LOCK).read_text().split()
+    assert (here, process, len(boot)) == (socket.gethostname(), str(os.getpid()), 36)
+    elsewhere = leftover(tmp_path, f"{PREFIX}elsewhere", "another-boot another-host 1\n")
+    owners = (f"{boot} another-name-for-this-kernel 1\n", f"another-boot {here} 1\n", f"{boot} {here} 1\n")
+    dead = [leftover(tmp_path, f"{PREFIX}{number}", owner) for number, owner in enumerate(owners)]
+    assert sorted(remove_stale(tmp_path)) == dead
+    assert elsewhere.exists()
     own.close()
 
 
 def test_a_killed_owner_s_folder_is_removed_by_the_next(tmp_path: Path) -> None:
-    script = f"import os; from megatron_rl.weight_sync.sync_dir import SyncDir; d = SyncDir({str(tmp_path)!r}); "
+    script = f"import os; from megatron_rl.weight_sync.file_transport import SyncDir; d = SyncDir({str(tmp_path)!r}); "
     script += "print(d.path, flush=True); os.kill(os.getpid(), 9)"
     killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     folder = Path(killed.stdout.strip())
@@ -114,7 +98,7 @@ ODD = {
 @pytest.mark.fault("a stranger's odd file has the name of a run's folder", "no run is refused, nothing is removed")
 @pytest.mark.parametrize("what", ODD)
 def test_an_odd_file_refuses_nobody(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.weight_sync.sync_dir.GRACE_S", 0.0)
+    monkeypatch.setattr("megatron_rl.weight_sync.file_transport.GRACE_S", 0.0)
     monkeypatch.chdir(tmp_path)  # a socket's name must be short
     odd = Path(PREFIX + "odd")
     ODD[what](odd)
@@ -126,7 +110,7 @@ def test_an_odd_file_refuses_nobody(tmp_path: Path, what: str, monkeypatch: pyte
 @pytest.mark.fault("a stranger's folder looks like a dead run's", "it is left alone")
 def test_a_stranger_s_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     boot = owned_folder.BOOT_ID.read_text().strip()
-    folder = leftover(tmp_path, "stranger", boot, socket.gethostname())
+    folder = leftover(tmp_path, f"{PREFIX}stranger", f"{boot} {socket.gethostname()} 1\n")
     monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
     assert remove_stale(tmp_path) == []
     assert folder.exists()

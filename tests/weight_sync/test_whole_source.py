@@ -1,22 +1,24 @@
-"""All writers' tensors on rank 0, or on every rank: what single-sender transports take."""
+"""All writers' tensors on rank 0, or on every rank, for transports with one sender; on which stream they are made."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from simulated import TIMEOUT_S
-from spawned import exit_codes
+import torch
+from spawned import run_ranks
 from whole_rank import CASES, run_rank
+
+from megatron_rl.weight_sync.whole_source import made_on
 
 
 @pytest.mark.ranks
 def test_two_writers_in_one_order(tmp_path: Path) -> None:
-    outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
-    arguments = [(rank, str(tmp_path / "store"), str(out)) for rank, out in enumerate(outs)]
-    assert exit_codes(run_rank, arguments, TIMEOUT_S) == [0, 0]
-    first, second = (json.loads(out.read_text()) for out in outs)
+    codes, (first, second) = run_ranks(run_rank, tmp_path)
+    assert codes == [0, 0]
     for case in CASES:
         for everywhere in (False, True):
             here, there = first[f"{case} {everywhere}"], second[f"{case} {everywhere}"]
@@ -30,3 +32,41 @@ def test_two_writers_in_one_order(tmp_path: Path) -> None:
     assert first["diverged"] == [count, None], "the lockstep holds"
     assert second["diverged"][0] == 0
     assert "layers.3.mlp.down_proj.weight: the weight holds NaN" in second["diverged"][1]
+
+
+def test_a_side_stream_gets_tensors_that_home_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for streams write down what is asked of them. The last tensor is drained: the sender has failed."""
+    log: list[str] = []
+
+    def a_stream(name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, wait_stream=lambda other: log.append(f"{name} waits for {other.name}"))
+
+    present = [a_stream("home")]
+
+    @contextmanager
+    def entered(stream: SimpleNamespace) -> Iterator[None]:
+        present.append(stream)
+        yield
+        present.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: present[-1])
+
+    def pairs() -> Iterator[tuple[str, SimpleNamespace]]:
+        for name in ("first", "second", "third"):
+            log.append(f"{name} is made on {present[-1].name}")
+            stays = lambda stream, name=name: log.append(f"{name} stays for {stream.name}")  # noqa: E731
+            yield name, SimpleNamespace(record_stream=stays)
+        log.append(f"the end is on {present[-1].name}")
+
+    made = made_on(present[0], pairs())
+    for side in ("left", "right"):
+        with torch.cuda.stream(a_stream(side)):
+            name, _ = next(made)
+            log.append(f"{name} is read on {present[-1].name}")
+    assert [name for name, _ in made] == ["third"]
+    assert log == [
+        "first is made on home", "left waits for home", "first stays for left", "first is read on left",
+        "second is made on home", "right waits for home", "second stays for right", "second is read on right",
+        "third is made on home", "home waits for home", "third stays for home", "the end is on home",
+    ]  # fmt: skip

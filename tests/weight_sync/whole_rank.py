@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from push_rank import meet
 from simulated import assert_same_bits, hf_config, local_parameters, quantized_whole, random_hf
 
 from megatron_rl.config.schema import Format
 from megatron_rl.distributed import TorchGroup
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.weight_sync import wire
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.whole_source import WholeSource
 
-PATIENCE = timedelta(seconds=240)
 CASES = {
     "stages": ("qwen3", Layout(pp=2)),
     "experts": ("qwen3_moe", Layout(dp=2, ep=2)),
@@ -70,9 +66,8 @@ def run_case(rank: int, family: str, layout: Layout, everywhere: bool) -> dict[s
     return {"metas": metas, "passes": passes}
 
 
-def run_rank(rank: int, rendezvous: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=PATIENCE)
+def run_rank(rank: int, rendezvous: str) -> dict[str, Any]:
+    meet(rank, rendezvous)
     found: dict[str, Any] = {}
     for name, (family, layout) in CASES.items():
         for everywhere in (False, True):
@@ -87,5 +82,4 @@ def run_rank(rank: int, rendezvous: str, out: str) -> None:
         shards[VICTIM] = shards[VICTIM].clone().fill_(torch.nan)
     whole.begin(shards)
     found["diverged"] = [len(list(whole)), source.failure]
-    Path(out).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found

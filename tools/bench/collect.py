@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from megatron_rl.config.schema import RewardSection
-from megatron_rl.data.reasoning import write_tokenizer
 from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.data.toy import write_chat_tokenizer
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Scorer
 from megatron_rl.runs.rollout_file import write_rollouts
@@ -65,7 +65,7 @@ def main(count: int) -> None:
     print(f"{count} answers, {sum(lengths) / 1e6:.1f} million tokens\n")
     print("| what | s | CPU s | GiB at most |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(Path(folder), iter(["0 1 2 3 4 5 6 7 8 9 Answer: 42"]))
+        write_chat_tokenizer(Path(folder), iter(["0 1 2 3 4 5 6 7 8 9 Answer: 42"]))
         tokenizer = FolderTokenizer(Path(folder))
         prompts = {
             n: Prompt(n, (2,) * PROMPT_TOKENS, "1" * PROMPT_TOKENS, {"answer": "42"}) for n in range(count // SAMPLES)

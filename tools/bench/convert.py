@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import convert
 
 from megatron_rl.checkpoint.torch_dist.reader import hf_shapes
-from megatron_rl.models.hf_folder import HfFolderWriter
+from megatron_rl.models.hf_folder import INDEX, index_of, packed
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.tensors import TensorSpec
+from megatron_rl.models.tensors import TensorSpec, write_tensors
 from megatron_rl.runs.console import table
 from megatron_rl.workshop.conversion import (
     dequantized,  # noqa: F401 - not measured
@@ -98,9 +98,13 @@ def specs(gigabytes: float) -> tuple[list[TensorSpec], dict[str, Any]]:
 
 def made(folder: Path, gigabytes: float) -> None:
     wanted, config = specs(gigabytes)
-    with HfFolderWriter(folder, wanted, max_file_bytes=1 << 30) as writer:
-        for spec in wanted:
-            writer.add(spec.name, torch.randn(spec.shape, dtype=torch.bfloat16).mul_(0.02))
+    folder.mkdir(parents=True, exist_ok=True)
+    files = packed(wanted, 1 << 30)
+    for file, held in files.items():
+        tensors = {spec.name: torch.randn(spec.shape, dtype=torch.bfloat16).mul_(0.02) for spec in held}
+        write_tensors(tensors, folder / file, {"format": "pt"})
+    if len(files) > 1:
+        (folder / INDEX).write_text(json.dumps(index_of(files)))
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -20,7 +20,7 @@ TEXT = "Solve the following problem step by step. Let n be a positive integer wh
 LOAD = """
 import sys, time
 from megatron_rl.config.schema import DataSection
-from megatron_rl.data.order import PromptOrder
+from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.data.prompts import load_dataset
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import write_toy

@@ -43,10 +43,10 @@ from megatron_rl.config.schema import (
     RolloutSection,
     SamplerSection,
 )
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import params, stage_params
 from megatron_rl.models.model import Model
+from megatron_rl.models.shards import ShardGroups
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.embedded import EmbeddedSampler

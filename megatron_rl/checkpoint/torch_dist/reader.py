@@ -20,9 +20,8 @@ from megatron_rl.checkpoint.torch_dist.saved_tensor import read_saved
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, params
-from megatron_rl.models.regions import Box, common
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.shards import assemble, cut
+from megatron_rl.models.shards import Box, assemble, common, cut
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 
 

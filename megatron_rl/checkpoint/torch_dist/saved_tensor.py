@@ -14,8 +14,7 @@ from typing import Any, BinaryIO
 import torch
 
 from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, Made, is_plain, read_saved_head
-from megatron_rl.models import memory
-from megatron_rl.models.tensors import DTYPES, torch_dtype
+from megatron_rl.models.tensors import DTYPES, empty_tensor, torch_dtype
 
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "Untyped")
@@ -39,7 +38,7 @@ def read_saved(path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int,
                 raise ValueError(f"it holds another tensor than one of {list(size)}")
             window.seek(data.header_offset)
             window.seek(sum(_LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))), io.SEEK_CUR)
-            values = memory.empty((data.file_size,), torch.uint8)
+            values = empty_tensor((data.file_size,), torch.uint8)
             if window.readinto(values.numpy()) != data.file_size:
                 raise ValueError("it is cut off")
             return torch.as_strided(values.view(torch_dtype(dtype)), size, stride, start)

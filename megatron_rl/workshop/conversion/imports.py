@@ -19,10 +19,10 @@ from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 from megatron_rl.checkpoint.torch_dist.index import CheckpointError
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config.schema import KEPT
-from megatron_rl.models import memory
 from megatron_rl.models.hf_folder import HfFolder, copy_companions, write_folder
 from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tensors import reuse_memory
 from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, INDEX, TIED_COPY, companions, refuse_links_out
 from megatron_rl.workshop.conversion.exports import EXTRAS, HEADERS
 from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, of_checkpoint
@@ -47,7 +47,7 @@ def import_folder(source: Source, target: Path) -> None:
     with begun(target, "import", [source], {}, sizes) as work:
 
         def write(file: str, done: Done) -> None:
-            memory.reuse()
+            reuse_memory()
             digests: dict[str, str] = {}
             get = weights.open()
 

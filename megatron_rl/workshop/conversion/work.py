@@ -28,7 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megatron_rl.checkpoint.checkpoints import sync_folder
 from megatron_rl.files import remove, write_whole
-from megatron_rl.models import memory
+from megatron_rl.models.tensors import reuse_memory
 from megatron_rl.models.weight_files import PARITY
 from megatron_rl.workshop.conversion.sources import Source, Weights, content_digest, digest, note
 
@@ -158,7 +158,7 @@ def _read_back(output: Weights, known: Mapping[str, str], where: Path) -> dict[s
         raise ValueError(f"{where} lacks {missing[0]} after it was written")
 
     def check(names: list[str], done: Done) -> None:
-        memory.reuse()
+        reuse_memory()
         get = output.open()
         for name in names:
             read[name] = digest(get(name))

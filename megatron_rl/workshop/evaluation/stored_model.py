@@ -17,12 +17,11 @@ from megatron_rl.checkpoint.readable import look_into
 from megatron_rl.config import ConfigError
 from megatron_rl.config.load import from_base, recorded
 from megatron_rl.config.schema import KEPT, Config, Format
-from megatron_rl.models.groups import ShardGroups
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model, read_hf_config
-from megatron_rl.models.shards import local_shard
+from megatron_rl.models.shards import ShardGroups, local_shard
 from megatron_rl.models.weight_files import is_checkpoint
 from megatron_rl.processes.process import raise_interrupt
 from megatron_rl.processes.scratch import entered

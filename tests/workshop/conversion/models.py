@@ -11,9 +11,8 @@ import pytest
 import torch
 from simulated import hf_config, random_hf
 
-from megatron_rl.models.hf_folder import HfFolder, HfFolderWriter
+from megatron_rl.models.hf_folder import HfFolder, write_folder
 from megatron_rl.models.shape import FAMILIES, ModelShape
-from megatron_rl.models.tensors import TensorSpec
 
 ROOT = Path(__file__).parents[3]
 ALL = sorted(FAMILIES)
@@ -58,11 +57,7 @@ def made(folder: Path, config: dict[str, Any], seed: int = 0, file_bytes: int = 
         name: (1 + 0.02 * tensor if tensor.ndim == 1 and not name.endswith("bias") else scale * tensor).bfloat16()
         for name, tensor in random_hf(shape, torch.float32, seed).items()
     }
-    specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
-    with HfFolderWriter(folder, specs, max_file_bytes=file_bytes) as writer:
-        for name, tensor in tensors.items():
-            writer.add(name, tensor)
-    (folder / "config.json").write_text(json.dumps(config))
+    write_folder(folder, tensors, config, file_bytes)
     return folder
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import params
-from megatron_rl.models.regions import run_regions, shard_regions
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.models.shards import assemble
+from megatron_rl.models.shards import assemble, run_regions, shard_regions
 from megatron_rl.models.table import Split
 
 LAYOUTS = (Layout(), Layout(tp=2), Layout(tp=4), Layout(tp=2, etp=1, ep=2, dp=2), Layout(ep=2, dp=2))

@@ -1,18 +1,26 @@
-"""The small real task: made alike each time, answered by the library's solutions, read through its chat template."""
+"""The tasks made without a network: split without overlap, alike each time, read through their tokenizers."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config.schema import LearnerSection
-from megatron_rl.data.reasoning import write_reasoning
 from megatron_rl.data.tokenizer import FolderTokenizer
+from megatron_rl.data.toy import COUNTING, SLIPS, ToyTask, write_counting, write_reasoning, write_toy
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.model import Model
 from megatron_rl.rewards.reasoning_gym import reward
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    write_toy(folder, ToyTask(largest=9, largest_second=9, held_out=10))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +75,41 @@ def test_words_are_tokens_and_digits_stand_alone(folder: Path) -> None:
 def test_it_has_a_few_million_parameters(folder: Path) -> None:
     model = Model.read(str(folder / "model"), LearnerSection(tensor_parallel=2))
     assert 2e6 < parameters(model.shape) < 3e6
+
+
+def test_counting_on_has_answers_of_thirty_two_tokens() -> None:
+    problems = {row["prompt"]: row["answer"] for row in COUNTING.problems()}
+    assert problems["127+8="] == "135 143 151 159 167 175 183 191"
+    assert {len(answer) for answer in problems.values()} == {31}  # and an end
+
+
+def test_slips_are_counted_on_from(tmp_path: Path) -> None:
+    write_counting(tmp_path)
+    found = [rows(tmp_path, name) for name in ("train", "slips")]
+    assert [row["prompt"] for row in found[0]] == [row["prompt"] for row in found[1]]
+    offs = [
+        [int(b) - int(a) for a, b in zip(*(row["answer"].split() for row in pair), strict=True)]
+        for pair in zip(*found, strict=True)
+    ]
+    steps = [abs(b - a) for off in offs for a, b in itertools.pairwise([0, *off])]
+    assert set(steps) == {0, 1}
+    assert sum(steps) / len(steps) == pytest.approx(SLIPS, abs=0.005)
+    assert sum(not any(off) for off in offs) / len(offs) == pytest.approx((1 - SLIPS) ** COUNTING.terms, abs=0.02)
+
+
+def test_the_toy_is_split_without_overlap(toy: Path) -> None:
+    train, test = (rows(toy, name) for name in ("train", "test"))
+    assert len(train) + len(test) == 100
+    assert len(test) == 10
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+    for row in train + test:
+        a, b = row["prompt"].rstrip("=").split("+")
+        assert int(a) + int(b) == int(row["answer"])
+
+
+def test_characters_survive_the_tokenizer(toy: Path) -> None:
+    tokenizer = FolderTokenizer(toy / "model")
+    text = "12+34= 5-6*7"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode([[*ids, *tokenizer.stop_token_ids], ids[:2]]) == [text, text[:2]]

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import torch
+from outliers import with_outliers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.data.toy import write_toy
 from megatron_rl.models.hf_folder import HfFolder
-from megatron_rl.models.outliers import with_outliers
 
 
 def test_the_function_is_the_same_and_its_activations_are_not(tmp_path: Path) -> None:
