@@ -16,7 +16,6 @@ import torch
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.checkpoints import Checkpoint
-from megatron_rl.checkpoint.readable import look_into
 from megatron_rl.checkpoint.resume import refuse_other_data
 from megatron_rl.checkpoint.save_schedule import SaveSchedule
 from megatron_rl.config.evaluation import held_out
@@ -124,7 +123,7 @@ class Driver:
             distinct_formats(config.sampler, config.quantization),
             sampled=config.rollout.source == RolloutSource.sampler,
         )
-        given: dict[str, Any] = {"if_exists": config.run.if_exists, "look": look_into, "alarms": alarms}
+        given: dict[str, Any] = {"if_exists": config.run.if_exists, "alarms": alarms}
         machine = detect(config.run.device)
         given["rates"] = Achieved.of(config, machine)
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import stat
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,8 +25,11 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
+from megatron_rl.checkpoint.torch_dist.index import read_index
+from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, LARGEST_HEAD, is_plain, read_saved_head
 from megatron_rl.config import ConfigError
 from megatron_rl.files import read_json, remove, write_whole
+from megatron_rl.models.weight_files import COMMON_FILE, stored_tensors
 
 MANIFEST = "checkpoint.json"
 POLICY, RANKS, SYNC = "policy", "ranks", "sync.safetensors"
@@ -79,9 +83,6 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         return sum(size for size, _ in self.files.values())
-
-
-Look = Callable[[Checkpoint], None]  # at its tensors; ValueError says what is wrong with them
 
 
 def path_of(root: Path, step: int) -> Path:
@@ -144,8 +145,8 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(path, driver=content["driver"], **about)
 
 
-def verify(path: Path, look: Look) -> Checkpoint:
-    """Reads every byte and compares it with the manifest; then `look` sees whether its tensors can be read."""
+def verify(path: Path) -> Checkpoint:
+    """Reads every byte and compares it with the manifest; then looks whether the tensors can be read."""
     found = read(path)
     for name, (size, checksum) in found.files.items():
         file = path / name
@@ -161,21 +162,42 @@ def verify(path: Path, look: Look) -> Checkpoint:
             why = error.strerror if isinstance(error, OSError) else error
             raise TornCheckpoint(f"{file} cannot be read ({why})") from None
     try:
-        look(found)
+        look_into(found)
     except (OSError, ValueError) as error:
         raise TornCheckpoint(f"{path} cannot be gone on from: {error}") from None
     return found
 
 
-def newest_whole(root: Path, look: Look, note: Callable[[str], None]) -> Checkpoint | None:
-    return next(whole_ones(root, look, note), None)
+def look_into(found: Checkpoint) -> None:
+    """ValueError or OSError where its tensors cannot be read, as far as headers and indexes say."""
+    if not read_index(found.path / POLICY):
+        raise ValueError(f"{found.path / POLICY} holds no tensors")
+    if os.path.lexists(common := found.path / POLICY / COMMON_FILE):  # whether the manifest lists it or not
+        _look_at_common(common)
+    for name in (SYNC, *(name for name in found.files if name.startswith(f"{RANKS}/"))):
+        if name not in found.files:
+            raise ValueError(f"its manifest lists no {name}")
+        stored_tensors(found.path / name)
 
 
-def whole_ones(root: Path, look: Look, note: Callable[[str], None]) -> Iterator[Checkpoint]:
+def _look_at_common(path: Path) -> None:
+    """Nothing here reads it, but megatron-core's own load unpickles it: it holds values, and neither names nor data."""
+    try:
+        if not path.is_file() or path.stat().st_size > 2 * LARGEST_HEAD:
+            raise ValueError("it is no file, or larger than any that is written here")
+        with zipfile.ZipFile(path) as archive:
+            if not all(is_plain(member, LARGEST_HEAD) for member in archive.infolist()):
+                raise ValueError("a part of it is packed")
+            read_saved_head(archive, ())
+    except (*DAMAGED, ValueError) as error:
+        raise ValueError(f"{path} is not to be unpickled: {error}") from None
+
+
+def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
     """Where a run may go on, the newest first. One that is torn is left where it is, and passed over."""
     for step in steps(root):
         try:
-            found = verify(path_of(root, step), look)
+            found = verify(path_of(root, step))
         except TornCheckpoint as error:
             note(f"the checkpoint of step {step} is not whole and is passed over: {error}")
         else:

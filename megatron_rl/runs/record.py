@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.checkpoints import Look
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.processes import pulse
@@ -83,7 +82,6 @@ class Recorder:
         n_steps: int,
         display: Display | None = None,
         if_exists: IfExists = IfExists.refuse,
-        look: Look = lambda found: None,
         alarms: Alarms | None = None,
         rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda line: {},
     ) -> None:
@@ -92,7 +90,7 @@ class Recorder:
         if claimed_for_this_process(run_dir):
             self.run = RunDir(run_dir)
         else:
-            self.run, moved = open_run(run_dir, if_exists, resolved_yaml, look)
+            self.run, moved = open_run(run_dir, if_exists, resolved_yaml)
         self.alarms, self._rates = alarms or Alarms(), rates
         mark_status(run_dir, "running", alarms={})
         self._beat_at, self._sample_at = time.monotonic(), -math.inf

@@ -32,7 +32,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.checkpoints import Checkpoint, Look
+from megatron_rl.checkpoint.checkpoints import Checkpoint
 from megatron_rl.checkpoint.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
@@ -145,9 +145,7 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> N
         raise _unusable(path, error.strerror) from None
 
 
-def open_run(
-    path: Path, if_exists: IfExists, resolved_yaml: str, look: Look = lambda found: None
-) -> tuple[RunDir, str]:
+def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:
     """Claims a directory for a new run, or one that goes on. Returns it, and what became of an old one ("": none).
 
     The status stays "starting" until a Recorder takes over: a launcher can claim the directory, and
@@ -155,7 +153,7 @@ def open_run(
     """
     check_run_dir(path, if_exists, resolved_yaml)
     try:
-        lock, found, moved = _claim(path, if_exists, look)
+        lock, found, moved = _claim(path, if_exists)
         try:
             sign(lock)
             return _furnish(RunDir(path, lock), resolved_yaml, found), moved
@@ -167,7 +165,7 @@ def open_run(
         raise _unusable(path, error.strerror) from None
 
 
-def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpoint | None, str]:
+def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, str]:
     """The lock of an empty directory, or of one to go on in, with the checkpoint and a line about an old one.
 
     Whoever moves an old one holds that one's lock: of many, one does.
@@ -191,7 +189,7 @@ def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpo
         if not _used(path):
             return lock, None, moved
         torn: list[str] = []
-        if if_exists is IfExists.resume and (found := goes_on_from(path, look, torn.append)):
+        if if_exists is IfExists.resume and (found := goes_on_from(path, torn.append)):
             return lock, found, "\n".join((*torn, f"{path} goes on after step {found.step}, saved at {found.time}"))
         with lock:
             _check_free(path, if_exists, locked=False)

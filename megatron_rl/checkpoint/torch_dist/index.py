@@ -1,23 +1,29 @@
-"""The index of a torch_dist checkpoint: which tensors it holds, in which parts, at which places of which files.
+"""The index of a torch_dist checkpoint: its tensors, the places of their parts, and those of a model's parameters.
 
-It comes from anywhere. It is read as data, never unpickled (pickled.py), and every number in it is held against the
-files before anybody reads or allocates by it. Torch-free, so that a dry run can look into a checkpoint.
+An index comes from anywhere. It is read as data, never unpickled (pickled.py), and every number in it is held against
+the files before anybody reads or allocates by it. Torch-free, so that a dry run can look into a checkpoint.
 """
 
 from __future__ import annotations
 
 import math
 import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.torch_dist.pickled import Items, Made, Name, read_pickle
 from megatron_rl.files import read_json
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import DTYPES
-from megatron_rl.models.weight_files import BACKEND_FILE, INDEX_FILE, refuse_links_out
+from megatron_rl.models.weight_files import BACKEND_FILE, FLOATS, INDEX_FILE, refuse_links_out, some
 
 LARGEST_INDEX = 1 << 30
+_ROOT = "embedding.word_embeddings.weight"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _INDEXES = (f"{_METADATA}.Metadata", f"{_MEGATRON}.MCoreMetadata")
@@ -108,7 +114,7 @@ def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tu
     """Tensor and offset -> file, first byte, bytes: in files of the folder, and in these no further than they reach."""
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
     sizes: dict[str, int] = {}
-    for key, info in _state(content, "storage_data").pairs():
+    for key, info in _state(content, "storage_data").pairs:
         name, offset = _fields(key, "fqn", "offset")
         file, begin, nbytes, transforms = _fields(info, "relative_path", "offset", "length", "transform_descriptors")
         if not isinstance(name, str) or not isinstance(file, str) or transforms:
@@ -188,3 +194,79 @@ def _is_count(value: Any) -> bool:
 
 def _is(value: Any, name: str) -> bool:
     return isinstance(value, Made) and value.name == name
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a checkpoint keeps one parameter: a key, and its index along the leading axes stacked there."""
+
+    key: str
+    axes: tuple[tuple[int, int], ...]  # (index, length) of each leading axis
+
+
+def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
+    """Where megatron-core keeps it, in each spelling of its name; layers that are alike are `stacked` in one key."""
+    found: dict[str, Entry] = {}
+    for spelling in param.row.megatron:
+        key, axes = spelling, []
+        if param.layer is not None:
+            axes += [(param.layer, shape.layers)] if stacked else []
+            key = key.replace("layers.{L}.", "layers." if stacked else f"layers.{param.layer}.")
+        if param.expert is not None:
+            axes.append((param.expert, shape.experts))
+            key = key.replace(".local_experts.{E}.", ".experts.")
+            key = key.replace("mlp.experts.linear_fc", "mlp.experts.experts.linear_fc").removesuffix("{E}")
+        found[key] = Entry(key, tuple(axes))
+    return list(found.values())
+
+
+def prefix(tensors: Mapping[str, Kept]) -> str:
+    """Before every name: a checkpoint may hold more than a policy."""
+    return next((key.removesuffix(_ROOT) for key in tensors if key.endswith(_ROOT)), "")
+
+
+def locate(tensors: Mapping[str, Kept], before: str, param: Param, shape: ModelShape) -> Entry | None:
+    """`before`: the prefix of its names."""
+    both = (entry for stacked in (True, False) for entry in entries(param, shape, stacked))
+    return next((entry for entry in both if before + entry.key in tensors), None)
+
+
+def misfit(kept: Kept, entry: Entry, param: Param) -> str | None:
+    """How a stored parameter differs from what config.json promises; the vocabulary may be padded."""
+    axes, wanted = len(entry.axes), param.local_shape(Layout())
+    stacked, stored = kept.size[:axes], kept.size[axes:]
+    if stacked != tuple(length for _, length in entry.axes):
+        return f"stacks {list(stacked)}, config.json says {[length for _, length in entry.axes]} (layers, experts)"
+    padded = param.row.split is Split.vocab and stored[1:] == wanted[1:] and stored[0] >= wanted[0]
+    if stored != wanted and not padded:
+        return f"has shape {stored}, config.json says {wanted}"
+    return None
+
+
+def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
+    """How a checkpoint differs from what config.json promises, as far as its index says."""
+    try:
+        tensors = read_index(folder)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    before, missing, wrong, others = prefix(tensors), [], {}, {}
+    for param in params(shape):
+        if param.row.copy:
+            continue
+        entry = locate(tensors, before, param, shape)
+        if entry is None:
+            missing.append(param.megatron)
+            continue
+        kept = tensors[before + entry.key]
+        if problem := misfit(kept, entry, param):
+            wrong[entry.key] = problem
+        elif DTYPES.get(kept.dtype, ("?", 0))[0] not in FLOATS:
+            others[entry.key] = kept.dtype
+    if missing:
+        yield f"{folder} lacks {some(missing)}; config.json promises {'it' if len(missing) == 1 else 'them'}"
+    if wrong:
+        yield f"{folder}: {some(list(wrong))}: {next(iter(wrong.values()))}"
+    if others:
+        first = next(iter(others.values()))
+        yield f"{folder} holds {some(list(others))} as {first}, expected one of {', '.join(FLOATS)}"

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_rl.checkpoint.torch_dist.places import Entry
+from megatron_rl.checkpoint.torch_dist.index import Entry
 from megatron_rl.files import write_whole
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 

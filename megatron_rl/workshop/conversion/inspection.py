@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.torch_dist import places as torch_dist_places
+from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
 from megatron_rl.checkpoint.torch_dist.index import read_index
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import KEPT
@@ -116,7 +116,7 @@ def _model(shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[tuple[st
 
 def _stored_vocabulary(source: Source, shape: ModelShape) -> str:
     tensors = read_index(source.path)
-    name = f"{torch_dist_places.prefix(tensors)}embedding.word_embeddings.weight"
+    name = f"{torch_dist_index.prefix(tensors)}embedding.word_embeddings.weight"
     rows = tensors[name].size[0] if name in tensors else shape.vocab
     return f"{rows} rows" + (f", {rows - shape.vocab} of them padding" if rows > shape.vocab else ", no padding")
 
@@ -138,7 +138,7 @@ def _checksum(source: Source, weights: Weights, wanted: bool) -> str:
 
 
 def _misfits(source: Source, shape: ModelShape) -> Iterator[str]:
-    room = weight_files if source.is_folder else torch_dist_places
+    room = weight_files if source.is_folder else torch_dist_index
     return room.misfits(source.path, shape)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.readable import look_into
 from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 from megatron_rl.config import ConfigError, recorded_config
 from megatron_rl.config.schema import KEPT, Config
@@ -112,4 +111,4 @@ def _of_step(run: Path, step: int) -> Path:
     if step not in present:
         there = ", ".join(map(str, sorted(present))) or "none"
         raise ConfigError(f"{run}@{step}: no checkpoint of step {step} in {root} (there are: {there})")
-    return checkpoints.verify(checkpoints.path_of(root, step), look_into).path
+    return checkpoints.verify(checkpoints.path_of(root, step)).path
