@@ -17,7 +17,6 @@ import re
 import stat
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -42,7 +41,9 @@ class TornCheckpoint(ConfigError):
     """A checkpoint that is not whole: the text says what is wrong with it."""
 
 
-class _Driver(msgspec.Struct):
+class DriverState(msgspec.Struct, frozen=True):
+    """What rank 0 goes on from."""
+
     position: Count
     seen: dict[str, Count]
     best: float | None = None
@@ -50,35 +51,22 @@ class _Driver(msgspec.Struct):
     data: str | None = None  # the checksum of the prompts and answers that it counts in
 
 
-class _Manifest(msgspec.Struct):
-    """The types of what `publish` writes: a manifest may come from anywhere."""
-
-    step: Count
-    updates: Count
-    layout: dict[str, Count | None]
-    driver: _Driver
-    files: dict[str, tuple[Count, str]]
-    time: str
-    best: tuple[str, float] | None = None
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A whole one, as its manifest describes it."""
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole one, as its manifest describes it, which may come from anywhere."""
 
     path: Path
-    step: int
-    updates: int  # optimizer steps
-    layout: Mapping[str, Any]
-    driver: Mapping[str, Any]  # what rank 0 goes on from
-    files: Mapping[str, tuple[int, str]]  # name -> bytes, checksum
+    step: Count
+    updates: Count  # optimizer steps
+    layout: dict[str, Count | None]
+    driver: DriverState
+    files: dict[str, tuple[Count, str]]  # name -> bytes, checksum
     time: str
     best: tuple[str, float] | None = None  # the metric that it was kept for, and its value
 
     @property
     def said(self) -> bool:
         """Whether its step has a line of metrics; else the line is here, as far as it was known (runs/progress.py)."""
-        return self.driver.get("line") is None
+        return self.driver.line is None
 
     @property
     def nbytes(self) -> int:
@@ -136,13 +124,12 @@ def read(path: Path) -> Checkpoint:
             raise ValueError("it was changed after it was written")
         if content.get("format") != FORMAT:
             raise ValueError("it was written by another version of this project")
-        found = msgspec.convert(content, _Manifest)
+        found = msgspec.convert({**content, "path": path}, Checkpoint)
         if path.name != path_of(path.parent, found.step).name:
             raise ValueError(f"it is that of step {found.step}")
     except (OSError, ValueError, RecursionError) as error:
         raise TornCheckpoint(f"{path / MANIFEST} is not to be trusted: {error}") from None
-    about = {name: getattr(found, name) for name in ("step", "updates", "layout", "files", "time", "best")}
-    return Checkpoint(path, driver=content["driver"], **about)
+    return found
 
 
 def verify(path: Path) -> Checkpoint:
@@ -152,15 +139,15 @@ def verify(path: Path) -> Checkpoint:
         file = path / name
         try:
             _refuse_others(path, name)
-            if file.stat().st_size != size:
-                raise TornCheckpoint(f"{file} has {file.stat().st_size} bytes, its manifest says {size}")
-            if digest(file) != (size, checksum):
-                raise TornCheckpoint(f"{file} was changed after it was written: its checksum differs")
+            there = file.stat().st_size
+            same = there == size and digest(file) == (size, checksum)
         except (OSError, ValueError) as error:
-            if isinstance(error, TornCheckpoint):
-                raise
             why = error.strerror if isinstance(error, OSError) else error
             raise TornCheckpoint(f"{file} cannot be read ({why})") from None
+        if there != size:
+            raise TornCheckpoint(f"{file} has {there} bytes, its manifest says {size}")
+        if not same:
+            raise TornCheckpoint(f"{file} was changed after it was written: its checksum differs")
     try:
         look_into(found)
     except (OSError, ValueError) as error:
@@ -225,8 +212,9 @@ def clean(root: Path) -> None:
 
 def forget_after(root: Path, step: int) -> None:
     """A run that goes on from an older checkpoint writes the newer ones again."""
-    for newer in [each for each in steps(root) if each > step]:
-        remove(path_of(root, newer))
+    for newer in steps(root):
+        if newer > step:
+            remove(path_of(root, newer))
 
 
 def best_step(root: Path) -> int | None:

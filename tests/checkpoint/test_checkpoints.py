@@ -31,7 +31,7 @@ def test_a_whole_one_says_what_it_holds(tmp_path: Path) -> None:
     path = save(tmp_path, 4)
     size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file() and each.name != "checkpoint.json")
     found = checkpoints.verify(path)
-    assert (found.step, found.updates, found.driver["position"], found.nbytes) == (4, 8, 40, size)
+    assert (found.step, found.updates, found.driver.position, found.nbytes) == (4, 8, 40, size)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -103,7 +103,7 @@ def test_a_manifest_of_any_types(kept: tuple[Path, dict[str, Any]], place: tuple
         found = checkpoints.verify(path)
     except TornCheckpoint:
         return
-    assert (found.step, type(found.updates), type(found.driver["position"])) == (4, int, int)
+    assert (found.step, type(found.updates), type(found.driver.position)) == (4, int, int)
     assert found.best is None or type(found.best[1]) is float
     assert checkpoints.prune(path.parent, keep_last=1, keep_every=0) == []
 
