@@ -31,9 +31,9 @@ from megatron_rl.rollout.ahead import Ahead, Gate, InTurn
 from megatron_rl.rollout.collect import Answers, AtOnce, Collector, DatasetAnswers, Scorer, sampling_params
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs.alarms import Alarms
+from megatron_rl.runs.console import choose
 from megatron_rl.runs.progress import SaveSchedule, Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
-from megatron_rl.runs.samples import choose
 from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import Sampler, SamplerStats

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import Format
-from megatron_rl.runs import eval_metrics
 
 GROUPS: dict[str, str] = {
     "progress": "How far the run is.",
@@ -69,6 +69,23 @@ def _rows(group: str, *rows: tuple[str, str, str, str]) -> list[Metric]:
     return [Metric(f"{group}/{name}", reducer, unit, meaning) for name, reducer, unit, meaning in rows]
 
 
+ACCURACY = "eval/accuracy"
+_EVAL_ROWS = (  # of each set
+    ("accuracy", "last", "", "avg@k: fraction of the answers that are right, mean over the prompts"),
+    ("accuracy_stderr", "last", "", "its standard error, clustered by prompt, as are those below"),
+    ("pass@K", "last", "", "fraction of prompts of which K answers hold a right one, unbiased (K: 2, 4, ... samples)"),
+    ("pass@K_stderr", "last", "", "its standard error"),
+    ("maj@K", "last", "", "fraction of prompts whose most frequent answer is right; ties count in part (K: samples)"),
+    ("maj@K_stderr", "last", "", "its standard error"),
+    ("reward_mean", "last", "", "mean reward on the held-out prompts"),
+    ("n", "last", "prompts", "held-out prompts that were answered"),
+    ("response_tokens_mean", "last", "tokens", "mean length of those answers"),
+    ("truncated_fraction", "last", "", "fraction of them cut at the length limit"),
+    ("no_answer_fraction", "last", "", "fraction of them in which the verifier found no answer"),
+    ("errors", "last", "rollouts", "those without a score (an exception, a death, a timeout), which count as wrong"),
+)  # fmt: skip
+_OF_A_SET = re.compile(r"eval/(?:([\w-]+)/)?([a-z_]+)(@\d+)?(_stderr)?")
+
 _TABLE: list[Metric] = [
     *_rows(
         "progress",
@@ -99,7 +116,7 @@ _TABLE: list[Metric] = [
         ("own/*", "mean", "", "mean of a number that a reward of one's own gave beside its score, by its name"),
         ("part/*", "mean", "", "mean score of each reward, before its weight, where reward.name has several"),
     ),
-    *_rows("eval", *eval_metrics.ROWS),
+    *_rows("eval", *_EVAL_ROWS),
     *_rows(
         "rollout",
         ("n", "sum", "rollouts", "rollouts generated, those of dropped groups included"),
@@ -305,8 +322,23 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 
 def row(name: str) -> Metric | None:
     """Its own, or that of all names of its kind."""
-    kinds = (name, f"{name.rpartition('/')[0]}/*", eval_metrics.row_name(name))
+    kinds = (name, f"{name.rpartition('/')[0]}/*", eval_row(name))
     return next((METRICS[kind] for kind in kinds if kind in METRICS), None)
+
+
+def eval_row(name: str) -> str:
+    """eval/aime/pass@8 -> eval/pass@K: of any set, and any number of samples."""
+    found = _OF_A_SET.fullmatch(name)
+    if found is None:
+        return name
+    return f"eval/{found[2]}{'@K' if found[3] else ''}{found[4] or ''}"
+
+
+def accuracies(names: Iterable[str]) -> dict[str, str]:
+    """Of all sets that were evaluated: metric -> how it is called; data.eval first."""
+    found = {name: _OF_A_SET.fullmatch(name) for name in names}
+    sets = {name: match[1] or "eval" for name, match in found.items() if match and eval_row(name) == ACCURACY}
+    return dict(sorted(sets.items(), key=lambda item: (item[0] != ACCURACY, item[0])))
 
 
 def unknown(names: Iterable[str]) -> list[str]:

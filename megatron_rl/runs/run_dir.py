@@ -1,23 +1,4 @@
-"""A run's directory: where everything lies, who may claim it, and what it says about itself.
-
-runs/<name>/
-  config.yaml       the resolved configuration
-  env.json          versions and platform
-  plan.json         memory and time as they were planned
-  status.json       how it stands: starting | running | finished | stopped | failed, and why
-  owner.lock        held by the run's processes
-  metrics.jsonl     one line per step
-  rollouts/         step_N.parquet: tokens and both logprobs
-  lanes.jsonl       when sampler, rewards and learner were at work
-  ledger.jsonl      which prompts each step has drawn, and which of them it has trained on
-  checkpoints/      step_N/: to go on from
-  dumps/            updates that were not finite, to be repeated
-  model/            the last policy, with log.export
-  logs/attempt_N/   one folder per start
-  logs/pulse/       rank_N.json: the latest sign of life of each rank
-  wandb.id, wandb/   the run's name at W&B, and its files, with log.wandb
-  report.html
-"""
+"""A run's directory: where everything lies, who may claim it, and what it says about itself."""
 
 from __future__ import annotations
 
@@ -54,62 +35,37 @@ class RunDirectoryUsed(ConfigError):
     pass
 
 
+class _Inside:
+    """The path of what a run's directory holds under a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
+    """Beside what is named here: owner.lock, held by the run's processes; logs/; wandb.id and wandb/ with log.wandb."""
+
     path: Path
     lock: FileIO | None = field(default=None, compare=False, repr=False)  # of whoever has claimed it
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def env(self) -> Path:
-        return self.path / "env.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def status(self) -> Path:
-        return self.path / STATUS
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def lanes(self) -> Path:
-        return self.path / "lanes.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def dumps(self) -> Path:
-        return self.path / "dumps"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def best_model(self) -> Path:
-        return self.path / "model-best"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
+    config = _Inside("config.yaml")  # the resolved configuration
+    env = _Inside("env.json")  # versions and platform
+    plan = _Inside("plan.json")  # memory and time as they were planned
+    status = _Inside(STATUS)  # how it stands: starting | running | finished | stopped | failed, and why
+    metrics = _Inside("metrics.jsonl")  # one line per step
+    rollouts = _Inside("rollouts")  # step_N.parquet: tokens and both logprobs
+    lanes = _Inside("lanes.jsonl")  # when sampler, rewards and learner were at work
+    ledger = _Inside("ledger.jsonl")  # which prompts each step has drawn, and which of them it has trained on
+    checkpoints = _Inside("checkpoints")  # step_N/: to go on from
+    dumps = _Inside("dumps")  # updates that were not finite, to be repeated
+    model = _Inside("model")  # the last policy, with log.export
+    best_model = _Inside("model-best")  # the best one by checkpoint.best
+    report = _Inside("report.html")
+    pulses = _Inside(f"logs/{FOLDER}")  # rank_N.json: the latest sign of life of each rank
 
     @property
     def attempt(self) -> int:
@@ -124,6 +80,7 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
+        """Those of the latest start."""
         return self.path / "logs" / f"attempt_{self.attempt}"
 
 
@@ -207,9 +164,8 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
 def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDir:
     if found is not None:
         rewind(run.path, found.step, found.said)
-    pulses = run.path / "logs" / FOLDER
-    shutil.rmtree(pulses, ignore_errors=True)  # of the attempt before
-    for folder in (run.rollouts, run.checkpoints, pulses, run.path / "logs" / f"attempt_{run.attempt + 1}"):
+    shutil.rmtree(run.pulses, ignore_errors=True)  # of the attempt before
+    for folder in (run.rollouts, run.checkpoints, run.pulses, run.path / "logs" / f"attempt_{run.attempt + 1}"):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(run.config, _redacted_yaml(resolved_yaml))
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")

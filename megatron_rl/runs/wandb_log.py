@@ -6,8 +6,9 @@ import netrc
 import os
 import re
 import secrets
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,6 @@ from megatron_rl.runs.alarms import News
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import redact
 from megatron_rl.runs.status import ENDED
-from megatron_rl.runs.wandb_file import steps
 from megatron_rl.types import Scored
 
 HOST = "api.wandb.ai"
@@ -27,6 +27,12 @@ PROJECT = "megatron-rl"
 ID = "wandb.id"  # of the run's directory
 INIT_S = 20.0  # a server that does not answer within this is not waited for
 FINISH_S = 20.0  # less than a launcher waits for a driver that has said its last word
+
+
+MAGIC, HEADER = b":W&B", 7
+BLOCK = 32 << 10  # of the file that W&B writes, a log in LevelDB's format: pieces of records, each with length and kind
+_PIECE = struct.Struct("<4xHB")  # after a checksum
+_WHOLE, _LAST = 1, 4  # of the kinds: whole, first, middle, last
 
 
 def has_key() -> bool:
@@ -224,4 +230,41 @@ def run_id(run_dir: Path) -> str:
 def held_steps(run_dir: Path, id: str) -> int:
     """The last step in what earlier attempts have written; -1 where there is none."""
     files = list((run_dir / "wandb").glob(f"*-{id}/run-{id}.wandb"))
-    return max((step for file in files for step in steps(file)), default=-1)
+    return max((step for file in files for step in logged_steps(file)), default=-1)
+
+
+def logged_steps(path: Path) -> list[int]:
+    """Steps in the file that W&B writes of a run, in their order. One that was cut short holds those before."""
+    return [record.history.step.num for record in records(path, "history")]
+
+
+def records(path: Path, kind: str) -> Iterator[Any]:
+    """Those of one kind, such as history, run or summary, as W&B defines them."""
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    for content in _pieced(path.read_bytes()):
+        record = Record()
+        try:
+            record.ParseFromString(content)
+        except DecodeError:
+            return
+        if record.WhichOneof("record_type") == kind:
+            yield record
+
+
+def _pieced(content: bytes) -> Iterator[bytes]:
+    at, begun = HEADER, b""
+    while content.startswith(MAGIC) and at + _PIECE.size <= len(content):
+        left = BLOCK - at % BLOCK
+        if left < _PIECE.size:
+            at += left
+            continue
+        length, kind = _PIECE.unpack_from(content, at)
+        at += _PIECE.size + length
+        if not _WHOLE <= kind <= _LAST or at > len(content):
+            return
+        begun += content[at - length : at]
+        if kind in (_WHOLE, _LAST):
+            yield begun
+            begun = b""

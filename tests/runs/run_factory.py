@@ -16,9 +16,8 @@ from megatron_rl.config.schema import (
     QuantizationSection,
     WeightConfig,
 )
-from megatron_rl.runs.console import Display, PlainDisplay
+from megatron_rl.runs.console import Display, PlainDisplay, choose
 from megatron_rl.runs.record import Recorder
-from megatron_rl.runs.samples import choose
 from megatron_rl.types import Prompt, Rollout, Scored, Verdict
 
 

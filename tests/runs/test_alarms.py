@@ -16,8 +16,7 @@ from run_factory import make_config, make_yaml, quiet
 from megatron_rl.config import ConfigError, from_mapping
 from megatron_rl.config.alarms import Alarm
 from megatron_rl.config.schema import Format, LogSection, Wandb
-from megatron_rl.runs.alarm_rules import FULL, K3, RULES, markdown
-from megatron_rl.runs.alarms import Alarms, bound_of, clear_at
+from megatron_rl.runs.alarms import FULL, K3, RULES, Alarms, bound_of, clear_at, markdown
 from megatron_rl.runs.metrics import METRICS
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.record import Recorder
@@ -63,8 +62,8 @@ def said(alarms: Alarms, changes: Sequence[dict[str, float]]) -> list[tuple[str,
 
 
 def test_the_page_has_the_rules_as_they_are() -> None:
-    assert markdown() in (ROOT / "docs/alarms.md").read_text(), "python -m megatron_rl.runs.alarm_rules"
-    done = subprocess.run([sys.executable, "-m", "megatron_rl.runs.alarm_rules"], capture_output=True, text=True)
+    assert markdown() in (ROOT / "docs/alarms.md").read_text(), "python -m megatron_rl.runs.alarms"
+    done = subprocess.run([sys.executable, "-m", "megatron_rl.runs.alarms"], capture_output=True, text=True)
     assert done.stdout == markdown()
 
 

@@ -8,8 +8,7 @@ import pytest
 from run_factory import make_config, make_scored, make_yaml, quiet
 
 from megatron_rl.config.schema import LogSection
-from megatron_rl.runs.disk import GIB, Disk, size
-from megatron_rl.runs.line_file import LineFile
+from megatron_rl.runs.disk import GIB, Disk, LineFile, size
 from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.rollout_file import recorded_steps
 from megatron_rl.runs.run_dir import RunDir
@@ -30,7 +29,7 @@ def furnished(path: Path) -> RunDir:
 
 def _put(path: Path, nbytes: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"x" * nbytes)
+    path.write_bytes(b"x" * (nbytes - 1) + b"\n")
 
 
 @pytest.mark.parametrize(

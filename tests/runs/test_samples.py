@@ -5,9 +5,9 @@ import re
 import torch
 from run_factory import make_run
 
+from megatron_rl.runs.console import choose, sample_line
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.runs.samples import choose, line
 from megatron_rl.types import Prompt, Rollout, Scored, Verdict
 from megatron_rl.workshop.reports.report import page
 from megatron_rl.workshop.reports.run_data import load_runs
@@ -31,7 +31,7 @@ def test_a_right_one_another_and_the_one_that_differs_most() -> None:
 
 
 def test_a_line_has_the_ends_of_long_texts() -> None:
-    said = line(answer("so\nit is 2", Verdict.no_answer, prompt="x" * 500 + "1+1="))
+    said = sample_line(answer("so\nit is 2", Verdict.no_answer, prompt="x" * 500 + "1+1="))
     assert re.fullmatch(r"sample   '\.\.\.x+1\+1=' -> 'so it is 2'   no answer, reward 0", said)
     assert len(said) < 120
 

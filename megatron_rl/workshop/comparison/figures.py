@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from megatron_rl.runs.summary import Series
+from megatron_rl.runs.metrics_file import Series
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison
 from megatron_rl.workshop.reports.figures import INK, PALETTE, layout
 from megatron_rl.workshop.reports.sections import Panel

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from megatron_rl.files import write_whole
-from megatron_rl.runs.summary import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE
+from megatron_rl.runs.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE
 from megatron_rl.workshop.comparison.comparison import Comparison
 from megatron_rl.workshop.comparison.figures import bars, colour_of, panels
 from megatron_rl.workshop.comparison.findings import TEST, said

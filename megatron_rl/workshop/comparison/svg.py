@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_rl.runs.summary import ACCURACY
+from megatron_rl.runs.metrics_file import ACCURACY
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison
 from megatron_rl.workshop.comparison.figures import colour_of
 from megatron_rl.workshop.reports.figures import INK
