@@ -182,7 +182,7 @@ def arrive(
 ) -> tuple[Standing, str | None]:
     """The new policy into the sampler, what is to be said of the step, a checkpoint; and whether the run ends here."""
     recorder, step, end = driver.recorder, at.step, config.run.steps
-    saver.stand()
+    saver.snapshot_small_state()
     heard(learner, driver.check_time)
     synced = publish(step, end, config.sync, driver, learner, sync, first)
     if at.line is None:  # by an attempt before this one
@@ -191,7 +191,7 @@ def arrive(
     evaluated = evaluate(step, end, config.eval, driver, learner)
     recorder.log(step, at.line | synced | evaluated)
     at = replace(at, line=None)
-    saver.stand()
+    saver.snapshot_small_state()
     if step == 0:
         return at, None
     stop = learner.broadcast(driver.asked_to_stop() or reached(config.run, evaluated))

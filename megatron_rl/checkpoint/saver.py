@@ -1,7 +1,7 @@
 """Saves while the run goes on, and loads. Every rank makes one and calls the same methods at the same steps.
 
-Weights and optimizer are saved as they are, all else as it was at the last `stand`: a step that is given up before its
-update has measured things, and may have drawn random numbers, and leaves no trace of that.
+Weights and optimizer are saved as they are, all else as it was at the last `snapshot_small_state`: a step that is given
+up before its update has measured things, and may have drawn random numbers, and leaves no trace of that.
 
 A step waits only for the copy of the rank's state into memory that is kept for it; a thread writes that to disk and
 reads it back. Once every rank's thread is done, rank 0 gives the folder its name. Where the learner's arithmetic runs
@@ -38,7 +38,7 @@ BESIDE = 0.1  # of a core, for the thread that writes beside a learner without a
 _Small = tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor] | None]  # this rank's own, its text, the sync's
 
 
-class Keeps(Protocol):
+class SavedSync(Protocol):
     """A part of the run that is the same on every rank, such as the scales of the weight sync."""
 
     def state(self) -> dict[str, Tensor]: ...
@@ -46,7 +46,7 @@ class Keeps(Protocol):
     def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None: ...
 
 
-class Kept(Protocol):
+class SavedLearner(Protocol):
     """The learner, as far as a checkpoint has to do with it (learner/state.py)."""
 
     rank: int
@@ -72,7 +72,12 @@ class Saver:
     """Of one rank. A save that fails is reported and forgotten: the run, and the checkpoints before, go on."""
 
     def __init__(
-        self, root: Path, section: CheckpointSection, learner: Kept, sync: Keeps, note: Callable[[str], None]
+        self,
+        root: Path,
+        section: CheckpointSection,
+        learner: SavedLearner,
+        sync: SavedSync,
+        note: Callable[[str], None],
     ) -> None:
         self._root, self._section = root, section
         self._learner, self._sync, self._note = learner, sync, note
@@ -84,8 +89,8 @@ class Saver:
         if learner.is_driver:
             checkpoints.clean(root)
 
-    def stand(self) -> None:
-        """Weights and optimizer stay as they are until the next update: remember the rest."""
+    def snapshot_small_state(self) -> None:
+        """Remembers all but weights and optimizer, which stay as they are until the next update."""
         if self._section.every or self._section.minutes:
             self._small = *self._learner.own(), self._sync.state() if self._learner.is_driver else None
 
@@ -107,24 +112,16 @@ class Saver:
             return
         blocks = self._copied(list(self._learner.blocks()))
         if self._small is None:
-            self.stand()
+            self.snapshot_small_state()
         assert self._small is not None
-        own, text, shared = self._small
-        rank, pace = self._learner.rank, Pace(BESIDE if self._learner.device.type == "cpu" else 1.0)
-        self._pending = _Save(
-            step,
-            partial,
-            self._learner.steps,
-            about,
-            pace,
-            in_thread(
-                "checkpoint",
-                lambda: (
-                    _write(partial, rank, blocks, own, text, shared, pace)
-                    | {"seconds": time.monotonic() - begun - pace.rested}
-                ),
-            ),
-        )
+        small, rank = self._small, self._learner.rank
+        pace = Pace(BESIDE if self._learner.device.type == "cpu" else 1.0)
+
+        def write() -> dict[str, Any]:
+            written = _write(partial, rank, blocks, small, pace)
+            return written | {"seconds": time.monotonic() - begun - pace.rested}
+
+        self._pending = _Save(step, partial, self._learner.steps, about, pace, in_thread("checkpoint", write))
 
     @property
     def settled(self) -> bool:
@@ -195,18 +192,10 @@ class Saver:
         write_index(save.partial / POLICY, written)
         files = {name: value for outcome in outcomes for name, value in outcome["files"].items()}
         for path in (save.partial / POLICY).iterdir():
-            name = f"{POLICY}/{path.name}"
-            if name not in files:
+            if (name := f"{POLICY}/{path.name}") not in files:
                 files[name] = list(checkpoints.digest(path))
-        checkpoints.publish(
-            save.partial,
-            self._root,
-            step=save.step,
-            updates=save.updates,
-            layout=asdict(self._learner.layout),
-            files=files,
-            **save.about,
-        )
+        about = {"step": save.step, "updates": save.updates, "layout": asdict(self._learner.layout), "files": files}
+        checkpoints.publish(save.partial, self._root, **about, **save.about)
         checkpoints.prune(self._root, self._section.keep_last, self._section.keep_every)
 
     def _failed(self, step: int, partial: Path, problem: str) -> None:
@@ -250,16 +239,9 @@ class _Save:
         return self.future.result() if error is None else {"problem": f"{type(error).__name__}: {error}"}
 
 
-def _write(
-    partial: Path,
-    rank: int,
-    blocks: list[Block],
-    own: dict[str, Tensor],
-    text: dict[str, str],
-    shared: dict[str, Tensor] | None,
-    pace: Pace,
-) -> dict[str, Any]:
+def _write(partial: Path, rank: int, blocks: list[Block], small: _Small, pace: Pace) -> dict[str, Any]:
     """This rank's files; returns what the index and the manifest must know of them."""
+    own, text, shared = small
     policy = partial / POLICY / f"rank_{rank}.distcp"
     written = write_blocks(policy, blocks, pace)
     paths = [policy, partial / RANKS / f"rank_{rank}.safetensors"]
@@ -267,10 +249,8 @@ def _write(
     if shared is not None:
         paths.append(partial / SYNC)
         write_tensors(shared, paths[2])
-    return {
-        "written": written,
-        "files": {str(path.relative_to(partial)): list(checkpoints.digest(path, pace)) for path in paths},
-    }
+    files = {str(path.relative_to(partial)): list(checkpoints.digest(path, pace)) for path in paths}
+    return {"written": written, "files": files}
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -242,14 +242,13 @@ class Recorder:
         )
 
     def _note_places(self) -> None:
-        path = shlex.quote(str(self.run.path))
+        path, wandb = shlex.quote(str(self.run.path)), self._wandb
         self.note(f"run      {path}")
         self.note(f"metrics  tail -f {path}/metrics.jsonl")
         self.note(f"logs     tail -F {path}/logs/attempt_{self.run.attempt}/*")
-        if self._wandb:
-            self.note(f"wandb    {self._wandb.where}")
-            if self._wandb.trouble:
-                self.note(self._wandb.trouble)
+        for line in (f"wandb    {wandb.where}", wandb.trouble) if wandb else ():
+            if line:
+                self.note(line)
 
     def _warn_unknown(self, names: Mapping[str, float]) -> None:
         for name in unknown(names):
@@ -292,13 +291,12 @@ def describe_contents(run: RunDir) -> str:
     n_checkpoints = len(checkpoints.steps(run.checkpoints))
     with run.metrics.open("rb") as lines:
         n_lines = sum(1 for _ in lines)
-    rows = [
-        ("metrics.jsonl", f"{n_lines} lines"),
-        ("rollouts/", f"{n_rollouts} recorded steps") if n_rollouts else None,
-        ("checkpoints/", f"{n_checkpoints} checkpoints") if n_checkpoints else None,
-        ("model/", "the last policy, as a Hugging Face folder") if run.model.is_dir() else None,
-        ("model-best/", "the best one by checkpoint.best") if run.best_model.is_dir() else None,
-        (f"logs/attempt_{run.attempt}/", ""),
-    ]
-    lines_ = [f"in {run.path}/:", *(f"  {name:<18}{about}".rstrip() for name, about in filter(None, rows))]
-    return "\n".join(lines_)
+    rows = (
+        (True, "metrics.jsonl", f"{n_lines} lines"),
+        (n_rollouts, "rollouts/", f"{n_rollouts} recorded steps"),
+        (n_checkpoints, "checkpoints/", f"{n_checkpoints} checkpoints"),
+        (run.model.is_dir(), "model/", "the last policy, as a Hugging Face folder"),
+        (run.best_model.is_dir(), "model-best/", "the best one by checkpoint.best"),
+        (True, f"logs/attempt_{run.attempt}/", ""),
+    )
+    return "\n".join([f"in {run.path}/:", *(f"  {name:<18}{about}".rstrip() for there, name, about in rows if there)])

@@ -24,7 +24,7 @@ import platform
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -45,22 +45,15 @@ _LOCKED: list[int] = []  # its lock, by which one process writes
 @contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
     """From reading to writing. Launcher and driver both do, and neither may take back what the other has said."""
-    with _THREADS:
-        if _LOCKED:  # a signal in the middle of it, or `beat`
-            yield
-            return
-        try:
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            yield
-            return
-        _LOCKED.append(folder)
-        try:
-            _wait_for_others(folder)
-            yield
-        finally:
-            _LOCKED.clear()
-            os.close(folder)
+    with _THREADS, ExitStack() as stack:
+        if not _LOCKED:  # else a signal in the middle of it, or `beat`
+            with suppress(OSError):  # no folder, or a file system without such locks: the last writer is right
+                folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, folder)
+                _LOCKED.append(folder)
+                stack.callback(_LOCKED.clear)
+                _wait_for_others(folder)
+        yield
 
 
 def _wait_for_others(folder: int) -> None:
@@ -70,8 +63,6 @@ def _wait_for_others(folder: int) -> None:
             return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(WAIT_S / 100)
-        except OSError:
-            return None  # a file system without such locks: the last writer is right
     return None
 
 
@@ -130,9 +121,8 @@ def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
     `locked`: what the caller knows of the run's lock; None: look.
     """
     status = read_status(path)
-    if status.get("state", "finished") in ENDED or "pid" not in status:
-        return status
-    if not _gone(status, held(path) if locked is None else locked):
+    ended = status.get("state", "finished") in ENDED or "pid" not in status
+    if ended or not _gone(status, held(path) if locked is None else locked):
         return status
     reason = (
         f"ended without a word: process {status['pid']} on {status.get('host')} is gone; its last sign of life "

@@ -69,24 +69,18 @@ class WandbRun:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        self.wandb = wandb
-        self._id = run_id(folder)
-        self.trouble = ""
-        self.online = mode is Wandb.online
+        self.wandb, self._id = wandb, run_id(folder)
+        self.trouble, self.online = "", mode is Wandb.online
         with hidden_secrets(keep="WANDB_"):  # its service takes this process's environment
-            self._open(partial(self._begin, config, folder, about))
-
-    def _open(self, begin: Callable[[Literal["online", "offline"]], Any]) -> None:
-        if not self.online:
-            self.run = begin("offline")
-            return
-        try:
-            self.run = begin("online")
-        except self.wandb.Error as error:
-            self.wandb.teardown()  # what has not answered keeps the run's name to itself
-            self.online, self.run = False, begin("offline")
-            why = next(iter(str(error).splitlines()), type(error).__name__)
-            self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
+            try:
+                self.run = self._begin(config, folder, about, "online" if self.online else "offline")
+            except wandb.Error as error:
+                if not self.online:
+                    raise
+                wandb.teardown()  # what has not answered keeps the run's name to itself
+                self.online, self.run = False, self._begin(config, folder, about, "offline")
+                why = next(iter(str(error).splitlines()), type(error).__name__)
+                self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
 
     def _begin(
         self, config: Mapping[str, Any], folder: Path, about: Mapping[str, Any], mode: Literal["online", "offline"]
@@ -122,11 +116,8 @@ class WandbRun:
         self.run.finish(exit_code=exit_code)
         late = time.monotonic() - begun >= FINISH_S
         self.wandb.teardown()  # its writer is a process of its own: only when it has ended is the file whole
-        return (
-            f"W&B did not take everything within {FINISH_S:.0f} s; what is missing is sent by {self._sync}"
-            if late
-            else ""
-        )
+        missing = f"W&B did not take everything within {FINISH_S:.0f} s; what is missing is sent by {self._sync}"
+        return missing if late else ""
 
     @property
     def _sync(self) -> str:

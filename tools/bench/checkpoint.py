@@ -64,7 +64,10 @@ def main() -> None:
             copy.append(seconds(lambda: target.copy_(source)))
             blocked.append(
                 seconds(
-                    lambda step=step: (saver.stand(), saver.begin(step, {"driver": {"position": step, "seen": {}}}))
+                    lambda step=step: (
+                        saver.snapshot_small_state(),
+                        saver.begin(step, {"driver": {"position": step, "seen": {}}}),
+                    )
                 )
             )
             during = []

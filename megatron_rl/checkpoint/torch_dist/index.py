@@ -24,26 +24,22 @@ from megatron_rl.models.weight_files import BACKEND_FILE, FLOATS, INDEX_FILE, re
 
 LARGEST_INDEX = 1 << 30
 _ROOT = "embedding.word_embeddings.weight"
-_METADATA = "torch.distributed.checkpoint.metadata"
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_DCP, _MEGATRON = "torch.distributed.checkpoint", "megatron.core.dist_checkpointing.strategies.torch"
+_METADATA = f"{_DCP}.metadata"
 _INDEXES = (f"{_METADATA}.Metadata", f"{_MEGATRON}.MCoreMetadata")
 _CLASSES = {
-    _METADATA: (
-        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.planner": (
-        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size", *DTYPES, "int16", "float8_e5m2"),
-    "collections": ("OrderedDict",),
-    "builtins": ("set",),
-    _MEGATRON: ("MCoreSavePlan",),
+    _METADATA: "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex "
+    "StorageMeta _MEM_FORMAT_ENCODING",
+    f"{_DCP}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+    f"{_DCP}.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": " ".join(("Size", *DTYPES, "int16", "float8_e5m2")),
+    "collections": "OrderedDict",
+    "builtins": "set",
+    _MEGATRON: "MCoreSavePlan",
 }
 # everything that an index written by torch or megatron-core refers to
-_NAMES = frozenset({*_INDEXES, *(f"{module}.{name}" for module, names in _CLASSES.items() for name in names)})
+_NAMES = {*_INDEXES, *(f"{module}.{name}" for module, names in _CLASSES.items() for name in names.split())}
 
 
 class CheckpointError(ValueError):
@@ -62,7 +58,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Kept:
+class IndexedTensor:
     """A whole tensor, as the index describes it."""
 
     dtype: str  # as torch calls it
@@ -70,7 +66,7 @@ class Kept:
     chunks: tuple[Chunk, ...]
 
 
-def read_index(folder: Path) -> dict[str, Kept]:
+def read_index(folder: Path) -> dict[str, IndexedTensor]:
     """The tensors of a checkpoint by key; CheckpointError says what is wrong with it."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give a torch_dist checkpoint")
@@ -90,16 +86,15 @@ def read_index(folder: Path) -> dict[str, Kept]:
         raise CheckpointError(str(error)) from None
     try:
         places = _places(folder, content)
-        described = _state(content, "state_dict_metadata").named()
-        tensors = {key: about for key, about in described if _is(about, f"{_METADATA}.TensorStorageMetadata")}
-        return {key: _kept(key, about, places) for key, about in tensors.items()}
+        described = dict(_state(content, "state_dict_metadata").named())
+        tensor = f"{_METADATA}.TensorStorageMetadata"
+        return {key: _kept(key, about, places) for key, about in described.items() if _is(about, tensor)}
     except (ValueError, TypeError, OSError) as error:
         raise CheckpointError(f"{folder / INDEX_FILE} is not an index to be read: {error}") from None
 
 
 def _content(path: Path) -> Made:
-    size = path.stat().st_size
-    if size > LARGEST_INDEX or not path.is_file():
+    if path.stat().st_size > LARGEST_INDEX or not path.is_file():
         raise ValueError(f"{path} is no file of at most {LARGEST_INDEX} bytes")
     try:
         found = read_pickle(path.read_bytes(), _NAMES)
@@ -140,7 +135,7 @@ def _size_of(folder: Path, file: str) -> int:
     return about.st_size
 
 
-def _kept(key: str, about: Made, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]) -> Kept:
+def _kept(key: str, about: Made, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]) -> IndexedTensor:
     properties, size, chunks = _fields(about, "properties", "size", "chunks")
     whole, dtype = _numbers(size), _dtype(properties)
     item_bytes = DTYPES.get(dtype, ("", 1))[1]
@@ -158,7 +153,7 @@ def _kept(key: str, about: Made, places: dict[tuple[str, tuple[int, ...]], tuple
         if math.prod(length) * item_bytes > nbytes:
             raise ValueError(f"a part of {key} is {dtype} {list(length)}, but has {nbytes} bytes")
         found.append(Chunk(offset, length, file, begin, nbytes))
-    return Kept(dtype, whole, tuple(found))
+    return IndexedTensor(dtype, whole, tuple(found))
 
 
 def _dtype(properties: Any) -> str:
@@ -220,18 +215,18 @@ def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
     return list(found.values())
 
 
-def prefix(tensors: Mapping[str, Kept]) -> str:
+def prefix(tensors: Mapping[str, IndexedTensor]) -> str:
     """Before every name: a checkpoint may hold more than a policy."""
     return next((key.removesuffix(_ROOT) for key in tensors if key.endswith(_ROOT)), "")
 
 
-def locate(tensors: Mapping[str, Kept], before: str, param: Param, shape: ModelShape) -> Entry | None:
+def locate(tensors: Mapping[str, IndexedTensor], before: str, param: Param, shape: ModelShape) -> Entry | None:
     """`before`: the prefix of its names."""
     both = (entry for stacked in (True, False) for entry in entries(param, shape, stacked))
     return next((entry for entry in both if before + entry.key in tensors), None)
 
 
-def misfit(kept: Kept, entry: Entry, param: Param) -> str | None:
+def misfit(kept: IndexedTensor, entry: Entry, param: Param) -> str | None:
     """How a stored parameter differs from what config.json promises; the vocabulary may be padded."""
     axes, wanted = len(entry.axes), param.local_shape(Layout())
     stacked, stored = kept.size[:axes], kept.size[axes:]

@@ -1,8 +1,8 @@
 """Megatron's torch_dist checkpoints through the mapping table: weights in, weights out.
 
 Neither needs megatron or a process group: tensors come one at a time, in pieces of any shape, and any learner layout
-can load what is written (torch_dist_writer.py). Nothing in a checkpoint is unpickled (torch_dist_index.py,
-saved_tensor.py).
+can load what is written (writer.py). Nothing in a checkpoint is unpickled (pickled.py): a tensor that torch.save has
+written is a zip archive, whose `data.pkl` says how the numbers lie, and whose `data/0` holds them as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_rl.checkpoint.torch_dist.index import (
     CheckpointError,
     Chunk,
     Entry,
-    Kept,
+    IndexedTensor,
     entries,
     locate,
     misfit,
@@ -106,7 +106,7 @@ class Reader:
             _part(target, box, whole[0]).copy_(_part(self._stored(key, kept, chunk), box, chunk.offset))
         return target.view(size)
 
-    def _stored(self, key: str, kept: Kept, chunk: Chunk) -> torch.Tensor:
+    def _stored(self, key: str, kept: IndexedTensor, chunk: Chunk) -> torch.Tensor:
         try:
             return read_saved(self.folder / chunk.file, chunk.begin, chunk.nbytes, kept.dtype, chunk.size)
         except (OSError, ValueError) as error:
@@ -121,7 +121,7 @@ def _part(tensor: torch.Tensor, box: Box, origin: tuple[int, ...]) -> torch.Tens
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the model, in the order of `tensors`."""
+    """Every Hugging Face tensor of the model."""
     return {name: size for p in _own(shape) for name, size in zip(p.hf, p.shapes, strict=True)}
 
 
@@ -132,11 +132,6 @@ def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
         dtype = reader.dtype(reader.find(param, shape))
         found += [TensorSpec(name, dtype, size) for name, size in zip(param.hf, param.shapes, strict=True)]
     return found
-
-
-def tensors(reader: Reader, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
-    for param in _own(shape):
-        yield from reader.parameter(param, shape)
 
 
 def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:

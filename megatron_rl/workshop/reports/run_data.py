@@ -18,7 +18,7 @@ from megatron_rl.runs.metrics_file import Curves, read_lines
 from megatron_rl.runs.rollout_file import STEP, arrays, load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status
-from megatron_rl.runs.timeline import Lane, read_lanes
+from megatron_rl.workshop.reports.lanes import Lane, read_lanes
 
 T = TypeVar("T")
 LONGEST_PROBLEM = 300  # characters
