@@ -269,13 +269,7 @@ ROWS = (
 
 
 def explain(
-    reason: str,
-    *,
-    process: str = "",
-    phase: Any = None,
-    log: str = "",
-    out_of_memory: bool = False,
-    stuck: Any = None,
+    reason: str, *, process: str = "", phase: Any = None, log: str = "", out_of_memory: bool = False, stuck: Any = None
 ) -> Cause:
     """Of an attempt that failed or was stopped.
 
