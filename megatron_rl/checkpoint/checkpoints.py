@@ -42,7 +42,7 @@ class TornCheckpoint(ConfigError):
 
 
 class DriverState(msgspec.Struct, frozen=True):
-    """What rank 0 goes on from."""
+    """The part of a manifest that rank 0 goes on from."""
 
     position: Count
     seen: dict[str, Count]
@@ -52,7 +52,7 @@ class DriverState(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole one, as its manifest describes it, which may come from anywhere."""
+    """A checkpoint as its manifest describes it, which may come from anywhere."""
 
     path: Path
     step: Count
@@ -82,7 +82,7 @@ def partial_of(root: Path, step: int) -> Path:
 
 
 def steps(root: Path) -> list[int]:
-    """Of everything that calls itself a checkpoint, the newest first."""
+    """The steps of everything that calls itself a checkpoint, the newest first."""
     found = [NAME.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
     return sorted((int(name[1]) for name in found if name), reverse=True)
 
@@ -111,7 +111,7 @@ def digest(path: Path, between: Callable[[], None] = lambda: None) -> tuple[int,
 
 
 def read(path: Path) -> Checkpoint:
-    """What the manifest says; the files are not looked at."""
+    """A checkpoint by its manifest; the files are not looked at."""
     if path.is_symlink():
         raise TornCheckpoint(f"{path} is a link; put the folder itself there")
     if not os.path.lexists(path / MANIFEST):
@@ -168,7 +168,7 @@ def look_into(found: Checkpoint) -> None:
 
 
 def _look_at_common(path: Path) -> None:
-    """Nothing here reads it, but megatron-core's own load unpickles it: it holds values, and neither names nor data."""
+    """ValueError where it may do harm: nothing here reads the file, but megatron-core's own load unpickles it."""
     try:
         if not path.is_file() or path.stat().st_size > 2 * LARGEST_HEAD:
             raise ValueError("it is no file, or larger than any that is written here")
@@ -181,7 +181,7 @@ def _look_at_common(path: Path) -> None:
 
 
 def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
-    """Where a run may go on, the newest first. One that is torn is left where it is, and passed over."""
+    """The checkpoints to go on from, the newest first. One that is torn is left where it is, and passed over."""
     for step in steps(root):
         try:
             found = verify(path_of(root, step))

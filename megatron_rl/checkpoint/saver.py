@@ -69,7 +69,7 @@ class SavedLearner(Protocol):
 
 
 class Saver:
-    """Of one rank. A save that fails is reported and forgotten: the run, and the checkpoints before, go on."""
+    """The saving of one rank. A save that fails is reported and forgotten: run and older checkpoints go on."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Saver:
 
     @property
     def kept(self) -> str:
-        """What a run that ends now leaves to go on from."""
+        """A sentence on what a run that ends now leaves to go on from."""
         if self.newest is not None:
             return f"the state after step {self.newest} is kept"
         asked = self._section.every or self._section.minutes
@@ -224,7 +224,7 @@ class Saver:
 
 @dataclass(frozen=True)
 class _Save:
-    """One that is under way."""
+    """A save that is under way."""
 
     step: int
     partial: Path
@@ -234,7 +234,7 @@ class _Save:
     future: Future[dict[str, Any]]
 
     def outcome(self) -> dict[str, Any]:
-        """What the other ranks have to know of this one's part, once it is written."""
+        """The part of this rank, once it is written, as the other ranks have to know it."""
         error = self.future.exception()
         return self.future.result() if error is None else {"problem": f"{type(error).__name__}: {error}"}
 

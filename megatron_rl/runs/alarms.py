@@ -56,7 +56,7 @@ def over_median(name: str) -> Callable[[Line, Sequence[Line]], float | None]:
 
 
 def over_bf16(line: Line, _: Sequence[Line]) -> float | None:
-    """In a fleet with BF16 servers, which measure what is not the formats' fault: the worst other format over them."""
+    """The worst format's mismatch over that of a fleet's BF16 servers, which is not the formats' fault."""
     floor = line.get(f"rollout_corr/{Format.none}/k3_kl", 0.0)
     others = [line[name] for one in Format if one != Format.none and (name := f"rollout_corr/{one}/k3_kl") in line]
     return max(others) / floor if others and floor > 0 else None
@@ -217,7 +217,7 @@ def bound_of(rule: Rule, given: Setting, formats: Sequence[Format]) -> float:
 
 
 def clear_at(bound: float, below: bool) -> float:
-    """Well inside: a fifth away from the bound, and for shares at most half of the way to 1."""
+    """Where a standing alarm is cleared: a fifth away from its bound, and for shares at most half of the way to 1."""
     if not below:
         return 0.8 * bound
     return min(bound / 0.8, (bound + 1) / 2) if bound <= 1 else bound / 0.8
@@ -225,6 +225,8 @@ def clear_at(bound: float, below: bool) -> float:
 
 @dataclass(frozen=True)
 class News:
+    """An alarm that was raised or cleared."""
+
     alarm: Alarm
     raised: bool  # else cleared
     stops: bool
@@ -242,7 +244,7 @@ class News:
 
     @property
     def told(self) -> str:
-        """In as many digits as tell the value from its bound."""
+        """The value, in as many digits as tell it from its bound."""
         several = (f"{self.value:.{digits}g}" for digits in range(3, 17))
         return next((one for one in several if float(one) != self.bound), f"{self.value:g}")
 
@@ -271,7 +273,7 @@ class _Watch:
 
 @dataclass
 class Alarms:
-    """Of one attempt: one that goes on with a run counts from its own first step."""
+    """The alarms of one attempt, which counts from its own first step where it goes on with a run."""
 
     given: Mapping[str, Any] = field(default_factory=dict)  # log.alarms
     formats: Sequence[Format] = (Format.none,)
@@ -289,7 +291,7 @@ class Alarms:
         ]
 
     def after(self, line: Line) -> list[News]:
-        """What a step's metrics have raised and cleared."""
+        """Takes a step's metrics; returns what they have raised and cleared."""
         news = []
         for watch in self._watches:
             value = watch.rule.value(line, self._before)

@@ -39,12 +39,12 @@ class Cause:
     advice: str
 
     def as_fields(self) -> dict[str, str]:
-        """For status.json, where `class` is the name."""
+        """The fields of status.json, where `class` is the name."""
         return {"class": self.name} | {key: value for key, value in asdict(self).items() if key != "name"}
 
     @classmethod
     def read(cls, found: Any) -> Cause | None:
-        """What `as_fields` gave; None of anything else."""
+        """A cause from what `as_fields` gave; None from anything else."""
         if not isinstance(found, Mapping) or "class" not in found:
             return None
         names = ("class", *(field.name for field in fields(cls) if field.name != "name"))
@@ -271,7 +271,7 @@ ROWS = (
 def explain(
     reason: str, *, process: str = "", phase: Any = None, log: str = "", out_of_memory: bool = False, stuck: Any = None
 ) -> Cause:
-    """Of an attempt that failed or was stopped.
+    """The cause why an attempt failed or was stopped.
 
     `reason`: its last word. `process`, `phase`, `log`: whose word that is, as far as the caller knows. `out_of_memory`:
     the kernel has counted a process of this run that it ended. `stuck`: a process that was seen not to go on, as

@@ -53,7 +53,7 @@ def choose_display(title: str, n_steps: int, stream: TextIO | None = None) -> Di
 
 
 def shown(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Rows that there may be: each evaluated set, and the rest."""
+    """The rows of a display: each evaluated set, and the rest."""
     return [*((name, label, ".3f") for name, label in accuracies(names).items()), *SHOWN]
 
 
@@ -195,7 +195,7 @@ def finding(verdict: str | None, error: str | None) -> str:
 
 
 def sample_line(one: Scored) -> str:
-    """On one line: the end of the prompt, the end of the answer, what it was worth."""
+    """An answer on one line: the end of its prompt, its own end, what it was worth."""
     prompt, answer = _end(one.rollout.prompt.text), _end(one.text)
     return f"sample   {prompt} -> {answer}   {finding(one.verdict, one.error)}, reward {one.reward:g}"
 

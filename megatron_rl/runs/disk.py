@@ -28,7 +28,7 @@ GIB = 1 << 30
 
 
 class RecordLost(RuntimeError):
-    """What the run has to say can no longer be written."""
+    """The run's directory is gone or cannot be written, but not for lack of room."""
 
 
 class LineFile:
@@ -76,7 +76,7 @@ class LineFile:
 
 
 class Disk:
-    """The driver's: through it goes what may be missing from a run's directory."""
+    """The driver's way to write what may be missing from a run's directory."""
 
     def __init__(self, run: RunDir, budget_gib: float | None, note: Callable[[str], None]) -> None:
         self._run, self._note = run, note
@@ -116,7 +116,7 @@ class Disk:
 
     @property
     def news(self) -> dict[str, Any]:
-        """For status.json: what is not there, where there is such a thing."""
+        """The part of status.json about what could not be written, or was removed."""
         lines = self._lost_lines or sum(file.waiting for file in self._files.values())
         missing = {"lines": lines, "rollouts": self._lost_rollouts}
         known = {"unrecorded": missing} if any(missing.values()) or self._full else {}

@@ -66,7 +66,7 @@ class Metric:
 
 
 def _rows(group: str, *rows: tuple[str, ...]) -> list[Metric]:
-    """Of a name, its meaning, and where they are others than "mean" and none: its reducer and its unit."""
+    """Rows of a name and its meaning, then its reducer and its unit where they are not "mean" and none."""
     return [Metric(f"{group}/{name}", *rest) for name, *rest in rows]
 
 
@@ -316,7 +316,7 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 
 
 def row(name: str) -> Metric | None:
-    """Its own, or that of all names of its kind."""
+    """The row of a name, or of all names of its kind."""
     kinds = (name, f"{name.rpartition('/')[0]}/*", eval_row(name))
     return next((METRICS[kind] for kind in kinds if kind in METRICS), None)
 
@@ -330,7 +330,7 @@ def eval_row(name: str) -> str:
 
 
 def accuracies(names: Iterable[str]) -> dict[str, str]:
-    """Of all sets that were evaluated: metric -> how it is called; data.eval first."""
+    """Metric -> name of the set, for all sets that were evaluated; data.eval first."""
     found = {name: _OF_A_SET.fullmatch(name) for name in names}
     sets = {name: match[1] or "eval" for name, match in found.items() if match and eval_row(name) == ACCURACY}
     return dict(sorted(sets.items(), key=lambda item: (item[0] != ACCURACY, item[0])))

@@ -50,7 +50,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, float]], int]:
 
 
 def _numbers(text: str) -> dict[str, float]:
-    """What is a number in a line; nothing of one that is torn, or does not say its step."""
+    """The numbers of a line; none where it is torn, or does not say its step."""
     try:
         line = {name: value for name, value in decode_line(text).items() if type(value) in (int, float)}
         all(map(math.isfinite, line.values()))  # whole numbers may be too large for one with a point
@@ -105,7 +105,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Number:
-    """What a run comes to, as one number."""
+    """A number that sums up a run."""
 
     title: str
     form: str
@@ -157,5 +157,5 @@ def numbers(run: Curves) -> dict[str, float]:
 
 
 def numbers_of_file(path: Path) -> dict[str, float]:
-    """Of a metrics.jsonl; none of one that is gone."""
+    """The numbers of a metrics.jsonl; none where the file is gone."""
     return numbers(Curves(tuple(read_metrics(path)))) if path.is_file() else {}

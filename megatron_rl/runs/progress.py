@@ -23,7 +23,7 @@ def reached(run: RunSection, evaluated: Mapping[str, float]) -> str | None:
 
 @dataclass(frozen=True)
 class Seen:
-    """How much has been trained on."""
+    """Counts of what has been trained on."""
 
     samples: int = 0
     tokens: int = 0
@@ -48,7 +48,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Standing:
-    """The policy is that of `step`. A run begins, or goes on, with what a checkpoint keeps of this."""
+    """The state after `step`: a run begins with it, or goes on with what a checkpoint keeps of it."""
 
     step: int = 0
     seen: Seen = Seen()
@@ -57,7 +57,7 @@ class Standing:
     line: dict[str, float] | None = field(default_factory=dict)
 
     def kept(self) -> dict[str, Any]:
-        """As JSON, for `of`."""
+        """The part that a checkpoint keeps, as JSON."""
         line = None
         if self.line is not None:
             numbers = {name: value if isinstance(value, int) else float(value) for name, value in self.line.items()}
@@ -80,7 +80,7 @@ class SaveSchedule:
     def due(
         self, step: int, kept: Mapping[str, Any], evaluated: Mapping[str, float], ending: bool
     ) -> dict[str, Any] | None:
-        """What the manifest says of rank 0, where this step is to be kept."""
+        """The manifest's part about rank 0; None where this step is not to be kept."""
         section = self._section
         if not (section.every or section.minutes):
             return None

@@ -155,16 +155,16 @@ class Recorder:
             self._wandb.alarms(news, self.alarms.standing)
 
     def skip(self) -> None:
-        """What has passed since the last line belongs to no step: engines were started again."""
+        """Drops the time since the last line, which belongs to no step: engines were started again."""
         self.clock.finish_step()
 
     def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
-        """Which prompts, by their number in the order of the whole run: those drawn, from and to; those trained on."""
+        """Records prompts by their number in the order of the whole run: those drawn, from and to; those trained on."""
         line = {"step": step, "drawn": drawn, "trained": list(trained)}
         self._disk.write_line(self.run.ledger, json.dumps(line))
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Who else was at work for this step, whenever that was."""
+        """Adds the work of others for this step, whenever it was done."""
         self.clock.spans += spans
 
     def note(self, text: str) -> None:
@@ -231,7 +231,7 @@ class Recorder:
             self.close("failed", f"{kind.__name__}: {error}")
 
     def _cause(self, reason: str) -> Cause:
-        """Of an end that nobody wanted, as far as the driver knows it."""
+        """The cause of an end that nobody wanted, as far as the driver knows it."""
         log = self.run.logs / "rank_0.log"
         return explain(
             reason,
@@ -274,13 +274,13 @@ class Recorder:
                 beat(self.run.path, **self._about())
 
     def _about(self) -> dict[str, Any]:
-        """What status.json says of a run, whatever its state."""
+        """The part of status.json that every state has."""
         known = {"step": self._last_step, "steps": self._n_steps, "alarms": self.alarms.standing}
         return known | self._disk.news
 
 
 def _number(value: Any) -> float:
-    """Also takes one-element tensors and NumPy scalars."""
+    """A number as JSON has it, also of one-element tensors and NumPy scalars."""
     return value if isinstance(value, int) and not isinstance(value, bool) else float(value)
 
 

@@ -61,7 +61,7 @@ PIECE = 512  # rows that are written at once
 
 
 class Columns(TypedDict, total=False):
-    """What the step computed about its rollouts; whatever is left out is null in the file."""
+    """Values that the step computed about its rollouts; whatever is left out is null in the file."""
 
     prox_logprobs_BT: torch.Tensor | None
     weights_BT: torch.Tensor | None
@@ -147,7 +147,7 @@ def arrays(table: pa.Table, name: str) -> list[Any]:
 
 
 def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
-    """What `write_rollouts` was given; of the data set's row, the file holds the truth alone."""
+    """The answer that `write_rollouts` was given; of the data set's row, the file holds the truth alone."""
     rollout = Rollout(
         prompt=Prompt(row["prompt_id"], tuple(row["prompt_token_ids"]), text=row.get("prompt") or "", row={}),
         logprobs=answer["sampler_logprobs"],
@@ -178,7 +178,7 @@ def _check(values_BT: torch.Tensor | None, scored: Sequence[Scored], name: str) 
 
 
 def _responses(values_BT: torch.Tensor | None, rows: slice, lengths: np.ndarray) -> pa.Array:
-    """What stands left of the padding."""
+    """The values left of the padding, as lists."""
     if values_BT is None:
         return pa.nulls(len(lengths))
     part = values_BT[rows].numpy(force=True)

@@ -80,7 +80,7 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
-        """Those of the latest start."""
+        """The logs of the latest start."""
         return self.path / "logs" / f"attempt_{self.attempt}"
 
 
@@ -192,7 +192,7 @@ def archive_name(path: Path) -> Path:
 
 
 def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> None:
-    """Of a used directory. `locked`: as in `known_status`; whoever has its lock asks whether another one has."""
+    """Raises where a used directory is not free. `locked`: as in `known_status`, whether another one has its lock."""
     if goes_on(path, locked):
         raise _refused(path, f"belongs to a run that goes on ({_owner(path, known_status(path, locked))})")
     if if_exists is IfExists.refuse and not _ended_before_its_first_step(path, locked):
@@ -228,7 +228,7 @@ def _used(path: Path) -> bool:
 
 
 def _ended_before_its_first_step(path: Path, locked: bool | None) -> bool:
-    """Nothing of it is worth more than its logs, so that it makes room for the next start of its name."""
+    """Whether nothing of a run is worth more than its logs, so that it makes room for the next start of its name."""
     run = RunDir(path)
     begun = run.metrics.is_file() and any(line["progress/step"] >= 1 for line in read_metrics(run.metrics))
     return known_status(path, locked).get("state") in ("failed", "stopped") and not begun

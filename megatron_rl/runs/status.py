@@ -44,7 +44,7 @@ _LOCKED: list[int] = []  # its lock, by which one process writes
 
 @contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
-    """From reading to writing. Launcher and driver both do, and neither may take back what the other has said."""
+    """Lets one at a time read and write: neither launcher nor driver may take back what the other has said."""
     with _THREADS, ExitStack() as stack:
         if not _LOCKED:  # else a signal in the middle of it, or `beat`
             with suppress(OSError):  # no folder, or a file system without such locks: the last writer is right
@@ -67,7 +67,7 @@ def _wait_for_others(folder: int) -> None:
 
 
 def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
-    """Also for a launcher whose driver rank died without a word. An end that nobody wanted always has a cause."""
+    """Writes a state, also for a launcher whose driver rank died. An end that nobody wanted always has a cause."""
     with _one_writer(path):
         before = {key: value for key, value in read_status(path).items() if key not in ("cause", "phase")}
         status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now()}
@@ -81,7 +81,7 @@ def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
 
 
 def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
-    """While the run goes on, as far as it knows."""
+    """Writes which process does not go on, while the run goes on as far as it knows."""
     with _one_writer(path):
         status = read_status(path)
         if status and status.get("state") not in ENDED:
@@ -99,7 +99,7 @@ def _write(path: Path, status: dict[str, Any]) -> None:
 
 
 def beat(path: Path, **more: Any) -> None:
-    """A sign of life of a run that goes on."""
+    """Writes a sign of life of a run that goes on."""
     with _one_writer(path):
         status = read_status(path)
         if status.get("state") not in ENDED:
@@ -107,7 +107,7 @@ def beat(path: Path, **more: Any) -> None:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """What the file says; nothing where there is none, or none that can be read."""
+    """The content of the file; nothing where there is none, or none that can be read."""
     try:
         status = json.loads((path / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -133,7 +133,7 @@ def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
 
 
 def goes_on(path: Path, locked: bool | None = None) -> bool:
-    """As far as can be seen from here."""
+    """Whether the run goes on, as far as can be seen from here."""
     locked = held(path) if locked is None else locked
     status = known_status(path, locked)
     return locked is True or ("pid" in status and status.get("state") not in ENDED)
@@ -161,7 +161,7 @@ def _silent(heartbeat: str) -> bool:
 
 
 def _written(status: Mapping[str, Any]) -> str:
-    """With as much of the reason as there is room for."""
+    """The status as text, with as much of the reason as there is room for."""
     reason = str(status["reason"])
     text = json.dumps(status, indent=2)
     while len(text) > LARGEST and reason:

@@ -88,7 +88,7 @@ class PhaseClock:
 
 
 def throughput(line: Mapping[str, float]) -> dict[str, float]:
-    """What a step's times say together with what it has made."""
+    """Rates of a step: what it has made over the time that it took."""
     found = {}
     if line["time/step"] > 0 and "time/sync" in line:
         found["perf/sync_fraction"] = line["time/sync"] / line["time/step"]

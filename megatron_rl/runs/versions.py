@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """What a reader needs to reproduce the run. Never environment variables, arguments or remote addresses."""
+    """The content of env.json, to reproduce the run: never environment variables, arguments or remote addresses."""
     versions = {}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -121,12 +121,12 @@ class WandbRun:
 
     @property
     def _sync(self) -> str:
-        """Of all attempts, in their order."""
+        """The command that sends all attempts, in their order."""
         return f"wandb sync {Path(self.run.dir).parents[1]}/*-{self._id}"
 
 
 class WandbLog:
-    """What a run of ours logs there.
+    """The log of a training run at W&B.
 
     A run that goes on is the same run there. History only grows: what an attempt has logged after the checkpoint stays
     as it was, and is not logged again; what a kill has kept from W&B comes from metrics.jsonl.
@@ -183,7 +183,7 @@ class WandbLog:
         return "".join(left)
 
     def _tell(self, say: Callable[[], Any]) -> None:
-        """A run does not end with W&B's own process, which may be killed."""
+        """Says something to W&B, whose own process may be killed without ending the run."""
         if self._gone:
             return
         try:
@@ -230,7 +230,7 @@ def logged_steps(path: Path) -> list[int]:
 
 
 def records(path: Path, kind: str) -> Iterator[Any]:
-    """Those of one kind, such as history, run or summary, as W&B defines them."""
+    """Its records of one kind, such as history, run or summary, as W&B defines them."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 

@@ -176,7 +176,7 @@ def _fields(value: Any, *names: str) -> list[Any]:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """What torch.Size would be made from."""
+    """The numbers that a torch.Size would be made from."""
     numbers = value.arguments[0] if _is(value, "torch.Size") and len(value.arguments) == 1 else None
     if not isinstance(numbers, tuple) or not all(map(_is_count, numbers)):
         raise ValueError("a shape in it is none")
@@ -200,7 +200,7 @@ class Entry:
 
 
 def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
-    """Where megatron-core keeps it, in each spelling of its name; layers that are alike are `stacked` in one key."""
+    """Places where megatron-core keeps a parameter, by the spelling of its name; like layers are `stacked`."""
     found: dict[str, Entry] = {}
     for spelling in param.row.megatron:
         key, axes = spelling, []

@@ -21,21 +21,21 @@ DAMAGED = (zipfile.BadZipFile, LookupError, NotImplementedError, OverflowError, 
 
 @dataclass(frozen=True)
 class Name:
-    """What would be imported: module.name."""
+    """A name that would be imported: module.name."""
 
     text: str
 
 
 @dataclass(eq=False)
 class Made:
-    """What calling `name` would have made."""
+    """An object that calling `name` would have made."""
 
     name: str
     arguments: tuple[Any, ...]
     state: Any = None
 
     def fields(self, *wanted: str) -> list[Any]:
-        """Of an object that keeps them under their names; None for one that it lacks."""
+        """Fields by their names; None for one that it lacks."""
         found = dict(self.state.named()) if isinstance(self.state, Items) else {}
         return [found.get(each) for each in wanted]
 
@@ -53,7 +53,10 @@ class Items:
         return [(key, value) for key, value in self.pairs if isinstance(key, str)]
 
 
-class _Reader(pickle._Unpickler):  # the one of the two whose instructions can be replaced
+_Unpickler: Any = pickle._Unpickler  # the one of the two whose instructions can be replaced
+
+
+class _Reader(_Unpickler):
     """Knows the instructions that a checkpoint needs. None of them makes, calls or hashes anything but the above."""
 
     def __init__(self, content: bytes, names: Container[str]) -> None:
@@ -100,7 +103,7 @@ class _Reader(pickle._Unpickler):  # the one of the two whose instructions can b
         *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "BINPERSID"),
     )
     dispatch = {  # noqa: RUF012
-        **{code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _AS_THEY_ARE)},
+        **{code: _Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _AS_THEY_ARE)},
         **{pickle.REDUCE[0]: make, pickle.NEWOBJ[0]: make, pickle.BUILD[0]: build},
         **{pickle.EMPTY_DICT[0]: lambda self: self.append(Items()), pickle.EMPTY_SET[0]: lambda self: self.append([])},
         **{pickle.APPEND[0]: append_one, pickle.APPENDS[0]: extend, pickle.ADDITEMS[0]: extend},

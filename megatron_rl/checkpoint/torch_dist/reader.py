@@ -1,6 +1,6 @@
 """Megatron's torch_dist checkpoints through the mapping table: weights in, weights out.
 
-Neither needs megatron or a process group: tensors come one at a time, in pieces of any shape, and any learner layout
+No megatron and no process group is needed: tensors come one at a time, in pieces of any shape, and any learner layout
 can load what is written (writer.py). Nothing in a checkpoint is unpickled (pickled.py): a tensor that torch.save has
 written is a zip archive, whose `data.pkl` says how the numbers lie, and whose `data/0` holds them as they are.
 """
@@ -126,7 +126,7 @@ def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
-    """The same, each with the dtype that the checkpoint holds it in."""
+    """Every Hugging Face tensor of the model, with the dtype that the checkpoint holds it in."""
     found = []
     for param in _own(shape):
         dtype = reader.dtype(reader.find(param, shape))
