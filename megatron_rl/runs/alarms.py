@@ -2,14 +2,13 @@
 
 An alarm is raised when its value has been beyond its bound for some steps in a row, and cleared when it has been well
 inside for as many: a value that wavers around the bound raises it once. A step that does not measure it counts as none.
-The table in `docs/alarms.md` is printed by `python -m megatron_rl.runs.alarms`.
+The table in `docs/alarms.md` is printed by `python tools/reference_tables.py alarms`.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -307,24 +306,3 @@ class Alarms:
                 del self.standing[alarm]
         self._before.append({name: line[name] for name in HISTORY if name in line})
         return news
-
-
-def markdown() -> str:
-    lines = ["| alarm | looks at | raised | steps |", "|---|---|---|---|"]
-    for rule in RULES.values():
-        raised = f"{'below' if rule.below else 'above'} {_bounds(rule)}"
-        lines.append(f"| `{rule.alarm}` | {rule.looks_at} | {raised} | {rule.steps} |")
-    return "\n".join([*lines, "", *(f"- `{rule.alarm}`: {rule.action}" for rule in RULES.values())]) + "\n"
-
-
-def _bounds(rule: Rule) -> str:
-    if not isinstance(rule.bound, Mapping):
-        return f"{rule.bound:g}"
-    by_bound: dict[float, list[str]] = {}
-    for one, bound in rule.bound.items():
-        by_bound.setdefault(bound, []).append("BF16" if one == Format.none else str(one))
-    return "; ".join(f"{bound:g} ({', '.join(names)})" for bound, names in by_bound.items())
-
-
-if __name__ == "__main__":
-    sys.stdout.write(markdown())

@@ -1,38 +1,16 @@
 """The one table of metrics: every name a run may log, how its parts combine, its unit, its meaning.
 
-`docs/metrics.md` is this table, printed by `python -m megatron_rl.runs.metrics > docs/metrics.md`.
+`docs/metrics.md` is this table, printed by `python tools/reference_tables.py metrics > docs/metrics.md`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import Format
-
-GROUPS: dict[str, str] = {
-    "progress": "How far the run is.",
-    "reward": "What the answers scored. The policy that is scored is the *sampler's*: see `reward/learner_estimate`.",
-    "eval": "What the sampler answers on data.eval; a named set has `eval/NAME/accuracy` and so on.",
-    "rollout": "What was generated.",
-    "rollout_corr": (
-        "How far the sampler and the learner disagree, and what the correction did about it. Names that verl also "
-        "has mean the same thing here. p and mu are the learner's and the sampler's logprob of a sampled token, "
-        "d = p - mu, rho = exp(d); A the advantage. Every exponent is clamped to [-20, 20]. With correction.anchor: "
-        "sampler only means over tokens are logged, with the policy's own logprob for p."
-    ),
-    "loss": "The policy loss of the learner. With several minibatches per step: their mean.",
-    "optim": "The optimizer.",
-    "sync": "Handing the new weights to the sampler.",
-    "time": (
-        "Wall-clock seconds of a step on the driver rank. `time/step` is the whole; the phases do not overlap and "
-        "add up to it together with `time/other`."
-    ),
-    "perf": "Throughput.",
-}
 
 PARTS = {  # of the compared tokens, and what they are
     **{str(format): f"tokens that {format} servers of a mixed fleet sampled" for format in Format},
@@ -348,23 +326,3 @@ def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
             values.setdefault(name, []).append(value)
     reducers = {name: found.reducer if (found := row(name)) else "mean" for name in values}
     return {name: REDUCERS[reducers[name]](v) for name, v in values.items()}
-
-
-def markdown() -> str:
-    lines = [
-        "# Metrics",
-        "",
-        "Every name that a run may log, to `metrics.jsonl`, W&B and the report. This page is generated from the table",
-        "in `megatron_rl/runs/metrics.py`: `python -m megatron_rl.runs.metrics > docs/metrics.md`.",
-        "",
-        "*parts* says how the values of a step's parts (minibatches, generation calls) become one.",
-    ]
-    for group, about in GROUPS.items():
-        lines += ["", f"## {group}/", "", about, "", "| name | unit | parts | meaning |", "|---|---|---|---|"]
-        rows = (one for one in METRICS.values() if one.group == group)
-        lines += [f"| `{one.name}` | {one.unit} | {one.reducer} | {one.meaning} |" for one in rows]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(markdown())
