@@ -159,9 +159,8 @@ def test_the_ranks_hold_the_lock_too(tmp_path: Path) -> None:
     run.lock.close()
     with pytest.raises(RunDirectoryUsed, match="goes on"):
         claim(tmp_path / "run", IfExists.archive)
-    (tmp_path / "run" / "owner.lock").write_text(
-        f"boot {platform.node()} 999999999\n"
-    )  # the process that took it is no more
+    gone = f"boot {platform.node()} 999999999\n"  # the process that took it
+    (tmp_path / "run" / "owner.lock").write_text(gone)
     with pytest.raises(RunDirectoryUsed, match=r"goes on \(processes of process 999999999 "):
         claim(tmp_path / "run", IfExists.archive)
     rank.communicate()
