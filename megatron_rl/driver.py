@@ -16,9 +16,7 @@ import torch
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.checkpoints import Checkpoint
-from megatron_rl.checkpoint.readable import look_into
 from megatron_rl.checkpoint.resume import refuse_other_data
-from megatron_rl.checkpoint.save_schedule import SaveSchedule
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import describe_sampler, distinct_formats, is_fleet, replica_formats
 from megatron_rl.config.patience import describe
@@ -33,9 +31,9 @@ from megatron_rl.rollout.ahead import Ahead, Gate, InTurn
 from megatron_rl.rollout.collect import Answers, AtOnce, Collector, DatasetAnswers, Scorer, sampling_params
 from megatron_rl.rollout_correction import Correction
 from megatron_rl.runs.alarms import Alarms
-from megatron_rl.runs.progress import Standing
+from megatron_rl.runs.console import choose
+from megatron_rl.runs.progress import SaveSchedule, Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
-from megatron_rl.runs.samples import choose
 from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import Sampler, SamplerStats
@@ -124,7 +122,7 @@ class Driver:
             distinct_formats(config.sampler, config.quantization),
             sampled=config.rollout.source == RolloutSource.sampler,
         )
-        given: dict[str, Any] = {"if_exists": config.run.if_exists, "look": look_into, "alarms": alarms}
+        given: dict[str, Any] = {"if_exists": config.run.if_exists, "alarms": alarms}
         machine = detect(config.run.device)
         given["rates"] = Achieved.of(config, machine)
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
@@ -149,7 +147,7 @@ class Driver:
         where, self._data = ", ".join(config.data.sources("train")), train.checksum
         self.recorder.note(f"train    {where}: {train.describe()}")
         if self.resumes:
-            refuse_other_data(self.resumes.driver.get("data"), self._data, config.run.resume_allow, where)
+            refuse_other_data(self.resumes.driver.data, self._data, config.run.resume_allow, where)
         after_all = self._stack.enter_context(ExitStack())  # once the sampler and the rewards are closed
         rewards = RewardPool(config.reward)
         self._stack.callback(rewards.close)
@@ -160,7 +158,7 @@ class Driver:
         self._stack.callback(self.sampler.close)
         self.sampler.launch()
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
-        self.position = self.resumes.driver["position"] if self.resumes else 0
+        self.position = self.resumes.driver.position if self.resumes else 0
         self._batches = self._open_batches(PromptOrder(train, config.run.seed, config.data.shuffle, self.position))
         after_all.callback(self._batches.join)
         self._stack.callback(self._batches.stop)

@@ -15,8 +15,8 @@ import json
 import os
 import re
 import stat
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -24,8 +24,11 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
+from megatron_rl.checkpoint.torch_dist.index import read_index
+from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, LARGEST_HEAD, is_plain, read_saved_head
 from megatron_rl.config import ConfigError
 from megatron_rl.files import read_json, remove, write_whole
+from megatron_rl.models.weight_files import COMMON_FILE, stored_tensors
 
 MANIFEST = "checkpoint.json"
 POLICY, RANKS, SYNC = "policy", "ranks", "sync.safetensors"
@@ -38,7 +41,9 @@ class TornCheckpoint(ConfigError):
     """A checkpoint that is not whole: the text says what is wrong with it."""
 
 
-class _Driver(msgspec.Struct):
+class DriverState(msgspec.Struct, frozen=True):
+    """The part of a manifest that rank 0 goes on from."""
+
     position: Count
     seen: dict[str, Count]
     best: float | None = None
@@ -46,42 +51,26 @@ class _Driver(msgspec.Struct):
     data: str | None = None  # the checksum of the prompts and answers that it counts in
 
 
-class _Manifest(msgspec.Struct):
-    """The types of what `publish` writes: a manifest may come from anywhere."""
-
-    step: Count
-    updates: Count
-    layout: dict[str, Count | None]
-    driver: _Driver
-    files: dict[str, tuple[Count, str]]
-    time: str
-    best: tuple[str, float] | None = None
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A whole one, as its manifest describes it."""
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint as its manifest describes it, which may come from anywhere."""
 
     path: Path
-    step: int
-    updates: int  # optimizer steps
-    layout: Mapping[str, Any]
-    driver: Mapping[str, Any]  # what rank 0 goes on from
-    files: Mapping[str, tuple[int, str]]  # name -> bytes, checksum
+    step: Count
+    updates: Count  # optimizer steps
+    layout: dict[str, Count | None]
+    driver: DriverState
+    files: dict[str, tuple[Count, str]]  # name -> bytes, checksum
     time: str
     best: tuple[str, float] | None = None  # the metric that it was kept for, and its value
 
     @property
     def said(self) -> bool:
         """Whether its step has a line of metrics; else the line is here, as far as it was known (runs/progress.py)."""
-        return self.driver.get("line") is None
+        return self.driver.line is None
 
     @property
     def nbytes(self) -> int:
         return sum(size for size, _ in self.files.values())
-
-
-Look = Callable[[Checkpoint], None]  # at its tensors; ValueError says what is wrong with them
 
 
 def path_of(root: Path, step: int) -> Path:
@@ -93,7 +82,7 @@ def partial_of(root: Path, step: int) -> Path:
 
 
 def steps(root: Path) -> list[int]:
-    """Of everything that calls itself a checkpoint, the newest first."""
+    """The steps of everything that calls itself a checkpoint, the newest first."""
     found = [NAME.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
     return sorted((int(name[1]) for name in found if name), reverse=True)
 
@@ -122,7 +111,7 @@ def digest(path: Path, between: Callable[[], None] = lambda: None) -> tuple[int,
 
 
 def read(path: Path) -> Checkpoint:
-    """What the manifest says; the files are not looked at."""
+    """A checkpoint by its manifest; the files are not looked at."""
     if path.is_symlink():
         raise TornCheckpoint(f"{path} is a link; put the folder itself there")
     if not os.path.lexists(path / MANIFEST):
@@ -135,47 +124,67 @@ def read(path: Path) -> Checkpoint:
             raise ValueError("it was changed after it was written")
         if content.get("format") != FORMAT:
             raise ValueError("it was written by another version of this project")
-        found = msgspec.convert(content, _Manifest)
+        found = msgspec.convert({**content, "path": path}, Checkpoint)
         if path.name != path_of(path.parent, found.step).name:
             raise ValueError(f"it is that of step {found.step}")
     except (OSError, ValueError, RecursionError) as error:
         raise TornCheckpoint(f"{path / MANIFEST} is not to be trusted: {error}") from None
-    about = {name: getattr(found, name) for name in ("step", "updates", "layout", "files", "time", "best")}
-    return Checkpoint(path, driver=content["driver"], **about)
+    return found
 
 
-def verify(path: Path, look: Look) -> Checkpoint:
-    """Reads every byte and compares it with the manifest; then `look` sees whether its tensors can be read."""
+def verify(path: Path) -> Checkpoint:
+    """Reads every byte and compares it with the manifest; then looks whether the tensors can be read."""
     found = read(path)
     for name, (size, checksum) in found.files.items():
         file = path / name
         try:
             _refuse_others(path, name)
-            if file.stat().st_size != size:
-                raise TornCheckpoint(f"{file} has {file.stat().st_size} bytes, its manifest says {size}")
-            if digest(file) != (size, checksum):
-                raise TornCheckpoint(f"{file} was changed after it was written: its checksum differs")
+            there = file.stat().st_size
+            same = there == size and digest(file) == (size, checksum)
         except (OSError, ValueError) as error:
-            if isinstance(error, TornCheckpoint):
-                raise
             why = error.strerror if isinstance(error, OSError) else error
             raise TornCheckpoint(f"{file} cannot be read ({why})") from None
+        if there != size:
+            raise TornCheckpoint(f"{file} has {there} bytes, its manifest says {size}")
+        if not same:
+            raise TornCheckpoint(f"{file} was changed after it was written: its checksum differs")
     try:
-        look(found)
+        look_into(found)
     except (OSError, ValueError) as error:
         raise TornCheckpoint(f"{path} cannot be gone on from: {error}") from None
     return found
 
 
-def newest_whole(root: Path, look: Look, note: Callable[[str], None]) -> Checkpoint | None:
-    return next(whole_ones(root, look, note), None)
+def look_into(found: Checkpoint) -> None:
+    """ValueError or OSError where its tensors cannot be read, as far as headers and indexes say."""
+    if not read_index(found.path / POLICY):
+        raise ValueError(f"{found.path / POLICY} holds no tensors")
+    if os.path.lexists(common := found.path / POLICY / COMMON_FILE):  # whether the manifest lists it or not
+        _look_at_common(common)
+    for name in (SYNC, *(name for name in found.files if name.startswith(f"{RANKS}/"))):
+        if name not in found.files:
+            raise ValueError(f"its manifest lists no {name}")
+        stored_tensors(found.path / name)
 
 
-def whole_ones(root: Path, look: Look, note: Callable[[str], None]) -> Iterator[Checkpoint]:
-    """Where a run may go on, the newest first. One that is torn is left where it is, and passed over."""
+def _look_at_common(path: Path) -> None:
+    """ValueError where it may do harm: nothing here reads the file, but megatron-core's own load unpickles it."""
+    try:
+        if not path.is_file() or path.stat().st_size > 2 * LARGEST_HEAD:
+            raise ValueError("it is no file, or larger than any that is written here")
+        with zipfile.ZipFile(path) as archive:
+            if not all(is_plain(member, LARGEST_HEAD) for member in archive.infolist()):
+                raise ValueError("a part of it is packed")
+            read_saved_head(archive, ())
+    except (*DAMAGED, ValueError) as error:
+        raise ValueError(f"{path} is not to be unpickled: {error}") from None
+
+
+def whole_ones(root: Path, note: Callable[[str], None]) -> Iterator[Checkpoint]:
+    """The checkpoints to go on from, the newest first. One that is torn is left where it is, and passed over."""
     for step in steps(root):
         try:
-            found = verify(path_of(root, step), look)
+            found = verify(path_of(root, step))
         except TornCheckpoint as error:
             note(f"the checkpoint of step {step} is not whole and is passed over: {error}")
         else:
@@ -203,8 +212,9 @@ def clean(root: Path) -> None:
 
 def forget_after(root: Path, step: int) -> None:
     """A run that goes on from an older checkpoint writes the newer ones again."""
-    for newer in [each for each in steps(root) if each > step]:
-        remove(path_of(root, newer))
+    for newer in steps(root):
+        if newer > step:
+            remove(path_of(root, newer))
 
 
 def best_step(root: Path) -> int | None:

@@ -68,13 +68,13 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[st
             yield key, before.get(key, "(none)"), after.get(key, "(none)")
 
 
-def goes_on_from(run: Path, look: checkpoints.Look, note: Callable[[str], None]) -> Checkpoint | None:
+def goes_on_from(run: Path, note: Callable[[str], None]) -> Checkpoint | None:
     """The newest whole checkpoint; where the records before it have a gap, one from before the gap, if there is one.
 
     A disk that was full until the run was killed has not taken all lines.
     """
     newest = None
-    for found in checkpoints.whole_ones(run / "checkpoints", look, note):
+    for found in checkpoints.whole_ones(run / "checkpoints", note):
         missing = gap(run, found.step, found.said)
         if missing is None:
             return found

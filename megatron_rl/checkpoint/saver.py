@@ -37,7 +37,7 @@ BESIDE = 0.1  # of a core, for the thread that writes beside a learner without a
 _Small = tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor] | None]  # this rank's own, its text, the sync's
 
 
-class Keeps(Protocol):
+class SavedSync(Protocol):
     """A part of the run that is the same on every rank, such as the scales of the weight sync."""
 
     def state(self) -> dict[str, Tensor]: ...
@@ -45,7 +45,7 @@ class Keeps(Protocol):
     def restore(self, state: Mapping[str, Tensor], repeats: bool) -> None: ...
 
 
-class Kept(Protocol):
+class SavedLearner(Protocol):
     """The learner, as far as a checkpoint has to do with it (learner/state.py)."""
 
     rank: int
@@ -68,10 +68,15 @@ class Kept(Protocol):
 
 
 class Saver:
-    """Of one rank. A save that fails is reported and forgotten: the run, and the checkpoints before, go on."""
+    """The saving of one rank. A save that fails is reported and forgotten: run and older checkpoints go on."""
 
     def __init__(
-        self, root: Path, section: CheckpointSection, learner: Kept, sync: Keeps, note: Callable[[str], None]
+        self,
+        root: Path,
+        section: CheckpointSection,
+        learner: SavedLearner,
+        sync: SavedSync,
+        note: Callable[[str], None],
     ) -> None:
         self._root, self._section = root, section
         self._learner, self._sync, self._note = learner, sync, note
@@ -108,22 +113,14 @@ class Saver:
         if self._small is None:
             self.snapshot_rng_and_stats()
         assert self._small is not None
-        own, text, shared = self._small
-        rank, pace = self._learner.rank, Pace(BESIDE if self._learner.device.type == "cpu" else 1.0)
-        self._pending = _Save(
-            step,
-            partial,
-            self._learner.steps,
-            about,
-            pace,
-            in_thread(
-                "checkpoint",
-                lambda: (
-                    _write(partial, rank, blocks, own, text, shared, pace)
-                    | {"seconds": time.monotonic() - begun - pace.rested}
-                ),
-            ),
-        )
+        small, rank = self._small, self._learner.rank
+        pace = Pace(BESIDE if self._learner.device.type == "cpu" else 1.0)
+
+        def write() -> dict[str, Any]:
+            written = _write(partial, rank, blocks, small, pace)
+            return written | {"seconds": time.monotonic() - begun - pace.rested}
+
+        self._pending = _Save(step, partial, self._learner.steps, about, pace, in_thread("checkpoint", write))
 
     @property
     def settled(self) -> bool:
@@ -132,7 +129,7 @@ class Saver:
 
     @property
     def kept(self) -> str:
-        """What a run that ends now leaves to go on from."""
+        """A sentence on what a run that ends now leaves to go on from."""
         if self.newest is not None:
             return f"the state after step {self.newest} is kept"
         asked = self._section.every or self._section.minutes
@@ -194,18 +191,10 @@ class Saver:
         write_index(save.partial / POLICY, written)
         files = {name: value for outcome in outcomes for name, value in outcome["files"].items()}
         for path in (save.partial / POLICY).iterdir():
-            name = f"{POLICY}/{path.name}"
-            if name not in files:
+            if (name := f"{POLICY}/{path.name}") not in files:
                 files[name] = list(checkpoints.digest(path))
-        checkpoints.publish(
-            save.partial,
-            self._root,
-            step=save.step,
-            updates=save.updates,
-            layout=asdict(self._learner.layout),
-            files=files,
-            **save.about,
-        )
+        about = {"step": save.step, "updates": save.updates, "layout": asdict(self._learner.layout), "files": files}
+        checkpoints.publish(save.partial, self._root, **about, **save.about)
         checkpoints.prune(self._root, self._section.keep_last, self._section.keep_every)
 
     def _failed(self, step: int, partial: Path, problem: str) -> None:
@@ -234,7 +223,7 @@ class Saver:
 
 @dataclass(frozen=True)
 class _Save:
-    """One that is under way."""
+    """A save that is under way."""
 
     step: int
     partial: Path
@@ -244,21 +233,14 @@ class _Save:
     future: Future[dict[str, Any]]
 
     def outcome(self) -> dict[str, Any]:
-        """What the other ranks have to know of this one's part, once it is written."""
+        """The part of this rank, once it is written, as the other ranks have to know it."""
         error = self.future.exception()
         return self.future.result() if error is None else {"problem": f"{type(error).__name__}: {error}"}
 
 
-def _write(
-    partial: Path,
-    rank: int,
-    blocks: list[Block],
-    own: dict[str, Tensor],
-    text: dict[str, str],
-    shared: dict[str, Tensor] | None,
-    pace: Pace,
-) -> dict[str, Any]:
+def _write(partial: Path, rank: int, blocks: list[Block], small: _Small, pace: Pace) -> dict[str, Any]:
     """This rank's files; returns what the index and the manifest must know of them."""
+    own, text, shared = small
     policy = partial / POLICY / f"rank_{rank}.distcp"
     written = write_blocks(policy, blocks, pace)
     paths = [policy, partial / RANKS / f"rank_{rank}.safetensors"]
@@ -266,10 +248,8 @@ def _write(
     if shared is not None:
         paths.append(partial / SYNC)
         write_tensors(shared, paths[2])
-    return {
-        "written": written,
-        "files": {str(path.relative_to(partial)): list(checkpoints.digest(path, pace)) for path in paths},
-    }
+    files = {str(path.relative_to(partial)): list(checkpoints.digest(path, pace)) for path in paths}
+    return {"written": written, "files": files}
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -18,7 +18,7 @@ from megatron_rl.learner.forward import ForwardPasses  # patches the host before
 
 from megatron.core import tensor_parallel  # isort: skip
 
-from megatron_rl.checkpoint.torch_dist.places import entries
+from megatron_rl.checkpoint.torch_dist.index import entries
 from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout

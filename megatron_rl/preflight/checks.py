@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.torch_dist import places as torch_dist_places
+from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
 from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import HeldOut, evaluated_tokens, held_out
 from megatron_rl.config.fleet import local_formats
@@ -124,7 +124,7 @@ def check_alone(config: Config, weights: Path) -> list[str]:
     """A model stored in `weights` that answers without a run. Returns what is to be said, raises what is wrong."""
     facts, problems = _facts(config, None)
     if "shape" in facts:
-        misfits = torch_dist_places.misfits if is_checkpoint(weights) else weight_files.misfits
+        misfits = torch_dist_index.misfits if is_checkpoint(weights) else weight_files.misfits
         problems += misfits(weights, facts["shape"])
     problems += findings(ALONE, facts)
     problems += [each.error for each in files.absent_data(DataSection(), facts["sets"])]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.checkpoint.torch_dist import places as torch_dist_places
+from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
 from megatron_rl.config.schema import LogSection, ModelInit, ModelSection
 from megatron_rl.files import read_json
 from megatron_rl.models import weight_files
@@ -36,7 +36,7 @@ def weights(model: ModelSection, shape: ModelShape) -> Iterator[str]:
     if model.init == ModelInit.pretrained and list(folder.glob("*.safetensors")):
         yield from (f"model.path: {each}" for each in weight_files.misfits(folder, shape))
     elif model.init == ModelInit.pretrained and weight_files.is_checkpoint(folder):
-        yield from (f"model.path: {each}" for each in torch_dist_places.misfits(folder, shape))
+        yield from (f"model.path: {each}" for each in torch_dist_index.misfits(folder, shape))
 
 
 def vocabulary(model: ModelSection, shape: ModelShape) -> Iterator[str]:

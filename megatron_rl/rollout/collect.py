@@ -25,7 +25,7 @@ from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.rewards.functions import reads_last
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.task import Task
-from megatron_rl.runs.lanes import Span
+from megatron_rl.runs.timeline import Span
 from megatron_rl.sampler.protocol import Answering
 from megatron_rl.types import RIGHT, Prompt, Rollout, SamplingParams, Scored, Verdict, written
 

@@ -1,1 +1,1 @@
-"""What a run leaves behind, and reading it."""
+"""The record of a run: its directory, metrics, status, console and W&B."""

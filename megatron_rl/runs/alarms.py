@@ -1,19 +1,212 @@
-"""Which alarms stand, from the metrics of step after step. The rules are in `alarm_rules.py`.
+"""Alarms: the one table of what each looks at, its bound and what to do about it, and which stand, step after step.
 
 An alarm is raised when its value has been beyond its bound for some steps in a row, and cleared when it has been well
 inside for as many: a value that wavers around the bound raises it once. A step that does not measure it counts as none.
+The table in `docs/alarms.md` is printed by `python tools/reference_tables.py alarms`.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.alarms import Alarm, Setting, setting
 from megatron_rl.config.schema import Format
-from megatron_rl.runs.alarm_rules import HISTORY, RULES, WINDOW, Line, Rule
+
+Line = Mapping[str, float]
+WINDOW = 50  # earlier steps that a median is taken over ...
+FULL = 20  # ... once there are so many of them
+K3, GRAD_NORM = "rollout_corr/k3_kl", "optim/grad_norm"
+HISTORY = (K3, GRAD_NORM)  # what medians are taken of
+GATES = {  # of K3, in nats
+    Format.none: 0.005, Format.int8: 0.02, Format.int4: 0.2, Format.fp8: 0.02, Format.fp8_block: 0.02
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rule:
+    alarm: Alarm
+    looks_at: str
+    value: Callable[[Line, Sequence[Line]], float | None]  # of a step, given those before; None: not measured
+    bound: float | Mapping[Format, float]
+    steps: int
+    action: str
+    below: bool = False  # raised below the bound; else above
+    always: bool = False  # also where the data set answers, in place of a sampler
+
+
+def metric(name: str) -> Callable[[Line, Sequence[Line]], float | None]:
+    return lambda line, _: line.get(name)
+
+
+def over_median(name: str) -> Callable[[Line, Sequence[Line]], float | None]:
+    """The metric over the median of the steps before."""
+
+    def value(line: Line, before: Sequence[Line]) -> float | None:
+        earlier = [one[name] for one in before if math.isfinite(one.get(name, math.nan))]
+        usual = statistics.median(earlier) if len(earlier) >= FULL else 0.0
+        return line[name] / usual if usual > 0 and name in line else None
+
+    return value
+
+
+def over_bf16(line: Line, _: Sequence[Line]) -> float | None:
+    """The worst format's mismatch over that of a fleet's BF16 servers, which is not the formats' fault."""
+    floor = line.get(f"rollout_corr/{Format.none}/k3_kl", 0.0)
+    others = [line[name] for one in Format if one != Format.none and (name := f"rollout_corr/{one}/k3_kl") in line]
+    return max(others) / floor if others and floor > 0 else None
+
+
+def share(parts: Iterable[str], whole: str) -> Callable[[Line, Sequence[Line]], float | None]:
+    def value(line: Line, _: Sequence[Line]) -> float | None:
+        found = [line[name] for name in parts if name in line]
+        return sum(found) / line[whole] if found and line.get(whole) else None
+
+    return value
+
+
+def not_finite(line: Line, before: Sequence[Line]) -> float | None:
+    """The larger of two shares: of tokens without a finite logprob, and of updates that were skipped."""
+    tokens = share(("rollout_corr/non_finite_sampler", "rollout_corr/non_finite_learner"), "rollout/tokens")
+    skipped, made = line.get("optim/skipped"), line.get("optim/updates", 0.0)
+    updates = skipped / (skipped + made) if skipped is not None and skipped + made else None
+    return max((one for one in (tokens(line, before), updates) if one is not None), default=None)
+
+
+RULES = {
+    rule.alarm: rule
+    for rule in (
+        Rule(
+            Alarm.mismatch,
+            f"`{K3}`: how far sampler and learner disagree",
+            metric(K3),
+            GATES,
+            5,
+            "Suspect the sync first: sync/probe_abs_diff beside its budget. Then the format: quantization.ignore keeps "
+            "the worst layers in BF16, quantization.format=none shows what remains. With sync.every above 1 "
+            "the weights are older: lower it. correction=icepop keeps the worst tokens out of the loss meanwhile.",
+        ),
+        Rule(
+            Alarm.mismatch_jump,
+            f"`{K3}` over its median of the last {WINDOW} steps",
+            over_median(K3),
+            10.0,
+            5,
+            "Something has changed, for the policy or the engine: look at the step before the first, at restarts of "
+            "servers, sync/quant_error_max and optim/grad_norm. Lower optim.lr where the policy itself moved too far.",
+        ),
+        Rule(
+            Alarm.mismatch_over_bf16,
+            "`rollout_corr/FORMAT/k3_kl` of the worst format over that of the fleet's BF16 servers",
+            over_bf16,
+            300.0,
+            5,
+            "The format, not the engines' numerics, makes the difference: its scales are wrong, or the model does not "
+            "suit it. Try quantization.smoothing (INT8) or quantization.ignore.",
+        ),
+        Rule(
+            Alarm.probe,
+            "`sync/probe_abs_diff` over `sync/probe_budget`: right after a sync",
+            share(("sync/probe_abs_diff",), "sync/probe_budget"),
+            1.0,
+            1,
+            "Sampler and learner differ by more than the format does to activations without outliers, and by less than "
+            "a wrong matrix makes. `megatron-rl mismatch` on the model says where it enters: where it is outliers, "
+            "quantization.smoothing=0.5 (INT8), quantization.ignore or quantization=fp8. Answers of another "
+            "temperature or of older weights would look the same.",
+        ),
+        Rule(
+            Alarm.ess,
+            "`rollout_corr/rollout_is_eff_sample_size`: of the applied weights",
+            metric("rollout_corr/rollout_is_eff_sample_size"),
+            0.5,
+            5,
+            "A few tokens carry the gradient. Lower correction.weight.high, or let it be solved: "
+            "correction.weight.target_ess; the cause is the mismatch.",
+            below=True,
+        ),
+        Rule(
+            Alarm.rejected,
+            "`rollout_corr/rollout_rs_masked_fraction`: tokens that correction.reject keeps out",
+            metric("rollout_corr/rollout_rs_masked_fraction"),
+            0.3,
+            5,
+            "What is paid for is thrown away, and what is left is biased to short answers: widen the bounds of "
+            "correction.reject, or lower the mismatch.",
+        ),
+        Rule(
+            Alarm.non_finite,
+            "tokens without a finite logprob, or updates that were skipped: the larger share",
+            not_finite,
+            0.01,
+            3,
+            "Tokens: the engine's kernels or scales are wrong, compare with quantization.format=none. Updates: lower "
+            "optim.lr; `megatron-rl rerun-step` repeats what learner.on_nonfinite=skip_and_dump has kept.",
+            always=True,
+        ),
+        Rule(
+            Alarm.entropy,
+            "`loss/entropy`, in nats",
+            metric("loss/entropy"),
+            0.01,
+            10,
+            "The policy has stopped exploring. Raise loss.clip_high, add loss.entropy_coef or a KL to the start "
+            "(loss.kl_coef), lower optim.lr; loss.name=clip_cov holds back the tokens that drive it.",
+            below=True,
+        ),
+        Rule(
+            Alarm.reward_errors,
+            "`reward/errors` over `rollout/n`: answers without a score",
+            share(("reward/errors",), "rollout/n"),
+            0.05,
+            3,
+            "The rewards fail or are late, the hard answers' more often. Raise reward.timeout_s or reward.workers; "
+            "what the function that reward.name names has printed is in the log of rank 0.",
+        ),
+        Rule(
+            Alarm.no_spread,
+            "`rollout/groups_kept_fraction`: groups that can be learned from",
+            metric("rollout/groups_kept_fraction"),
+            0.05,
+            10,
+            "Nearly all groups are all right or all wrong (rollout/groups_all_right, rollout/groups_all_wrong): the "
+            "problems of data.train are too easy or too hard by now. Change them, or raise rollout.samples_per_prompt.",
+            below=True,
+        ),
+        Rule(
+            Alarm.truncated,
+            "`rollout/truncated_fraction`: answers cut at the length limit",
+            metric("rollout/truncated_fraction"),
+            0.5,
+            5,
+            "Raise rollout.max_response_tokens; reward.overlong_buffer makes long answers dearer before the limit, "
+            "reward.overlong_filter keeps cut ones out of the loss.",
+        ),
+        Rule(
+            Alarm.aborted,
+            "`rollout/aborted_fraction`: answers that the sampler gave up on",
+            metric("rollout/aborted_fraction"),
+            0.05,
+            3,
+            "Read the engine's log. Its cache may be too small: raise sampler.vllm.gpu_memory_utilization (on hosts "
+            "sampler.vllm.kv_cache_memory_bytes), or lower sampler.vllm.max_num_seqs.",
+        ),
+        Rule(
+            Alarm.gradient,
+            f"`{GRAD_NORM}` over its median of the last {WINDOW} steps",
+            over_median(GRAD_NORM),
+            20.0,
+            3,
+            "Lower optim.lr or optim.megatron.clip_grad, and look at the mismatch of the same steps: a few tokens with "
+            "large ratios do this, which correction=icepop leaves out.",
+            always=True,
+        ),
+    )
+}
 
 
 def bound_of(rule: Rule, given: Setting, formats: Sequence[Format]) -> float:
@@ -23,7 +216,7 @@ def bound_of(rule: Rule, given: Setting, formats: Sequence[Format]) -> float:
 
 
 def clear_at(bound: float, below: bool) -> float:
-    """Well inside: a fifth away from the bound, and for shares at most half of the way to 1."""
+    """Where a standing alarm is cleared: a fifth away from its bound, and for shares at most half of the way to 1."""
     if not below:
         return 0.8 * bound
     return min(bound / 0.8, (bound + 1) / 2) if bound <= 1 else bound / 0.8
@@ -31,6 +224,8 @@ def clear_at(bound: float, below: bool) -> float:
 
 @dataclass(frozen=True)
 class News:
+    """An alarm that was raised or cleared."""
+
     alarm: Alarm
     raised: bool  # else cleared
     stops: bool
@@ -48,7 +243,7 @@ class News:
 
     @property
     def told(self) -> str:
-        """In as many digits as tell the value from its bound."""
+        """The value, in as many digits as tell it from its bound."""
         several = (f"{self.value:.{digits}g}" for digits in range(3, 17))
         return next((one for one in several if float(one) != self.bound), f"{self.value:g}")
 
@@ -77,7 +272,7 @@ class _Watch:
 
 @dataclass
 class Alarms:
-    """Of one attempt: one that goes on with a run counts from its own first step."""
+    """The alarms of one attempt, which counts from its own first step where it goes on with a run."""
 
     given: Mapping[str, Any] = field(default_factory=dict)  # log.alarms
     formats: Sequence[Format] = (Format.none,)
@@ -95,7 +290,7 @@ class Alarms:
         ]
 
     def after(self, line: Line) -> list[News]:
-        """What a step's metrics have raised and cleared."""
+        """Takes a step's metrics; returns what they have raised and cleared."""
         news = []
         for watch in self._watches:
             value = watch.rule.value(line, self._before)

@@ -1,4 +1,6 @@
-"""What a person sees: one plain line per step or a live table while a run goes on, and tables of text."""
+"""What a person sees: one plain line per step or a live table while a run goes on, tables of text, and
+a few answers of a recorded step.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,20 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
+import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.runs.eval_metrics import accuracies
+from megatron_rl.runs.metrics import accuracies
+from megatron_rl.types import Scored, Verdict
+
+if TYPE_CHECKING:
+    import torch
 
 # name, short label, how to print it
 SHOWN: tuple[tuple[str, str, str], ...] = (
@@ -34,6 +41,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
 LIVE_ONLY = {"reward/mean", "loss/entropy", "rollout/response_tokens_mean"}
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 32
+WIDTH = 60  # characters of a sample's prompt, and of its answer, on a line
 
 
 def choose_display(title: str, n_steps: int, stream: TextIO | None = None) -> Display:
@@ -45,7 +53,7 @@ def choose_display(title: str, n_steps: int, stream: TextIO | None = None) -> Di
 
 
 def shown(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Rows that there may be: each evaluated set, and the rest."""
+    """The rows of a display: each evaluated set, and the rest."""
     return [*((name, label, ".3f") for name, label in accuracies(names).items()), *SHOWN]
 
 
@@ -160,3 +168,38 @@ class LiveDisplay:
 
 
 Display = PlainDisplay | LiveDisplay
+
+
+def choose(scored: Sequence[Scored], prox_logprobs_BT: torch.Tensor | None) -> list[int]:
+    """Places of answers to show: the first right one, the first that is not, the one where the engines differ most."""
+    right = [place for place, one in enumerate(scored) if one.verdict == Verdict.right]
+    other = [place for place, one in enumerate(scored) if one.verdict != Verdict.right]
+    found = [*right[:1], *other[:1]]
+    differences = [difference(one, prox_logprobs_BT, place) for place, one in enumerate(scored)]
+    known = [place for place, value in enumerate(differences) if math.isfinite(value)]
+    if known:
+        found.append(max(known, key=differences.__getitem__))
+    return list(dict.fromkeys(found))
+
+
+def difference(one: Scored, prox_logprobs_BT: torch.Tensor | None, place: int) -> float:
+    """Mean of abs d over the answer's tokens; NaN where it is not known."""
+    mu_T = np.asarray(one.rollout.logprobs)
+    if prox_logprobs_BT is None or not len(mu_T):
+        return math.nan
+    return float(np.abs(prox_logprobs_BT[place, : len(mu_T)].numpy(force=True) - mu_T).mean())
+
+
+def finding(verdict: str | None, error: str | None) -> str:
+    return error or (verdict or "not judged").replace("_", " ")
+
+
+def sample_line(one: Scored) -> str:
+    """An answer on one line: the end of its prompt, its own end, what it was worth."""
+    prompt, answer = _end(one.rollout.prompt.text), _end(one.text)
+    return f"sample   {prompt} -> {answer}   {finding(one.verdict, one.error)}, reward {one.reward:g}"
+
+
+def _end(text: str) -> str:
+    short = " ".join(text.split())
+    return repr(short if len(short) <= WIDTH else f"...{short[-WIDTH:]}")

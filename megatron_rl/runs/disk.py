@@ -6,6 +6,7 @@ stays, and so does all that a run goes on from: metrics, ledger, checkpoints (th
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,7 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from megatron_rl.runs.line_file import LineFile, is_full
 from megatron_rl.types import Scored
 
 if TYPE_CHECKING:
@@ -22,57 +22,102 @@ if TYPE_CHECKING:
     from megatron_rl.runs.rollout_file import Columns
     from megatron_rl.runs.run_dir import RunDir
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NEAR = 0.95  # of the budget: from there on room is made for what comes next
 GIB = 1 << 30
 
 
 class RecordLost(RuntimeError):
-    """What the run has to say can no longer be written."""
+    """The run's directory is gone or cannot be written, but not for lack of room."""
+
+
+class LineFile:
+    """A file of lines that is never torn: a full disk takes a line as a whole, or later, before the next one.
+
+    Appends after the last whole line: a killed run may have left half of one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("ab", buffering=0)
+        self._waiting = [b"\n"] if torn else []
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def write(self, line: str) -> None:
+        """Raises where the file is not in its place any more."""
+        self._waiting.append(line.encode() + b"\n")
+        while self._waiting and self._take(self._waiting[0]):
+            del self._waiting[0]
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "it was removed while the run went on")
+
+    def close(self) -> int:
+        """The last try; how many lines never got their place."""
+        while self._waiting and self._take(self._waiting[0]):
+            del self._waiting[0]
+        self._file.close()
+        return len(self._waiting)
+
+    def _take(self, line: bytes) -> bool:
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            left = memoryview(line)
+            while left:  # a disk that is nearly full takes a part first
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), end)
+            if error.errno in FULL:
+                return False
+            raise
+        return True
 
 
 class Disk:
-    """The driver's: through it goes what may be missing from a run's directory."""
+    """The driver's way to write what may be missing from a run's directory."""
 
     def __init__(self, run: RunDir, budget_gib: float | None, note: Callable[[str], None]) -> None:
         self._run, self._note = run, note
         self._limit = None if budget_gib is None else budget_gib * GIB
         self._budget = f"log.disk_gib={budget_gib:g}" if budget_gib is not None else ""
-        self._files: list[LineFile] = []
+        self._files = {path: LineFile(path) for path in (run.metrics, run.ledger, run.lanes)}
         self._full: set[str] = set()  # what could not be written when it last came
         self._lost_rollouts = 0
         self._lost_lines = 0
         self._thinned = 0
         self._short = False
 
-    def lines(self, path: Path) -> LineFile:
-        self._files.append(LineFile(path))
-        return self._files[-1]
-
-    def write_line(self, file: LineFile, line: str) -> None:
-        file.write(line)
-        self._went("lines", not any(each.waiting for each in self._files))
+    def write_line(self, path: Path, line: str) -> None:
+        """Appends to a file of lines, as soon as there is room."""
+        with lasting(path):
+            self._files[path].write(line)
+        self._went("lines", not any(file.waiting for file in self._files.values()))
 
     def write_rollouts(self, path: Path, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
+        """Leaves the file out where there is no room."""
         from megatron_rl.runs.rollout_file import write_rollouts
 
-        try:
-            write_rollouts(path, scored, **columns)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            self._lost_rollouts += 1
-            self._went("rollouts", False)
-        else:
-            self._went("rollouts", True)
+        written = False
+        with lasting(path):
+            try:
+                write_rollouts(path, scored, **columns)
+                written = True
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                self._lost_rollouts += 1
+        self._went("rollouts", written)
         self.thin()
 
     def close(self) -> None:
-        self._lost_lines = sum(file.close() for file in self._files)
+        self._lost_lines = sum(file.close() for file in self._files.values())
 
     @property
     def news(self) -> dict[str, Any]:
-        """For status.json: what is not there, where there is such a thing."""
-        lines = self._lost_lines or sum(file.waiting for file in self._files)
+        """The part of status.json about what could not be written, or was removed."""
+        lines = self._lost_lines or sum(file.waiting for file in self._files.values())
         missing = {"lines": lines, "rollouts": self._lost_rollouts}
         known = {"unrecorded": missing} if any(missing.values()) or self._full else {}
         return known | ({"thinned_out": self._thinned} if self._thinned else {})

@@ -1,38 +1,16 @@
 """The one table of metrics: every name a run may log, how its parts combine, its unit, its meaning.
 
-`docs/metrics.md` is this table, printed by `python -m megatron_rl.runs.metrics > docs/metrics.md`.
+`docs/metrics.md` is this table, printed by `python tools/reference_tables.py metrics > docs/metrics.md`.
 """
 
 from __future__ import annotations
 
 import math
-import sys
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import Format
-from megatron_rl.runs import eval_metrics
-
-GROUPS: dict[str, str] = {
-    "progress": "How far the run is.",
-    "reward": "What the answers scored. The policy that is scored is the *sampler's*: see `reward/learner_estimate`.",
-    "eval": "What the sampler answers on data.eval; a named set has `eval/NAME/accuracy` and so on.",
-    "rollout": "What was generated.",
-    "rollout_corr": (
-        "How far the sampler and the learner disagree, and what the correction did about it. Names that verl also "
-        "has mean the same thing here. p and mu are the learner's and the sampler's logprob of a sampled token, "
-        "d = p - mu, rho = exp(d); A the advantage. Every exponent is clamped to [-20, 20]. With correction.anchor: "
-        "sampler only means over tokens are logged, with the policy's own logprob for p."
-    ),
-    "loss": "The policy loss of the learner. With several minibatches per step: their mean.",
-    "optim": "The optimizer.",
-    "sync": "Handing the new weights to the sampler.",
-    "time": (
-        "Wall-clock seconds of a step on the driver rank. `time/step` is the whole; the phases do not overlap and "
-        "add up to it together with `time/other`."
-    ),
-    "perf": "Throughput.",
-}
 
 PARTS = {  # of the compared tokens, and what they are
     **{str(format): f"tokens that {format} servers of a mixed fleet sampled" for format in Format},
@@ -56,257 +34,284 @@ class UnknownMetricWarning(UserWarning):
 @dataclass(frozen=True)
 class Metric:
     name: str
-    reducer: str  # over the parts of one step: minibatches, generation calls
-    unit: str
     meaning: str
+    reducer: str = "mean"  # over the parts of one step: minibatches, generation calls
+    unit: str = ""
 
     @property
     def group(self) -> str:
         return self.name.split("/", 1)[0]
 
 
-def _rows(group: str, *rows: tuple[str, str, str, str]) -> list[Metric]:
-    return [Metric(f"{group}/{name}", reducer, unit, meaning) for name, reducer, unit, meaning in rows]
+def _rows(group: str, *rows: tuple[str, ...]) -> list[Metric]:
+    """Rows of a name and its meaning, then its reducer and its unit where they are not "mean" and none."""
+    return [Metric(f"{group}/{name}", *rest) for name, *rest in rows]
 
 
-_TABLE: list[Metric] = [
+ACCURACY = "eval/accuracy"
+_OF_A_SET = re.compile(r"eval/(?:([\w-]+)/)?([a-z_]+)(@\d+)?(_stderr)?")
+
+_TABLE = (
     *_rows(
         "progress",
-        ("step", "last", "", "optimizer steps on rollout batches finished; 0 is before training"),
-        ("samples", "last", "rollouts", "rollouts trained on since the start"),
-        ("tokens", "last", "tokens", "response tokens trained on since the start"),
-        ("elapsed_s", "last", "s", "wall clock since the start of this attempt"),
+        ("step", "optimizer steps on rollout batches finished; 0 is before training", "last"),
+        ("samples", "rollouts trained on since the start", "last", "rollouts"),
+        ("tokens", "response tokens trained on since the start", "last", "tokens"),
+        ("elapsed_s", "wall clock since the start of this attempt", "last", "s"),
     ),
     *_rows(
         "reward",
-        ("mean", "mean", "", "mean reward of the rollouts trained on, after the group filter"),
-        ("std", "mean", "", "their standard deviation"),
-        ("min", "min", "", "the lowest of them"),
-        ("max", "max", "", "the highest of them"),
-        ("sampler_mean", "mean", "", "mean reward of all generated rollouts, before the group filter"),
-        (
-            "learner_estimate",
-            "mean",
-            "",
-            "sum v R / sum v over all generated rollouts, v = exp(sum d): the mean under the learner",
-        ),
-        ("learner_estimate_stderr", "mean", "", "its standard error: root of sum v^2 (R - estimate)^2, over sum v"),
-        ("right", "sum", "rollouts", "generated rollouts that are right (a function of one's own: a score of 1)"),
-        ("wrong", "sum", "rollouts", "those whose answer is not, truncated ones included"),
-        ("no_answer", "sum", "rollouts", "those in which the verifier found no answer, worth as much as a wrong one"),
-        ("errors", "sum", "rollouts", "those without a reward (an exception, a death, a timeout), not trained on"),
-        ("timeouts", "sum", "rollouts", "those of them that took too long"),
-        ("own/*", "mean", "", "mean of a number that a reward of one's own gave beside its score, by its name"),
-        ("part/*", "mean", "", "mean score of each reward, before its weight, where reward.name has several"),
+        ("mean", "mean reward of the rollouts trained on, after the group filter"),
+        ("std", "their standard deviation"),
+        ("min", "the lowest of them", "min"),
+        ("max", "the highest of them", "max"),
+        ("sampler_mean", "mean reward of all generated rollouts, before the group filter"),
+        ("learner_estimate", "sum v R / sum v over all generated rollouts, v = exp(sum d): the mean under the learner"),
+        ("learner_estimate_stderr", "its standard error: root of sum v^2 (R - estimate)^2, over sum v"),
+        ("right", "generated rollouts that are right (a function of one's own: a score of 1)", "sum", "rollouts"),
+        ("wrong", "those whose answer is not, truncated ones included", "sum", "rollouts"),
+        ("no_answer", "those in which the verifier found no answer, worth as much as a wrong one", "sum", "rollouts"),
+        ("errors", "those without a reward (an exception, a death, a timeout), not trained on", "sum", "rollouts"),
+        ("timeouts", "those of them that took too long", "sum", "rollouts"),
+        ("own/*", "mean of a number that a reward of one's own gave beside its score, by its name"),
+        ("part/*", "mean score of each reward, before its weight, where reward.name has several"),
     ),
-    *_rows("eval", *eval_metrics.ROWS),
+    *_rows(
+        "eval",  # of each set
+        ("accuracy", "avg@k: fraction of the answers that are right, mean over the prompts", "last"),
+        ("accuracy_stderr", "its standard error, clustered by prompt, as are those below", "last"),
+        ("pass@K", "fraction of prompts of which K answers hold a right one, unbiased (K: 2, 4, ... samples)", "last"),
+        ("pass@K_stderr", "its standard error", "last"),
+        ("maj@K", "fraction of prompts whose most frequent answer is right; ties count in part (K: samples)", "last"),
+        ("maj@K_stderr", "its standard error", "last"),
+        ("reward_mean", "mean reward on the held-out prompts", "last"),
+        ("n", "held-out prompts that were answered", "last", "prompts"),
+        ("response_tokens_mean", "mean length of those answers", "last", "tokens"),
+        ("truncated_fraction", "fraction of them cut at the length limit", "last"),
+        ("no_answer_fraction", "fraction of them in which the verifier found no answer", "last"),
+        (
+            "errors",
+            "those without a score (an exception, a death, a timeout), which count as wrong",
+            "last",
+            "rollouts",
+        ),
+    ),
     *_rows(
         "rollout",
-        ("n", "sum", "rollouts", "rollouts generated, those of dropped groups included"),
-        ("n_trained", "sum", "rollouts", "rollouts in the batch that was trained on"),
-        ("trained_tokens", "sum", "tokens", "prompt and response tokens of that batch"),
-        ("prompt_tokens", "sum", "tokens", "prompt tokens given to the sampler"),
-        ("tokens", "sum", "tokens", "response tokens generated"),
-        ("prompt_tokens_mean", "mean", "tokens", "mean prompt length"),
-        ("response_tokens_mean", "mean", "tokens", "mean response length"),
-        ("response_tokens_min", "min", "tokens", "the shortest response"),
-        ("response_tokens_max", "max", "tokens", "the longest response"),
-        ("truncated_fraction", "mean", "", "fraction of responses cut at the length limit"),
-        ("aborted_fraction", "mean", "", "fraction of responses that the sampler gave up on"),
-        ("logprobs_missing", "sum", "tokens", "sampled tokens whose logprob came back missing or NaN"),
-        ("gen_batches", "sum", "calls", "generation calls that were needed to fill the batch"),
-        ("groups", "sum", "groups", "groups generated"),
-        ("groups_kept", "sum", "groups", "groups with spread in their rewards, which can be learned from"),
-        ("groups_kept_fraction", "mean", "", "groups kept over groups generated"),
-        ("groups_all_right", "sum", "groups", "groups all of whose answers are right (a reward of 1)"),
-        ("groups_all_wrong", "sum", "groups", "groups in which every answer has the same lower reward"),
-        ("staleness_mean", "mean", "versions", "mean number of updates between a rollout's policy and the learner"),
-        ("staleness_max", "max", "versions", "the largest of those numbers"),
-        ("spanning_fraction", "mean", "", "fraction of rollouts that an update came into the middle of"),
-        ("ready_ahead", "mean", "batches", "whole batches that were waiting when this one was taken (rollout.ahead)"),
-        ("seconds", "sum", "s", "from the batch's first prompt to its last answer, while the learner worked too"),
-        ("dropped", "sum", "rollouts", "those that had become too old and were drawn again (rollout.stale: drop)"),
-        ("retried", "sum", "prompts", "prompts that another server of the fleet had to answer, because one had gone"),
-        ("restarts", "sum", "engines", "engines, or servers of the fleet, that were started again"),
+        ("n", "rollouts generated, those of dropped groups included", "sum", "rollouts"),
+        ("n_trained", "rollouts in the batch that was trained on", "sum", "rollouts"),
+        ("trained_tokens", "prompt and response tokens of that batch", "sum", "tokens"),
+        ("prompt_tokens", "prompt tokens given to the sampler", "sum", "tokens"),
+        ("tokens", "response tokens generated", "sum", "tokens"),
+        ("prompt_tokens_mean", "mean prompt length", "mean", "tokens"),
+        ("response_tokens_mean", "mean response length", "mean", "tokens"),
+        ("response_tokens_min", "the shortest response", "min", "tokens"),
+        ("response_tokens_max", "the longest response", "max", "tokens"),
+        ("truncated_fraction", "fraction of responses cut at the length limit"),
+        ("aborted_fraction", "fraction of responses that the sampler gave up on"),
+        ("logprobs_missing", "sampled tokens whose logprob came back missing or NaN", "sum", "tokens"),
+        ("gen_batches", "generation calls that were needed to fill the batch", "sum", "calls"),
+        ("groups", "groups generated", "sum", "groups"),
+        ("groups_kept", "groups with spread in their rewards, which can be learned from", "sum", "groups"),
+        ("groups_kept_fraction", "groups kept over groups generated"),
+        ("groups_all_right", "groups all of whose answers are right (a reward of 1)", "sum", "groups"),
+        ("groups_all_wrong", "groups in which every answer has the same lower reward", "sum", "groups"),
+        ("staleness_mean", "mean number of updates between a rollout's policy and the learner", "mean", "versions"),
+        ("staleness_max", "the largest of those numbers", "max", "versions"),
+        ("spanning_fraction", "fraction of rollouts that an update came into the middle of"),
+        ("ready_ahead", "whole batches that were waiting when this one was taken (rollout.ahead)", "mean", "batches"),
+        ("seconds", "from the batch's first prompt to its last answer, while the learner worked too", "sum", "s"),
+        ("dropped", "those that had become too old and were drawn again (rollout.stale: drop)", "sum", "rollouts"),
+        ("retried", "prompts that another server of the fleet had to answer, because one had gone", "sum", "prompts"),
+        ("restarts", "engines, or servers of the fleet, that were started again", "sum", "engines"),
     ),
     *_rows(
         "rollout_corr",
-        ("kl", "mean", "nats", "KL(sampler, learner), plain estimate: mean of -d"),
-        ("k3_kl", "mean", "nats", "the same KL, never negative: mean of exp(d) - 1 - d"),
-        ("chi2_token", "mean", "", "chi-squared divergence per token: mean of rho squared, minus 1"),
-        ("chi2_seq", "mean", "", "chi-squared divergence per sequence: mean over rows of exp(2 sum d), minus 1"),
-        ("training_ppl", "mean", "", "mean over rows of exp(-mean p): the learner's perplexity"),
-        ("rollout_ppl", "mean", "", "mean over rows of exp(-mean mu): the same under the sampler"),
-        ("log_ppl_diff", "mean", "nats", "mean over rows of -mean d: the difference of log perplexities"),
-        ("log_ppl_abs_diff", "mean", "nats", "mean over rows of abs(mean d)"),
-        ("ppl_ratio", "mean", "", "mean over rows of exp(-mean d): the learner's perplexity over the sampler's"),
-        ("rollout_is_mean", "mean", "", "mean of w, the weight that was applied, at kept tokens (level none: of rho)"),
-        ("rollout_is_std", "mean", "", "their standard deviation"),
-        ("rollout_is_min", "min", "", "the smallest of them"),
-        ("rollout_is_max", "max", "", "the largest of them"),
-        ("rollout_is_eff_sample_size", "mean", "", "effective sample size (sum w)^2 / (n sum w^2) over n kept tokens"),
+        ("kl", "KL(sampler, learner), plain estimate: mean of -d", "mean", "nats"),
+        ("k3_kl", "the same KL, never negative: mean of exp(d) - 1 - d", "mean", "nats"),
+        ("chi2_token", "chi-squared divergence per token: mean of rho squared, minus 1"),
+        ("chi2_seq", "chi-squared divergence per sequence: mean over rows of exp(2 sum d), minus 1"),
+        ("training_ppl", "mean over rows of exp(-mean p): the learner's perplexity"),
+        ("rollout_ppl", "mean over rows of exp(-mean mu): the same under the sampler"),
+        ("log_ppl_diff", "mean over rows of -mean d: the difference of log perplexities", "mean", "nats"),
+        ("log_ppl_abs_diff", "mean over rows of abs(mean d)", "mean", "nats"),
+        ("ppl_ratio", "mean over rows of exp(-mean d): the learner's perplexity over the sampler's"),
+        ("rollout_is_mean", "mean of w, the weight that was applied, at kept tokens (level none: of rho)"),
+        ("rollout_is_std", "their standard deviation"),
+        ("rollout_is_min", "the smallest of them", "min"),
+        ("rollout_is_max", "the largest of them", "max"),
+        ("rollout_is_eff_sample_size", "effective sample size (sum w)^2 / (n sum w^2) over n kept tokens"),
         (
             "rollout_is_ratio_fraction_high",
-            "mean",
-            "",
             "raw ratios (rows for sequence weights) above weight.high or the solved cap",
         ),
-        ("rollout_is_ratio_fraction_low", "mean", "", "fraction below weight.low (1/high where none is set)"),
-        ("rollout_rs_masked_fraction", "mean", "", "1 - kept tokens / tokens before the rules"),
-        ("rollout_rs_seq_masked_fraction", "mean", "", "fraction of sequences that lost a token to the rules"),
-        ("stale_masked_fraction", "mean", "", "fraction of tokens rejected for their staleness, before other rules"),
-        ("rho_mean", "mean", "", "mean of the raw ratio; 1 in expectation where the engines sample what they report"),
-        ("rho_std", "mean", "", "its standard deviation"),
-        ("rho_min", "min", "", "the smallest raw ratio"),
-        ("rho_max", "max", "", "the largest raw ratio"),
-        ("probs_diff_mean", "mean", "", "mean of abs(exp(p) - exp(mu)) over sampled tokens"),
-        ("probs_diff_max", "max", "", "the largest of them"),
-        ("probs_diff_std", "mean", "", "their standard deviation"),
-        ("probs_pearson_corr", "mean", "", "correlation of exp(p) and exp(mu)"),
+        ("rollout_is_ratio_fraction_low", "fraction below weight.low (1/high where none is set)"),
+        ("rollout_rs_masked_fraction", "1 - kept tokens / tokens before the rules"),
+        ("rollout_rs_seq_masked_fraction", "fraction of sequences that lost a token to the rules"),
+        ("stale_masked_fraction", "fraction of tokens rejected for their staleness, before other rules"),
+        ("rho_mean", "mean of the raw ratio; 1 in expectation where the engines sample what they report"),
+        ("rho_std", "its standard deviation"),
+        ("rho_min", "the smallest raw ratio", "min"),
+        ("rho_max", "the largest raw ratio", "max"),
+        ("probs_diff_mean", "mean of abs(exp(p) - exp(mu)) over sampled tokens"),
+        ("probs_diff_max", "the largest of them", "max"),
+        ("probs_diff_std", "their standard deviation"),
+        ("probs_pearson_corr", "correlation of exp(p) and exp(mu)"),
         (
             "logp_diff_mean",
+            "mean of d, with its sign: a format that errs one way is off 0, noise is not",
             "mean",
             "nats",
-            "mean of d, with its sign: a format that errs one way is off 0, noise is not",
         ),
-        ("logp_diff_stderr", "mean", "nats", "its standard error over rows"),
-        ("logp_abs_diff_mean", "mean", "nats", "mean of abs d"),
-        ("logp_abs_diff_max", "max", "nats", "the largest of them"),
-        ("logp_abs_diff_std", "mean", "nats", "their standard deviation"),
-        ("mult_prob_error", "mean", "", "mean of exp(abs d): below 1.05 is healthy, above 1.1 is sick"),
-        ("non_finite_sampler", "sum", "tokens", "response tokens whose sampler logprob is NaN or infinite"),
-        ("non_finite_learner", "sum", "tokens", "response tokens whose learner logprob is NaN or infinite"),
+        ("logp_diff_stderr", "its standard error over rows", "mean", "nats"),
+        ("logp_abs_diff_mean", "mean of abs d", "mean", "nats"),
+        ("logp_abs_diff_max", "the largest of them", "max", "nats"),
+        ("logp_abs_diff_std", "their standard deviation", "mean", "nats"),
+        ("mult_prob_error", "mean of exp(abs d): below 1.05 is healthy, above 1.1 is sick"),
+        ("non_finite_sampler", "response tokens whose sampler logprob is NaN or infinite", "sum", "tokens"),
+        ("non_finite_learner", "response tokens whose learner logprob is NaN or infinite", "sum", "tokens"),
         (
             "outside_support",
-            "mean",
-            "",
             "with rollout.top_k: fraction of trained tokens that the learner's own top_k and top_p would have cut",
         ),
         (
             "kept_log_mass",
+            "with rollout.top_k: mean log of the learner's probability of what was kept; d would be off by it",
             "mean",
             "nats",
-            "with rollout.top_k: mean log of the learner's probability of what was kept; d would be off by it",
         ),
-        ("cap", "mean", "", "largest cap in [1, weight.high] whose sample size reaches weight.target_ess"),
-        ("weight_bias", "mean", "", "mean(w A) - mean(rho A) over kept tokens: what the bounds cost in bias"),
-        ("weight_variance", "mean", "", "var(w A) / n over kept tokens"),
+        ("cap", "largest cap in [1, weight.high] whose sample size reaches weight.target_ess"),
+        ("weight_bias", "mean(w A) - mean(rho A) over kept tokens: what the bounds cost in bias"),
+        ("weight_variance", "var(w A) / n over kept tokens"),
     ),
     *(
         row
         for part, tokens in PARTS.items()
         for row in _rows(
             f"rollout_corr/{part}",
-            ("kl", "mean", "nats", f"kl at {tokens}"),
-            ("k3_kl", "mean", "nats", "k3_kl at the same tokens"),
-            ("logp_abs_diff_mean", "mean", "nats", "logp_abs_diff_mean at the same tokens"),
-            ("mult_prob_error", "mean", "", "mult_prob_error at the same tokens"),
-            ("token_fraction", "mean", "", "their share of the compared tokens"),
+            ("kl", f"kl at {tokens}", "mean", "nats"),
+            ("k3_kl", "k3_kl at the same tokens", "mean", "nats"),
+            ("logp_abs_diff_mean", "logp_abs_diff_mean at the same tokens", "mean", "nats"),
+            ("mult_prob_error", "mult_prob_error at the same tokens"),
+            ("token_fraction", "their share of the compared tokens"),
         )
     ),
     *_rows(
         "loss",
-        ("total", "mean", "", "the loss whose gradient was taken"),
-        ("policy", "mean", "", "its policy-gradient part; the cross entropy in a supervised warm start"),
-        ("kl", "mean", "nats", "the KL to the reference policy, before its coefficient"),
-        ("entropy", "mean", "nats", "mean entropy of the policy at trained tokens"),
-        ("clip_fraction_high", "mean", "", "fraction of tokens at which the upper clip is active"),
-        ("clip_fraction_low", "mean", "", "fraction of tokens at which the lower clip is active"),
-        ("dual_clip_fraction", "mean", "", "fraction of tokens at which the dual clip is active"),
-        ("approx_kl", "mean", "nats", "k1 estimate of KL(anchor, current policy): how far this step has moved"),
-        ("ratio_mean", "mean", "", "mean ratio of the current policy and the anchor"),
-        ("selected_fraction", "mean", "", "fraction of tokens that a covariance loss singled out"),
-        ("trained_fraction", "mean", "", "tokens trained on, of those in the denominator"),
-        ("empty_microbatches", "sum", "", "micro-batches without a token to train on"),
+        ("total", "the loss whose gradient was taken"),
+        ("policy", "its policy-gradient part; the cross entropy in a supervised warm start"),
+        ("kl", "the KL to the reference policy, before its coefficient", "mean", "nats"),
+        ("entropy", "mean entropy of the policy at trained tokens", "mean", "nats"),
+        ("clip_fraction_high", "fraction of tokens at which the upper clip is active"),
+        ("clip_fraction_low", "fraction of tokens at which the lower clip is active"),
+        ("dual_clip_fraction", "fraction of tokens at which the dual clip is active"),
+        ("approx_kl", "k1 estimate of KL(anchor, current policy): how far this step has moved", "mean", "nats"),
+        ("ratio_mean", "mean ratio of the current policy and the anchor"),
+        ("selected_fraction", "fraction of tokens that a covariance loss singled out"),
+        ("trained_fraction", "tokens trained on, of those in the denominator"),
+        ("empty_microbatches", "micro-batches without a token to train on", "sum"),
     ),
     *_rows(
         "optim",
-        ("lr", "last", "", "learning rate of the last update"),
-        ("grad_norm", "mean", "", "gradient norm before clipping"),
-        ("clipped", "mean", "", "fraction of updates whose gradient was clipped"),
-        ("skipped", "sum", "updates", "updates skipped because the loss or the gradient was not finite"),
-        ("updates", "sum", "updates", "optimizer updates; a minibatch without tokens to train on makes none"),
+        ("lr", "learning rate of the last update", "last"),
+        ("grad_norm", "gradient norm before clipping"),
+        ("clipped", "fraction of updates whose gradient was clipped"),
+        ("skipped", "updates skipped because the loss or the gradient was not finite", "sum", "updates"),
+        ("updates", "optimizer updates; a minibatch without tokens to train on makes none", "sum", "updates"),
     ),
     *_rows(
         "sync",
-        ("version", "last", "", "policy version that was sent"),
-        ("bytes", "sum", "bytes", "bytes that were sent"),
-        ("tensors", "last", "", "tensors that were sent"),
-        ("resent", "sum", "", "versions that were sent a second time, because the first was refused or not written"),
-        ("refused", "sum", "", "versions that the sampler refused, and the run went on without (rollout.ahead)"),
-        ("changed_fraction", "mean", "", "values that differ from the version before, with sync.full_every above 1"),
-        ("plan_s", "sum", "s", "deciding what goes where"),
-        ("quantize_s", "sum", "s", "quantizing on the shards, row maxima over tensor-parallel ranks included"),
-        ("gather_s", "sum", "s", "gathering over the tensor-parallel group"),
-        ("transfer_s", "sum", "s", "moving the buckets to the sampler"),
-        ("load_s", "sum", "s", "loading and verifying in the sampler"),
-        ("total_s", "sum", "s", "the whole sync as the driver sees it"),
-        ("quant_error_max", "max", "", "largest relative quantization error over the layers"),
-        ("quant_error_mean", "mean", "", "mean relative quantization error over the layers"),
-        ("clamped_fraction", "mean", "", "fraction of weight values beyond what their scale can express"),
-        ("probe_abs_diff", "last", "nats", "mean absolute logprob difference on freshly sampled tokens, right after"),
-        ("probe_diff", "last", "nats", "the same with its sign, learner less sampler"),
-        ("probe_floor", "last", "nats", "the same if the sampler held BF16 weights (hosts; BF16, INT8 and FP8)"),
-        ("probe_floor_diff", "last", "nats", "that with its sign"),
-        ("probe_over_floor", "last", "", "probe_abs_diff over probe_floor: 1 is as good as BF16"),
-        ("probe_budget", "last", "nats", "what that difference may be for this pair of formats"),
-        ("probe_noise", "last", "nats", "what one rounding more of its weights does to the learner's own logprobs"),
+        ("version", "policy version that was sent", "last"),
+        ("bytes", "bytes that were sent", "sum", "bytes"),
+        ("tensors", "tensors that were sent", "last"),
+        ("resent", "versions that were sent a second time, because the first was refused or not written", "sum"),
+        ("refused", "versions that the sampler refused, and the run went on without (rollout.ahead)", "sum"),
+        ("changed_fraction", "values that differ from the version before, with sync.full_every above 1"),
+        ("plan_s", "deciding what goes where", "sum", "s"),
+        ("quantize_s", "quantizing on the shards, row maxima over tensor-parallel ranks included", "sum", "s"),
+        ("gather_s", "gathering over the tensor-parallel group", "sum", "s"),
+        ("transfer_s", "moving the buckets to the sampler", "sum", "s"),
+        ("load_s", "loading and verifying in the sampler", "sum", "s"),
+        ("total_s", "the whole sync as the driver sees it", "sum", "s"),
+        ("quant_error_max", "largest relative quantization error over the layers", "max"),
+        ("quant_error_mean", "mean relative quantization error over the layers"),
+        ("clamped_fraction", "fraction of weight values beyond what their scale can express"),
+        ("probe_abs_diff", "mean absolute logprob difference on freshly sampled tokens, right after", "last", "nats"),
+        ("probe_diff", "the same with its sign, learner less sampler", "last", "nats"),
+        ("probe_floor", "the same if the sampler held BF16 weights (hosts; BF16, INT8 and FP8)", "last", "nats"),
+        ("probe_floor_diff", "that with its sign", "last", "nats"),
+        ("probe_over_floor", "probe_abs_diff over probe_floor: 1 is as good as BF16", "last"),
+        ("probe_budget", "what that difference may be for this pair of formats", "last", "nats"),
+        ("probe_noise", "what one rounding more of its weights does to the learner's own logprobs", "last", "nats"),
         (
             "router_flips",
-            "last",
-            "",
             "share of tokens, over all layers, whose experts differ in learner and engine (hosts)",
+            "last",
         ),
-        ("router_flips/*", "last", "", "the same of one layer"),
+        ("router_flips/*", "the same of one layer", "last"),
         *(
-            (f"probe_abs_diff/{format}", "last", "nats", f"the same for {format} servers of a mixed fleet alone")
+            (f"probe_abs_diff/{format}", f"the same for {format} servers of a mixed fleet alone", "last", "nats")
             for format in Format
         ),
-        ("probe_layer_error", "last", "", "sync.probe_layers: largest difference of a block, as a share of its size"),
+        ("probe_layer_error", "sync.probe_layers: largest difference of a block, as a share of its size", "last"),
     ),
     *_rows(
         "time",
-        ("step", "sum", "s", "the whole step"),
-        ("rollout", "sum", "s", "generating, scoring and refilling groups"),
-        ("prox", "sum", "s", "the learner's forward passes before the update: proximal logprobs, reference"),
-        ("correction", "sum", "s", "rollout_correction, advantages and denominators"),
-        ("update", "sum", "s", "forward, backward and optimizer"),
-        ("sync", "sum", "s", "weight sync, probe included"),
-        ("eval", "sum", "s", "evaluation on the held-out split"),
-        ("record", "sum", "s", "writing rollouts and metrics"),
-        ("checkpoint", "sum", "s", "copying the state that a thread then writes, after the step before"),
-        ("other", "sum", "s", "what no phase claims"),
+        ("step", "the whole step", "sum", "s"),
+        ("rollout", "generating, scoring and refilling groups", "sum", "s"),
+        ("prox", "the learner's forward passes before the update: proximal logprobs, reference", "sum", "s"),
+        ("correction", "rollout_correction, advantages and denominators", "sum", "s"),
+        ("update", "forward, backward and optimizer", "sum", "s"),
+        ("sync", "weight sync, probe included", "sum", "s"),
+        ("eval", "evaluation on the held-out split", "sum", "s"),
+        ("record", "writing rollouts and metrics", "sum", "s"),
+        ("checkpoint", "copying the state that a thread then writes, after the step before", "sum", "s"),
+        ("other", "what no phase claims", "sum", "s"),
     ),
     *_rows(
         "perf",
         (
             "rollout_tokens_per_s",
+            "response tokens over time/rollout, or rollout/seconds if there are",
             "mean",
             "tokens/s",
-            "response tokens over time/rollout, or rollout/seconds if there are",
         ),
-        ("sync_fraction", "mean", "", "weight sync as a fraction of the step"),
-        ("tokens_per_s_per_device", "mean", "tokens/s", "response tokens over time/step and the run's devices"),
-        ("update_tflops_per_device", "mean", "TFLOP/s", "operations of an update, forward and backward, over its time"),
-        ("update_mfu", "mean", "", "the same over the peak of the device in BF16, where its kind is known"),
+        ("sync_fraction", "weight sync as a fraction of the step"),
+        ("tokens_per_s_per_device", "response tokens over time/step and the run's devices", "mean", "tokens/s"),
+        ("update_tflops_per_device", "operations of an update, forward and backward, over its time", "mean", "TFLOP/s"),
+        ("update_mfu", "the same over the peak of the device in BF16, where its kind is known"),
         (
             "prox_saved_s",
+            "the forward pass inside the only update, which spared the one for the proximal logprobs",
             "sum",
             "s",
-            "the forward pass inside the only update, which spared the one for the proximal logprobs",
         ),
-        ("host_memory_gib", "max", "GiB", "the most that rank 0 has held in host memory so far"),
-        ("device_memory_gib", "max", "GiB", "the most that rank 0 has held on its GPU so far"),
+        ("host_memory_gib", "the most that rank 0 has held in host memory so far", "max", "GiB"),
+        ("device_memory_gib", "the most that rank 0 has held on its GPU so far", "max", "GiB"),
     ),
-]
-
+)
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 
 
 def row(name: str) -> Metric | None:
-    """Its own, or that of all names of its kind."""
-    kinds = (name, f"{name.rpartition('/')[0]}/*", eval_metrics.row_name(name))
+    """The row of a name, or of all names of its kind."""
+    kinds = (name, f"{name.rpartition('/')[0]}/*", eval_row(name))
     return next((METRICS[kind] for kind in kinds if kind in METRICS), None)
+
+
+def eval_row(name: str) -> str:
+    """eval/aime/pass@8 -> eval/pass@K: of any set, and any number of samples."""
+    found = _OF_A_SET.fullmatch(name)
+    if found is None:
+        return name
+    return f"eval/{found[2]}{'@K' if found[3] else ''}{found[4] or ''}"
+
+
+def accuracies(names: Iterable[str]) -> dict[str, str]:
+    """Metric -> name of the set, for all sets that were evaluated; data.eval first."""
+    found = {name: _OF_A_SET.fullmatch(name) for name in names}
+    sets = {name: match[1] or "eval" for name, match in found.items() if match and eval_row(name) == ACCURACY}
+    return dict(sorted(sets.items(), key=lambda item: (item[0] != ACCURACY, item[0])))
 
 
 def unknown(names: Iterable[str]) -> list[str]:
@@ -321,28 +326,3 @@ def combine(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
             values.setdefault(name, []).append(value)
     reducers = {name: found.reducer if (found := row(name)) else "mean" for name in values}
     return {name: REDUCERS[reducers[name]](v) for name, v in values.items()}
-
-
-def markdown() -> str:
-    lines = [
-        "# Metrics",
-        "",
-        "*For whoever reads a curve and asks what it is.*",
-        "",
-        "Every name that a run may log, to `metrics.jsonl`, W&B and the report. This page is generated from the table",
-        "in `megatron_rl/runs/metrics.py`: `python -m megatron_rl.runs.metrics > docs/metrics.md`.",
-        "",
-        "*parts* says how the values of a step's parts (minibatches, generation calls) become one.",
-    ]
-    for group, about in GROUPS.items():
-        lines += ["", f"## {group}/", "", about, "", "| name | unit | parts | meaning |", "|---|---|---|---|"]
-        lines += [
-            f"| `{metric.name}` | {metric.unit} | {metric.reducer} | {metric.meaning} |"
-            for metric in _TABLE
-            if metric.group == group
-        ]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(markdown())

@@ -1,12 +1,18 @@
-"""metrics.jsonl: one line of strict JSON per step, written and read."""
+"""metrics.jsonl: one line of strict JSON per step, written, read, and summed up for W&B and for comparisons."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+ACCURACY, MISMATCH, SAMPLE_SIZE = "eval/accuracy", "rollout_corr/k3_kl", "rollout_corr/rollout_is_eff_sample_size"
+AREA = "accuracy_area"
 
 
 def encode_line(metrics: Mapping[str, float]) -> str:
@@ -44,7 +50,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, float]], int]:
 
 
 def _numbers(text: str) -> dict[str, float]:
-    """What is a number in a line; nothing of one that is torn, or does not say its step."""
+    """The numbers of a line; none where it is torn, or does not say its step."""
     try:
         line = {name: value for name, value in decode_line(text).items() if type(value) in (int, float)}
         all(map(math.isfinite, line.values()))  # whole numbers may be too large for one with a point
@@ -54,10 +60,102 @@ def _numbers(text: str) -> dict[str, float]:
     return line
 
 
-def append_to(path: Path) -> TextIO:
-    """Opens for appending after the last whole line: a killed run may have left half of one."""
-    torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-    file = path.open("a", encoding="utf-8")
-    if torn:
-        file.write("\n")
-    return file
+@dataclass(frozen=True)
+class Series:
+    steps: list[int]
+    values: list[float]
+
+    def __bool__(self) -> bool:
+        return any(map(math.isfinite, self.values))
+
+    @property
+    def finite(self) -> list[float]:
+        return [value for value in self.values if math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A run's lines of metrics, one per step, in order."""
+
+    lines: tuple[Mapping[str, float], ...]
+
+    def series(self, name: str, first_step: int = 0) -> Series:
+        found = [
+            (int(line["progress/step"]), float(line[name]))
+            for line in self.lines
+            if name in line and line["progress/step"] >= first_step
+        ]
+        return Series([step for step, _ in found], [value for _, value in found])
+
+    def first_of(self, *names: str) -> str | None:
+        """The first of these metrics that the run has."""
+        return next((name for name in names if self.series(name)), None)
+
+    def last(self, name: str) -> float | None:
+        values = self.series(name).finite
+        return values[-1] if values else None
+
+    def median(self, name: str) -> float | None:
+        values = self.series(name, first_step=1).finite
+        return statistics.median(values) if values else None
+
+    def total(self, name: str, first_step: int = 0) -> float:
+        return math.fsum(self.series(name, first_step).finite)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that sums up a run."""
+
+    title: str
+    form: str
+    about: str
+    of: Callable[[Curves], float | None]
+
+
+def area(curve: Series) -> float | None:
+    """Under the curve, over its steps: the mean height. None of fewer than two points."""
+    points = [(x, y) for x, y in zip(curve.steps, curve.values, strict=True) if math.isfinite(y)]
+    if len(points) < 2:
+        return None
+    pieces = [(b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(points)]
+    return math.fsum(pieces) / (points[-1][0] - points[0][0])
+
+
+NUMBERS: dict[str, Number] = {
+    AREA: Number("area", ".3f", "mean held-out accuracy over the run's steps", lambda run: area(run.series(ACCURACY))),
+    "accuracy": Number("at the end", ".3f", "held-out accuracy of the last policy", lambda run: run.last(ACCURACY)),
+    "k3_kl": Number(
+        "mismatch", ".1e", "k3 KL of sampler and learner, nats a token, median step", lambda run: run.median(MISMATCH)
+    ),
+    "abs_difference": Number(
+        "mean abs d",
+        ".4f",
+        "learner's logprob less the sampler's, nats, median step",
+        lambda run: run.median("rollout_corr/logp_abs_diff_mean"),
+    ),
+    "sample_size": Number(
+        "ESS", ".1%", "effective sample size of the applied weights, median step", lambda run: run.median(SAMPLE_SIZE)
+    ),
+    "rejected": Number(
+        "rejected",
+        ".1%",
+        "tokens that rules took out, mean",
+        lambda run: _mean(run.series("rollout_corr/rollout_rs_masked_fraction", 1).finite),
+    ),
+    "step_s": Number("s/step", ".2f", "seconds of a step, median", lambda run: run.median("time/step")),
+}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def numbers(run: Curves) -> dict[str, float]:
+    found = {name: number.of(run) for name, number in NUMBERS.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def numbers_of_file(path: Path) -> dict[str, float]:
+    """The numbers of a metrics.jsonl; none where the file is gone."""
+    return numbers(Curves(tuple(read_metrics(path)))) if path.is_file() else {}

@@ -1,17 +1,20 @@
-"""Where a run stands: what it has trained on, and what is still to be said of its last step."""
+"""Where a run stands: what it has trained on, what is still to be said of its last step, when that state is saved."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megatron_rl.config.schema import RunSection
+from megatron_rl.checkpoint.checkpoints import Checkpoint, DriverState
+from megatron_rl.config.schema import CheckpointSection, RunSection
 from megatron_rl.runs.metrics_file import decode_line, encode_line
 from megatron_rl.types import Batch
 
 
 def reached(run: RunSection, evaluated: Mapping[str, float]) -> str | None:
+    """Why the run may end before its last step: an evaluation is as good as run.stop asks for."""
     for metric, least in (run.stop or {}).items():
         if metric in evaluated and evaluated[metric] >= least:
             return f"{metric} reached {evaluated[metric]:.3f}, run.stop is {least:g}"
@@ -20,7 +23,7 @@ def reached(run: RunSection, evaluated: Mapping[str, float]) -> str | None:
 
 @dataclass(frozen=True)
 class Seen:
-    """How much has been trained on."""
+    """Counts of what has been trained on."""
 
     samples: int = 0
     tokens: int = 0
@@ -45,7 +48,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Standing:
-    """The policy is that of `step`. A run begins, or goes on, with what a checkpoint keeps of this."""
+    """The state after `step`: a run begins with it, or goes on with what a checkpoint keeps of it."""
 
     step: int = 0
     seen: Seen = Seen()
@@ -54,7 +57,7 @@ class Standing:
     line: dict[str, float] | None = field(default_factory=dict)
 
     def kept(self) -> dict[str, Any]:
-        """As JSON, for `of`."""
+        """The part that a checkpoint keeps, as JSON."""
         line = None
         if self.line is not None:
             numbers = {name: value if isinstance(value, int) else float(value) for name, value in self.line.items()}
@@ -62,6 +65,33 @@ class Standing:
         return {"position": self.position, "seen": asdict(self.seen), "line": line}
 
     @staticmethod
-    def of(step: int, kept: Mapping[str, Any]) -> Standing:
-        line = kept.get("line")
-        return Standing(step, Seen(**kept["seen"]), kept["position"], None if line is None else decode_line(line))
+    def of(step: int, kept: DriverState) -> Standing:
+        return Standing(step, Seen(**kept.seen), kept.position, None if kept.line is None else decode_line(kept.line))
+
+
+class SaveSchedule:
+    """When a checkpoint is due, and which one is the best so far: rank 0's, because the clock decides, too."""
+
+    def __init__(self, section: CheckpointSection, resumed: Checkpoint | None) -> None:
+        self._section = section
+        self._saved_at = time.monotonic()
+        self._best = resumed.driver.best if resumed else None
+
+    def due(
+        self, step: int, kept: Mapping[str, Any], evaluated: Mapping[str, float], ending: bool
+    ) -> dict[str, Any] | None:
+        """The manifest's part about rank 0; None where this step is not to be kept."""
+        section = self._section
+        if not (section.every or section.minutes):
+            return None
+        value = evaluated.get(section.best or "")
+        better = value is not None and (self._best is None or value > self._best)
+        late = bool(section.minutes) and time.monotonic() - self._saved_at >= 60 * section.minutes
+        if not (ending or better or late or (section.every and step % section.every == 0)):
+            return None
+        self._saved_at = time.monotonic()
+        self._best = value if better else self._best
+        about: dict[str, Any] = {"driver": {**kept, "best": self._best}}
+        if value is not None:
+            about["best"] = [section.best, value]
+        return about

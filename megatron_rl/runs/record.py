@@ -18,23 +18,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.checkpoints import Look
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.processes import pulse
 from megatron_rl.processes.memory_kills import MemoryKills
 from megatron_rl.runs.alarms import Alarms, News
 from megatron_rl.runs.causes import Cause, explain
-from megatron_rl.runs.console import Display, choose_display, duration, step_line
-from megatron_rl.runs.disk import Disk, lasting
-from megatron_rl.runs.lanes import Span, encode_spans
+from megatron_rl.runs.console import Display, choose_display, duration, sample_line, step_line
+from megatron_rl.runs.disk import Disk, LineFile
 from megatron_rl.runs.metrics import UnknownMetricWarning, unknown
-from megatron_rl.runs.metrics_file import append_to, encode_line
-from megatron_rl.runs.phase_clock import PhaseClock, throughput
+from megatron_rl.runs.metrics_file import encode_line, numbers_of_file
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, claimed_for_this_process, open_run
-from megatron_rl.runs.samples import line as sample_line
 from megatron_rl.runs.status import ENDED, beat, mark_status
-from megatron_rl.runs.summary import numbers_of_file
+from megatron_rl.runs.timeline import PhaseClock, Span, encode_spans, throughput
 from megatron_rl.runs.wandb_log import WandbLog, resolve_mode
 from megatron_rl.types import Scored
 
@@ -83,7 +79,6 @@ class Recorder:
         n_steps: int,
         display: Display | None = None,
         if_exists: IfExists = IfExists.refuse,
-        look: Look = lambda found: None,
         alarms: Alarms | None = None,
         rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda line: {},
     ) -> None:
@@ -92,7 +87,7 @@ class Recorder:
         if claimed_for_this_process(run_dir):
             self.run = RunDir(run_dir)
         else:
-            self.run, moved = open_run(run_dir, if_exists, resolved_yaml, look)
+            self.run, moved = open_run(run_dir, if_exists, resolved_yaml)
         self.alarms, self._rates = alarms or Alarms(), rates
         mark_status(run_dir, "running", alarms={})
         self._beat_at, self._sample_at = time.monotonic(), -math.inf
@@ -100,17 +95,14 @@ class Recorder:
         self._broken_off: str | None = None  # the phase that an exception has ended
         self._end = "finished", ""
         self._n_steps = n_steps
-        self._clock = PhaseClock()
+        self.clock = PhaseClock()
         self._begun = time.perf_counter()
         self._step_times: list[float] = []
         self._last_step = self.run.resumes_after
         self._unknown: set[str] = set()
         self._closed = False
         self._disk = Disk(self.run, config.disk_gib, self.note)
-        self._metrics = self._disk.lines(self.run.metrics)
-        self._ledger = self._disk.lines(self.run.ledger)
-        self._lanes = self._disk.lines(self.run.lanes)
-        self._text = append_to(self.run.logs / "driver.log")
+        self._text = LineFile(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
         self._display = display or choose_display(run_dir.name, n_steps)
         if moved:
@@ -121,7 +113,7 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self._clock.enter(name)
+        self.clock.enter(name)
         self._display.phase(name)
         self._beat()
         self._broken_off = None
@@ -132,20 +124,18 @@ class Recorder:
             self._broken_off = self._broken_off or name
             raise
         finally:
-            self._display.phase(self._clock.leave())
+            self._display.phase(self.clock.leave())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """One line of metrics: what the caller measured, the split of the time since the last line, progress."""
         line = {name: _number(value) for name, value in metrics.items()}
-        line |= self._clock.finish_step()
+        line |= self.clock.finish_step()
         line |= {"progress/step": step, "progress/elapsed_s": time.perf_counter() - self._begun}
         line |= {name: value for name, value in (throughput(line) | self._rates(line)).items() if name not in line}
         self._warn_unknown(line)
-        with lasting(self.run.metrics):
-            self._disk.write_line(self._metrics, encode_line(line))
-        with lasting(self.run.lanes):
-            self._disk.write_line(self._lanes, encode_spans(step, self._clock.spans))
-        self._clock.spans.clear()
+        self._disk.write_line(self.run.metrics, encode_line(line))
+        self._disk.write_line(self.run.lanes, encode_spans(step, self.clock.spans))
+        self.clock.spans.clear()
         if self._wandb:
             self._wandb.log(step, line)
         eta_s = self._estimate_left(step, line["time/step"])
@@ -164,23 +154,18 @@ class Recorder:
         if news and self._wandb:
             self._wandb.alarms(news, self.alarms.standing)
 
-    @property
-    def clock(self) -> PhaseClock:
-        return self._clock
-
     def skip(self) -> None:
-        """What has passed since the last line belongs to no step: engines were started again."""
-        self._clock.finish_step()
+        """Drops the time since the last line, which belongs to no step: engines were started again."""
+        self.clock.finish_step()
 
     def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
-        """Which prompts, by their number in the order of the whole run: those drawn, from and to; those trained on."""
-        with lasting(self.run.ledger):
-            line = {"step": step, "drawn": drawn, "trained": list(trained)}
-            self._disk.write_line(self._ledger, json.dumps(line))
+        """Records prompts by their number in the order of the whole run: those drawn, from and to; those trained on."""
+        line = {"step": step, "drawn": drawn, "trained": list(trained)}
+        self._disk.write_line(self.run.ledger, json.dumps(line))
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Who else was at work for this step, whenever that was."""
-        self._clock.spans += spans
+        """Adds the work of others for this step, whenever it was done."""
+        self.clock.spans += spans
 
     def note(self, text: str) -> None:
         self._display.note(text)
@@ -188,9 +173,7 @@ class Recorder:
 
     def rollouts(self, step: int, scored: Sequence[Scored], **columns: Unpack[Columns]) -> None:
         """rollouts/step_N.parquet: the input of replay, and of the report's histograms."""
-        path = self.run.rollouts / f"step_{step}.parquet"
-        with lasting(path):
-            self._disk.write_rollouts(path, scored, **columns)
+        self._disk.write_rollouts(self.run.rollouts / f"step_{step}.parquet", scored, **columns)
         shown = [scored[place] for place in columns.get("pieces", {})]
         if shown and time.monotonic() - self._sample_at > SAMPLE_S:
             self._sample_at = time.monotonic()
@@ -248,7 +231,7 @@ class Recorder:
             self.close("failed", f"{kind.__name__}: {error}")
 
     def _cause(self, reason: str) -> Cause:
-        """Of an end that nobody wanted, as far as the driver knows it."""
+        """The cause of an end that nobody wanted, as far as the driver knows it."""
         log = self.run.logs / "rank_0.log"
         return explain(
             reason,
@@ -259,14 +242,13 @@ class Recorder:
         )
 
     def _note_places(self) -> None:
-        path = shlex.quote(str(self.run.path))
+        path, wandb = shlex.quote(str(self.run.path)), self._wandb
         self.note(f"run      {path}")
         self.note(f"metrics  tail -f {path}/metrics.jsonl")
         self.note(f"logs     tail -F {path}/logs/attempt_{self.run.attempt}/*")
-        if self._wandb:
-            self.note(f"wandb    {self._wandb.where}")
-            if self._wandb.trouble:
-                self.note(self._wandb.trouble)
+        for line in (f"wandb    {wandb.where}", wandb.trouble) if wandb else ():
+            if line:
+                self.note(line)
 
     def _warn_unknown(self, names: Mapping[str, float]) -> None:
         for name in unknown(names):
@@ -282,8 +264,7 @@ class Recorder:
 
     def _write_text(self, text: str) -> None:
         with suppress(OSError):  # the same words are on the screen
-            self._text.write(text + "\n")
-            self._text.flush()
+            self._text.write(text)
 
     def _beat(self) -> None:
         if time.monotonic() - self._beat_at > BEAT_S and not self._closed:
@@ -293,13 +274,13 @@ class Recorder:
                 beat(self.run.path, **self._about())
 
     def _about(self) -> dict[str, Any]:
-        """What status.json says of a run, whatever its state."""
+        """The part of status.json that every state has."""
         known = {"step": self._last_step, "steps": self._n_steps, "alarms": self.alarms.standing}
         return known | self._disk.news
 
 
 def _number(value: Any) -> float:
-    """Also takes one-element tensors and NumPy scalars."""
+    """A number as JSON has it, also of one-element tensors and NumPy scalars."""
     return value if isinstance(value, int) and not isinstance(value, bool) else float(value)
 
 
@@ -310,13 +291,12 @@ def describe_contents(run: RunDir) -> str:
     n_checkpoints = len(checkpoints.steps(run.checkpoints))
     with run.metrics.open("rb") as lines:
         n_lines = sum(1 for _ in lines)
-    rows = [
-        ("metrics.jsonl", f"{n_lines} lines"),
-        ("rollouts/", f"{n_rollouts} recorded steps") if n_rollouts else None,
-        ("checkpoints/", f"{n_checkpoints} checkpoints") if n_checkpoints else None,
-        ("model/", "the last policy, as a Hugging Face folder") if run.model.is_dir() else None,
-        ("model-best/", "the best one by checkpoint.best") if run.best_model.is_dir() else None,
-        (f"logs/attempt_{run.attempt}/", ""),
-    ]
-    lines_ = [f"in {run.path}/:", *(f"  {name:<18}{about}".rstrip() for name, about in filter(None, rows))]
-    return "\n".join(lines_)
+    rows = (
+        (True, "metrics.jsonl", f"{n_lines} lines"),
+        (n_rollouts, "rollouts/", f"{n_rollouts} recorded steps"),
+        (n_checkpoints, "checkpoints/", f"{n_checkpoints} checkpoints"),
+        (run.model.is_dir(), "model/", "the last policy, as a Hugging Face folder"),
+        (run.best_model.is_dir(), "model-best/", "the best one by checkpoint.best"),
+        (True, f"logs/attempt_{run.attempt}/", ""),
+    )
+    return "\n".join([f"in {run.path}/:", *(f"  {name:<18}{about}".rstrip() for there, name, about in rows if there)])

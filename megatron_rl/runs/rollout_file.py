@@ -53,6 +53,7 @@ SCHEMA = pa.schema(
     ]
 )
 
+_OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format", "kept_ids", "kept_counts", "versions")
 _ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", "kept_ids", "kept_counts", "versions")
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
@@ -60,7 +61,7 @@ PIECE = 512  # rows that are written at once
 
 
 class Columns(TypedDict, total=False):
-    """What the step computed about its rollouts; whatever is left out is null in the file."""
+    """Values that the step computed about its rollouts; whatever is left out is null in the file."""
 
     prox_logprobs_BT: torch.Tensor | None
     weights_BT: torch.Tensor | None
@@ -88,16 +89,9 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     advantages_B = columns.get("advantages_B")
     table = {
+        **{name: [getattr(rollout, name) for rollout in rollouts] for name in _OF_ROLLOUT},
+        **{name: [getattr(one, name) for one in scored] for name in ("reward", "error", "verdict", "text")},
         "prompt_id": [rollout.prompt.id for rollout in rollouts],
-        "group": [rollout.group for rollout in rollouts],
-        "sample": [rollout.sample for rollout in rollouts],
-        "policy_version": [rollout.policy_version for rollout in rollouts],
-        "finish_reason": [rollout.finish_reason for rollout in rollouts],
-        "format": [rollout.format for rollout in rollouts],
-        "reward": [one.reward for one in scored],
-        "error": [one.error for one in scored],
-        "verdict": [one.verdict for one in scored],
-        "text": [one.text for one in scored],
         "pieces": [columns.get("pieces", {}).get(place) for place in range(rows.start, rows.start + len(scored))],
         "prompt": [rollout.prompt.text for rollout in rollouts],
         "truth": [None if truth is None else _as_text(truth) for truth in truths],
@@ -105,9 +99,6 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
         "token_ids": _lists([rollout.token_ids for rollout in rollouts], lengths, np.int32),
         "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
         "loss_mask": _lists([rollout.loss_mask for rollout in rollouts], lengths, np.bool_),
-        "kept_ids": [rollout.kept_ids for rollout in rollouts],
-        "kept_counts": [rollout.kept_counts for rollout in rollouts],
-        "versions": [rollout.versions for rollout in rollouts],
         "prox_logprobs": _responses(columns.get("prox_logprobs_BT"), rows, lengths),
         "weights": _responses(columns.get("weights_BT"), rows, lengths),
         "kept": _responses(columns.get("mask_BT"), rows, lengths),
@@ -156,15 +147,11 @@ def arrays(table: pa.Table, name: str) -> list[Any]:
 
 
 def _scored(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored:
-    """What `write_rollouts` was given; of the data set's row, the file holds the truth alone."""
+    """The answer that `write_rollouts` was given; of the data set's row, the file holds the truth alone."""
     rollout = Rollout(
         prompt=Prompt(row["prompt_id"], tuple(row["prompt_token_ids"]), text=row.get("prompt") or "", row={}),
-        token_ids=answer["token_ids"],
         logprobs=answer["sampler_logprobs"],
-        loss_mask=answer["loss_mask"],
-        kept_ids=answer["kept_ids"],
-        kept_counts=answer["kept_counts"],
-        versions=answer["versions"],
+        **{name: answer[name] for name in _ANSWER if name != "sampler_logprobs"},
         format=row.get("format") or "",  # not in the files of old runs
         **{name: row[name] for name in ("group", "sample", "finish_reason", "policy_version")},
     )
@@ -191,7 +178,7 @@ def _check(values_BT: torch.Tensor | None, scored: Sequence[Scored], name: str) 
 
 
 def _responses(values_BT: torch.Tensor | None, rows: slice, lengths: np.ndarray) -> pa.Array:
-    """What stands left of the padding."""
+    """The values left of the padding, as lists."""
     if values_BT is None:
         return pa.nulls(len(lengths))
     part = values_BT[rows].numpy(force=True)

@@ -1,23 +1,4 @@
-"""A run's directory: where everything lies, who may claim it, and what it says about itself.
-
-runs/<name>/
-  config.yaml       the resolved configuration
-  env.json          versions and platform
-  plan.json         memory and time as they were planned
-  status.json       how it stands: starting | running | finished | stopped | failed, and why
-  owner.lock        held by the run's processes
-  metrics.jsonl     one line per step
-  rollouts/         step_N.parquet: tokens and both logprobs
-  lanes.jsonl       when sampler, rewards and learner were at work
-  ledger.jsonl      which prompts each step has drawn, and which of them it has trained on
-  checkpoints/      step_N/: to go on from
-  dumps/            updates that were not finite, to be repeated
-  model/            the last policy, with log.export
-  logs/attempt_N/   one folder per start
-  logs/pulse/       rank_N.json: the latest sign of life of each rank
-  wandb.id, wandb/   the run's name at W&B, and its files, with log.wandb
-  report.html
-"""
+"""A run's directory: where everything lies, who may claim it, and what it says about itself."""
 
 from __future__ import annotations
 
@@ -32,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.checkpoints import Checkpoint, Look
+from megatron_rl.checkpoint.checkpoints import Checkpoint
 from megatron_rl.checkpoint.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
@@ -54,62 +35,37 @@ class RunDirectoryUsed(ConfigError):
     pass
 
 
+class _Inside:
+    """The path of what a run's directory holds under a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
+    """Beside what is named here: owner.lock, held by the run's processes; logs/; wandb.id and wandb/ with log.wandb."""
+
     path: Path
     lock: FileIO | None = field(default=None, compare=False, repr=False)  # of whoever has claimed it
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def env(self) -> Path:
-        return self.path / "env.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def status(self) -> Path:
-        return self.path / STATUS
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def lanes(self) -> Path:
-        return self.path / "lanes.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def dumps(self) -> Path:
-        return self.path / "dumps"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def best_model(self) -> Path:
-        return self.path / "model-best"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
+    config = _Inside("config.yaml")  # the resolved configuration
+    env = _Inside("env.json")  # versions and platform
+    plan = _Inside("plan.json")  # memory and time as they were planned
+    status = _Inside(STATUS)  # how it stands: starting | running | finished | stopped | failed, and why
+    metrics = _Inside("metrics.jsonl")  # one line per step
+    rollouts = _Inside("rollouts")  # step_N.parquet: tokens and both logprobs
+    lanes = _Inside("lanes.jsonl")  # when sampler, rewards and learner were at work
+    ledger = _Inside("ledger.jsonl")  # which prompts each step has drawn, and which of them it has trained on
+    checkpoints = _Inside("checkpoints")  # step_N/: to go on from
+    dumps = _Inside("dumps")  # updates that were not finite, to be repeated
+    model = _Inside("model")  # the last policy, with log.export
+    best_model = _Inside("model-best")  # the best one by checkpoint.best
+    report = _Inside("report.html")
+    pulses = _Inside(f"logs/{FOLDER}")  # rank_N.json: the latest sign of life of each rank
 
     @property
     def attempt(self) -> int:
@@ -124,6 +80,7 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
+        """The logs of the latest start."""
         return self.path / "logs" / f"attempt_{self.attempt}"
 
 
@@ -145,9 +102,7 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> N
         raise _unusable(path, error.strerror) from None
 
 
-def open_run(
-    path: Path, if_exists: IfExists, resolved_yaml: str, look: Look = lambda found: None
-) -> tuple[RunDir, str]:
+def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:
     """Claims a directory for a new run, or one that goes on. Returns it, and what became of an old one ("": none).
 
     The status stays "starting" until a Recorder takes over: a launcher can claim the directory, and
@@ -155,7 +110,7 @@ def open_run(
     """
     check_run_dir(path, if_exists, resolved_yaml)
     try:
-        lock, found, moved = _claim(path, if_exists, look)
+        lock, found, moved = _claim(path, if_exists)
         try:
             sign(lock)
             return _furnish(RunDir(path, lock), resolved_yaml, found), moved
@@ -167,7 +122,7 @@ def open_run(
         raise _unusable(path, error.strerror) from None
 
 
-def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpoint | None, str]:
+def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, str]:
     """The lock of an empty directory, or of one to go on in, with the checkpoint and a line about an old one.
 
     Whoever moves an old one holds that one's lock: of many, one does.
@@ -191,7 +146,7 @@ def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpo
         if not _used(path):
             return lock, None, moved
         torn: list[str] = []
-        if if_exists is IfExists.resume and (found := goes_on_from(path, look, torn.append)):
+        if if_exists is IfExists.resume and (found := goes_on_from(path, torn.append)):
             return lock, found, "\n".join((*torn, f"{path} goes on after step {found.step}, saved at {found.time}"))
         with lock:
             _check_free(path, if_exists, locked=False)
@@ -209,9 +164,8 @@ def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpo
 def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDir:
     if found is not None:
         rewind(run.path, found.step, found.said)
-    pulses = run.path / "logs" / FOLDER
-    shutil.rmtree(pulses, ignore_errors=True)  # of the attempt before
-    for folder in (run.rollouts, run.checkpoints, pulses, run.path / "logs" / f"attempt_{run.attempt + 1}"):
+    shutil.rmtree(run.pulses, ignore_errors=True)  # of the attempt before
+    for folder in (run.rollouts, run.checkpoints, run.pulses, run.path / "logs" / f"attempt_{run.attempt + 1}"):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(run.config, _redacted_yaml(resolved_yaml))
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
@@ -238,7 +192,7 @@ def archive_name(path: Path) -> Path:
 
 
 def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> None:
-    """Of a used directory. `locked`: as in `known_status`; whoever has its lock asks whether another one has."""
+    """Raises where a used directory is not free. `locked`: as in `known_status`, whether another one has its lock."""
     if goes_on(path, locked):
         raise _refused(path, f"belongs to a run that goes on ({_owner(path, known_status(path, locked))})")
     if if_exists is IfExists.refuse and not _ended_before_its_first_step(path, locked):
@@ -274,7 +228,7 @@ def _used(path: Path) -> bool:
 
 
 def _ended_before_its_first_step(path: Path, locked: bool | None) -> bool:
-    """Nothing of it is worth more than its logs, so that it makes room for the next start of its name."""
+    """Whether nothing of a run is worth more than its logs, so that it makes room for the next start of its name."""
     run = RunDir(path)
     begun = run.metrics.is_file() and any(line["progress/step"] >= 1 for line in read_metrics(run.metrics))
     return known_status(path, locked).get("state") in ("failed", "stopped") and not begun

@@ -24,7 +24,7 @@ import platform
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -44,23 +44,16 @@ _LOCKED: list[int] = []  # its lock, by which one process writes
 
 @contextmanager
 def _one_writer(path: Path) -> Iterator[None]:
-    """From reading to writing. Launcher and driver both do, and neither may take back what the other has said."""
-    with _THREADS:
-        if _LOCKED:  # a signal in the middle of it, or `beat`
-            yield
-            return
-        try:
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            yield
-            return
-        _LOCKED.append(folder)
-        try:
-            _wait_for_others(folder)
-            yield
-        finally:
-            _LOCKED.clear()
-            os.close(folder)
+    """Lets one at a time read and write: neither launcher nor driver may take back what the other has said."""
+    with _THREADS, ExitStack() as stack:
+        if not _LOCKED:  # else a signal in the middle of it, or `beat`
+            with suppress(OSError):  # no folder, or a file system without such locks: the last writer is right
+                folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, folder)
+                _LOCKED.append(folder)
+                stack.callback(_LOCKED.clear)
+                _wait_for_others(folder)
+        yield
 
 
 def _wait_for_others(folder: int) -> None:
@@ -70,13 +63,11 @@ def _wait_for_others(folder: int) -> None:
             return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(WAIT_S / 100)
-        except OSError:
-            return None  # a file system without such locks: the last writer is right
     return None
 
 
 def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
-    """Also for a launcher whose driver rank died without a word. An end that nobody wanted always has a cause."""
+    """Writes a state, also for a launcher whose driver rank died. An end that nobody wanted always has a cause."""
     with _one_writer(path):
         before = {key: value for key, value in read_status(path).items() if key not in ("cause", "phase")}
         status = {**before, "state": state, "reason": reason, "time": now(), "heartbeat": now()}
@@ -90,7 +81,7 @@ def mark_status(path: Path, state: str, reason: str = "", **more: Any) -> None:
 
 
 def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
-    """While the run goes on, as far as it knows."""
+    """Writes which process does not go on, while the run goes on as far as it knows."""
     with _one_writer(path):
         status = read_status(path)
         if status and status.get("state") not in ENDED:
@@ -108,7 +99,7 @@ def _write(path: Path, status: dict[str, Any]) -> None:
 
 
 def beat(path: Path, **more: Any) -> None:
-    """A sign of life of a run that goes on."""
+    """Writes a sign of life of a run that goes on."""
     with _one_writer(path):
         status = read_status(path)
         if status.get("state") not in ENDED:
@@ -116,7 +107,7 @@ def beat(path: Path, **more: Any) -> None:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """What the file says; nothing where there is none, or none that can be read."""
+    """The content of the file; nothing where there is none, or none that can be read."""
     try:
         status = json.loads((path / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -130,9 +121,8 @@ def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
     `locked`: what the caller knows of the run's lock; None: look.
     """
     status = read_status(path)
-    if status.get("state", "finished") in ENDED or "pid" not in status:
-        return status
-    if not _gone(status, held(path) if locked is None else locked):
+    ended = status.get("state", "finished") in ENDED or "pid" not in status
+    if ended or not _gone(status, held(path) if locked is None else locked):
         return status
     reason = (
         f"ended without a word: process {status['pid']} on {status.get('host')} is gone; its last sign of life "
@@ -143,7 +133,7 @@ def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
 
 
 def goes_on(path: Path, locked: bool | None = None) -> bool:
-    """As far as can be seen from here."""
+    """Whether the run goes on, as far as can be seen from here."""
     locked = held(path) if locked is None else locked
     status = known_status(path, locked)
     return locked is True or ("pid" in status and status.get("state") not in ENDED)
@@ -171,7 +161,7 @@ def _silent(heartbeat: str) -> bool:
 
 
 def _written(status: Mapping[str, Any]) -> str:
-    """With as much of the reason as there is room for."""
+    """The status as text, with as much of the reason as there is room for."""
     reason = str(status["reason"])
     text = json.dumps(status, indent=2)
     while len(text) > LARGEST and reason:

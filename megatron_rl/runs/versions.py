@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,11 @@ PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """What a reader needs to reproduce the run. Never environment variables, arguments or remote addresses."""
+    """The content of env.json, to reproduce the run: never environment variables, arguments or remote addresses."""
     versions = {}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "time": now(),
         "python": platform.python_version(),

@@ -6,8 +6,9 @@ import netrc
 import os
 import re
 import secrets
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,6 @@ from megatron_rl.runs.alarms import News
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.run_dir import redact
 from megatron_rl.runs.status import ENDED
-from megatron_rl.runs.wandb_file import steps
 from megatron_rl.types import Scored
 
 HOST = "api.wandb.ai"
@@ -27,6 +27,12 @@ PROJECT = "megatron-rl"
 ID = "wandb.id"  # of the run's directory
 INIT_S = 20.0  # a server that does not answer within this is not waited for
 FINISH_S = 20.0  # less than a launcher waits for a driver that has said its last word
+
+
+MAGIC, HEADER = b":W&B", 7
+BLOCK = 32 << 10  # of the file that W&B writes, a log in LevelDB's format: pieces of records, each with length and kind
+_PIECE = struct.Struct("<4xHB")  # after a checksum
+_WHOLE, _LAST = 1, 4  # of the kinds: whole, first, middle, last
 
 
 def has_key() -> bool:
@@ -63,24 +69,18 @@ class WandbRun:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        self.wandb = wandb
-        self._id = run_id(folder)
-        self.trouble = ""
-        self.online = mode is Wandb.online
+        self.wandb, self._id = wandb, run_id(folder)
+        self.trouble, self.online = "", mode is Wandb.online
         with hidden_secrets(keep="WANDB_"):  # its service takes this process's environment
-            self._open(partial(self._begin, config, folder, about))
-
-    def _open(self, begin: Callable[[Literal["online", "offline"]], Any]) -> None:
-        if not self.online:
-            self.run = begin("offline")
-            return
-        try:
-            self.run = begin("online")
-        except self.wandb.Error as error:
-            self.wandb.teardown()  # what has not answered keeps the run's name to itself
-            self.online, self.run = False, begin("offline")
-            why = next(iter(str(error).splitlines()), type(error).__name__)
-            self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
+            try:
+                self.run = self._begin(config, folder, about, "online" if self.online else "offline")
+            except wandb.Error as error:
+                if not self.online:
+                    raise
+                wandb.teardown()  # what has not answered keeps the run's name to itself
+                self.online, self.run = False, self._begin(config, folder, about, "offline")
+                why = next(iter(str(error).splitlines()), type(error).__name__)
+                self.trouble = f"W&B cannot be reached, so this run is kept offline: {why}"
 
     def _begin(
         self, config: Mapping[str, Any], folder: Path, about: Mapping[str, Any], mode: Literal["online", "offline"]
@@ -116,20 +116,17 @@ class WandbRun:
         self.run.finish(exit_code=exit_code)
         late = time.monotonic() - begun >= FINISH_S
         self.wandb.teardown()  # its writer is a process of its own: only when it has ended is the file whole
-        return (
-            f"W&B did not take everything within {FINISH_S:.0f} s; what is missing is sent by {self._sync}"
-            if late
-            else ""
-        )
+        missing = f"W&B did not take everything within {FINISH_S:.0f} s; what is missing is sent by {self._sync}"
+        return missing if late else ""
 
     @property
     def _sync(self) -> str:
-        """Of all attempts, in their order."""
+        """The command that sends all attempts, in their order."""
         return f"wandb sync {Path(self.run.dir).parents[1]}/*-{self._id}"
 
 
 class WandbLog:
-    """What a run of ours logs there.
+    """The log of a training run at W&B.
 
     A run that goes on is the same run there. History only grows: what an attempt has logged after the checkpoint stays
     as it was, and is not logged again; what a kill has kept from W&B comes from metrics.jsonl.
@@ -186,7 +183,7 @@ class WandbLog:
         return "".join(left)
 
     def _tell(self, say: Callable[[], Any]) -> None:
-        """A run does not end with W&B's own process, which may be killed."""
+        """Says something to W&B, whose own process may be killed without ending the run."""
         if self._gone:
             return
         try:
@@ -224,4 +221,41 @@ def run_id(run_dir: Path) -> str:
 def held_steps(run_dir: Path, id: str) -> int:
     """The last step in what earlier attempts have written; -1 where there is none."""
     files = list((run_dir / "wandb").glob(f"*-{id}/run-{id}.wandb"))
-    return max((step for file in files for step in steps(file)), default=-1)
+    return max((step for file in files for step in logged_steps(file)), default=-1)
+
+
+def logged_steps(path: Path) -> list[int]:
+    """Steps in the file that W&B writes of a run, in their order. One that was cut short holds those before."""
+    return [record.history.step.num for record in records(path, "history")]
+
+
+def records(path: Path, kind: str) -> Iterator[Any]:
+    """Its records of one kind, such as history, run or summary, as W&B defines them."""
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    for content in _pieced(path.read_bytes()):
+        record = Record()
+        try:
+            record.ParseFromString(content)
+        except DecodeError:
+            return
+        if record.WhichOneof("record_type") == kind:
+            yield record
+
+
+def _pieced(content: bytes) -> Iterator[bytes]:
+    at, begun = HEADER, b""
+    while content.startswith(MAGIC) and at + _PIECE.size <= len(content):
+        left = BLOCK - at % BLOCK
+        if left < _PIECE.size:
+            at += left
+            continue
+        length, kind = _PIECE.unpack_from(content, at)
+        at += _PIECE.size + length
+        if not _WHOLE <= kind <= _LAST or at > len(content):
+            return
+        begun += content[at - length : at]
+        if kind in (_WHOLE, _LAST):
+            yield begun
+            begun = b""

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_rl.checkpoint.readable import look_into
 from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.files import last_lines
@@ -61,9 +60,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
     kills = MemoryKills()
     with Scratch() as scratch, ending_orphans(REAP_S):
         given = compiled_code() | scratch.environment
-        run, moved = open_run(
-            Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config), look_into
-        )
+        run, moved = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
         if moved:
             print(moved, flush=True)
         watch = Watch(run.path, config.run.patience_s, scratch.path)

@@ -25,9 +25,9 @@ from typing import Any, Protocol, Self
 from megatron_rl.processes import slurm
 from megatron_rl.processes.process import STOP_AFTER_STEP, raise_interrupt, release
 from megatron_rl.runs.console import duration
-from megatron_rl.runs.phase_clock import PhaseClock
 from megatron_rl.runs.run_dir import LAUNCHER
 from megatron_rl.runs.status import beat
+from megatron_rl.runs.timeline import PhaseClock
 
 KILL_WAIT_S = 30.0  # Slurm's default between SIGTERM and SIGKILL
 MARGIN_S = 5.0  # for engines to close, and for the last words

@@ -11,7 +11,6 @@ import torch
 from learner_cases import make_batch, make_targets
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.readable import look_into
 from megatron_rl.checkpoint.saver import Saver
 from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.distributed import exchange
@@ -44,7 +43,7 @@ def saves(learner: Learner, job: dict[str, Any]) -> dict[str, Any]:
         saver.begin(step, {"driver": {"position": step, "seen": {}}})
         saver.settle(wait=True)
         learner.broadcast()  # rank 0 names the folder, and every rank looks into it
-        found = checkpoints.newest_whole(root, look_into, said.append)
+        found = next(checkpoints.whole_ones(root, said.append), None)
         return {"entries": sorted(os.listdir(root)), "whole": found and found.step}
 
     save(2)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_factory import forge, newest, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,69 +27,40 @@ CONFIG = {
 }
 
 
-def unseen(found: checkpoints.Checkpoint) -> None:
-    """The files here hold no tensors to look at."""
-
-
-def save(root: Path, step: int, score: float | None = None) -> Path:
-    partial = checkpoints.partial_of(root, step)
-    (partial / "policy").mkdir(parents=True)
-    for name, size in (("policy/rank_0.distcp", 5000), ("policy/.metadata", 300), ("sync.safetensors", 40)):
-        (partial / name).write_bytes(random.Random(f"{step} {name}").randbytes(size))
-    names = ("policy/rank_0.distcp", "policy/.metadata", "sync.safetensors")
-    files = {name: list(checkpoints.digest(partial / name)) for name in names}
-    about = {} if score is None else {"best": ["eval/accuracy", score]}
-    driver = {"position": 10 * step, "seen": {"samples": 9, "tokens": 99}}
-    return checkpoints.publish(
-        partial, root, step=step, updates=2 * step, layout={"tp": 1}, files=files, driver=driver, **about
-    ).path
-
-
 def test_a_whole_one_says_what_it_holds(tmp_path: Path) -> None:
-    save(tmp_path, 4)
-    found = checkpoints.verify(checkpoints.path_of(tmp_path, 4), unseen)
-    assert (found.step, found.updates, found.driver["position"], found.nbytes) == (4, 8, 40, 5340)
+    path = save(tmp_path, 4)
+    size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file() and each.name != "checkpoint.json")
+    found = checkpoints.verify(path)
+    assert (found.step, found.updates, found.driver.position, found.nbytes) == (4, 8, 40, size)
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.fault("a checkpoint is cut short at any byte of any file", "it is passed over for the one before")
-def test_one_that_is_cut_is_passed_over(tmp_path: Path) -> None:
+def _cut(victim: Path, choice: random.Random) -> None:
+    victim.write_bytes(victim.read_bytes()[: choice.randrange(victim.stat().st_size)])
+
+
+def _flip(victim: Path, choice: random.Random) -> None:
+    content = bytearray(victim.read_bytes())
+    content[choice.randrange(len(content))] ^= 1 << choice.randrange(8)
+    victim.write_bytes(content)
+
+
+def _remove(victim: Path, choice: random.Random) -> None:
+    victim.unlink()
+
+
+@pytest.mark.fault("a file of a checkpoint is cut, changed or missing", "it is passed over for the one before")
+@pytest.mark.parametrize("damage", [_cut, _flip, _remove])
+def test_one_that_is_damaged_is_passed_over(tmp_path: Path, damage: Any) -> None:
     save(tmp_path, 2)
-    choice = random.Random(1)
-    for _ in range(20):
+    choice, names = random.Random(1), ("checkpoint.json", "rank_0.distcp", ".metadata", "sync.safetensors")
+    for number in range(20):
         path = save(tmp_path, 4)
-        victim = choice.choice([each for each in path.rglob("*") if each.is_file()])
-        victim.write_bytes(victim.read_bytes()[: choice.randrange(victim.stat().st_size)])
-        said: list[str] = []
-        found = checkpoints.newest_whole(tmp_path, unseen, said.append)
-        assert found is not None and found.step == 2
-        assert len(said) == 1 and victim.name in said[0]
-
-
-@pytest.mark.fault("a byte of a checkpoint is flipped", "it is passed over for the one before")
-def test_one_with_a_flipped_byte_is_passed_over(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    choice = random.Random(2)
-    for _ in range(20):
-        path = save(tmp_path, 4)
-        victim = choice.choice([each for each in path.rglob("*") if each.is_file()])
-        content = bytearray(victim.read_bytes())
-        at = choice.randrange(len(content))
-        content[at] ^= 1 << choice.randrange(8)
-        victim.write_bytes(content)
-        found = checkpoints.newest_whole(tmp_path, unseen, lambda text: None)
-        assert found is not None and found.step == 2, (victim, at)
-
-
-@pytest.mark.parametrize("name", ["checkpoint.json", "policy/rank_0.distcp", "policy/.metadata", "sync.safetensors"])
-@pytest.mark.fault("a file of a checkpoint is missing", "it is passed over for the one before")
-def test_one_that_lacks_a_file_is_passed_over(tmp_path: Path, name: str) -> None:
-    save(tmp_path, 2)
-    (save(tmp_path, 4) / name).unlink()
-    said: list[str] = []
-    found = checkpoints.newest_whole(tmp_path, unseen, said.append)
-    assert found is not None and found.step == 2
-    assert Path(name).name in said[0]
+        (victim,) = path.rglob(names[number % len(names)])
+        damage(victim, choice)
+        step, said = newest(tmp_path)
+        assert (step, len(said)) == (2, 1)
+        assert victim.name in said[0]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"content": 3, "checksum": "x"}', "[" * 100_000, "\xff"])
@@ -96,7 +68,7 @@ def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str) -> None:
     path = save(tmp_path, 4)
     (path / "checkpoint.json").write_text(content, encoding="latin-1")
     with pytest.raises(TornCheckpoint, match=r"checkpoint\.json"):
-        checkpoints.verify(path, unseen)
+        checkpoints.verify(path)
 
 
 ODD = st.recursive(
@@ -112,7 +84,7 @@ PLACES: list[tuple[str, ...]] = [
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    path = save(tmp_path_factory.mktemp("kept"), 4, 0.5)
+    path = save(tmp_path_factory.mktemp("kept"), 4, score=0.5)
     return path, json.loads((path / "checkpoint.json").read_text())["content"]
 
 
@@ -128,18 +100,12 @@ def test_a_manifest_of_any_types(kept: tuple[Path, dict[str, Any]], place: tuple
     inner[place[-1]] = odd
     forge(path, changed)
     try:
-        found = checkpoints.verify(path, unseen)
+        found = checkpoints.verify(path)
     except TornCheckpoint:
         return
-    assert (found.step, type(found.updates), type(found.driver["position"])) == (4, int, int)
+    assert (found.step, type(found.updates), type(found.driver.position)) == (4, int, int)
     assert found.best is None or type(found.best[1]) is float
     assert checkpoints.prune(path.parent, keep_last=1, keep_every=0) == []
-
-
-def forge(path: Path, content: dict[str, Any]) -> None:
-    """A manifest whose checksum is right."""
-    stored = {"content": content, "checksum": checkpoints._checksum(content)}
-    (path / "checkpoint.json").write_text(json.dumps(stored))
 
 
 @pytest.mark.fault("checkpoint.json names what is not in its folder, or is no file", "it is refused, and not read")
@@ -156,7 +122,7 @@ def test_a_manifest_that_leads_out(tmp_path: Path, name: str) -> None:
     content["files"][name] = [6, checkpoints.digest(tmp_path / "secret")[1]]
     forge(path, content)
     with pytest.raises(TornCheckpoint, match=r"is no name of a file|is a link|is no file"):
-        checkpoints.verify(path, unseen)
+        checkpoints.verify(path)
 
 
 @pytest.mark.fault("a checkpoint, or what was begun of one, is a link", "what it leads to is left alone")
@@ -167,30 +133,28 @@ def test_links_in_the_place_of_checkpoints(tmp_path: Path) -> None:
     (root / ".step_6.partial").symlink_to(elsewhere)
     (root / "step_٣").mkdir()
     (root / ("step_" + "9" * 250)).mkdir()
-    said: list[str] = []
-    found = checkpoints.newest_whole(root, unseen, said.append)
-    assert found is not None and found.step == 2
+    step, said = newest(root)
+    assert step == 2
     assert "is a link" in said[0]
     checkpoints.clean(root)
     checkpoints.forget_after(root, 2)
     assert sorted(path.name for path in root.glob("step_?")) == ["step_2", "step_٣"]
     assert not list(root.glob(".*"))
-    assert checkpoints.verify(elsewhere, unseen).step == 4
+    assert checkpoints.verify(elsewhere).step == 4
 
 
 @pytest.mark.fault("the folder of one step holds the checkpoint of another", "it is named, and passed over")
 def test_a_checkpoint_under_another_name(tmp_path: Path) -> None:
     save(tmp_path, 2)
     shutil.copytree(tmp_path / "step_2", tmp_path / "step_4")
-    said: list[str] = []
-    found = checkpoints.newest_whole(tmp_path, unseen, said.append)
-    assert found is not None and found.step == 2
+    step, said = newest(tmp_path)
+    assert step == 2
     assert "it is that of step 2" in said[0]
 
 
 def test_what_stays_is_the_last_ones_the_best_and_every_so_many(tmp_path: Path) -> None:
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.9), (4, None), (5, 0.1), (6, None), (7, 0.3)):
-        save(tmp_path, step, score)
+        save(tmp_path, step, score=score)
     removed = checkpoints.prune(tmp_path, keep_last=2, keep_every=4)
     assert checkpoints.steps(tmp_path) == [7, 6, 4, 2]  # 2: of the two best the first
     assert sorted(removed) == [1, 3, 5]
@@ -211,14 +175,14 @@ def test_a_gap_in_the_records(tmp_path: Path) -> None:
     lines = [json.dumps({"progress/step": step}) + "\n" for step in range(7)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     said: list[str] = []
-    assert goes_on_from(tmp_path, unseen, said.append).step == 6
+    assert goes_on_from(tmp_path, said.append).step == 6
     assert said == []
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 5, 6)))
-    assert goes_on_from(tmp_path, unseen, said.append).step == 2
+    assert goes_on_from(tmp_path, said.append).step == 2
     assert len(said) == 2
     assert "before the checkpoint of step 4: ledger.jsonl has no line of step 4" in said[1]
     (tmp_path / "metrics.jsonl").write_text("".join(lines[1:]))
-    assert goes_on_from(tmp_path, unseen, said.append).step == 6
+    assert goes_on_from(tmp_path, said.append).step == 6
     assert "goes on after step 6, and the gap stays" in said[-1]
 
 

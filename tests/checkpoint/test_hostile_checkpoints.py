@@ -17,22 +17,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from checkpoint_factory import KEY, WEIGHT, save, write_parts
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from megatron_rl import cli
-from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.readable import look_into
-from megatron_rl.checkpoint.torch_dist.index import CheckpointError, read_index
-from megatron_rl.checkpoint.torch_dist.places import Entry
-from megatron_rl.checkpoint.torch_dist.reader import Reader
-from megatron_rl.checkpoint.torch_dist.saved_tensor import read_saved
-from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
+from megatron_rl.checkpoint.torch_dist.index import CheckpointError, Entry, read_index
+from megatron_rl.checkpoint.torch_dist.reader import Reader, read_saved
 from megatron_rl.config.schema import IfExists
 from megatron_rl.runs.run_dir import open_run
 
 YAML = "run: {name: run}"
-WEIGHT = torch.arange(64, dtype=torch.float32).view(8, 8)
 EVIDENCE = "executed"
 
 
@@ -41,27 +35,6 @@ class Attack:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return os.system, (f"touch {EVIDENCE}",)
-
-
-def save(root: Path, step: int, change: Callable[[Path], None] = lambda folder: None) -> Path:
-    """A checkpoint that is whole by its checksums, whatever has been changed in it."""
-    partial = checkpoints.partial_of(root, step)
-    (partial / "policy").mkdir(parents=True)
-    (partial / "ranks").mkdir()
-    halves = [Block("embedding.word_embeddings.weight", (8, 8), (row, 0), WEIGHT[row : row + 4]) for row in (0, 4)]
-    write_index(partial / "policy", write_blocks(partial / "policy" / "rank_0.distcp", halves))
-    save_file({"rng.cpu": torch.get_rng_state()}, partial / "ranks" / "rank_0.safetensors")
-    save_file({}, partial / "sync.safetensors")
-    change(partial)
-    files = {
-        str(path.relative_to(partial)): list(checkpoints.digest(path))
-        for path in partial.rglob("*")
-        if path.is_file() and not path.is_symlink()
-    }
-    driver = {"position": 10 * step, "seen": {"samples": 1, "tokens": 2}, "best": None}
-    return checkpoints.publish(
-        partial, root, step=step, updates=step, layout={"tp": 1}, files=files, driver=driver
-    ).path
 
 
 @pytest.fixture
@@ -107,10 +80,6 @@ def places(**changes: Any) -> Callable[[Path], None]:
     )
 
 
-def places_of_another(folder: Path) -> None:
-    indexed(lambda one: replace(one, storage_data={}))(folder)
-
-
 def described(size: tuple[int, ...]) -> Callable[[Path], None]:
     """Of the declared size, in one part."""
 
@@ -124,11 +93,9 @@ def described(size: tuple[int, ...]) -> Callable[[Path], None]:
 
 
 def laughs() -> bytes:
-    """Keys whose hash would take forever: tuples of twice the same, a hundred times."""
-    content = b"\x80\x04}" + b"K\x00"
-    for _ in range(100):
-        content += b"2\x86"  # DUP is not even read; TUPLE2
-    return content + b"K\x01s."
+    """A key whose hash would take forever: tuples of twice the same, a hundred times."""
+    twice = b"".join(bytes((*b"q", number, *b"h", number, 0x86)) for number in range(100))  # BINPUT, BINGET, TUPLE2
+    return b"\x80\x04}K\x00" + twice + b"K\x01s."
 
 
 def zipped(head: bytes, packing: int = zipfile.ZIP_STORED, **others: bytes) -> bytes:
@@ -172,7 +139,7 @@ BAD: dict[str, Callable[[Path], None]] = {
     "a packed place": places(transform_descriptors=["zstd"]),
     "a tensor of terabytes": described((1 << 40, 8)),
     "a tensor of more numbers than there are": described((1 << 62, 1 << 62)),
-    "parts in no place": places_of_another,
+    "parts in no place": indexed(lambda one: replace(one, storage_data={})),
     "a backend of another kind": written("policy/metadata.json", b'{"sharded_backend": "zarr"}'),
     "a backend that is too deep": written("policy/metadata.json", b"[" * 100_000),
     "a header that lies": written("ranks/rank_0.safetensors", struct.pack("<Q", 1 << 60) + b"{}"),
@@ -207,7 +174,7 @@ def test_a_bad_one_is_told_and_passed_over(run: Path, name: str, capsys: pytest.
     assert any("torn: " in line for line in told)
     assert told[-1].rstrip().endswith("whole")
     assert peak < 64 << 20
-    _, said = open_run(run, IfExists.resume, YAML, look_into)
+    _, said = open_run(run, IfExists.resume, YAML)
     assert "the checkpoint of step 4 is not whole and is passed over" in said
     assert "goes on after step 2" in said
     assert not Path(EVIDENCE).exists()
@@ -218,7 +185,7 @@ def test_with_bad_ones_alone_the_run_begins_again(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step_2")
     for step, name in ((4, "no index"), (6, "a tensor of terabytes")):
         save(run / "checkpoints", step, BAD[name])
-    found, said = open_run(run, IfExists.resume, YAML, look_into)
+    found, said = open_run(run, IfExists.resume, YAML)
     assert found.resumes_after is None
     lines = said.splitlines()
     assert ["step 6" in lines[0], "step 4" in lines[1], len(lines)] == [True, True, 3]
@@ -275,13 +242,12 @@ def test_a_damaged_index(run: Path) -> None:
     "a part of a tensor is there twice, or not at all", "it is refused: nothing is left as it happened to be"
 )
 def test_parts_that_do_not_cover(tmp_path: Path) -> None:
-    entry = Entry("embedding.word_embeddings.weight", ())
+    entry = Entry(KEY, ())
 
     def reader(*rows: int) -> Reader:
         folder = tmp_path / str(rows)
         folder.mkdir()
-        blocks = [Block(entry.key, (8, 8), (row, 0), WEIGHT[row : row + 4]) for row in rows]
-        write_index(folder, write_blocks(folder / "rank_0.distcp", blocks))
+        write_parts(folder, *rows)
         return Reader(folder)
 
     assert torch.equal(reader(0, 4).read(entry, (2, 1), (5, 3)), WEIGHT[2:7, 1:4])

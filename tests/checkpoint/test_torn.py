@@ -5,13 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_factory import make_config, make_run, make_scored, make_yaml, quiet
+from run_factory import make_run, make_scored, start
 
 from megatron_rl import cli
 from megatron_rl.config import load, to_yaml
 from megatron_rl.config.removed import REMOVED
 from megatron_rl.runs.metrics_file import read_lines, read_metrics
-from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.rollout_file import read_rollouts
 from megatron_rl.workshop.reports.figures import weight_bounds
 from megatron_rl.workshop.reports.report import setup
@@ -168,8 +167,7 @@ def test_where_no_report_can_be(whole: Path, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.fault("somebody looks for prompt and truth of a recorded answer", "both stand beside it")
 def test_prompt_and_truth_are_recorded(tmp_path: Path) -> None:
-    config = make_config()
-    recorder = Recorder(config.log, make_yaml(config, "run"), tmp_path / "run", 1, quiet(1))
+    recorder = start(tmp_path / "run", steps=1)
     scored, _ = make_scored(4)
     recorder.rollouts(1, scored, truths=["2", 7, {"a": ["é"]}, None])
     rows = read_rollouts(tmp_path / "run" / "rollouts" / "step_1.parquet").to_pylist()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl import cli
-from megatron_rl.checkpoint.torch_dist.places import entries
+from megatron_rl.checkpoint.torch_dist.index import entries
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import ModelSection

@@ -4,6 +4,7 @@ import math
 import random
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,9 +17,8 @@ from megatron_rl.config.schema import (
     QuantizationSection,
     WeightConfig,
 )
-from megatron_rl.runs.console import Display, PlainDisplay
+from megatron_rl.runs.console import Display, PlainDisplay, choose
 from megatron_rl.runs.record import Recorder
-from megatron_rl.runs.samples import choose
 from megatron_rl.types import Prompt, Rollout, Scored, Verdict
 
 
@@ -41,6 +41,13 @@ def quiet(n_steps: int) -> Display:
     return PlainDisplay(n_steps, StringIO())
 
 
+def start(path: Path, config: Config | None = None, steps: int = 3, **others: Any) -> Recorder:
+    """A recorder of a run whose directory is `path`."""
+    config = config or make_config()
+    given = {"display": quiet(steps), "if_exists": config.run.if_exists, **others}
+    return Recorder(config.log, make_yaml(config, path.name), path, steps, **given)
+
+
 def make_scored(n: int, length: int = 12, noise: float = 0.05, seed: int = 0) -> tuple[list[Scored], torch.Tensor]:
     """Rollouts with sampler logprobs, and the learner's at [B, T]: a little off. Lengths vary."""
     draw = random.Random(seed)
@@ -60,8 +67,7 @@ def make_scored(n: int, length: int = 12, noise: float = 0.05, seed: int = 0) ->
 def make_run(
     folder: Path, name: str, steps: int = 60, level: Level = Level.token, fmt: Format = Format.int8, seed: int = 0
 ) -> Path:
-    config, draw = make_config(level, fmt), random.Random(seed)
-    recorder = Recorder(config.log, make_yaml(config, name), folder / name, steps, quiet(steps))
+    draw, recorder = random.Random(seed), start(folder / name, make_config(level, fmt), steps)
     recorder.log(0, {"eval/accuracy": 0.31, "eval/n": 256})
     kl = {Format.none: 1e-4, Format.int8: 3e-3, Format.fp8: 4e-3}[fmt]
     for step in range(1, steps + 1):

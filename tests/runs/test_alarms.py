@@ -2,25 +2,22 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import reference_tables
 from hypothesis import given
 from hypothesis import strategies as st
-from run_factory import make_config, make_yaml, quiet
+from run_factory import start
 
 from megatron_rl.config import ConfigError, from_mapping
-from megatron_rl.config.alarms import Alarm
-from megatron_rl.config.schema import Format, LogSection, Wandb
-from megatron_rl.runs.alarm_rules import FULL, K3, RULES, markdown
-from megatron_rl.runs.alarms import Alarms, bound_of, clear_at
+from megatron_rl.config.alarms import Alarm, Setting
+from megatron_rl.config.schema import Config, Format, LogSection, Wandb
+from megatron_rl.runs.alarms import FULL, K3, RULES, Alarms, bound_of, clear_at
 from megatron_rl.runs.metrics import METRICS
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.status import read_status
 from megatron_rl.workshop.reports.alarm_section import episodes
 from megatron_rl.workshop.reports.report import page
@@ -63,9 +60,8 @@ def said(alarms: Alarms, changes: Sequence[dict[str, float]]) -> list[tuple[str,
 
 
 def test_the_page_has_the_rules_as_they_are() -> None:
-    assert markdown() in (ROOT / "docs/alarms.md").read_text(), "python -m megatron_rl.runs.alarm_rules"
-    done = subprocess.run([sys.executable, "-m", "megatron_rl.runs.alarm_rules"], capture_output=True, text=True)
-    assert done.stdout == markdown()
+    page = (ROOT / "docs/alarms.md").read_text()
+    assert reference_tables.alarms() in page, "python tools/reference_tables.py alarms"
 
 
 def test_every_alarm_has_a_rule_and_a_case() -> None:
@@ -124,10 +120,11 @@ def test_medians_wait_until_they_are_full() -> None:
     assert said(Alarms(), [*[{}] * FULL, *[jump] * 3]) == [("gradient", True, FULL + 3)]
 
 
-def test_the_gate_is_that_of_the_format() -> None:
+def test_the_gate_is_that_of_the_format_unless_the_recipe_has_one() -> None:
     for formats, bound in (([Format.none], 0.005), ([Format.none, Format.fp8], 0.02), (["int8"], 0.02)):
         (watch,) = (one for one in Alarms({}, formats)._watches if one.rule.alarm == Alarm.mismatch)
         assert watch.bound == bound
+    assert bound_of(RULES[Alarm.mismatch], Setting(bound=0.5), [Format.none]) == 0.5
 
 
 def test_the_data_set_s_own_answers_have_two_alarms() -> None:
@@ -219,9 +216,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, given_: dict[str, object
 
 
 def recorded(folder: Path, changes: Sequence[dict[str, float]], alarms: Alarms, log: LogSection | None = None) -> Path:
-    config = make_config()
-    recorder = Recorder(log or config.log, make_yaml(config, "run"), folder / "run", 99, quiet(99), alarms=alarms)
-    with recorder:
+    with start(folder / "run", Config(log=log or LogSection()), 99, alarms=alarms) as recorder:
         for line in steps(changes):
             recorder.log(int(line["progress/step"]), line)
             if alarms.stop:
@@ -250,12 +245,10 @@ def test_where_an_alarm_is_heard(tmp_path: Path) -> None:
 
 
 def test_status_says_so_while_the_run_goes_on(tmp_path: Path) -> None:
-    config = make_config()
-    recorder = Recorder(config.log, make_yaml(config, "run"), tmp_path / "run", 99, quiet(99))
-    for line in steps([{ESS: 0.4}] * 5):
-        recorder.log(int(line["progress/step"]), line)
-    assert list(read_status(tmp_path / "run")["alarms"]) == ["ess"]
-    recorder.close()
+    with start(tmp_path / "run", steps=99) as recorder:
+        for line in steps([{ESS: 0.4}] * 5):
+            recorder.log(int(line["progress/step"]), line)
+        assert list(read_status(tmp_path / "run")["alarms"]) == ["ess"]
 
 
 def test_an_alarm_may_end_the_run(tmp_path: Path) -> None:
@@ -266,11 +259,8 @@ def test_an_alarm_may_end_the_run(tmp_path: Path) -> None:
     assert status["cause"]["class"] == "alarm"
 
 
-def test_a_healthy_run_s_report_lists_none(tmp_path: Path) -> None:
-    assert "<h2>Alarms</h2>" not in page([load_run(recorded(tmp_path, [{}] * 8, Alarms()))])
-
-
-def test_a_torn_configuration_costs_the_report_no_more_than_the_list(tmp_path: Path) -> None:
+def test_a_report_lists_none_of_a_healthy_run_or_of_a_torn_configuration(tmp_path: Path) -> None:
+    assert "<h2>Alarms</h2>" not in page([load_run(recorded(tmp_path / "healthy", [{}] * 8, Alarms()))])
     run = recorded(tmp_path, [{ESS: 0.4}] * 8, Alarms())
     for text in (
         "log: {alarms: {ess: [1]}}",
@@ -280,9 +270,3 @@ def test_a_torn_configuration_costs_the_report_no_more_than_the_list(tmp_path: P
     ):
         (run / "config.yaml").write_text(text)
         assert page([load_run(run)])
-
-
-def test_bounds_of_a_recipe_win() -> None:
-    from megatron_rl.config.alarms import Setting
-
-    assert bound_of(RULES[Alarm.mismatch], Setting(bound=0.5), [Format.none]) == 0.5

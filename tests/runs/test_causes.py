@@ -22,7 +22,7 @@ from megatron_rl.config.schema import Config, Format, RewardSection
 from megatron_rl.processes.process import describe_end
 from megatron_rl.rewards.pool import TOO_LATE, WATCHED, RewardsHang, _Breaker
 from megatron_rl.rollout.collect import RewardError
-from megatron_rl.runs.alarm_rules import RULES
+from megatron_rl.runs.alarms import RULES
 from megatron_rl.runs.causes import ENGINE, OUT_OF_MEMORY, ROWS, STUCK, UNKNOWN, Cause, explain
 from megatron_rl.runs.disk import RecordLost, lasting
 from megatron_rl.sampler.fleet.replica import NoServerLeft

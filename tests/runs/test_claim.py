@@ -11,10 +11,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from run_factory import make_config, make_yaml, quiet
+from run_factory import make_config, make_yaml, start
 
 from megatron_rl.config import ConfigError, load
-from megatron_rl.config.schema import Config, IfExists, RunSection
+from megatron_rl.config.schema import IfExists
 from megatron_rl.runs import run_dir
 from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, check_run_dir, open_run
@@ -39,8 +39,7 @@ def claim(path: Path, if_exists: IfExists = IfExists.refuse) -> tuple[RunDir, st
 
 
 def record(path: Path, if_exists: IfExists = IfExists.refuse) -> Recorder:
-    config = Config(run=RunSection(if_exists=if_exists))
-    return Recorder(config.log, make_yaml(config, path.name), path, 3, quiet(3), if_exists)
+    return start(path, if_exists=if_exists)
 
 
 @pytest.fixture
@@ -66,14 +65,14 @@ def test_of_many_starts_one_wins(tmp_path: Path, if_exists: IfExists, old: bool)
             (path / "metrics.jsonl").write_text(STEP_1)
         together = threading.Barrier(5)
 
-        def start(path=path, kept=kept, told=told, together=together) -> None:  # type: ignore[no-untyped-def]
+        def begin(path=path, kept=kept, told=told, together=together) -> None:  # type: ignore[no-untyped-def]
             together.wait()
             try:
                 kept.append(claim(path, if_exists)[0])
             except RunDirectoryUsed as error:
                 told.append(str(error))
 
-        threads = [threading.Thread(target=start) for _ in range(5)]
+        threads = [threading.Thread(target=begin) for _ in range(5)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -112,13 +111,6 @@ def test_a_live_run_is_neither_moved_nor_claimed(
             attempt(tmp_path / "run", if_exists)
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
     assert known_status(tmp_path / "run")["state"] == "starting"
-
-
-@pytest.mark.fault("a rank under srun finds a directory that a launcher has just opened", "it is refused")
-def test_what_another_launcher_has_opened_is_not_taken_over(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    assert read_status(tmp_path / "run")["state"] == "starting"
-    with pytest.raises(RunDirectoryUsed):
-        record(tmp_path / "run", IfExists.archive)
 
 
 @pytest.mark.fault("the process that owns a run is killed", "the run counts as failed, its name can be had again")
@@ -167,9 +159,8 @@ def test_the_ranks_hold_the_lock_too(tmp_path: Path) -> None:
     run.lock.close()
     with pytest.raises(RunDirectoryUsed, match="goes on"):
         claim(tmp_path / "run", IfExists.archive)
-    (tmp_path / "run" / "owner.lock").write_text(
-        f"boot {platform.node()} 999999999\n"
-    )  # the process that took it is no more
+    gone = f"boot {platform.node()} 999999999\n"  # the process that took it
+    (tmp_path / "run" / "owner.lock").write_text(gone)
     with pytest.raises(RunDirectoryUsed, match=r"goes on \(processes of process 999999999 "):
         claim(tmp_path / "run", IfExists.archive)
     rank.communicate()
@@ -215,11 +206,14 @@ def test_what_has_begun_is_kept(tmp_path: Path, finished: bool) -> None:
     if not finished:
         recorder.log(1, {})
     recorder.close("finished" if finished else "failed")
-    with pytest.raises(RunDirectoryUsed, match=r"run\.if_exists=archive"):
-        claim(tmp_path / "run")
+    before = sorted(tmp_path.rglob("*"))
+    for attempt in (check_run_dir, claim):
+        with pytest.raises(RunDirectoryUsed, match=r"run\.name=.*run\.if_exists=archive"):
+            attempt(tmp_path / "run", IfExists.refuse)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-NAMES = [
+ODD = (
     "",
     ".",
     "..",
@@ -234,11 +228,11 @@ NAMES = [
     " a",
     "x" * 256,
     "é" * 128,
-]
+)
 
 
 @pytest.mark.fault("a run's name is no name of a folder", "it is refused by its key")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ODD)
 def test_a_name_is_one_component(tmp_path: Path, name: str) -> None:
     (tmp_path / "mine.yaml").write_text(json.dumps({"run": {"name": name}}))
     with pytest.raises(ConfigError, match=r"run\.name is '"):

@@ -1,11 +1,30 @@
 """What a person sees: one plain line per step, or a live table on a terminal."""
 
 import math
+import re
 from io import StringIO
 
+import torch
 from rich.console import Console
+from run_factory import make_run
 
-from megatron_rl.runs.console import LiveDisplay, PlainDisplay, choose_display, duration, sparkline, step_line, table
+from megatron_rl.runs.console import (
+    LiveDisplay,
+    PlainDisplay,
+    choose,
+    choose_display,
+    duration,
+    sample_line,
+    sparkline,
+    step_line,
+    table,
+)  # fmt: skip
+from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
+from megatron_rl.runs.run_dir import RunDir
+from megatron_rl.types import Prompt, Rollout, Scored, Verdict
+from megatron_rl.workshop.reports.report import page
+from megatron_rl.workshop.reports.run_data import load_runs
+from megatron_rl.workshop.reports.sample_section import _tokens
 
 METRICS = {"reward/mean": 0.25, "reward/sampler_mean": 0.5, "optim/grad_norm": math.nan, "time/step": 1.5}
 
@@ -53,8 +72,55 @@ def test_duration():
 
 def test_a_table_puts_numbers_to_the_right() -> None:
     lines = table(["name", "shape", "share", "change"], [["a", "text", "10.5%", "+1e-3"], ["longer", "t", "9%", ""]])
-    assert lines == [
-        "name    shape  share  change",
-        "a       text   10.5%   +1e-3",
-        "longer  t         9%",
-    ]
+    assert lines == ["name    shape  share  change", "a       text   10.5%   +1e-3", "longer  t         9%"]
+
+
+# the few answers that people are shown
+
+
+def answer(text: str, verdict: Verdict, prompt: str = "1+1=") -> Scored:
+    tokens = tuple(map(ord, text))
+    rollout = Rollout(
+        Prompt(0, (1,), prompt, {}), 0, 0, tokens, (-1.0,) * len(tokens), (True,) * len(tokens), "stop", 0
+    )
+    return Scored(rollout, float(verdict == Verdict.right), None, text, verdict)
+
+
+def test_a_right_one_another_and_the_one_that_differs_most() -> None:
+    scored = [answer(text, Verdict.wrong if text != "2" else Verdict.right) for text in ("3", "4", "2", "5")]
+    prox_BT = torch.tensor([[-1.0], [-1.0], [-1.0], [-3.0]])
+    assert choose(scored, prox_BT) == [2, 0, 3]
+    assert choose(scored, None) == [2, 0]
+    assert choose(scored[:1], torch.tensor([[float("nan")]])) == [0]
+    assert choose([], None) == []
+
+
+def test_a_line_has_the_ends_of_long_texts() -> None:
+    said = sample_line(answer("so\nit is 2", Verdict.no_answer, prompt="x" * 500 + "1+1="))
+    assert re.fullmatch(r"sample   '\.\.\.x+1\+1=' -> 'so it is 2'   no answer, reward 0", said)
+    assert len(said) < 120
+
+
+def test_recorded_pieces_are_those_of_the_answer_and_on_the_page(tmp_path) -> None:
+    run = make_run(tmp_path, "one", steps=20)
+    rows = read_rollouts(recorded_steps(RunDir(run).rollouts)[0][1]).to_pylist()
+    shown = [row for row in rows if row["pieces"]]
+    assert 2 <= len(shown) <= 3
+    assert {row["verdict"] for row in shown} >= {"right", "wrong"}
+    assert all(row["pieces"] == [f"<{token}>" for token in row["token_ids"]] for row in shown)
+    html = page(load_runs([run]))
+    assert html.count("<section class='answer") >= 4
+    first = shown[0]
+    d = first["prox_logprobs"][0] - first["sampler_logprobs"][0]
+    colour = "232,113,10" if d < 0 else "37,99,235"
+    strength = f"{min(1.0, abs(d) / 0.5):.2f}"
+    token = first["token_ids"][0]
+    assert f"<span style='background:rgba({colour},{strength})' title='d {d:+.4f}'>&lt;{token}&gt;</span>" in html
+
+
+def test_an_answer_of_many_tokens_is_shown_by_its_ends() -> None:
+    text = "".join(_tokens([f"t{n}," for n in range(20_000)], [0.0] * 20_000))
+    assert "t119," in text
+    assert "t120," not in text
+    assert "19,600 tokens" in text
+    assert text.count("<span") == 400

@@ -5,12 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-from run_factory import make_config, make_scored, make_yaml, quiet
+from run_factory import make_scored, start
 
-from megatron_rl.config.schema import LogSection
-from megatron_rl.runs.disk import GIB, Disk, size
-from megatron_rl.runs.line_file import LineFile
-from megatron_rl.runs.record import Recorder
+from megatron_rl.config.schema import Config, LogSection
+from megatron_rl.runs.disk import GIB, Disk, LineFile, size
 from megatron_rl.runs.rollout_file import recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import read_status
@@ -30,7 +28,7 @@ def furnished(path: Path) -> RunDir:
 
 def _put(path: Path, nbytes: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"x" * nbytes)
+    path.write_bytes(b"x" * (nbytes - 1) + b"\n")
 
 
 @pytest.mark.parametrize(
@@ -62,9 +60,7 @@ def test_the_oldest_make_room(
 
 
 def test_a_recorder_keeps_its_budget(tmp_path: Path) -> None:
-    config = make_config()
-    recorder = Recorder(LogSection(disk_gib=2e-4), make_yaml(config, "run"), tmp_path / "run", 40, quiet(40))
-    with recorder:
+    with start(tmp_path / "run", Config(log=LogSection(disk_gib=2e-4)), 40) as recorder:
         for step in range(1, 41):
             recorder.rollouts(step, make_scored(64, seed=step)[0])
             recorder.log(step, {"loss/total": 1.0})

@@ -11,11 +11,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from run_factory import make_config, make_scored, make_yaml, quiet
+from run_factory import make_scored, start
 
 from megatron_rl.checkpoint.resume import gap
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import IfExists, LogSection, Wandb
+from megatron_rl.config.schema import Config, IfExists, LogSection, Wandb
 from megatron_rl.files import last_lines
 from megatron_rl.runs import record, wandb_log
 from megatron_rl.runs.console import PlainDisplay
@@ -26,11 +26,6 @@ from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir, open_run
 from megatron_rl.runs.status import beat, mark_status, read_status
 from megatron_rl.workshop.reports.after_run import write_own_report
-
-
-def start(path: Path, steps: int = 3) -> Recorder:
-    config = make_config()
-    return Recorder(config.log, make_yaml(config, path.name), path, steps, quiet(steps))
 
 
 @pytest.fixture
@@ -62,8 +57,8 @@ def fill(folder: Path) -> None:
 @pytest.mark.fault("the disk of a run's directory is full", "the run goes on, says so once, and tears no file")
 @pytest.mark.parametrize("freed", [True, False])
 def test_a_full_disk(tiny: Path, freed: bool) -> None:
-    said, config = StringIO(), make_config()
-    recorder = Recorder(config.log, make_yaml(config, "run"), tiny / "run", 60, PlainDisplay(60, said))
+    said = StringIO()
+    recorder = start(tiny / "run", steps=60, display=PlainDisplay(60, said))
     recorder.log(0, {})
     recorder.rollouts(0, make_scored(4)[0])
     fill(tiny)
@@ -194,12 +189,8 @@ def test_wandb_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mod
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(wandb_log, "INIT_S", 2.0)
-    config = make_config()
     said = StringIO()
-    recorder = Recorder(
-        LogSection(wandb=mode), make_yaml(config, "run"), tmp_path / "run", 3, PlainDisplay(3, said), IfExists.refuse
-    )
-    with recorder:
+    with start(tmp_path / "run", Config(log=LogSection(wandb=mode)), display=PlainDisplay(3, said)) as recorder:
         recorder.log(1, {"loss/total": 1.0})
     assert "offline: " in said.getvalue()
     assert "wandb sync" in said.getvalue()

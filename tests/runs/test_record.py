@@ -11,7 +11,7 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 import torch
-from run_factory import make_config, make_scored, make_yaml, quiet
+from run_factory import make_config, make_scored, make_yaml, quiet, start
 
 from megatron_rl.config.schema import Config, IfExists, LogSection, RunSection, Wandb
 from megatron_rl.runs.metrics import UnknownMetricWarning
@@ -19,16 +19,10 @@ from megatron_rl.runs.metrics_file import decode_line, encode_line, read_metrics
 from megatron_rl.runs.progress import Seen
 from megatron_rl.runs.record import PhaseClock, Recorder, SilentRecorder
 from megatron_rl.runs.rollout_file import load_recorded, read_rollouts, recorded_steps
-from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, check_run_dir, open_run, read_status, redact
+from megatron_rl.runs.run_dir import RunDir, RunDirectoryUsed, open_run, read_status, redact
 from megatron_rl.runs.wandb_log import resolve_mode
 from megatron_rl.types import collate
 from megatron_rl.workshop.reports.run_data import recorded_breakdowns
-
-
-def start(path, config=None, steps=3):
-    config = config or make_config()
-    text = make_yaml(config, path.name)
-    return Recorder(config.log, text, path, steps, quiet(steps), config.run.if_exists)
 
 
 def strict(text):
@@ -42,11 +36,7 @@ def test_nan_and_infinities_are_strict_json_and_come_back():
     metrics = {"loss/total": math.nan, "optim/grad_norm": math.inf, "loss/policy": -math.inf, "optim/lr": 0.5}
     line = strict(encode_line(metrics))
     assert line["loss/total"] is None
-    assert line["non_finite"] == {
-        "loss/total": "nan",
-        "optim/grad_norm": "inf",
-        "loss/policy": "-inf",
-    }
+    assert line["non_finite"] == {"loss/total": "nan", "optim/grad_norm": "inf", "loss/policy": "-inf"}
     back = decode_line(encode_line(metrics))
     assert math.isnan(back.pop("loss/total"))
     assert back == {"optim/grad_norm": math.inf, "loss/policy": -math.inf, "optim/lr": 0.5}
@@ -87,21 +77,6 @@ def test_the_time_of_a_step_is_split_without_counting_twice(monkeypatch):
     assert clock.finish_step() == {"time/step": 2, "time/other": 2}
 
 
-def test_a_used_directory_is_refused_with_the_ways_out(tmp_path):
-    start(tmp_path / "run").close()
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(RunDirectoryUsed, match=r"run\.name=.*run\.if_exists=archive"):
-        start(tmp_path / "run")
-    with pytest.raises(RunDirectoryUsed):
-        check_run_dir(tmp_path / "run", IfExists.refuse)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_empty_directory_is_not_used(tmp_path):
-    (tmp_path / "run").mkdir()
-    start(tmp_path / "run").close()
-
-
 def test_archives_are_numbered(tmp_path):
     config = Config(run=RunSection(if_exists=IfExists.archive))
     for number in (1, 2, 3):
@@ -114,6 +89,7 @@ def test_archives_are_numbered(tmp_path):
 
 def test_a_claimed_directory_is_taken_over_once(tmp_path):
     config = make_config()
+    (tmp_path / "run").mkdir()  # an empty one is not used
     run, _ = open_run(tmp_path / "run", IfExists.refuse, make_yaml(config, "run"))
     (run.logs / "rank_0.log").write_text("started by the launcher\n")
     recorder = start(tmp_path / "run")
@@ -127,10 +103,7 @@ def test_a_claimed_directory_is_taken_over_once(tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "state", "reason"),
-    [
-        (ValueError("bad batch"), "failed", "ValueError: bad batch"),
-        (KeyboardInterrupt(), "stopped", "interrupted"),
-    ],
+    [(ValueError("bad batch"), "failed", "ValueError: bad batch"), (KeyboardInterrupt(), "stopped", "interrupted")],
 )
 def test_the_status_says_how_a_run_ended(tmp_path, error, state, reason):
     recorder = start(tmp_path / "run")
@@ -193,16 +166,19 @@ def test_rollouts_round_trip(tmp_path):
         assert row["loss_mask"] == [True] * n
         assert (row["reward"], row["policy_version"], row["finish_reason"]) == (one.reward, 3, "stop")
     assert pq.read_table(files[0][1]).column("prox_logprobs").null_count == 9
+    with pytest.raises(ValueError, match="prox_logprobs_BT"):
+        recorder.rollouts(2, scored, prox_logprobs_BT=prox_BT[:3])
 
 
-def test_what_tokens_were_drawn_among_round_trips(tmp_path):
+def test_what_tokens_were_drawn_among_and_the_versions_of_an_answer_round_trip(tmp_path):
     recorder = start(tmp_path / "run")
     scored, prox_BT = make_scored(3)
-    drawn = []
-    for one in scored:
-        n = len(one.rollout.token_ids)
-        counts = [1 + at % 3 for at in range(n)]
-        drawn.append(replace(one, rollout=replace(one.rollout, kept_ids=range(sum(counts)), kept_counts=counts)))
+    n = len(scored[1].rollout.token_ids)
+    versions, drawn = [3] * (n // 2) + [4] * (n - n // 2), []  # an update came into the second one
+    for place, one in enumerate(scored):
+        counts = [1 + at % 3 for at in range(len(one.rollout.token_ids))]
+        kept = {"kept_ids": range(sum(counts)), "kept_counts": counts, "versions": versions if place == 1 else None}
+        drawn.append(replace(one, rollout=replace(one.rollout, **kept)))
     recorder.rollouts(1, drawn, prox_logprobs_BT=prox_BT)
     ((_, path),) = recorded_steps(RunDir(tmp_path / "run").rollouts)
     batch, wanted = load_recorded(path).batch, collate(drawn)
@@ -210,31 +186,14 @@ def test_what_tokens_were_drawn_among_round_trips(tmp_path):
     assert torch.equal(batch.kept_counts_BT, wanted.kept_counts_BT)
     with pytest.raises(ValueError, match="1 of 3 answers do not say"):
         collate([*drawn[:2], scored[2]])
-
-
-def test_the_versions_of_an_answer_that_an_update_came_into_round_trip(tmp_path):
-    recorder = start(tmp_path / "run")
-    scored, prox_BT = make_scored(3)
-    n = len(scored[1].rollout.token_ids)
-    versions = [3] * (n // 2) + [4] * (n - n // 2)
-    scored[1] = replace(scored[1], rollout=replace(scored[1].rollout, versions=versions))
-    recorder.rollouts(1, scored, prox_logprobs_BT=prox_BT)
-    ((_, path),) = recorded_steps(RunDir(tmp_path / "run").rollouts)
     assert [row["versions"] for row in read_rollouts(path).to_pylist()] == [None, versions, None]
-    recorded = load_recorded(path)
-    assert torch.equal(recorded.batch.versions_BT, collate(scored).versions_BT)
-    assert recorded.batch.token_versions_BT[1, :n].tolist() == versions
-    assert recorded.batch.versions_B.tolist() == [3, 3, 3]
-    metrics = Seen().metrics(recorded.batch, step=6)
+    assert torch.equal(batch.versions_BT, wanted.versions_BT)
+    assert batch.token_versions_BT[1, :n].tolist() == versions
+    assert batch.versions_B.tolist() == [3, 3, 3]
+    metrics = Seen().metrics(batch, step=6)
     assert (metrics["rollout/staleness_max"], metrics["rollout/spanning_fraction"]) == (2, pytest.approx(1 / 3))
     ages = {one.label: one.tokens for one in recorded_breakdowns(path, policy_version=5) if one.by == "staleness"}
-    assert ages == {"1": n - n // 2, "2": int(recorded.batch.mask_BT.sum()) - (n - n // 2)}
-
-
-def test_rollouts_of_the_wrong_shape_are_refused(tmp_path):
-    scored, prox_BT = make_scored(4)
-    with pytest.raises(ValueError, match="prox_logprobs_BT"):
-        start(tmp_path / "run").rollouts(1, scored, prox_logprobs_BT=prox_BT[:3])
+    assert ages == {"1": n - n // 2, "2": int(batch.mask_BT.sum()) - (n - n // 2)}
 
 
 def test_the_silent_recorder_takes_every_call_of_the_loop(tmp_path, monkeypatch):
@@ -255,9 +214,6 @@ def test_no_secret_and_no_environment_is_written(tmp_path, monkeypatch):
     assert "value-of-the-environment" not in written
     assert "sesame" not in written
     assert "prompt_key: null" in written
-
-
-def test_token_counts_and_column_names_are_not_secrets():
     plain = {"max_prompt_tokens": 5, "prompt_key": "q", "tokens_per_microbatch": 1, "stop_token_id": 3}
     assert redact(plain) == plain
     assert redact({"sampler": {"vllm": {"api_key": "x"}}, "password": None})["sampler"]["vllm"]["api_key"] == "(hidden)"

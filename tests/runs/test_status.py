@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.runs import status
 from megatron_rl.runs.status import beat, mark_status, mark_stuck, read_status
 
 DRIVER = """
 import sys
 from pathlib import Path
+from megatron_rl.runs import status
 from megatron_rl.runs.status import beat
+status.WAIT_S = 600.0
 while sys.stdin.readline():
     for _ in range(100):
         beat(Path(sys.argv[1]), step=1)
@@ -29,7 +32,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_neither_takes_back_what_the_other_has_said(run: Path) -> None:
+def test_neither_takes_back_what_the_other_has_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "WAIT_S", 600.0)  # both are slow on a busy machine
     command = [sys.executable, "-c", DRIVER, str(run)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdin and driver.stdout

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import LogSection, Wandb
-from megatron_rl.runs import wandb_file
-from megatron_rl.runs.wandb_log import ID, WandbLog
+from megatron_rl.runs.wandb_log import BLOCK, ID, WandbLog, logged_steps
 
 WIDE = {f"loss/{number}": number / 7 for number in range(60)}  # a step fills a good part of a block
 
@@ -37,7 +36,7 @@ def files(run: Path) -> list[Path]:
 
 
 def held(run: Path) -> Counter[int]:
-    return Counter(step for file in files(run) for step in wandb_file.steps(file))
+    return Counter(step for file in files(run) for step in logged_steps(file))
 
 
 @pytest.mark.fault("a run with W&B goes on", "it is the same run there, without a gap or a double step")
@@ -48,8 +47,8 @@ def test_one_run_of_many_attempts(tmp_path: Path) -> None:
     (file,) = files(run)
     name = (run / ID).read_text().strip()
     assert file.name == f"run-{name}.wandb"
-    assert file.stat().st_size > 2 * wandb_file.BLOCK
-    assert wandb_file.steps(file) == list(range(31))
+    assert file.stat().st_size > 2 * BLOCK
+    assert logged_steps(file) == list(range(31))
 
     behind = tmp_path / "behind"  # W&B has seen more than the checkpoint holds
     shutil.copytree(run, behind)
@@ -61,8 +60,8 @@ def test_one_run_of_many_attempts(tmp_path: Path) -> None:
     cut = tmp_path / "cut"  # W&B has lost what a kill kept from its disk
     shutil.copytree(run, cut)
     (lost,) = files(cut)
-    lost.write_bytes(lost.read_bytes()[: wandb_file.BLOCK + 5000])
-    last = wandb_file.steps(lost)[-1]
+    lost.write_bytes(lost.read_bytes()[: BLOCK + 5000])
+    last = logged_steps(lost)[-1]
     assert 5 < last < 20
     write(cut, 28)
     attempt(cut, 29, 35)
@@ -93,7 +92,7 @@ Path(sys.argv[2]).write_text("\\n".join(said))
 def test_a_file_that_was_cut(tmp_path: Path) -> None:
     for content in (b"", b":W&B", b":W&B\xbf\xbe\0" + b"\0" * 99, b":W&B\xbf\xbe\0" + b"\xff" * 99, b"x" * 99):
         (tmp_path / "file").write_bytes(content)
-        assert wandb_file.steps(tmp_path / "file") == []
+        assert logged_steps(tmp_path / "file") == []
 
 
 @pytest.mark.fault("W&B's own process is killed", "the run goes on, and says so once")

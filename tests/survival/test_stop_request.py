@@ -16,9 +16,9 @@ from megatron_rl.checkpoint import checkpoints
 from megatron_rl.config.schema import IfExists
 from megatron_rl.data.toy import write_toy
 from megatron_rl.processes.process import hold
-from megatron_rl.runs.phase_clock import PhaseClock
 from megatron_rl.runs.run_dir import open_run
 from megatron_rl.runs.status import mark_status, read_status
+from megatron_rl.runs.timeline import PhaseClock
 from megatron_rl.survival.stop_request import ASKS, WAKE, StepGivenUp, StopRequest, ask_driver
 
 ROOT = Path(__file__).parent.parent.parent

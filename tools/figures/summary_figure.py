@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_rl.runs.summary import Series
+from megatron_rl.runs.metrics_file import Series
 from megatron_rl.workshop.reports.figures import PALETTE, running_mean
 from megatron_rl.workshop.reports.run_data import RunData, load_runs
 from megatron_rl.workshop.reports.svg import TITLE, Plot, heading, legend, nice_ticks, picture

@@ -1,43 +1,45 @@
-"""The index of a torch_dist checkpoint: which tensors it holds, in which parts, at which places of which files.
+"""The index of a torch_dist checkpoint: its tensors, the places of their parts, and those of a model's parameters.
 
-It comes from anywhere. It is read as data, never unpickled (pickled.py), and every number in it is held against the
-files before anybody reads or allocates by it. Torch-free, so that a dry run can look into a checkpoint.
+An index comes from anywhere. It is read as data, never unpickled (pickled.py), and every number in it is held against
+the files before anybody reads or allocates by it. Torch-free, so that a dry run can look into a checkpoint.
 """
 
 from __future__ import annotations
 
 import math
 import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.torch_dist.pickled import Items, Made, Name, read_pickle
 from megatron_rl.files import read_json
+from megatron_rl.models.layout import Layout
+from megatron_rl.models.mapping import Param, params
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.table import Split
 from megatron_rl.models.tensors import DTYPES
-from megatron_rl.models.weight_files import BACKEND_FILE, INDEX_FILE, refuse_links_out
+from megatron_rl.models.weight_files import BACKEND_FILE, FLOATS, INDEX_FILE, refuse_links_out, some
 
 LARGEST_INDEX = 1 << 30
-_METADATA = "torch.distributed.checkpoint.metadata"
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_ROOT = "embedding.word_embeddings.weight"
+_DCP, _MEGATRON = "torch.distributed.checkpoint", "megatron.core.dist_checkpointing.strategies.torch"
+_METADATA = f"{_DCP}.metadata"
 _INDEXES = (f"{_METADATA}.Metadata", f"{_MEGATRON}.MCoreMetadata")
 _CLASSES = {
-    _METADATA: (
-        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.planner": (
-        *("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size", *DTYPES, "int16", "float8_e5m2"),
-    "collections": ("OrderedDict",),
-    "builtins": ("set",),
-    _MEGATRON: ("MCoreSavePlan",),
+    _METADATA: "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex "
+    "StorageMeta _MEM_FORMAT_ENCODING",
+    f"{_DCP}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+    f"{_DCP}.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": " ".join(("Size", *DTYPES, "int16", "float8_e5m2")),
+    "collections": "OrderedDict",
+    "builtins": "set",
+    _MEGATRON: "MCoreSavePlan",
 }
 # everything that an index written by torch or megatron-core refers to
-_NAMES = frozenset({*_INDEXES, *(f"{module}.{name}" for module, names in _CLASSES.items() for name in names)})
+_NAMES = {*_INDEXES, *(f"{module}.{name}" for module, names in _CLASSES.items() for name in names.split())}
 
 
 class CheckpointError(ValueError):
@@ -56,7 +58,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Kept:
+class IndexedTensor:
     """A whole tensor, as the index describes it."""
 
     dtype: str  # as torch calls it
@@ -64,7 +66,7 @@ class Kept:
     chunks: tuple[Chunk, ...]
 
 
-def read_index(folder: Path) -> dict[str, Kept]:
+def read_index(folder: Path) -> dict[str, IndexedTensor]:
     """The tensors of a checkpoint by key; CheckpointError says what is wrong with it."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give a torch_dist checkpoint")
@@ -84,16 +86,15 @@ def read_index(folder: Path) -> dict[str, Kept]:
         raise CheckpointError(str(error)) from None
     try:
         places = _places(folder, content)
-        described = _state(content, "state_dict_metadata").named()
-        tensors = {key: about for key, about in described if _is(about, f"{_METADATA}.TensorStorageMetadata")}
-        return {key: _kept(key, about, places) for key, about in tensors.items()}
+        described = dict(_state(content, "state_dict_metadata").named())
+        tensor = f"{_METADATA}.TensorStorageMetadata"
+        return {key: _kept(key, about, places) for key, about in described.items() if _is(about, tensor)}
     except (ValueError, TypeError, OSError) as error:
         raise CheckpointError(f"{folder / INDEX_FILE} is not an index to be read: {error}") from None
 
 
 def _content(path: Path) -> Made:
-    size = path.stat().st_size
-    if size > LARGEST_INDEX or not path.is_file():
+    if path.stat().st_size > LARGEST_INDEX or not path.is_file():
         raise ValueError(f"{path} is no file of at most {LARGEST_INDEX} bytes")
     try:
         found = read_pickle(path.read_bytes(), _NAMES)
@@ -108,7 +109,7 @@ def _places(folder: Path, content: Made) -> dict[tuple[str, tuple[int, ...]], tu
     """Tensor and offset -> file, first byte, bytes: in files of the folder, and in these no further than they reach."""
     places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
     sizes: dict[str, int] = {}
-    for key, info in _state(content, "storage_data").pairs():
+    for key, info in _state(content, "storage_data").pairs:
         name, offset = _fields(key, "fqn", "offset")
         file, begin, nbytes, transforms = _fields(info, "relative_path", "offset", "length", "transform_descriptors")
         if not isinstance(name, str) or not isinstance(file, str) or transforms:
@@ -134,7 +135,7 @@ def _size_of(folder: Path, file: str) -> int:
     return about.st_size
 
 
-def _kept(key: str, about: Made, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]) -> Kept:
+def _kept(key: str, about: Made, places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]) -> IndexedTensor:
     properties, size, chunks = _fields(about, "properties", "size", "chunks")
     whole, dtype = _numbers(size), _dtype(properties)
     item_bytes = DTYPES.get(dtype, ("", 1))[1]
@@ -152,7 +153,7 @@ def _kept(key: str, about: Made, places: dict[tuple[str, tuple[int, ...]], tuple
         if math.prod(length) * item_bytes > nbytes:
             raise ValueError(f"a part of {key} is {dtype} {list(length)}, but has {nbytes} bytes")
         found.append(Chunk(offset, length, file, begin, nbytes))
-    return Kept(dtype, whole, tuple(found))
+    return IndexedTensor(dtype, whole, tuple(found))
 
 
 def _dtype(properties: Any) -> str:
@@ -175,7 +176,7 @@ def _fields(value: Any, *names: str) -> list[Any]:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """What torch.Size would be made from."""
+    """The numbers that a torch.Size would be made from."""
     numbers = value.arguments[0] if _is(value, "torch.Size") and len(value.arguments) == 1 else None
     if not isinstance(numbers, tuple) or not all(map(_is_count, numbers)):
         raise ValueError("a shape in it is none")
@@ -188,3 +189,79 @@ def _is_count(value: Any) -> bool:
 
 def _is(value: Any, name: str) -> bool:
     return isinstance(value, Made) and value.name == name
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a checkpoint keeps one parameter: a key, and its index along the leading axes stacked there."""
+
+    key: str
+    axes: tuple[tuple[int, int], ...]  # (index, length) of each leading axis
+
+
+def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
+    """Places where megatron-core keeps a parameter, by the spelling of its name; like layers are `stacked`."""
+    found: dict[str, Entry] = {}
+    for spelling in param.row.megatron:
+        key, axes = spelling, []
+        if param.layer is not None:
+            axes += [(param.layer, shape.layers)] if stacked else []
+            key = key.replace("layers.{L}.", "layers." if stacked else f"layers.{param.layer}.")
+        if param.expert is not None:
+            axes.append((param.expert, shape.experts))
+            key = key.replace(".local_experts.{E}.", ".experts.")
+            key = key.replace("mlp.experts.linear_fc", "mlp.experts.experts.linear_fc").removesuffix("{E}")
+        found[key] = Entry(key, tuple(axes))
+    return list(found.values())
+
+
+def prefix(tensors: Mapping[str, IndexedTensor]) -> str:
+    """Before every name: a checkpoint may hold more than a policy."""
+    return next((key.removesuffix(_ROOT) for key in tensors if key.endswith(_ROOT)), "")
+
+
+def locate(tensors: Mapping[str, IndexedTensor], before: str, param: Param, shape: ModelShape) -> Entry | None:
+    """`before`: the prefix of its names."""
+    both = (entry for stacked in (True, False) for entry in entries(param, shape, stacked))
+    return next((entry for entry in both if before + entry.key in tensors), None)
+
+
+def misfit(kept: IndexedTensor, entry: Entry, param: Param) -> str | None:
+    """How a stored parameter differs from what config.json promises; the vocabulary may be padded."""
+    axes, wanted = len(entry.axes), param.local_shape(Layout())
+    stacked, stored = kept.size[:axes], kept.size[axes:]
+    if stacked != tuple(length for _, length in entry.axes):
+        return f"stacks {list(stacked)}, config.json says {[length for _, length in entry.axes]} (layers, experts)"
+    padded = param.row.split is Split.vocab and stored[1:] == wanted[1:] and stored[0] >= wanted[0]
+    if stored != wanted and not padded:
+        return f"has shape {stored}, config.json says {wanted}"
+    return None
+
+
+def misfits(folder: Path, shape: ModelShape) -> Iterator[str]:
+    """How a checkpoint differs from what config.json promises, as far as its index says."""
+    try:
+        tensors = read_index(folder)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    before, missing, wrong, others = prefix(tensors), [], {}, {}
+    for param in params(shape):
+        if param.row.copy:
+            continue
+        entry = locate(tensors, before, param, shape)
+        if entry is None:
+            missing.append(param.megatron)
+            continue
+        kept = tensors[before + entry.key]
+        if problem := misfit(kept, entry, param):
+            wrong[entry.key] = problem
+        elif DTYPES.get(kept.dtype, ("?", 0))[0] not in FLOATS:
+            others[entry.key] = kept.dtype
+    if missing:
+        yield f"{folder} lacks {some(missing)}; config.json promises {'it' if len(missing) == 1 else 'them'}"
+    if wrong:
+        yield f"{folder}: {some(list(wrong))}: {next(iter(wrong.values()))}"
+    if others:
+        first = next(iter(others.values()))
+        yield f"{folder} holds {some(list(others))} as {first}, expected one of {', '.join(FLOATS)}"

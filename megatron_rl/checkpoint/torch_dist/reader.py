@@ -1,28 +1,49 @@
 """Megatron's torch_dist checkpoints through the mapping table: weights in, weights out.
 
-Neither needs megatron or a process group: tensors come one at a time, in pieces of any shape, and any learner layout
-can load what is written (torch_dist_writer.py). Nothing in a checkpoint is unpickled (torch_dist_index.py,
-saved_tensor.py).
+No megatron and no process group is needed: tensors come one at a time, in pieces of any shape, and any learner layout
+can load what is written (writer.py). Nothing in a checkpoint is unpickled (pickled.py): a tensor that torch.save has
+written is a zip archive, whose `data.pkl` says how the numbers lie, and whose `data/0` holds them as they are.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import struct
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
-from megatron_rl.checkpoint.torch_dist.index import CheckpointError, Chunk, Kept, read_index
-from megatron_rl.checkpoint.torch_dist.places import Entry, entries, locate, misfit, prefix
-from megatron_rl.checkpoint.torch_dist.saved_tensor import read_saved
+from megatron_rl.checkpoint.torch_dist.index import (
+    CheckpointError,
+    Chunk,
+    Entry,
+    IndexedTensor,
+    entries,
+    locate,
+    misfit,
+    prefix,
+    read_index,
+)
+from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, Made, is_plain, read_saved_head
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.mapping import Param, params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.shards import Box, assemble, common, cut
-from megatron_rl.models.tensors import TensorSpec, torch_dtype
+from megatron_rl.models.tensors import DTYPES, TensorSpec, empty_tensor, torch_dtype
+
+_REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+_STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "Untyped")
+_NAMES = {*_REBUILD, "collections.OrderedDict", *(f"torch.{kind}Storage" for kind in _STORAGES)} | {
+    "torch.storage.UntypedStorage",
+    *(f"torch.{dtype}" for dtype in DTYPES),
+}
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: the lengths of its name and of what follows it
 
 
 def blocks(param: Param, shape: ModelShape, tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
@@ -83,7 +104,7 @@ class Reader:
             _part(target, box, whole[0]).copy_(_part(self._stored(key, kept, chunk), box, chunk.offset))
         return target.view(size)
 
-    def _stored(self, key: str, kept: Kept, chunk: Chunk) -> torch.Tensor:
+    def _stored(self, key: str, kept: IndexedTensor, chunk: Chunk) -> torch.Tensor:
         try:
             return read_saved(self.folder / chunk.file, chunk.begin, chunk.nbytes, kept.dtype, chunk.size)
         except (OSError, ValueError) as error:
@@ -98,22 +119,17 @@ def _part(tensor: torch.Tensor, box: Box, origin: tuple[int, ...]) -> torch.Tens
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the model, in the order of `tensors`."""
+    """Every Hugging Face tensor of the model."""
     return {name: size for p in _own(shape) for name, size in zip(p.hf, p.shapes, strict=True)}
 
 
 def specs(reader: Reader, shape: ModelShape) -> list[TensorSpec]:
-    """The same, each with the dtype that the checkpoint holds it in."""
+    """Every Hugging Face tensor of the model, with the dtype that the checkpoint holds it in."""
     found = []
     for param in _own(shape):
         dtype = reader.dtype(reader.find(param, shape))
         found += [TensorSpec(name, dtype, size) for name, size in zip(param.hf, param.shapes, strict=True)]
     return found
-
-
-def tensors(reader: Reader, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
-    for param in _own(shape):
-        yield from reader.parameter(param, shape)
 
 
 def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
@@ -132,3 +148,68 @@ def getter(reader: Reader, shape: ModelShape) -> Callable[[str], torch.Tensor]:
 
 def _own(shape: ModelShape) -> Iterator[Param]:
     return (param for param in params(shape) if not param.row.copy)
+
+
+def read_saved(path: Path, begin: int, nbytes: int, dtype: str, size: tuple[int, ...]) -> torch.Tensor:
+    """ValueError where those bytes of the file do not hold such a tensor."""
+    with path.open("rb") as file:
+        window = _Window(file, begin, nbytes)
+        try:
+            with zipfile.ZipFile(window) as archive:
+                members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                storage, start, shape, stride = _layout(read_saved_head(archive, _NAMES))
+                data = members[f"data/{storage}"]
+            if not is_plain(data, nbytes) or shape != size:
+                raise ValueError(f"it holds another tensor than one of {list(size)}")
+            window.seek(data.header_offset)
+            window.seek(sum(_LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))), io.SEEK_CUR)
+            values = empty_tensor((data.file_size,), torch.uint8)
+            if window.readinto(values.numpy()) != data.file_size:
+                raise ValueError("it is cut off")
+            return torch.as_strided(values.view(torch_dtype(dtype)), size, stride, start)
+        except DAMAGED as error:
+            raise ValueError(f"it is damaged ({type(error).__name__})") from None
+
+
+def _layout(head: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
+    """The storage's name; the first element, shape and strides."""
+    if not isinstance(head, Made) or head.name not in _REBUILD or len(head.arguments) < 4:
+        raise ValueError("it holds no tensor")
+    storage, start, shape, stride = head.arguments[:4]
+    named = storage.arguments[0] if isinstance(storage, Made) and len(storage.arguments) == 1 else ()
+    numbers = (start, *shape, *stride) if isinstance(shape, tuple) and isinstance(stride, tuple) else (None,)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("it says nothing of its shape")
+    if not isinstance(named, tuple) or len(named) < 3 or not isinstance(named[2], str):
+        raise ValueError("it names no storage")
+    return named[2], start, shape, stride
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, begin: int, nbytes: int) -> None:
+        self._file, self._begin, self._nbytes, self._at = file, begin, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        if base + offset < 0:
+            raise ValueError("it is damaged: a place before its beginning")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target)[: max(0, self._nbytes - self._at)]
+        self._file.seek(self._begin + self._at)
+        count = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._at += count
+        return count

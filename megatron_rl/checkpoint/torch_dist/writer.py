@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_rl.checkpoint.torch_dist.places import Entry
+from megatron_rl.checkpoint.torch_dist.index import Entry
 from megatron_rl.files import write_whole
 from megatron_rl.models.tensors import dtype_name, torch_dtype
 
@@ -61,7 +61,7 @@ def part_of(
 def write_blocks(
     path: Path, blocks: Iterable[Block], between: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
-    """One file; returns what the index must know of it. `between`: called after each block."""
+    """Writes one file; returns what the index must know of it. `between`: called after each block."""
     written = []
     with path.open("wb") as file:
         for block in blocks:
@@ -98,7 +98,7 @@ def _save(block: Block, file: BufferedWriter) -> None:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory under a storage of its own: of a view, torch.save would write all that it is a view of."""
+    """A tensor's memory under a storage of its own: of a view, torch.save would write all that it is a view of."""
     raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
     return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
 

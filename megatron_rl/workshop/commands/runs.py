@@ -71,13 +71,12 @@ def _checkpoints(options: argparse.Namespace) -> int:
 def _describe(root: Path) -> str:
     """A table, the newest first. Every byte is read, to tell the whole ones from the others."""
     from megatron_rl.checkpoint import checkpoints
-    from megatron_rl.checkpoint.readable import look_into
     from megatron_rl.runs.console import table
 
     rows = []
     for step in checkpoints.steps(root):
         try:
-            found, verdict = checkpoints.verify(checkpoints.path_of(root, step), look_into), "whole"
+            found, verdict = checkpoints.verify(checkpoints.path_of(root, step)), "whole"
         except checkpoints.TornCheckpoint as error:
             rows.append((str(step), "", "", "", f"torn: {error}"))
             continue

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.runs.summary import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE, Series, numbers
+from megatron_rl.runs.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE, Series, numbers
 from megatron_rl.workshop.reports.run_data import RunData
 
 CURVES = (ACCURACY, MISMATCH, SAMPLE_SIZE)

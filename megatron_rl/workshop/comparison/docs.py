@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError
 from megatron_rl.files import write_whole
-from megatron_rl.runs.summary import ACCURACY, NUMBERS
+from megatron_rl.runs.metrics_file import ACCURACY, NUMBERS
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison
 from megatron_rl.workshop.comparison.findings import TEST, said
 from megatron_rl.workshop.comparison.page import colour_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.runs.summary import AREA
+from megatron_rl.runs.metrics_file import AREA
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison, beyond_noise
 
 CRITERION = "area under the accuracy curve"

@@ -10,7 +10,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from megatron_rl.files import write_whole
-from megatron_rl.runs.summary import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE, Series
+from megatron_rl.runs.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS, SAMPLE_SIZE, Series
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison
 from megatron_rl.workshop.comparison.findings import TEST, said
 from megatron_rl.workshop.reports.figures import INK, PALETTE, layout

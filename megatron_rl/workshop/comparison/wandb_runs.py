@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Wandb
 from megatron_rl.files import write_whole
-from megatron_rl.runs.summary import ACCURACY, AREA, MISMATCH, NUMBERS
+from megatron_rl.runs.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS
 from megatron_rl.runs.wandb_log import ID, WandbRun, in_columns, resolve_mode
 from megatron_rl.workshop.comparison.comparison import Comparison
 from megatron_rl.workshop.comparison.docs import comparison_svg

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.torch_dist.index import read_index
-from megatron_rl.checkpoint.torch_dist.places import prefix
+from megatron_rl.checkpoint.torch_dist.index import prefix, read_index
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import KEPT
 from megatron_rl.files import read_json

@@ -13,8 +13,7 @@ import torch
 import xxhash
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.readable import look_into
-from megatron_rl.checkpoint.torch_dist import places
+from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
 from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 from megatron_rl.checkpoint.torch_dist.index import CheckpointError
 from megatron_rl.config import ConfigError, recorded_config
@@ -102,7 +101,7 @@ class Source:
     @property
     def misfits(self) -> list[str]:
         """How the weights differ from what config.json promises."""
-        room = weight_files if self.is_folder else places
+        room = weight_files if self.is_folder else torch_dist_index
         return list(room.misfits(self.path, self.shape))
 
     def refuse_misfits(self) -> None:
@@ -136,7 +135,7 @@ def _of_step(run: Path, step: int) -> Path:
     if step not in present:
         there = ", ".join(map(str, sorted(present))) or "none"
         raise ConfigError(f"{run}@{step}: no checkpoint of step {step} in {root} (there are: {there})")
-    return checkpoints.verify(checkpoints.path_of(root, step), look_into).path
+    return checkpoints.verify(checkpoints.path_of(root, step)).path
 
 
 def note(line: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.readable import look_into
 from megatron_rl.config import ConfigError
 from megatron_rl.config.load import from_base, recorded
 from megatron_rl.config.schema import KEPT, Config, Format
@@ -77,7 +76,7 @@ def _of_run(path: Path, config: Config | None, hf: Path | None) -> StoredModel:
         newer = [step for step, moment in written.items() if moment > model.stat().st_mtime]
         note = f"{model} is older than the checkpoint of step {newer[0]}, which can be named too" if newer else ""
         return StoredModel(model, model, path.name, note)
-    newest = checkpoints.newest_whole(root, look_into, lambda line: None)
+    newest = next(checkpoints.whole_ones(root, lambda line: None), None)
     if newest is None:
         raise ConfigError(
             f"{path}: no model/ and no whole checkpoint yet; a run leaves model/ at its end with log.export=true, and "

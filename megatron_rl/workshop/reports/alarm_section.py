@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.runs.alarm_rules import RULES
-from megatron_rl.runs.alarms import Alarms, News
+from megatron_rl.runs.alarms import RULES, Alarms, News
 from megatron_rl.workshop.reports.run_data import RunData
 from megatron_rl.workshop.reports.sections import supervised
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from megatron_rl.runs.eval_metrics import accuracies
+from megatron_rl.runs.metrics import accuracies
 from megatron_rl.workshop.reports.figures import curves
 from megatron_rl.workshop.reports.run_data import RunData
 

@@ -12,8 +12,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from megatron_rl.rollout_correction.breakdown import pooled
-from megatron_rl.runs.lanes import ROWS
-from megatron_rl.runs.summary import Series
+from megatron_rl.runs.metrics_file import Series
+from megatron_rl.workshop.reports.lanes import ROWS
 from megatron_rl.workshop.reports.run_data import RunData
 
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#eceef1"

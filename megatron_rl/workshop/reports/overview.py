@@ -16,7 +16,7 @@ from rich.text import Text
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.runs.console import TREND, duration, sparkline
-from megatron_rl.runs.eval_metrics import accuracies
+from megatron_rl.runs.metrics import accuracies
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import ENDED
 from megatron_rl.workshop.reports.run_data import RunData, load_run

@@ -14,12 +14,11 @@ import numpy as np
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.rollout_correction.breakdown import Slice, breakdowns, pooled
-from megatron_rl.runs.lanes import Lane, read_lanes
-from megatron_rl.runs.metrics_file import read_lines
+from megatron_rl.runs.metrics_file import Curves, read_lines
 from megatron_rl.runs.rollout_file import STEP, arrays, load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status
-from megatron_rl.runs.summary import Curves
+from megatron_rl.workshop.reports.lanes import Lane, read_lanes
 
 T = TypeVar("T")
 LONGEST_PROBLEM = 300  # characters
@@ -50,7 +49,6 @@ class RunData(Curves):
     config: Mapping[str, Any]
     env: Mapping[str, Any]
     status: Mapping[str, Any]
-    lines: tuple[Mapping[str, float], ...]  # one per step, in order
     unreadable: list[str] = field(default_factory=list)  # files of a torn folder, and why; grows while it is read
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -110,7 +108,7 @@ def load_run(path: Path) -> RunData:
         problems.append(f"{run.metrics.name}: {torn} lines are torn, or do not say their step")
     strange = [file.name for file in run.rollouts.glob("*.parquet") if not STEP.fullmatch(file.name)]
     problems += [f"rollouts/{name}: not named after a step" for name in sorted(strange)]
-    return RunData(path.resolve().name, path, config, env, known_status(path), tuple(lines), problems)
+    return RunData(tuple(lines), path.resolve().name, path, config, env, known_status(path), problems)
 
 
 def readable(path: Path, read: Callable[[Path], T], otherwise: T, problems: list[str]) -> T:

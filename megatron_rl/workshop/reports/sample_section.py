@@ -11,9 +11,9 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from megatron_rl.runs.console import finding
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.runs.samples import finding
 from megatron_rl.workshop.reports.run_data import RunData, readable
 
 PROMPT = 1500  # characters

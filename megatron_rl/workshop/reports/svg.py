@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megatron_rl.runs.summary import Series
+from megatron_rl.runs.metrics_file import Series
 from megatron_rl.workshop.reports.figures import FONT, GRID, INK, MUTED
 
 AXIS_TITLE = 31  # below the plot

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config import ConfigError
-from megatron_rl.runs.summary import ACCURACY, AREA, Series, area
+from megatron_rl.runs.metrics_file import ACCURACY, AREA, Series, area
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison, Result, beyond_noise
 from megatron_rl.workshop.comparison.docs import comparison_svg, stored, with_blocks, write_docs
 from megatron_rl.workshop.comparison.findings import findings, recommendation, said

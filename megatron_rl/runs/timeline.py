@@ -1,16 +1,27 @@
-"""Where the time of a step goes, and how much of it is still to come."""
+"""Where the time of a step goes, how much of it is still to come, and lanes.jsonl: who was at work when.
+
+A step has a line there; the sampler's part of it may lie in the time of other steps. A span is [lane, begin, end] in
+seconds since 1970; the learner's lanes are the phases of the loop.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from megatron_rl.runs.lanes import Span
-
+GAP_S = 0.02  # what is closer together is one span
 RECENT_STEPS = 8  # that say how long the next one takes; among them one with an evaluation, where that is frequent
 WHOLE = "update"  # a step without it was only the start of a run, or the end of a step that was begun before
+
+
+class Span(NamedTuple):
+    lane: str
+    begin: float  # of time.perf_counter
+    end: float
 
 
 class PhaseClock:
@@ -77,11 +88,30 @@ class PhaseClock:
 
 
 def throughput(line: Mapping[str, float]) -> dict[str, float]:
-    """What a step's times say together with what it has made."""
+    """Rates of a step: what it has made over the time that it took."""
     found = {}
     if line["time/step"] > 0 and "time/sync" in line:
         found["perf/sync_fraction"] = line["time/sync"] / line["time/step"]
     seconds = line.get("rollout/seconds", line.get("time/rollout", 0.0))
     if "rollout/tokens" in line and seconds > 0:
         found["perf/rollout_tokens_per_s"] = line["rollout/tokens"] / seconds
+    return found
+
+
+def encode_spans(step: int, spans: Iterable[Span]) -> str:
+    since = time.time() - time.perf_counter()
+    told = [[lane, round(since + begin, 3), round(since + end, 3)] for lane, begin, end in _merged(spans)]
+    return json.dumps({"step": step, "spans": told})
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    found: list[Span] = []
+    newest: dict[str, int] = {}
+    for one in sorted(spans, key=lambda span: span.begin):
+        at = newest.get(one.lane)
+        if at is not None and one.begin - found[at].end < GAP_S:
+            found[at] = found[at]._replace(end=max(one.end, found[at].end))
+        else:
+            newest[one.lane] = len(found)
+            found.append(one)
     return found

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from lanes_figure import lanes_svg
 
-from megatron_rl.runs.lanes import Span, encode_spans, read_lanes
+from megatron_rl.runs.timeline import Span, encode_spans
+from megatron_rl.workshop.reports.lanes import read_lanes
 
 
 @pytest.fixture

@@ -1,0 +1,72 @@
+"""Prints the tables of metrics and alarms for the documentation: `python tools/reference_tables.py metrics`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from megatron_rl.config.schema import Format
+from megatron_rl.runs.alarms import RULES, Rule
+from megatron_rl.runs.metrics import METRICS
+
+GROUPS: dict[str, str] = {
+    "progress": "How far the run is.",
+    "reward": "What the answers scored. The policy that is scored is the *sampler's*: see `reward/learner_estimate`.",
+    "eval": "What the sampler answers on data.eval; a named set has `eval/NAME/accuracy` and so on.",
+    "rollout": "What was generated.",
+    "rollout_corr": (
+        "How far the sampler and the learner disagree, and what the correction did about it. Names that verl also "
+        "has mean the same thing here. p and mu are the learner's and the sampler's logprob of a sampled token, "
+        "d = p - mu, rho = exp(d); A the advantage. Every exponent is clamped to [-20, 20]. With correction.anchor: "
+        "sampler only means over tokens are logged, with the policy's own logprob for p."
+    ),
+    "loss": "The policy loss of the learner. With several minibatches per step: their mean.",
+    "optim": "The optimizer.",
+    "sync": "Handing the new weights to the sampler.",
+    "time": (
+        "Wall-clock seconds of a step on the driver rank. `time/step` is the whole; the phases do not overlap and "
+        "add up to it together with `time/other`."
+    ),
+    "perf": "Throughput.",
+}
+
+
+def metrics() -> str:
+    """docs/metrics.md"""
+    lines = [
+        "# Metrics",
+        "",
+        "*For whoever reads a curve and asks what it is.*",
+        "",
+        "Every name that a run may log, to `metrics.jsonl`, W&B and the report. This page is generated from the table",
+        "in `megatron_rl/runs/metrics.py`: `python tools/reference_tables.py metrics > docs/metrics.md`.",
+        "",
+        "*parts* says how the values of a step's parts (minibatches, generation calls) become one.",
+    ]
+    for group, about in GROUPS.items():
+        lines += ["", f"## {group}/", "", about, "", "| name | unit | parts | meaning |", "|---|---|---|---|"]
+        rows = (one for one in METRICS.values() if one.group == group)
+        lines += [f"| `{one.name}` | {one.unit} | {one.reducer} | {one.meaning} |" for one in rows]
+    return "\n".join(lines) + "\n"
+
+
+def alarms() -> str:
+    """The table of docs/alarms.md, and what to do about each."""
+    lines = ["| alarm | looks at | raised | steps |", "|---|---|---|---|"]
+    for rule in RULES.values():
+        raised = f"{'below' if rule.below else 'above'} {_bounds(rule)}"
+        lines.append(f"| `{rule.alarm}` | {rule.looks_at} | {raised} | {rule.steps} |")
+    return "\n".join([*lines, "", *(f"- `{rule.alarm}`: {rule.action}" for rule in RULES.values())]) + "\n"
+
+
+def _bounds(rule: Rule) -> str:
+    if not isinstance(rule.bound, Mapping):
+        return f"{rule.bound:g}"
+    by_bound: dict[float, list[str]] = {}
+    for one, bound in rule.bound.items():
+        by_bound.setdefault(bound, []).append("BF16" if one == Format.none else str(one))
+    return "; ".join(f"{bound:g} ({', '.join(names)})" for bound, names in by_bound.items())
+
+
+if __name__ == "__main__":
+    sys.stdout.write({"metrics": metrics, "alarms": alarms}[sys.argv[1]]())
