@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_rl.engine.answering import Answering
-from megatron_rl.engine.packed import sampled
+from megatron_rl.engine.generation import OpenPrompts, sampled
 from megatron_rl.engine.readiness import TAGS, Readiness
 from megatron_rl.processes.process import rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
@@ -34,7 +33,7 @@ class Engine:
 
             self.llm = LLM(**arguments)
         self.ready = Readiness()
-        self.answering = Answering(self.llm)
+        self.answering = OpenPrompts(self.llm)
         self._held: dict[int, tuple[int | None, dict[str, Any]]] = {}  # patient requests
         self._draining = False  # nothing new begins, so that nothing is open
         self._look_again_at = 0.0
@@ -151,7 +150,7 @@ class Engine:
         return found
 
     def activations(self, tokens: list[int], policy_version: int) -> dict[str, Any]:
-        """What the modules put out for a sequence (engine/activations.py), and the logprobs of its tokens."""
+        """What the modules put out for a sequence (engine/hooks.py), and the logprobs of its tokens."""
         from vllm import SamplingParams
 
         config = self.llm.llm_engine.vllm_config

@@ -34,9 +34,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine import double_buffer, expectation, host_kernels, reload
-from megatron_rl.engine.activations import Watch
 from megatron_rl.engine.file_reader import stage
-from megatron_rl.engine.routing import Routes
+from megatron_rl.engine.hooks import ModuleOutputs, RouterChoices
 from megatron_rl.processes.process import die_with_spawner
 from megatron_rl.processes.threads import in_thread
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
@@ -174,8 +173,8 @@ class WorkerExtension:
 
     weight_transfer_engine: FileWeightTransferEngine
     _weight_update_active: bool
-    _watch: Watch
-    _routes: Routes
+    _watch: ModuleOutputs
+    _routes: RouterChoices
 
     _scales_seen: tuple[int, dict[str, tuple[float, float]]] | None = None  # of which version, and what they were
 
@@ -217,14 +216,14 @@ class WorkerExtension:
         engine.state = replace(engine.state, policy_version=NO_VERSION)
 
     def watch_activations(self) -> None:
-        self._watch = Watch(self.weight_transfer_engine.model)
+        self._watch = ModuleOutputs(self.weight_transfer_engine.model)
 
     def seen_activations(self) -> bytes:
         """Since `watch_activations`; nobody watches any more."""
         return self._watch.end()
 
     def watch_routes(self) -> None:
-        self._routes = Routes(self.weight_transfer_engine.model)
+        self._routes = RouterChoices(self.weight_transfer_engine.model)
 
     def seen_routes(self, tokens: int, layers: int) -> bytes:
         """Since `watch_routes`; nobody watches any more."""

@@ -19,8 +19,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
-from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
 

@@ -27,8 +27,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.sampler.engine_settings import EngineSettings, write_engine_folder
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 

@@ -20,11 +20,11 @@ def test_both_start_again(tmp_path: Path) -> None:
         live.update(1)
         first = answers(live)
         live.update(2)
-        session = live.sampler._engine.process.pid
+        session = live.sampler._engines[0].process.pid
         with startable():
             live.update(1, "second_worker_killed")
         assert answers(live) == first
-        assert live.sampler._engine.process.pid != session
+        assert live.sampler._engines[0].process.pid != session
         assert session_ends(session)
     finally:
         live.sampler.close()

@@ -170,7 +170,7 @@ def test_a_killed_engine_loses_no_group(live: Live) -> None:
     begun.wait(PATIENCE_S)
     wait_for(lambda: live.sampler.health()["open"] > 0)
     first = live.sampler.policy_version
-    process = live.sampler._engine.process
+    process = live.sampler._engines[0].process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     assert live.sampler.health()["policy_version"] == first, "both threads have noticed, one has started another one"
@@ -198,7 +198,7 @@ def test_a_new_engine_without_weights_answers_nothing(live: Live) -> None:
     wait_for(lambda: live.sampler.health()["open"] > 0)
     live.sampler.start_weight_update()
     live.sampler.update_weights(transport.update_info(live.directory, version, 1, background=True))
-    process = live.sampler._engine.process
+    process = live.sampler._engines[0].process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     assert live.sampler.health()["policy_version"] == -1
@@ -220,5 +220,5 @@ def test_closing_ends_whoever_waits(live: Live, tmp_path: Path) -> None:
     live.sampler.close()
     with pytest.raises(SamplerError, match="is not running"):
         answers.result(PATIENCE_S)
-    assert live.sampler._engine.process is None
+    assert live.sampler._engines[0].process is None
     assert live.sampler.stats.restarts == restarts

@@ -10,7 +10,7 @@ import torch
 from tiny_engine import PROMPTS, Live, make_live
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.shared_memory import FOLDER, segments_of_session
+from megatron_rl.sampler.engine_process import SHARED_MEMORY, segments_of_session
 from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync import manifest as manifests
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -22,7 +22,9 @@ def answers(live: Live) -> list[tuple]:
 
 def leftovers() -> set[str]:
     """Shared memory that vLLM's workers make."""
-    return {path.name for path in FOLDER.glob("psm_*")} | {path.name for path in FOLDER.glob("vllm_dist_*")}
+    return {path.name for path in SHARED_MEMORY.glob("psm_*")} | {
+        path.name for path in SHARED_MEMORY.glob("vllm_dist_*")
+    }
 
 
 def session_ends(session: int, within_s: float = 120.0) -> bool:
@@ -45,7 +47,7 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
     others = leftovers()
     try:
         live.restart()
-        made = segments_of_session(live.sampler._engine.process.pid)
+        made = segments_of_session(live.sampler._engines[0].process.pid)
         kinds = {"psm", "vllm"} if torch.cpu._is_avx512_supported() else {"psm"}  # all-reduces of its own kernels
         assert {name.partition("_")[0] for name in made} >= kinds, "what an engine leaves has other names now"
         live.update(1)
@@ -77,7 +79,7 @@ def test_two_workers_update_together_or_not_at_all(tmp_path: Path) -> None:
         assert spanning, "the update came between two tokens"
         assert all(len(one.versions) == len(one.token_ids) and len(set(one.versions)) == 2 for one in spanning)
         assert answers(live) != first
-        session = live.sampler._engine.process.pid
+        session = live.sampler._engines[0].process.pid
         made |= segments_of_session(session)
     finally:
         live.sampler.close()

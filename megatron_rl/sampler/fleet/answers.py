@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from megatron_rl.engine.kept import Kept, of_lists
-from megatron_rl.sampler.answering import by_token
+from megatron_rl.engine.generation import Kept, of_lists
+from megatron_rl.sampler.protocol import versions_of_tokens
 from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
@@ -98,7 +98,7 @@ class Answer:
         """Of each token; None where they have one in common."""
         if len({version for version, _ in self.spans}) < 2:
             return None
-        return by_token(self.spans)
+        return versions_of_tokens(self.spans)
 
 
 async def read_body(response: aiohttp.ClientResponse, largest: int) -> bytes:

@@ -29,7 +29,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
 
 
 def kill(live: Live) -> None:
-    process = live.sampler._engine.process
+    process = live.sampler._engines[0].process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
 
@@ -45,7 +45,7 @@ def answers(live: Live) -> list[tuple]:
 )
 def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(live.sampler._engine, "_note", notes.append)
+    monkeypatch.setattr(live.sampler._engines[0], "_note", notes.append)
     live.update(1)
     first = answers(live)
     kill(live)
@@ -58,8 +58,8 @@ def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch:
     timer.start()
     assert answers(live) == first
     timer.join()
-    assert live.sampler._engine.restarts == 2 or answers(live) == first  # it was too late to be in the middle
-    assert live.sampler._engine.restarts == 2
+    assert live.sampler._engines[0].restarts == 2 or answers(live) == first  # it was too late to be in the middle
+    assert live.sampler._engines[0].restarts == 2
 
     live.write(2)
     version = live.next_version
@@ -70,7 +70,7 @@ def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch:
     live.sampler.finish_weight_update(str(version))
     assert answers(live)[0][2] == version
     assert answers(live) != first
-    assert live.sampler._engine.restarts == MAX_RESTARTS
+    assert live.sampler._engines[0].restarts == MAX_RESTARTS
 
     kill(live)
     with pytest.raises(SamplerError, match=r"given up after 3 restarts: .* \(exit status -9\): ended by SIGKILL"):

@@ -20,9 +20,9 @@ from typing import Any
 
 from megatron_rl.config.schema import Transport
 from megatron_rl.processes.pulse import waiting
-from megatron_rl.sampler.child_engine import ENGINE, NOT_RUNNING, ChildEngine, EngineDied
+from megatron_rl.sampler.child_engine import ENGINE, ChildEngine, EngineDied
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.protocol import MAX_RESTARTS, SamplerError
+from megatron_rl.sampler.protocol import MAX_RESTARTS, NOT_RUNNING, SamplerError
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 INIT, BEGIN, STAGE, FINISH = (
@@ -32,7 +32,7 @@ REMEMBERED = (INIT, BEGIN, STAGE, FINISH)
 Call = tuple[str, dict[str, Any]]
 
 
-class LastingEngine:
+class RestartingEngine:
     """A first start that fails is not tried again; nor is a call that takes too long."""
 
     def __init__(
@@ -41,12 +41,13 @@ class LastingEngine:
         hf_folder: Path,
         log_path: Path,
         worker_extension: str,
+        cores: str,
         note: Callable[[str], None],
     ) -> None:
         self.restarts = 0
         self._settings = settings
         self._first_log, self._note = log_path, note
-        self._make = partial(ChildEngine, settings, hf_folder, worker_extension=worker_extension)
+        self._make = partial(ChildEngine, settings, hf_folder, worker_extension=worker_extension, cores=cores)
         self._child = self._coming = self._make(log_path)
         # held while the engine is started again, and while what a new one has to be told is in the making
         self._telling = threading.RLock()
