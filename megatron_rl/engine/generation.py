@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.types import SamplingParams
+
 Finished = dict[int, dict[int, list[Any]]]  # by request, by place among its prompts: the samples
 
 
@@ -33,37 +35,26 @@ class OpenPrompts:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(
-        self,
-        request: int,
-        prompts: list[list[int]],
-        seeds: list[int],
-        samples: int,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        stop_token_ids: list[int],
-        candidates: int = 0,
-    ) -> None:
-        """As `LLM.generate` does. `candidates`: see `SamplingParams`."""
-        from vllm import SamplingParams
+    def add(self, request: int, prompts: list[list[int]], seeds: list[int], **wanted: Any) -> None:
+        """As `LLM.generate` does. `wanted`: the fields of this project's SamplingParams."""
+        from vllm import SamplingParams as VllmParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        candidates = min(candidates, self._engine.model_config.get_vocab_size())
-        distinct = 1 if temperature == 0 else samples  # greedy samples are copies of one
-        self._copies[request] = samples // distinct, candidates
+        asked = SamplingParams(**wanted)
+        candidates = min(asked.candidates, self._engine.model_config.get_vocab_size())
+        distinct = 1 if asked.temperature == 0 else asked.samples  # greedy samples are copies of one
+        self._copies[request] = asked.samples // distinct, candidates
         try:
             for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-                params = SamplingParams(
+                params = VllmParams(
                     n=distinct,
                     seed=seed,
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                    top_p=top_p,
-                    top_k=top_k,
-                    stop_token_ids=stop_token_ids,
+                    max_tokens=asked.max_tokens,
+                    temperature=asked.temperature,
+                    top_p=asked.top_p,
+                    top_k=asked.top_k,
+                    stop_token_ids=list(asked.stop_token_ids),
                     logprobs=candidates,  # beside the sampled token's
                     flat_logprobs=True,
                     detokenize=False,
@@ -84,7 +75,7 @@ class OpenPrompts:
                 self._finished.setdefault(request, {})[place] = output.outputs
 
     def settle(self) -> None:
-        """Ends the steps that a scheduler which works ahead has begun: what they draw is of the present weights."""
+        """End the steps that a scheduler which works ahead has begun: what they draw is of the present weights."""
         core = self._engine.engine_core.engine_core
         if not self._open or not core.batch_queue:
             return
@@ -94,7 +85,7 @@ class OpenPrompts:
         self._engine.wake_up(tags=["scheduling"])
 
     def take_finished(self) -> list[tuple[int, dict[str, Any]]]:
-        """Of each request what nobody has taken yet, packed; `left`: how many of its prompts are open."""
+        """What nobody has taken yet of each request, packed; `left`: how many of its prompts are open."""
         finished, self._finished = self._finished, {}
         return [(request, self._packed(request, places)) for request, places in finished.items()]
 
@@ -115,7 +106,7 @@ class OpenPrompts:
             self._finished.pop(request, None)
 
     def abandon_all(self) -> list[int]:
-        """After a step that failed: which requests have no answer."""
+        """Give up everything after a step that failed; returns the requests that have no answer."""
         failed = list(self._copies)
         with suppress(Exception):  # of every kind: the engine that has failed may not take it either
             self._engine.abort_request(list(self._open))
@@ -124,48 +115,40 @@ class OpenPrompts:
 
 
 def pack(completions: list[Any], candidates: int = 0) -> dict[str, Any]:
-    """Columns instead of objects: lengths, then all tokens and logprobs back to back; NaN where there is none."""
+    """Columns instead of objects: lengths, then all tokens and logprobs back to back; NaN where there is none.
+
+    `candidates`: with the tokens that each was drawn among; a logprob counts as missing where those are not known.
+    """
+    tokens = [np.asarray(completion.token_ids, np.int32) for completion in completions]
+    columns: dict[str, Any] = {
+        "lengths": [len(tokens_T) for tokens_T in tokens],
+        "tokens": b"".join(tokens_T.tobytes() for tokens_T in tokens),
+        "finish": [completion.finish_reason or "abort" for completion in completions],
+    }
     if candidates:
-        return _pack_kept(completions, candidates)
-    lengths = [len(completion.token_ids) for completion in completions]
-    tokens = np.empty(sum(lengths), dtype=np.int32)
-    logprobs = np.full(sum(lengths), np.nan, dtype=np.float32)
-    start = 0
-    for completion, length in zip(completions, lengths, strict=True):
-        stop = start + length
-        tokens[start:stop] = completion.token_ids
-        flat = completion.logprobs
-        if flat is not None and flat.token_ids == list(completion.token_ids):
-            logprobs[start:stop] = flat.logprobs
-        elif flat is not None:
-            logprobs[start:stop] = [sampled(flat[i], token) for i, token in enumerate(completion.token_ids)]
-        start = stop
-    return {
-        "lengths": lengths,
-        "tokens": tokens.tobytes(),
-        "logprobs": logprobs.tobytes(),
-        "finish": [completion.finish_reason or "abort" for completion in completions],
-    }
+        found = [_kept(one.logprobs, tokens_T, candidates) for one, tokens_T in zip(completions, tokens, strict=True)]
+        logprobs = [logprobs_T for _, logprobs_T in found]
+        columns["kept_ids"] = [kept.ids.tobytes() for kept, _ in found]
+        columns["kept_counts"] = [kept.counts.tobytes() for kept, _ in found]
+    else:
+        logprobs = [_logprobs(completion) for completion in completions]
+    return columns | {"logprobs": b"".join(logprobs_T.tobytes() for logprobs_T in logprobs)}
 
 
-def _pack_kept(completions: list[Any], candidates: int) -> dict[str, Any]:
-    """With the tokens that each was drawn among; a logprob counts as missing where those are not known."""
-    logprobs, found = [], []
-    for completion in completions:
-        tokens_T = np.asarray(completion.token_ids, np.int32)
-        flat = completion.logprobs
-        ids_TN = np.asarray(flat.token_ids, np.int32).reshape(len(tokens_T), candidates + 1)
-        logprobs_TN = np.asarray(flat.logprobs, np.float32).reshape(ids_TN.shape)
-        found.append(of_rows(tokens_T, ids_TN, logprobs_TN, candidates))
-        logprobs.append(np.where(found[-1].unknown_T, np.float32("nan"), logprobs_TN[:, 0]))
-    return {
-        "lengths": [len(completion.token_ids) for completion in completions],
-        "tokens": np.concatenate([np.asarray(one.token_ids, np.int32) for one in completions]).tobytes(),
-        "logprobs": np.concatenate(logprobs).astype(np.float32).tobytes(),
-        "finish": [completion.finish_reason or "abort" for completion in completions],
-        "kept_ids": [one.ids.tobytes() for one in found],
-        "kept_counts": [one.counts.tobytes() for one in found],
-    }
+def _logprobs(completion: Any) -> np.ndarray:
+    flat, token_ids = completion.logprobs, completion.token_ids
+    if flat is None:
+        return np.full(len(token_ids), np.nan, np.float32)
+    if flat.token_ids == list(token_ids):
+        return np.asarray(flat.logprobs, np.float32)
+    return np.asarray([sampled(flat[i], token) for i, token in enumerate(token_ids)], np.float32)
+
+
+def _kept(flat: Any, tokens_T: np.ndarray, candidates: int) -> tuple[Kept, np.ndarray]:
+    ids_TN = np.asarray(flat.token_ids, np.int32).reshape(len(tokens_T), candidates + 1)
+    logprobs_TN = np.asarray(flat.logprobs, np.float32).reshape(ids_TN.shape)
+    kept = of_rows(tokens_T, ids_TN, logprobs_TN, candidates)
+    return kept, np.where(kept.unknown_T, np.float32("nan"), logprobs_TN[:, 0])
 
 
 def sampled(position: dict[int, Any] | None, token: int) -> float:
@@ -174,9 +157,9 @@ def sampled(position: dict[int, Any] | None, token: int) -> float:
 
 
 def versions(completions: Sequence[Any], now: int) -> dict[str, Any]:
-    """Of the first token of each; `spans`: version and tokens, one after the other, of those with more than one.
+    """Policy version of the first token of each; `spans`: version and tokens, in order, of those with more than one.
 
-    `now`: of an answer without a token.
+    `now`: the version of an answer without a token.
     """
     told = [[(int(span.version), span.end - span.start) for span in one.weight_versions or ()] for one in completions]
     return {
@@ -187,7 +170,7 @@ def versions(completions: Sequence[Any], now: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kept:
-    """Of one answer."""
+    """What each token of one answer was drawn among."""
 
     ids: array[int]  # token after token
     counts: array[int]  # of each token; one that is not known has itself alone

@@ -116,7 +116,7 @@ QUERIES = {  # requests without a body, and what may follow their `?`
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the engine behind the server."""
+    """Bounds of the engine behind the server."""
 
     vocabulary: int
     tokens: int  # of a prompt and its answer together
@@ -188,7 +188,7 @@ class CheckRequests:
 
 
 def checked(route: tuple[str, str], body: bytes, limits: Limits) -> bytes:
-    """What was understood of the body, written anew; Refused where it does not fit."""
+    """The body written anew from what was understood of it; Refused where it does not fit."""
     try:
         request = msgspec.json.decode(body, type=BODIES[route])
         if isinstance(request, _Generate):

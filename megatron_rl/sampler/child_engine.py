@@ -64,7 +64,7 @@ class RequestChannel:
         return number
 
     def deliver(self) -> None:
-        """Until the end of the stream: for a thread of its own, so that the other side never waits for a reader."""
+        """Read replies until the end of the stream: in a thread of its own, so that the other side never waits."""
         try:
             while True:
                 self._hand_over(self._channel.receive())
@@ -86,7 +86,7 @@ class RequestChannel:
             replies.put(reply)
 
     def forget(self, numbers: list[int]) -> None:
-        """No replies to these are expected any more."""
+        """Expect no replies to these requests any more."""
         with self._numbering:
             for number in numbers:
                 self._expected.pop(number, None)
@@ -137,7 +137,7 @@ class ChildEngine:
         self._started = replies
 
     def _tend(self, launched: queue.SimpleQueue[BaseException | None]) -> None:
-        """A thread's whole work; it outlives the child."""
+        """Start the child and read its replies: a thread's whole work, which outlives the child."""
         try:
             self._requests = self._start_process()
         except BaseException as error:  # of every kind: the launching thread raises it
@@ -177,7 +177,7 @@ class ChildEngine:
         return self.next_reply(method, replies)["value"]
 
     def ask(self, method: str, replies: Replies, **arguments: Any) -> int:
-        """Without waiting for the answer; the number that it will carry."""
+        """Send a request without waiting for its answer; returns the number that the answer will carry."""
         self.wait_ready()
         return self._send(method, arguments, replies)
 
@@ -185,7 +185,7 @@ class ChildEngine:
         return self._wait(replies, method, self._section.request_timeout_s, "sampler.request_timeout_s")
 
     def forget(self, numbers: list[int]) -> None:
-        """No replies to these requests are expected any more."""
+        """Expect no replies to these requests any more."""
         if self._requests is not None:
             self._requests.forget(numbers)
 
@@ -218,7 +218,7 @@ class ChildEngine:
             raise self._death(f"the sampler's process ended before `{method}`") from None
 
     def _wait(self, replies: Replies, method: str, timeout_s: float, key: str) -> dict[str, Any]:
-        """For a reply; every way in which none comes ends the child and names its log."""
+        """Wait for a reply; every way in which none comes ends the child and names its log."""
         try:
             with waiting(ENGINE, timeout_s, key):
                 reply = replies.get(timeout=timeout_s)

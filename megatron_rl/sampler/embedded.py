@@ -137,7 +137,7 @@ class EmbeddedSampler(BaseSampler):
         self._call_each("wake", tags=tags)
 
     def health(self) -> dict[str, Any]:
-        """Of the first engine that is not well."""
+        """The health of the first engine that is not well; of the first one, where all are."""
         told = self._call_each("health")
         return next((one for one in told if one["torn"] or one["refusal"]), told[0])
 

@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from typing import Any
 
 from megatron_rl.sampler.child_engine import ChildEngine, EngineDied, Replies
@@ -19,7 +20,7 @@ REQUEST = "generate"
 
 
 class Meter:
-    """What was answered, and the time in which something was open, whoever has asked."""
+    """Counts tokens, and the time in which something was open, whoever has asked."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -106,7 +107,7 @@ class EngineAnswering:
         self._asked.clear()
 
     def _ask(self, groups: list[int]) -> None:
-        """Of the present engine; of one that has come meanwhile all that is open."""
+        """Ask the present engine for these groups; one that has come meanwhile is asked for all that is open."""
         while True:
             child = self._engine.child
             if child is not self._child:
@@ -120,21 +121,14 @@ class EngineAnswering:
                 return
 
     def _send(self, child: ChildEngine, groups: list[int]) -> int:
-        params = self._params
         return child.ask(
             REQUEST,
             self._replies,
             prompts=[self._open[group].token_ids for group in groups],
             seeds=[request_seed(self._seed, group) for group in groups],
-            samples=params.samples,
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            stop_token_ids=params.stop_token_ids,
-            candidates=params.candidates,
             policy_version=self._version(),
             patient=self._patient,
+            **asdict(self._params),
         )
 
     def _read(self, reply: dict[str, Any]) -> list[list[Rollout]]:
@@ -155,14 +149,14 @@ class EmbeddedAnswering:
         self._next = 0  # whom to wait for
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        """In equal parts, neighbours together; few in turns."""
+        """Divide prompts in equal parts, neighbours together; where they are few, engines take turns."""
         engines, count = len(self._engines), len(prompts)
         for part in range(engines):
             start, stop = part * count // engines, (part + 1) * count // engines
             self._engines[(first_group + part) % engines].add(prompts[start:stop], first_group + start)
 
     def finished(self) -> list[list[Rollout]]:
-        """Of all engines that have something to say; where none has, of the next one that will."""
+        """Read all engines that have replied; where none has, wait for the next one."""
         groups: list[list[Rollout]] = []
         while not groups and (busy := [engine for engine in self._engines if engine.is_open]):
             self._next += 1
@@ -177,7 +171,7 @@ class EmbeddedAnswering:
 
 
 def unpack(answer: dict[str, Any], prompts: dict[int, Prompt], samples: int, format: str) -> list[list[Rollout]]:
-    """What the child has packed, by group: tokens and logprobs lie back to back."""
+    """Rollouts, by group, of what the child has packed: tokens and logprobs lie back to back."""
     tokens, logprobs = memoryview(answer["tokens"]), memoryview(answer["logprobs"])  # four bytes each
     groups: list[list[Rollout]] = []
     start = row = 0

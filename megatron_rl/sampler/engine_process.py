@@ -113,7 +113,7 @@ def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:
 
 
 def lost_worker(path: Path) -> str:
-    """What the log says of a worker that has died ("": of none): its engine's own errors only follow from that."""
+    """Name the worker that has died, by the log; "" where none has. The engine's own errors only follow from that."""
     died = [found for line in last_lines(path, 1000) if (found := WORKER_DIED.search(line))]
     if not died:
         return ""

@@ -50,15 +50,15 @@ class Answering(Protocol):
     """Prompts that are being answered, for one thread; others may ask the sampler for other things meanwhile."""
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        """More of them, behind those before; the group of a prompt is `first_group` plus its index."""
+        """Ask more prompts, behind those before; the group of a prompt is `first_group` plus its index."""
         ...
 
     def finished(self) -> list[list[Rollout]]:
-        """Whole groups that are complete by now, each by sample; waits for one. Empty: nothing is open any more."""
+        """Return the groups that are complete by now, each by sample; wait for one. Empty: nothing is open any more."""
         ...
 
     def close(self) -> None:
-        """Gives up what is open."""
+        """Give up what is open."""
         ...
 
 
@@ -84,7 +84,7 @@ class Sampler(Protocol):
         ...
 
     def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> Answering:
-        """The same, group by group."""
+        """Answer prompts group by group."""
         ...
 
     def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -96,7 +96,7 @@ class Sampler(Protocol):
         ...
 
     def updating(self) -> AbstractContextManager[None]:
-        """Around an update, its files' writing included: an engine of this process that dies comes back by it."""
+        """Hold this around an update, its files' writing included: an embedded engine that dies comes back by it."""
         ...
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
@@ -187,7 +187,7 @@ class SleepSchedule:
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
-        """Around a sync. One that fails leaves the cache asleep: the engine goes on refusing."""
+        """Wake the engine around a sync. A sync that fails leaves the cache asleep: the engine goes on refusing."""
         if self._asleep:
             self._sampler.wake([WEIGHTS])
         yield

@@ -94,13 +94,13 @@ class RestartingEngine:
                     return answer
 
     def close(self) -> None:
-        """Also in the middle of a new start; safe to call twice and in any state."""
+        """End the engine, in the middle of a new start too; safe to call twice and in any state."""
         self._closed = True
         self._child.close()
         self._coming.close()
 
     def revive(self, dead: ChildEngine, error: EngineDied) -> None:
-        """Until a new engine is where the old one was."""
+        """Wait until a new engine is where the old one was; whoever comes first starts it."""
         with self.in_turn():
             while self._child is dead:
                 try:
@@ -110,7 +110,7 @@ class RestartingEngine:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Nobody else starts the engine again meanwhile: while files that a new one would read are written over."""
+        """Keep others from starting the engine again while files that a new one would read are written over."""
         with waiting(ENGINE, self._settings.sampler.start_timeout_s, "sampler.start_timeout_s"):
             self._telling.acquire()
         try:
@@ -144,7 +144,7 @@ class RestartingEngine:
         self._note(f"the sampler's process is back, with its weights, after {time.monotonic() - begun:.0f} s")
 
     def _remember(self, method: str, arguments: dict[str, Any]) -> None:
-        """What a new engine would have to be told."""
+        """Keep what a new engine would have to be told."""
         said = (method, arguments)
         if method == INIT:
             self._init = [said]

@@ -113,9 +113,8 @@ class Case:
 
 def answers(engine: Engine) -> list[Any]:
     engine.generate(
-        0, prompts=[list(prompt.token_ids) for prompt in PROMPTS], seeds=list(range(len(PROMPTS))),
-        samples=2, max_tokens=6, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[],
-    )  # fmt: skip
+        0, prompts=[list(one.token_ids) for one in PROMPTS], seeds=list(range(len(PROMPTS))), samples=2, max_tokens=6
+    )
     said = [reply for _ in range(6) for _, reply in engine.step()]
     assert not engine.answering, "six tokens each, in six steps"
     by_place = [(place, row) for reply in said for row, place in enumerate(reply["places"])]

@@ -60,25 +60,13 @@ def test_what_a_fleet_asks_passes(route, body):
 @pytest.mark.parametrize(
     ("ids", "why"),
     [
-        ([101], "101 is beyond the vocabulary of 101"),
-        ([1, 10**6, 2], "1000000 is beyond"),
-        ([-1], "token_ids"),
-        ([2**63], "token_ids"),
-        ([10**400], "token_ids"),
-        ([True], "bool"),
-        ([1.0], "float"),
-        ([1e3], "float"),
-        ([[1]], "array"),
-        (["1"], "str"),
-        ([None], "null"),
-        ([], "length >= 1"),
-        (None, "null"),
-        ("1", "str"),
-        ({"0": 1}, "object"),
-        ([1] * 45, "45 tokens and max_tokens=4 exceed 48"),
+        ([101], "101 is beyond the vocabulary of 101"), ([1, 10**6, 2], "1000000 is beyond"), ([-1], "token_ids"),
+        ([2**63], "token_ids"), ([10**400], "token_ids"), ([True], "bool"), ([1.0], "float"), ([1e3], "float"),
+        ([[1]], "array"), (["1"], "str"), ([None], "null"), ([], "length >= 1"), (None, "null"), ("1", "str"),
+        ({"0": 1}, "object"), ([1] * 45, "45 tokens and max_tokens=4 exceed 48"),
     ],
     ids=lambda value: str(value)[:20],
-)
+)  # fmt: skip
 def test_token_ids_are_checked(ids, why):
     assert why in refusal(GENERATE, prompt(ids))
 
@@ -133,12 +121,10 @@ def test_odd_bodies_are_refused(route, body):
         {"method": "guarded_call", "args": ["save_sharded_state", {"path": "/tmp/x"}]},
         {"method": "guarded_call", "args": ["start_weight_update", {"x": 1}]},
         {"method": "guarded_call", "args": ["start_weight_update", []]},
-        {"method": "guarded_call", "args": ["update_weights", {"update_info": {}}]},
-        {"method": "guarded_call", "args": ["update_weights", {"update_info": UPDATE["update_info"] | {"writers": 0}}]},
-        {
-            "method": "guarded_call",
-            "args": ["update_weights", {"update_info": UPDATE["update_info"] | {"directory": 1}}],
-        },
+        *(
+            {"method": "guarded_call", "args": ["update_weights", {"update_info": info}]}
+            for info in ({}, UPDATE["update_info"] | {"writers": 0}, UPDATE["update_info"] | {"directory": 1})
+        ),
         {"method": "guarded_call", "args": ["init_weight_transfer_engine", {"init_info": {"x": 1}}]},
     ],
     ids=str,
@@ -187,30 +173,20 @@ def test_other_routes_do_not_exist(method, path):
     assert ask(method, path) == (404, [])
 
 
-@pytest.mark.parametrize(
-    ("path", "query", "status"),
-    [
-        ("/sleep", b"level=2", 200),
-        ("/sleep", b"", 200),
-        ("/sleep", b"level=9", 400),
-        ("/sleep", b"level=1&mode=keep", 400),
-        ("/wake_up", b"tags=weights&tags=kv_cache", 200),
-        ("/wake_up", b"", 200),
-        ("/wake_up", b"tags=all", 400),
-        ("/reset_prefix_cache", b"", 200),
-        ("/reset_prefix_cache", b"reset_running_requests=true", 200),
-        ("/reset_prefix_cache", b"reset_external=true", 400),
-        ("/pause", b"mode=keep&clear_cache=false", 200),
-        ("/pause", b"mode=wait&clear_cache=false", 200),
-        ("/pause", b"mode=abort&clear_cache=false", 400),
-        ("/pause", b"mode=keep", 400),
-        ("/pause", b"", 400),
-        ("/resume", b"", 200),
-        ("/resume", b"x=1", 400),
-    ],
-)
-def test_queries_are_checked(path, query, status):
-    assert ask("POST", path, query)[0] == status
+QUERIES = {  # what may follow the ? of a route, and what may not
+    "/sleep": ([b"level=2", b""], [b"level=9", b"level=1&mode=keep"]),
+    "/wake_up": ([b"tags=weights&tags=kv_cache", b""], [b"tags=all"]),
+    "/reset_prefix_cache": ([b"", b"reset_running_requests=true"], [b"reset_external=true"]),
+    "/pause": ([f"mode={mode}&clear_cache=false".encode() for mode in ("keep", "wait")],
+               [b"mode=abort&clear_cache=false", b"mode=keep", b""]),
+    "/resume": ([b""], [b"x=1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", QUERIES)
+def test_queries_are_checked(path):
+    for queries, status in zip(QUERIES[path], (200, 400), strict=True):
+        assert {query: ask("POST", path, query)[0] for query in queries} == dict.fromkeys(queries, status)
 
 
 @pytest.mark.fault("a body that does not end", "413 after 16 MiB")

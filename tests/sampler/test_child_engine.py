@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from preloaded import forking
-from tiny_engine import make_model, make_settings
+from tiny_engine import PATIENCE_S, make_model, make_settings, until
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Format
@@ -22,13 +24,10 @@ from megatron_rl.sampler.child_engine import RequestChannel
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.protocol import SamplerError
 
-PATIENCE_S = 240.0
-
 # a parent that starts a sampler, says which process it owns and when the engine is up, and waits
 PARENT = """
 import signal
 import sys
-import time
 from pathlib import Path
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
@@ -54,7 +53,9 @@ except KeyboardInterrupt:
 """
 
 
-def start_parent(folder) -> tuple[subprocess.Popen, int]:
+@contextmanager
+def parent_of_an_engine(folder: Path) -> Iterator[tuple[subprocess.Popen, int]]:
+    """The parent, and the process id of its child."""
     make_model(folder, True)
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(folder)],
@@ -63,7 +64,13 @@ def start_parent(folder) -> tuple[subprocess.Popen, int]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,
     )
-    return parent, int(parent.stdout.readline())
+    child = int(parent.stdout.readline())
+    try:
+        yield parent, child
+    finally:
+        parent.kill()
+        if is_running(child):
+            os.kill(child, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:
@@ -74,13 +81,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_running(pid)
-
-
 @pytest.fixture
 def needs_proc():
     if not os.path.isdir("/proc/self"):
@@ -89,31 +89,21 @@ def needs_proc():
 
 @pytest.mark.engine
 def test_the_child_dies_with_a_killed_parent(tmp_path, needs_proc):
-    parent, child = start_parent(tmp_path)
-    try:
+    with parent_of_an_engine(tmp_path) as (parent, child):
         assert parent.stdout.readline() == "ready\n"
         assert is_running(child)
         parent.kill()
         parent.wait(PATIENCE_S)
-        assert wait_until_gone(child)
-    finally:
-        parent.kill()
-        if is_running(child):
-            os.kill(child, signal.SIGKILL)
+        until(lambda: not is_running(child))
 
 
 def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path, needs_proc):
-    parent, child = start_parent(tmp_path)
-    try:
+    with parent_of_an_engine(tmp_path) as (parent, child):
         assert os.getpgid(child) != os.getpgid(parent.pid)
         os.killpg(parent.pid, signal.SIGINT)  # what a terminal does
         output, _ = parent.communicate(timeout=PATIENCE_S)
         assert "closed" in output
-        assert wait_until_gone(child)
-    finally:
-        parent.kill()
-        if is_running(child):
-            os.kill(child, signal.SIGKILL)
+        until(lambda: not is_running(child))
 
 
 @pytest.mark.engine
@@ -157,9 +147,6 @@ def test_a_folder_without_config_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path: no config\.json in"):
         sampler.launch()
     assert sampler._engines[0].process is None
-
-
-PATIENCE_S = 120.0
 
 
 @pytest.fixture

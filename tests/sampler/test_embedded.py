@@ -2,16 +2,13 @@
 
 import os
 import shutil
-import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_engine import PROMPTS, SAMPLING, Live, make_model, make_settings, startable
+from tiny_engine import PROMPTS, SAMPLING, Live, start_live
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.types import Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -25,18 +22,7 @@ LONG = SamplingParams(samples=2, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("several")
-    model, settings = make_model(folder / "hf", tied=True), make_settings(Format.int8)
-    settings = replace(settings, sampler=replace(settings.sampler, engines=2))
-    sampler = EmbeddedSampler(settings, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension")
-    live = Live(sampler, model, Format.int8, folder)
-    try:
-        live.restart()
-        live.update(1)
-        with startable():
-            yield live
-    finally:
-        sampler.close()
+    yield from start_live(tmp_path_factory.mktemp("several"), Format.int8, tied=True, seed=1, engines=2)
 
 
 def by_group(rollouts: list[Rollout]) -> dict[int, list[Rollout]]:
@@ -104,7 +90,7 @@ def test_one_of_them_is_killed(live: Live) -> None:
     wanted = by_group(live.sampler.generate(PROMPTS, LONG, seed=3, first_group=0, step=0))
     answering = live.sampler.answering(LONG, seed=3)
     answering.add(PROMPTS, 0)
-    os.kill(live.sampler._engines[1].process.pid, signal.SIGKILL)
+    live.kill(1)
     groups = {}
     while more := answering.finished():
         groups |= {group[0].group: group for group in more}

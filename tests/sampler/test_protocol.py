@@ -54,7 +54,5 @@ def test_without_sleep_nothing_is_called():
     engine = Calls()
     schedule = SleepSchedule(engine, Sleep.none)
     schedule.sleep()
-    with schedule.syncing():
-        pass
     schedule.wake()
     assert engine.calls == []

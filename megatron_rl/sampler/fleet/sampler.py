@@ -26,14 +26,7 @@ from megatron_rl.sampler.fleet.dispatch import Dispatcher, Done, Job
 from megatron_rl.sampler.fleet.replica import Replica
 from megatron_rl.sampler.fleet.server_process import server_settings
 from megatron_rl.sampler.fleet.servers import EventLoopThread, Servers
-from megatron_rl.sampler.protocol import (
-    NOT_RUNNING,
-    BaseSampler,
-    SamplerError,
-    SamplerStats,
-    answer_all,
-    request_seed,
-)
+from megatron_rl.sampler.protocol import NOT_RUNNING, BaseSampler, SamplerError, SamplerStats, answer_all, request_seed
 from megatron_rl.types import Prompt, Rollout, SamplingParams, written
 
 if TYPE_CHECKING:
@@ -166,7 +159,7 @@ class FleetSampler(BaseSampler):
         self._pass_on_notes()
 
     def ask(self, ask: Callable[[Servers], Coroutine[Any, Any, T]]) -> T:
-        """Of the servers, on their event loop; waits for the answer."""
+        """Ask the servers something, on their event loop; wait for the answer."""
         if self._loop is None or self._servers is None:
             raise SamplerError(NOT_RUNNING)
         section = self._settings.sampler

@@ -83,7 +83,7 @@ def _until_ended(server: ServerProcess, key: str, starter: int | None, what: str
 
 async def _is_ready(replica: Replica) -> bool:
     try:
-        return await replica.is_healthy()
+        return (await replica.look()).alive
     finally:
         await replica.close()
 

@@ -59,7 +59,7 @@ class ServerSettings:
 def server_settings(
     settings: EngineSettings, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str
 ) -> list[ServerSettings]:
-    """One for each server that the run starts, in the order of formats."""
+    """Settings of each server that the run starts, in the order of formats."""
     fleet, gpus = settings.sampler.fleet, devices(settings.sampler)
     servers = []
     for index, format in enumerate(settings.formats[: fleet.replicas]):
@@ -101,7 +101,7 @@ class ServerProcess:
             )
 
     def note_shared_memory(self) -> None:
-        """What its processes share now: a server that is killed leaves it behind."""
+        """Note the memory that its processes share now: a server that is killed leaves it behind."""
         found = segments_of_session(self.pid) - self._segments
         self._segments |= found
         remove_with_it(SHARED_MEMORY / name for name in found)

@@ -100,7 +100,7 @@ class Servers:
         self._tasks = [asyncio.create_task(supervisor.run()) for supervisor in self._supervisors]
 
     async def first_starts(self) -> None:
-        """All of them: a server that is missing from the beginning is a mistake, not an accident."""
+        """Wait for all servers: one that is missing from the beginning is a mistake, not an accident."""
         await asyncio.gather(*(supervisor.first_start for supervisor in self._supervisors))
 
     async def dispatcher(self, params: SamplingParams) -> Dispatcher:
@@ -120,7 +120,7 @@ class Servers:
         dispatcher.add(jobs)
 
     async def finished(self, dispatcher: Dispatcher) -> tuple[list[Done], int]:
-        """And how often servers have been restarted so far."""
+        """The jobs that are complete by now, and how often servers have been restarted so far."""
         return await dispatcher.finished(), self._state.restarted
 
     async def give_up(self, dispatcher: Dispatcher) -> None:
@@ -135,7 +135,7 @@ class Servers:
             "replicas": [
                 {
                     "name": one.name,
-                    "ready": one.ready and await one.is_healthy(),
+                    "ready": one.ready and (await one.look()).alive,
                     "policy_version": one.version,
                     "reason": one.given_up or one.reason,
                     "pid": one.process.pid if one.process else None,
@@ -157,7 +157,7 @@ class Servers:
             await supervisor.replica.close()
 
     def end_processes(self) -> None:
-        """Once nobody watches them any more; not on the event loop, as each may take seconds."""
+        """End the servers, once nobody watches them any more; not on the event loop, as each may take seconds."""
         for replica in self.replicas:
             if replica.process is not None:
                 replica.process.end()
