@@ -36,8 +36,7 @@ from megatron_rl.runs.progress import SaveSchedule, Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
 from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.protocol import Sampler, SamplerStats
-from megatron_rl.sampler.sleep_schedule import SleepSchedule
+from megatron_rl.sampler.protocol import Sampler, SamplerStats, SleepSchedule
 from megatron_rl.survival.stop_request import StopRequest
 from megatron_rl.types import Batch, Rollout, Scored, collate
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS

@@ -24,8 +24,8 @@ from megatron_rl.processes.stacks import show_on_request
 REQUESTS: dict[str, Callable[..., Any]] = {
     name: getattr(Engine, name)
     for name in (
-        "health", "abandon", "activations", "routed_experts", "init_weight_transfer_engine", "start_weight_update",
-        "update_weights", "await_weight_update", "finish_weight_update", "sleep", "wake",
+        "health", "generate", "abandon", "activations", "routed_experts", "init_weight_transfer_engine",
+        "start_weight_update", "update_weights", "await_weight_update", "finish_weight_update", "sleep", "wake",
     )
 }  # fmt: skip
 Request = dict[str, Any]
@@ -49,13 +49,15 @@ def arrived(requests: Requests, wait: bool) -> list[Request]:
 
 
 def answer(channel: Channel, request: Request, call: Callable[[], Any]) -> bool:
+    """Reply to a request; whether it succeeded. What `generate` begins is replied to as it finishes."""
     try:
         value = call()
     except Exception as error:
         traceback.print_exc()
         refuse(channel, request["id"], error)
         return False
-    channel.send({"id": request["id"], "value": value})
+    if request["method"] != "generate":
+        channel.send({"id": request["id"], "value": value})
     return True
 
 
@@ -63,43 +65,33 @@ def refuse(channel: Channel, request: int, error: Exception) -> None:
     channel.send({"id": request, "error": {"type": type(error).__name__, "message": str(error)}})
 
 
-def begin(channel: Channel, request: Request, engine: Engine) -> None:
-    """Of what is generated the replies follow, as it finishes."""
-    try:
-        engine.generate(request["id"], **request["arguments"])
-    except Exception as error:
-        traceback.print_exc()
-        refuse(channel, request["id"], error)
-
-
 def take(channel: Channel, request: Request, engine: Engine) -> None:
-    method = request["method"]
+    method, arguments = request["method"], request["arguments"]
     if method == "shutdown":
         engine.shutdown()
         os._exit(0)
     if method == "generate":
-        begin(channel, request, engine)
-    else:
-        answer(channel, request, lambda: REQUESTS[method](engine, **request["arguments"]))
+        arguments = {"request": request["id"], **arguments}
+    answer(channel, request, lambda: REQUESTS[method](engine, **arguments))
 
 
 def serve(channel: Channel) -> None:
     requests: Requests = queue.SimpleQueue()
     threading.Thread(target=read_requests, args=(channel, requests), daemon=True).start()
-    engine: Any = None
+    made: list[Engine] = []
 
     def start(arguments: dict[str, Any]) -> dict[str, Any]:
-        nonlocal engine
-        engine = Engine(arguments)
-        return engine.health()
+        made.append(Engine(arguments))
+        return made[0].health()
 
     first = requests.get()
     if not answer(channel, first, lambda: start(first["arguments"])):
         return
+    (engine,) = made
     waiting: list[Request] = []
     while True:
         waiting += arrived(requests, wait=not waiting and not engine.writes)
-        waiting, those_now = [], waiting
+        those_now, waiting = waiting, []
         for request in those_now:
             if engine.must_wait(request["method"]):
                 waiting.append(request)

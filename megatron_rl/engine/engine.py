@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_rl.engine.answering import Answering
-from megatron_rl.engine.packed import sampled
+from megatron_rl.engine.generation import OpenPrompts, sampled
 from megatron_rl.engine.readiness import TAGS, Readiness
 from megatron_rl.processes.process import rare_collections
 from megatron_rl.weight_sync.file_transport import BACKGROUND
@@ -34,22 +33,20 @@ class Engine:
 
             self.llm = LLM(**arguments)
         self.ready = Readiness()
-        self.answering = Answering(self.llm)
+        self.answering = OpenPrompts(self.llm)
         self._held: dict[int, tuple[int | None, dict[str, Any]]] = {}  # patient requests
         self._draining = False  # nothing new begins, so that nothing is open
         self._look_again_at = 0.0
         self.llm.llm_engine.set_weight_version(str(self.ready.policy_version))
         # the first generation loads and compiles for seconds: let that be part of the start
-        self.answering.add(
-            0, [[0]], [0], samples=2, max_tokens=2, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[]
-        )
+        self.answering.add(0, [[0]], [0], samples=2, max_tokens=2)
         while not self.answering.take_finished():
             self.answering.step()
         gc.collect()
         gc.freeze()  # the engine's own objects live as long as it does: no collection needs to visit them
 
     def shutdown(self) -> None:
-        """Ends the workers in good order: shared memory that they hold outlives a killed process."""
+        """End the workers in good order: shared memory that they hold outlives a killed process."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.answering
         gc.collect()
@@ -79,7 +76,7 @@ class Engine:
         return method in ("await_weight_update", "finish_weight_update") and self.writes and self._is_building()
 
     def generate(self, request: int, policy_version: int | None = None, patient: bool = False, **wanted: Any) -> None:
-        """Begins to answer, under the number of the request.
+        """Begin to answer, under the number of the request.
 
         `policy_version`: the one that the caller believes is served. `patient`: a newer one is as good, and what
         cannot be answered now waits until a sync or a wake has changed that.
@@ -94,7 +91,7 @@ class Engine:
             self.answering.add(request, **wanted)
 
     def step(self) -> Replies:
-        """What has finished, and what has gone wrong, for each request."""
+        """Write a token of each answer; what has finished, and what has gone wrong, for each request."""
         replies = self._begin_held() if self._held and not self._draining else []
         if self.writes:
             try:
@@ -118,7 +115,7 @@ class Engine:
         return failed
 
     def abandon(self, requests: list[int]) -> None:
-        """Gives up what is open of these."""
+        """Give up what is open of these requests."""
         for request in requests:
             self._held.pop(request, None)
         self.answering.abandon(requests)
@@ -130,45 +127,40 @@ class Engine:
         return any(self.llm.collective_rpc("weight_update_building"))
 
     def routed_experts(self, sequences: list[list[int]], policy_version: int) -> list[bytes]:
-        """Of each sequence, [tokens, layers, experts of a token] as int32; nothing where the engine cannot tell."""
-        from vllm import SamplingParams
-
+        """[tokens, layers, experts of a token] of each sequence as int32; empty where the engine cannot tell."""
         refusal = self.ready.refusal(policy_version)
         if refusal:
             raise RuntimeError(refusal)
         if not self.llm.llm_engine.vllm_config.model_config.enforce_eager:
             return [b""] * len(sequences)
         layers = self.llm.llm_engine.model_config.get_total_num_hidden_layers()
-        params, found = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False), []
-        for tokens in sequences:
-            prompt: Any = {"prompt_token_ids": tokens}
-            self.llm.collective_rpc("watch_routes")
-            try:
-                self.llm.generate([prompt], params, use_tqdm=False)
-            finally:
-                told = self.llm.collective_rpc("seen_routes", args=(len(tokens), layers))
-            found.append(told[0])  # ranks of an engine route alike
-        return found
+        # ranks of an engine route alike
+        return [self._watched("routes", tokens, len(tokens), layers)[0] for tokens in sequences]
 
     def activations(self, tokens: list[int], policy_version: int) -> dict[str, Any]:
-        """What the modules put out for a sequence (engine/activations.py), and the logprobs of its tokens."""
-        from vllm import SamplingParams
-
+        """What the modules put out for a sequence (engine/hooks.py), and the logprobs of its tokens."""
         config = self.llm.llm_engine.vllm_config
         refusal = self.ready.refusal(policy_version) or unwatchable(
             config.model_config.enforce_eager, config.parallel_config.tensor_parallel_size
         )
         if refusal:
             raise RuntimeError(refusal)
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        prompt: Any = {"prompt_token_ids": tokens}
-        self.llm.collective_rpc("watch_activations")
-        try:
-            (output,) = self.llm.generate([prompt], params, use_tqdm=False)
-        finally:
-            (values,) = self.llm.collective_rpc("seen_activations")
-        told = output.prompt_logprobs or []
+        values, told = self._watched("activations", tokens, prompt_logprobs=0)
         return {"values": values, "logprobs": [sampled(told[i], tokens[i]) for i in range(1, len(tokens))]}
+
+    def _watched(self, what: str, tokens: list[int], *arguments: int, **params: Any) -> tuple[bytes, list[Any]]:
+        """What the first worker has seen of a sequence, and the logprobs of its tokens where those were asked for."""
+        from vllm import SamplingParams
+
+        prompt: Any = {"prompt_token_ids": tokens}
+        self.llm.collective_rpc(f"watch_{what}")
+        try:
+            asked = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, **params)
+            (output,) = self.llm.generate([prompt], asked, use_tqdm=False)
+        finally:
+            seen = self.llm.collective_rpc(f"seen_{what}", args=arguments)
+        told: Any = output.prompt_logprobs or []
+        return seen[0], told
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
@@ -187,7 +179,7 @@ class Engine:
             self._on_workers("update_weights", update_info=update_info)
 
     def await_weight_update(self) -> None:
-        """Until the new weights can be made the live ones; raises where they cannot."""
+        """Wait until the new weights can be made the live ones; raise where they cannot."""
         with self._abandoned_on_failure(abort=True):
             self._on_workers("await_weight_update")
 
@@ -252,7 +244,7 @@ class Engine:
         self.llm.sleep(level=level)
 
     def wake(self, tags: list[str] | None = None) -> None:
-        """Once wholly awake, it has to hold what it held before, or what a sync has brought since."""
+        """Wake parts of the engine. Wholly awake, it has to hold what it held, or what a sync has brought since."""
         tags = list(tags or TAGS)
         asleep = [tag for tag in tags if tag in self.ready.asleep]
         self.ready.wake(tags)

@@ -13,11 +13,7 @@ from typing import Any, cast
 import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    QKVParallelLinear,
-)
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.torch_utils import is_quantized_kv_cache
@@ -58,7 +54,7 @@ def checkpoint_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def cache_scale_names(name: str, layer: torch.nn.Module) -> list[str]:
-    """Of an attention layer with a quantized cache: its key and value scale, as vLLM names them."""
+    """The key and value scale of an attention layer with a quantized cache, as vLLM names them."""
     quantized = isinstance(layer, Attention) and is_quantized_kv_cache(layer.kv_cache_dtype)
     return [f"{name}.{scale}" for scale in ("k_scale", "v_scale")] if quantized else []
 

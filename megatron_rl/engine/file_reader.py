@@ -38,7 +38,7 @@ class Staged:
 
 
 class Tensors(Mapping[str, torch.Tensor]):
-    """By name: read at every look, and refused where the bytes are not those that were sent."""
+    """Tensors by name: each is read at every look, and refused where its bytes are not those that were sent."""
 
     def __init__(self, entries: Mapping[str, TensorEntry], newest_first: list[_Version]) -> None:
         self.seconds = 0.0  # spent on reading and checking

@@ -1,4 +1,4 @@
-"""Whether an engine may answer, given the updates and the sleep that it has been through. Pure.
+"""Whether an engine may answer, given its updates and its sleep; what its workers serve. Pure.
 
 A request is refused, with the reason, while an update is unfinished, while weights or cache are asleep (an engine that
 shares a GPU with the learner sleeps while the learner works), and once its weights were discarded until a sync has
@@ -9,12 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
 
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what can sleep
 TAGS = (WEIGHTS, CACHE)
+LARGEST_ID = (1 << 31) - 1  # of versions and tokens
 DISCARDS_WEIGHTS = 2  # vLLM's level of sleep that keeps no copy
+
+
+@dataclass(frozen=True)
+class SyncState:
+    """What a worker serves, and what its last update cost. A fleet holds what a server says to these bounds."""
+
+    policy_version: Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
+    torn: bool  # loading failed half-way: the weights are of no version
+    verify_s: float
+    load_s: float  # making the new weights the live ones: a swap, or loading in place
+    nbytes: int
+    build_s: float = 0.0  # packing them beside the live ones
+
+
+NOTHING_LOADED = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
 
 
 @dataclass

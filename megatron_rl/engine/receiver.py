@@ -26,17 +26,14 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl.engine import double_buffer, expectation, host_kernels, reload
-from megatron_rl.engine.activations import Watch
 from megatron_rl.engine.file_reader import stage
-from megatron_rl.engine.routing import Routes
+from megatron_rl.engine.hooks import ModuleOutputs, RouterChoices
+from megatron_rl.engine.readiness import NOTHING_LOADED, SyncState
+from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.processes.process import die_with_spawner
 from megatron_rl.processes.threads import in_thread
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
@@ -58,18 +55,6 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
 
 @dataclass(frozen=True)
-class SyncState:
-    """What a worker serves, and what its last update cost."""
-
-    policy_version: int
-    torn: bool  # loading failed half-way: the weights are of no version
-    verify_s: float
-    load_s: float  # making the new weights the live ones: a swap, or loading in place
-    nbytes: int
-    build_s: float = 0.0  # packing them beside the live ones
-
-
-@dataclass(frozen=True)
 class _Ready:
     """An update that was accepted."""
 
@@ -78,6 +63,14 @@ class _Ready:
     nbytes: int
     make_live: Callable[[], None]
     build_s: float
+
+
+def begin(vllm_config: VllmConfig, model: torch.nn.Module) -> dict[str, TensorSpec]:
+    """Prepare a worker for updates of any transport; returns the tensors that every update must carry."""
+    die_with_spawner()
+    if vllm_config.load_config.load_format == "dummy":
+        expectation.neutral_cache_scales(model)
+    return expectation.expected_tensors(model, bool(vllm_config.model_config.hf_config.tie_word_embeddings))
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -89,12 +82,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        die_with_spawner()
-        tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
-        self.expected = expectation.expected_tensors(model, tied)
-        if vllm_config.load_config.load_format == "dummy":
-            expectation.neutral_cache_scales(model)
-        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
+        self.expected, self.state = begin(vllm_config, model), NOTHING_LOADED
         self._doubles = device.type == "cpu" and double_buffer.can_double(model)
         self._building: Future[_Ready] | None = None
         self._one_at_a_time = threading.Lock()  # an update that was given up may still be in the making
@@ -174,8 +162,8 @@ class WorkerExtension:
 
     weight_transfer_engine: FileWeightTransferEngine
     _weight_update_active: bool
-    _watch: Watch
-    _routes: Routes
+    _watch: ModuleOutputs
+    _routes: RouterChoices
 
     _scales_seen: tuple[int, dict[str, tuple[float, float]]] | None = None  # of which version, and what they were
 
@@ -212,22 +200,22 @@ class WorkerExtension:
         self.weight_transfer_engine.abort()
 
     def forget_version(self) -> None:
-        """What is loaded counts as no version: a server that another run has used takes any version again."""
+        """Count what is loaded as no version: a server that another run has used takes any version again."""
         engine = self.weight_transfer_engine
         engine.state = replace(engine.state, policy_version=NO_VERSION)
 
     def watch_activations(self) -> None:
-        self._watch = Watch(self.weight_transfer_engine.model)
+        self._watch = ModuleOutputs(self.weight_transfer_engine.model)
 
     def seen_activations(self) -> bytes:
-        """Since `watch_activations`; nobody watches any more."""
+        """What was seen since `watch_activations`; ends the watch."""
         return self._watch.end()
 
     def watch_routes(self) -> None:
-        self._routes = Routes(self.weight_transfer_engine.model)
+        self._routes = RouterChoices(self.weight_transfer_engine.model)
 
     def seen_routes(self, tokens: int, layers: int) -> bytes:
-        """Since `watch_routes`; nobody watches any more."""
+        """What was seen since `watch_routes`; ends the watch."""
         return self._routes.end(tokens, layers)
 
 

@@ -35,10 +35,7 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 
 @torch.no_grad()
 def load(
-    model: Any,
-    model_config: ModelConfig,
-    device: torch.device,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    model: Any, model_config: ModelConfig, device: torch.device, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
     """Replace every parameter of the live model; raises if one of them was not written."""
     dtype = model_config.dtype

@@ -1,7 +1,7 @@
 """One vLLM server of the fleet: `python -m megatron_rl.engine.server PARENT_PID CORES VLLM_ARGUMENTS`.
 
-Runs what `python -m vllm.entrypoints.openai.api_server` runs, behind a key (server_key.py), with requests checked
-(requests.py) and strangers kept few (connections.py). This module, and not vLLM's, is the main module,
+Runs what `python -m vllm.entrypoints.openai.api_server` runs, behind a key, with strangers kept few
+(server_access.py) and requests checked (server_requests.py). This module, and not vLLM's, is the main module,
 because vLLM's engine process imports its parent's main module again, and this one is seconds lighter.
 
 The server and its engine live exactly as long as the parent: the kernel ends the server when the parent dies, and
@@ -20,7 +20,8 @@ import threading
 from megatron_rl.processes.process import collect_rarely, die_with_parent, end_own_group, keep_to, leave_to_the_driver
 from megatron_rl.processes.stacks import show_on_request
 
-MIDDLEWARE = ("megatron_rl.engine.requests.CheckRequests", "megatron_rl.engine.server_key.RequireKey")  # last one first
+# the last one is asked first
+MIDDLEWARE = ("megatron_rl.engine.server_requests.CheckRequests", "megatron_rl.engine.server_access.RequireKey")
 
 if __name__ in ("__main__", "__mp_main__"):  # the server, or vLLM's engine process, which imports this module first
     collect_rarely()
@@ -53,7 +54,7 @@ def serve() -> None:
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from megatron_rl.engine.connections import Connection
+    from megatron_rl.engine.server_access import Connection
 
     cli_env_setup()
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()

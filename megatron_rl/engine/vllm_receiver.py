@@ -28,13 +28,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from megatron_rl.engine import expectation, reload
-from megatron_rl.engine.receiver import SyncState
+from megatron_rl.engine import reload
+from megatron_rl.engine.readiness import NOTHING_LOADED, SyncState
 from megatron_rl.engine.receiver import WorkerExtension as WorkerExtension  # what vLLM looks for here
+from megatron_rl.engine.receiver import begin
 from megatron_rl.models.tensors import TensorSpec
-from megatron_rl.processes.process import die_with_spawner
 from megatron_rl.weight_sync import manifest, wire
-from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
+from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX, Announcement
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
@@ -102,12 +102,7 @@ class Checked:
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
-        die_with_spawner()
-        tied = bool(vllm_config.model_config.hf_config.tie_word_embeddings)
-        self.expected = expectation.expected_tensors(model, tied)
-        if vllm_config.load_config.load_format == "dummy":
-            expectation.neutral_cache_scales(model)
-        self.state = SyncState(NO_VERSION, False, 0.0, 0.0, 0)
+        self.expected, self.state = begin(vllm_config, model), NOTHING_LOADED
         self._inbox: Inbox | None = None
 
     def start_weight_update(self) -> None:
@@ -162,13 +157,13 @@ class Checked:
         self.state = SyncState(inbox.announced.policy_version, False, before.verify_s, loaded, inbox.nbytes)
 
     def await_built(self) -> None:
-        """Whether the update has been accepted as far as it can be before it is loaded."""
+        """Raise where the update has not been accepted as far as it can be before it is loaded."""
         if self._inbox is None:
             raise WeightSyncError("finish_weight_update without an announced update")
         self._inbox.require_sealed()
 
     def abort(self) -> None:
-        """What had arrived in place stays, torn; vLLM's books on it must be closed, or the next update joins them."""
+        """Drop the update. What arrived in place stays, torn; vLLM's books on it are closed before the next one."""
         inbox, self._inbox = self._inbox, None
         if inbox is not None and inbox.in_place:
             super().finish_weight_update()  # type: ignore[misc]

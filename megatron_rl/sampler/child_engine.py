@@ -18,22 +18,81 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.fleet import devices
-from megatron_rl.processes.channel import ChannelClosed, channel_pair
+from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
 from megatron_rl.processes.process import describe_end, for_the_driver_alone
 from megatron_rl.processes.pulse import own, waiting
 from megatron_rl.processes.scratch import remove_with_it
-from megatron_rl.sampler.correspondence import Correspondence, Replies
-from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, lost_worker
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
-from megatron_rl.sampler.model_folder import write_engine_folder
-from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.sampler.shared_memory import FOLDER, remove_segments, segments_of_session
+from megatron_rl.sampler.engine_process import (
+    SHARED_MEMORY,
+    end_group,
+    engine_environment,
+    log_tail,
+    lost_worker,
+    remove_segments,
+    segments_of_session,
+)
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
+from megatron_rl.sampler.protocol import NOT_RUNNING, SamplerError
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 ENGINE = "engine"  # in what is said of it
 CLOSE_GRACE_S = 3.0
 WORKERS_GRACE_S = 4.0
-NOT_RUNNING = "the sampler is not running: it was never started, was closed, or failed before"
+Replies = queue.SimpleQueue[dict[str, Any] | None]  # None: no more will come
+
+
+class RequestChannel:
+    """Requests to another process from several threads; every reply goes to whoever asked."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._expected: dict[int, Replies] = {}  # by request
+        self._numbering, self._sending = threading.Lock(), threading.Lock()
+        self._number = 0
+        self._over = False
+
+    def send(self, method: str, arguments: dict[str, Any], replies: Replies) -> int:
+        """The request's number, which its replies carry. Raises ChannelClosed where none can come any more."""
+        with self._numbering:
+            if self._over:
+                raise ChannelClosed("the end of the stream was seen before")
+            self._number += 1
+            number = self._number
+            self._expected[number] = replies
+        with self._sending:
+            self._channel.send({"id": number, "method": method, "arguments": arguments})
+        return number
+
+    def deliver(self) -> None:
+        """Read replies until the end of the stream: in a thread of its own, so that the other side never waits."""
+        try:
+            while True:
+                self._hand_over(self._channel.receive())
+        except OSError:  # a ChannelClosed, or what a channel says that was closed meanwhile
+            pass
+        with self._numbering:
+            self._over = True
+            left = {id(replies): replies for replies in self._expected.values()}
+        for replies in left.values():
+            replies.put(None)
+
+    def _hand_over(self, reply: dict[str, Any]) -> None:
+        with self._numbering:
+            replies = self._expected.get(reply["id"])
+            value = reply.get("value")
+            if not (isinstance(value, dict) and value.get("left", 0) > 0):  # the last one to this request
+                self._expected.pop(reply["id"], None)
+        if replies is not None:
+            replies.put(reply)
+
+    def forget(self, numbers: list[int]) -> None:
+        """Expect no replies to these requests any more."""
+        with self._numbering:
+            for number in numbers:
+                self._expected.pop(number, None)
+
+    def close(self) -> None:
+        self._channel.hang_up()
 
 
 class EngineDied(SamplerError):
@@ -43,13 +102,15 @@ class EngineDied(SamplerError):
 class ChildEngine:
     """One process from its start to its end: what ends it, for whichever thread, ends it for all."""
 
-    def __init__(self, settings: EngineSettings, hf_folder: Path, log_path: Path, worker_extension: str) -> None:
+    def __init__(
+        self, settings: EngineSettings, hf_folder: Path, log_path: Path, worker_extension: str, cores: str
+    ) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self._settings, self._section = settings, settings.sampler
         self._hf_folder = hf_folder
         self._log_path = log_path
-        self._worker_extension = worker_extension
-        self._line: Correspondence | None = None
+        self._worker_extension, self._cores = worker_extension, cores
+        self._requests: RequestChannel | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._starting = threading.Lock()
         self._started: Replies | None = None  # launched, and nobody has waited for it yet
@@ -76,19 +137,19 @@ class ChildEngine:
         self._started = replies
 
     def _tend(self, launched: queue.SimpleQueue[BaseException | None]) -> None:
-        """A thread's whole work; it outlives the child."""
+        """Start the child and read its replies: a thread's whole work, which outlives the child."""
         try:
-            self._line = self._start_process()
+            self._requests = self._start_process()
         except BaseException as error:  # of every kind: the launching thread raises it
             launched.put(error)
             return
         launched.put(None)
-        self._line.deliver()
+        self._requests.deliver()
         self._ended.wait()
 
-    def _start_process(self) -> Correspondence:
+    def _start_process(self) -> RequestChannel:
         channel, theirs = channel_pair()
-        cores, tensor_parallel = self._settings.cores, self._section.tensor_parallel
+        cores, tensor_parallel = self._cores, self._section.tensor_parallel
         with theirs, self._log_path.open("ab") as log, for_the_driver_alone():
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.engine.child", str(theirs.fileno()), str(os.getpid()), cores],
@@ -100,7 +161,7 @@ class ChildEngine:
                 start_new_session=True,
             )
         own(ENGINE, self.process)
-        return Correspondence(channel)
+        return RequestChannel(channel)
 
     def wait_ready(self) -> None:
         with self._starting:
@@ -116,7 +177,7 @@ class ChildEngine:
         return self.next_reply(method, replies)["value"]
 
     def ask(self, method: str, replies: Replies, **arguments: Any) -> int:
-        """Without waiting for the answer; the number that it will carry."""
+        """Send a request without waiting for its answer; returns the number that the answer will carry."""
         self.wait_ready()
         return self._send(method, arguments, replies)
 
@@ -124,19 +185,19 @@ class ChildEngine:
         return self._wait(replies, method, self._section.request_timeout_s, "sampler.request_timeout_s")
 
     def forget(self, numbers: list[int]) -> None:
-        """No replies to these requests are expected any more."""
-        if self._line is not None:
-            self._line.forget(numbers)
+        """Expect no replies to these requests any more."""
+        if self._requests is not None:
+            self._requests.forget(numbers)
 
     def close(self) -> None:
         """Stop the child and its workers; safe to call twice and in any state."""
         with self._ending:
             self._failed = self._failed or SamplerError(NOT_RUNNING)
             self._note_segments()
-            if self._line is not None:
+            if self._requests is not None:
                 self._ask_workers_to_end()
-                self._line.close()  # the child kills its group at the end of the stream
-                self._line = None
+                self._requests.close()  # the child kills its group at the end of the stream
+                self._requests = None
             if self.process is not None:
                 end_group(self.process, CLOSE_GRACE_S)
                 self.process = None
@@ -148,16 +209,16 @@ class ChildEngine:
             self._ended.set()
 
     def _send(self, method: str, arguments: dict[str, Any], replies: Replies) -> int:
-        line = self._line
-        if line is None:
+        requests = self._requests
+        if requests is None:
             raise EngineDied(str(self._failed)) if isinstance(self._failed, EngineDied) else SamplerError(NOT_RUNNING)
         try:
-            return line.send(method, arguments, replies)
+            return requests.send(method, arguments, replies)
         except ChannelClosed:
             raise self._death(f"the sampler's process ended before `{method}`") from None
 
     def _wait(self, replies: Replies, method: str, timeout_s: float, key: str) -> dict[str, Any]:
-        """For a reply; every way in which none comes ends the child and names its log."""
+        """Wait for a reply; every way in which none comes ends the child and names its log."""
         try:
             with waiting(ENGINE, timeout_s, key):
                 reply = replies.get(timeout=timeout_s)
@@ -210,14 +271,14 @@ class ChildEngine:
         if self.process is not None and self._section.tensor_parallel > 1:
             found = segments_of_session(self.process.pid) - self._segments
             self._segments |= found
-            remove_with_it(FOLDER / name for name in found)
+            remove_with_it(SHARED_MEMORY / name for name in found)
 
     def _ask_workers_to_end(self) -> None:
         """Workers of a larger engine share memory that only they release; a single process needs no such wait."""
-        if self._section.tensor_parallel == 1 or self.process is None or self._line is None:
+        if self._section.tensor_parallel == 1 or self.process is None or self._requests is None:
             return
         try:
-            self._line.send("shutdown", {}, queue.SimpleQueue())
+            self._requests.send("shutdown", {}, queue.SimpleQueue())
             self.process.wait(WORKERS_GRACE_S)
         except (ChannelClosed, subprocess.TimeoutExpired):
             pass  # it is ended anyway

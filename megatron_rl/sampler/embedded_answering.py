@@ -1,4 +1,4 @@
-"""Prompts that the embedded engine is answering, over its deaths too."""
+"""Prompts that embedded engines are answering, over their deaths too."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from typing import Any
 
-from megatron_rl.sampler.answering import by_token
-from megatron_rl.sampler.child_engine import ChildEngine, EngineDied
-from megatron_rl.sampler.correspondence import Replies
-from megatron_rl.sampler.lasting_engine import LastingEngine
-from megatron_rl.sampler.protocol import SamplerError, request_seed
+from megatron_rl.sampler.child_engine import ChildEngine, EngineDied, Replies
+from megatron_rl.sampler.protocol import SamplerError, request_seed, versions_of_tokens
+from megatron_rl.sampler.restarting_engine import RestartingEngine
 from megatron_rl.types import Prompt, Rollout, SamplingParams, written
 
 REQUEST = "generate"
 
 
 class Meter:
-    """What was answered, and the time in which something was open, whoever has asked."""
+    """Counts tokens, and the time in which something was open, whoever has asked."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -44,12 +43,12 @@ class Meter:
             self.tokens += tokens
 
 
-class EmbeddedAnswering:
-    """See protocol.Answering. What is open when the engine dies is asked again of the next one, from its beginning."""
+class EngineAnswering:
+    """One engine's share of the prompts. What is open when it dies is asked of the next one, from the beginning."""
 
     def __init__(
         self,
-        engine: LastingEngine,
+        engine: RestartingEngine,
         params: SamplingParams,
         seed: int,
         *,
@@ -108,7 +107,7 @@ class EmbeddedAnswering:
         self._asked.clear()
 
     def _ask(self, groups: list[int]) -> None:
-        """Of the present engine; of one that has come meanwhile all that is open."""
+        """Ask the present engine for these groups; one that has come meanwhile is asked for all that is open."""
         while True:
             child = self._engine.child
             if child is not self._child:
@@ -122,21 +121,14 @@ class EmbeddedAnswering:
                 return
 
     def _send(self, child: ChildEngine, groups: list[int]) -> int:
-        params = self._params
         return child.ask(
             REQUEST,
             self._replies,
             prompts=[self._open[group].token_ids for group in groups],
             seeds=[request_seed(self._seed, group) for group in groups],
-            samples=params.samples,
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            stop_token_ids=params.stop_token_ids,
-            candidates=params.candidates,
             policy_version=self._version(),
             patient=self._patient,
+            **asdict(self._params),
         )
 
     def _read(self, reply: dict[str, Any]) -> list[list[Rollout]]:
@@ -149,8 +141,37 @@ class EmbeddedAnswering:
         return groups
 
 
+class EmbeddedAnswering:
+    """See protocol.Answering."""
+
+    def __init__(self, engines: Sequence[EngineAnswering]) -> None:
+        self._engines = engines
+        self._next = 0  # whom to wait for
+
+    def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
+        """Divide prompts in equal parts, neighbours together; where they are few, engines take turns."""
+        engines, count = len(self._engines), len(prompts)
+        for part in range(engines):
+            start, stop = part * count // engines, (part + 1) * count // engines
+            self._engines[(first_group + part) % engines].add(prompts[start:stop], first_group + start)
+
+    def finished(self) -> list[list[Rollout]]:
+        """Read all engines that have replied; where none has, wait for the next one."""
+        groups: list[list[Rollout]] = []
+        while not groups and (busy := [engine for engine in self._engines if engine.is_open]):
+            self._next += 1
+            for engine in [engine for engine in busy if engine.has_replies] or [busy[self._next % len(busy)]]:
+                groups += engine.finished()
+        return groups
+
+    def close(self) -> None:
+        with ExitStack() as ends:
+            for engine in self._engines:
+                ends.callback(engine.close)
+
+
 def unpack(answer: dict[str, Any], prompts: dict[int, Prompt], samples: int, format: str) -> list[list[Rollout]]:
-    """What the child has packed, by group: tokens and logprobs lie back to back."""
+    """Rollouts, by group, of what the child has packed: tokens and logprobs lie back to back."""
     tokens, logprobs = memoryview(answer["tokens"]), memoryview(answer["logprobs"])  # four bytes each
     groups: list[list[Rollout]] = []
     start = row = 0
@@ -170,7 +191,7 @@ def unpack(answer: dict[str, Any], prompts: dict[int, Prompt], samples: int, for
                     finish_reason=answer["finish"][row],
                     policy_version=answer["versions"][row],
                     format=format,
-                    versions=by_token(answer["spans"][row]) if row in answer["spans"] else None,
+                    versions=versions_of_tokens(answer["spans"][row]) if row in answer["spans"] else None,
                     **{name: array("i", answer[name][row]) for name in ("kept_ids", "kept_counts") if name in answer},
                 )
             )

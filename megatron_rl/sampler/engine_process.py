@@ -1,4 +1,9 @@
-"""What every engine's process is given on this machine, embedded or a server: environment, cores, GPUs, and its end."""
+"""What every engine's process is given on this machine, embedded or a server: environment, cores, GPUs, and its end.
+
+The workers of an engine share memory in segments that they remove when they end by themselves, not when they are
+killed. Which segments are this engine's is read from the memory maps of its processes, never from names alone: those
+of other engines look the same.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_rl.files import last_lines
@@ -20,6 +26,9 @@ LOG_LINES_SHOWN = 15
 ROUTINE = re.compile(r"(\([^)]*\) )?(DEBUG|INFO|WARNING) \d\d-\d\d |\[W\d{4} |.*resource_tracker")
 WORKER_DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-?\d+|None)\)")
 REAP_S = 5.0
+SHARED_MEMORY, PROCESSES = Path("/dev/shm"), Path("/proc")
+# Python's SharedMemory, vLLM's collectives on hosts, and semaphores
+SEGMENT = re.compile(rf"{SHARED_MEMORY}/((?:psm_|vllm_dist_|sem\.mp-)[^/\s]+)$", re.MULTILINE)
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -104,9 +113,27 @@ def log_tail(path: Path, lines: int = LOG_LINES_SHOWN) -> str:
 
 
 def lost_worker(path: Path) -> str:
-    """What the log says of a worker that has died ("": of none): its engine's own errors only follow from that."""
+    """Name the worker that has died, by the log; "" where none has. The engine's own errors only follow from that."""
     died = [found for line in last_lines(path, 1000) if (found := WORKER_DIED.search(line))]
     if not died:
         return ""
     name, code = died[0].groups()  # None: it was seen before the system had said how it ended
     return f"the engine's worker {name} was {describe_end(int(code)) if code != 'None' else 'gone'}"
+
+
+def segments_of_session(session: int) -> set[str]:
+    """Names of the segments that processes of this session have mapped; nothing where there is no /proc."""
+    found: set[str] = set()
+    for folder in PROCESSES.glob("[0-9]*"):
+        # a process may end at any moment, and those of other users cannot be looked at
+        with contextlib.suppress(OSError):
+            # after the command's name, which may hold anything: state, parent, group, session
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                found |= set(SEGMENT.findall((folder / "maps").read_text()))
+    return found
+
+
+def remove_segments(names: Iterable[str]) -> None:
+    for name in names:
+        (SHARED_MEMORY / name).unlink(missing_ok=True)

@@ -1,7 +1,12 @@
-"""What the engines of a run are told: their share of the configuration, and vLLM's arguments that follow from it."""
+"""What the engines of a run are told: their share of the configuration, vLLM's arguments, and a folder with the model.
+
+An engine never reads weights from disk: it starts from dummy weights in the layout that the folder's
+`quantization_config` (compressed-tensors) describes, and the first sync fills them.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +28,9 @@ from megatron_rl.config.schema import (
     SamplerSection,
     Transport,
 )
-from megatron_rl.processes.process import ALL_CORES
+from megatron_rl.models.model import read_hf_config
+from megatron_rl.quantization.formats import quantization_config
+from megatron_rl.sampler.protocol import SamplerError
 from megatron_rl.weight_sync.wire import BACKEND_PREFIX
 
 WORKER_EXTENSION = "megatron_rl.engine.receiver.WorkerExtension"
@@ -52,7 +59,6 @@ class EngineSettings:
     in_flight_cache: Cache = Cache.rebuild
     head: Precision = Precision.bf16  # of the logits
     candidates: int = 0  # of a sampled token: logprobs that tell what it was drawn among
-    cores: str = ALL_CORES  # of an embedded engine
 
     @classmethod
     def from_config(cls, config: Config) -> EngineSettings:
@@ -126,3 +132,24 @@ def engine_arguments(
     if settings.head is Precision.fp32:
         given["hf_overrides"] = {**(given.get("hf_overrides") or {}), HEAD: "float32"}
     return arguments | given
+
+
+def write_engine_folder(hf_folder: Path, target: Path, quantization: QuantizationSection) -> Path:
+    """Write config.json with the quantized layout; token ids go in and out, so the tokenizer stays behind."""
+    model = read_hf_config(hf_folder)
+    if "quantization_config" in model:
+        raise ValueError(
+            f"model.path={hf_folder} is already quantized; give the BF16 model and set quantization.format"
+        )
+    layout = quantization_config(quantization.format, quantization.ignore, quantization.kv_cache)
+    if layout is not None:
+        model["quantization_config"] = layout
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "config.json").write_text(json.dumps(model, indent=1))
+    except OSError as error:
+        raise SamplerError(
+            f"the engine's folder {target} cannot be written: {error}. Free space in the temporary folder, or set "
+            "TMPDIR to another one"
+        ) from error
+    return target

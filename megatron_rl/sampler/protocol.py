@@ -2,22 +2,34 @@
 
 The four weight methods are those of vLLM's `VLLMWeightSyncClient`, so that vLLM's own trainer-side transports
 drive a sampler too.
+
+An engine that shares a GPU with the learner sleeps from its start to the first sync, so that it starts alone, and from
+the last answer of a step to the next sync. Order at a sync: wake weights, sync, wake cache. The cache's memory is free
+while the update is staged, and nothing can be asked of the engine before the new version is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from megatron_rl.config.schema import Sleep
+from megatron_rl.engine.readiness import CACHE, WEIGHTS
 from megatron_rl.types import Prompt, Rollout, SamplingParams
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 if TYPE_CHECKING:
     import torch
 
 MAX_RESTARTS = 3  # of an engine, or of each server: one that goes on dying is ill
+NOT_RUNNING = "the sampler is not running: it was never started, was closed, or failed before"
+SLEEP_LEVELS = {Sleep.offload: 1, Sleep.discard: 2}  # vLLM's
 
 
 class SamplerError(RuntimeError):
@@ -38,15 +50,15 @@ class Answering(Protocol):
     """Prompts that are being answered, for one thread; others may ask the sampler for other things meanwhile."""
 
     def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
-        """More of them, behind those before; the group of a prompt is `first_group` plus its index."""
+        """Ask more prompts, behind those before; the group of a prompt is `first_group` plus its index."""
         ...
 
     def finished(self) -> list[list[Rollout]]:
-        """Whole groups that are complete by now, each by sample; waits for one. Empty: nothing is open any more."""
+        """Return the groups that are complete by now, each by sample; wait for one. Empty: nothing is open any more."""
         ...
 
     def close(self) -> None:
-        """Gives up what is open."""
+        """Give up what is open."""
         ...
 
 
@@ -72,7 +84,7 @@ class Sampler(Protocol):
         ...
 
     def answering(self, params: SamplingParams, *, seed: int, step: int = 0) -> Answering:
-        """The same, group by group."""
+        """Answer prompts group by group."""
         ...
 
     def activations(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -84,7 +96,7 @@ class Sampler(Protocol):
         ...
 
     def updating(self) -> AbstractContextManager[None]:
-        """Around an update, its files' writing included: an engine of this process that dies comes back by it."""
+        """Hold this around an update, its files' writing included: an embedded engine that dies comes back by it."""
         ...
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
@@ -108,6 +120,100 @@ class Sampler(Protocol):
     def health(self) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
+
+
+class BaseSampler(ABC):
+    """What both samplers do alike. `note` of either receives a line whenever an engine, or a server, goes or comes."""
+
+    def __init__(self) -> None:
+        self.policy_version = NO_VERSION
+        self.last_sync: dict[str, Any] = {}
+
+    @abstractmethod
+    def launch(self) -> None: ...
+
+    @abstractmethod
+    def wait_ready(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the engines; safe to call twice and in any state."""
+
+    def start(self) -> None:
+        self.launch()
+        self.wait_ready()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self, sync: dict[str, Any], weight_version: str | None, owner: str) -> None:
+        """Note an update that is complete."""
+        self.last_sync, self.policy_version = sync, sync["policy_version"]
+        if weight_version is not None and weight_version != str(self.policy_version):
+            raise WeightSyncError(f"the {owner} loaded policy version {self.policy_version}, not {weight_version}")
+
+
+class Sleeper(Protocol):
+    """The two calls of a sampler that its sleep needs."""
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake(self, tags: list[str] | None = None) -> None: ...
+
+
+class SleepSchedule:
+    """When an engine that shares a GPU with the learner sleeps; never, where the recipe has no sleep."""
+
+    def __init__(self, sampler: Sleeper, mode: Sleep) -> None:
+        self._sampler, self._level = sampler, SLEEP_LEVELS.get(mode)
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """Once it has started, and after the last request before a sync; an earlier request needs `wake`."""
+        if self._level is not None and not self._asleep:
+            self._sampler.sleep(self._level)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Before a request that no sync has woken the engine for."""
+        with self.syncing():
+            pass
+
+    @contextmanager
+    def syncing(self) -> Iterator[None]:
+        """Wake the engine around a sync. A sync that fails leaves the cache asleep: the engine goes on refusing."""
+        if self._asleep:
+            self._sampler.wake([WEIGHTS])
+        yield
+        if self._asleep:
+            self._sampler.wake([CACHE])
+            self._asleep = False
+
+
+def answer_all(answering: Answering, prompts: Sequence[Prompt], first_group: int) -> list[Rollout]:
+    """Ordered by prompt, then sample; nothing stays open, whatever happens."""
+    try:
+        answering.add(prompts, first_group)
+        groups: list[list[Rollout]] = []
+        while more := answering.finished():
+            groups += more
+    finally:
+        answering.close()
+    return [rollout for group in sorted(groups, key=lambda group: group[0].group) for rollout in group]
+
+
+def versions_of_tokens(spans: Sequence[Sequence[int]]) -> array[int]:
+    """Policy version of each token; a span is a version and a number of tokens."""
+    versions = array("i")
+    for version, tokens in spans:
+        versions.extend(array("i", [version]) * tokens)
+    return versions
 
 
 def request_seed(seed: int, group: int) -> int:

@@ -7,11 +7,7 @@ import msgspec
 import torch
 from live_engine import Case, answers, attempt, model_of
 from update_cases import run_layerwise
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

@@ -10,14 +10,14 @@ from megatron_rl.config.schema import Format
 
 @pytest.fixture(scope="module")
 def live_bf16(tmp_path_factory) -> Iterator[Live]:
-    yield from start_live(tmp_path_factory, Format.none, tied=True)
+    yield from start_live(tmp_path_factory.mktemp("live"), Format.none, tied=True)
 
 
 @pytest.fixture(scope="module")
 def live_int8(tmp_path_factory) -> Iterator[Live]:
-    yield from start_live(tmp_path_factory, Format.int8, tied=True)
+    yield from start_live(tmp_path_factory.mktemp("live"), Format.int8, tied=True)
 
 
 @pytest.fixture(scope="module")
 def live_fp8(tmp_path_factory) -> Iterator[Live]:
-    yield from start_live(tmp_path_factory, Format.fp8, tied=False)
+    yield from start_live(tmp_path_factory.mktemp("live"), Format.fp8, tied=False)

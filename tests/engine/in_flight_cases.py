@@ -22,10 +22,8 @@ Answer = tuple[list[int], list[float], list[list[int]]]  # tokens, logprobs, spa
 
 def begin(engine: Engine, **more: Any) -> int:
     number = next(NUMBERS)
-    engine.generate(
-        number, prompts=TOKEN_IDS, seeds=list(range(len(TOKEN_IDS))), samples=2, max_tokens=TOKENS,
-        temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[], **more,
-    )  # fmt: skip
+    seeds = list(range(len(TOKEN_IDS)))
+    engine.generate(number, prompts=TOKEN_IDS, seeds=seeds, samples=2, max_tokens=TOKENS, **more)
     return number
 
 

@@ -19,8 +19,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.quantization.cache_scales import CacheScales
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
-from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
@@ -114,9 +113,8 @@ class Case:
 
 def answers(engine: Engine) -> list[Any]:
     engine.generate(
-        0, prompts=[list(prompt.token_ids) for prompt in PROMPTS], seeds=list(range(len(PROMPTS))),
-        samples=2, max_tokens=6, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[],
-    )  # fmt: skip
+        0, prompts=[list(one.token_ids) for one in PROMPTS], seeds=list(range(len(PROMPTS))), samples=2, max_tokens=6
+    )
     said = [reply for _ in range(6) for _, reply in engine.step()]
     assert not engine.answering, "six tokens each, in six steps"
     by_place = [(place, row) for reply in said for row, place in enumerate(reply["places"])]

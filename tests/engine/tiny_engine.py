@@ -2,8 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,13 +31,14 @@ from megatron_rl.config.schema import (
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.sampler.engine_settings import EngineSettings, write_engine_folder
+from megatron_rl.sampler.protocol import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
 PROMPTS = [Prompt(i, tuple(3 + (5 * i + 7 * j) % 80 for j in range(5 + i)), "", {}) for i in range(6)]
 SAMPLING = SamplingParams(samples=2, max_tokens=6)
+PATIENCE_S = 240.0
 
 
 def make_config(format: Format = Format.none, **sampler) -> Config:
@@ -50,6 +55,51 @@ def make_config(format: Format = Format.none, **sampler) -> Config:
 
 def make_settings(format: Format = Format.none, **sampler) -> EngineSettings:
     return EngineSettings.from_config(make_config(format, **sampler))
+
+
+@contextmanager
+def collecting(
+    sampler: Sampler, params: SamplingParams, prompts: list[Prompt], *, first: bool = True
+) -> Iterator[list[Rollout]]:
+    """Answers, collected by a thread of its own: what is done meanwhile is done in the middle of them.
+
+    A prompt follows every one that is answered until then. At the end all are answered, each once, and here in order.
+    `first`: begins when something has been answered, else when something has been asked.
+    """
+    rollouts: list[Rollout] = []
+    begun, over = threading.Event(), threading.Event()
+
+    def collect() -> None:
+        asked = len(prompts)
+        with closing(sampler.answering(params, seed=5)) as answering:
+            answering.add(prompts, 0)
+            if not first:
+                begun.set()
+            while groups := answering.finished():
+                rollouts.extend(rollout for group in groups for rollout in group)
+                begun.set()
+                if not over.is_set():
+                    answering.add([prompts[(asked + i) % len(prompts)] for i in range(len(groups))], asked)
+                    asked += len(groups)
+        rollouts.sort(key=lambda one: (one.group, one.sample))
+        assert [(r.group, r.sample) for r in rollouts] == [(g, s) for g in range(asked) for s in range(params.samples)]
+
+    with ThreadPoolExecutor(1) as pool:
+        collected = pool.submit(collect)
+        collected.add_done_callback(lambda _: begun.set())
+        try:
+            begun.wait()
+            yield rollouts
+        finally:
+            over.set()
+            collected.result(PATIENCE_S)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 @dataclass(frozen=True)
@@ -103,7 +153,6 @@ class Live:
         self.model = model
         self.format = format
         self.directory = directory
-        self.seed_now = 0  # of the weights it should be serving
 
     @property
     def next_version(self) -> int:
@@ -115,25 +164,41 @@ class Live:
         tensors = self.model.quantized(seed, self.format).items()
         return transport.write_version(self.directory, self.next_version, tensors, format=self.format).manifest
 
-    def load(self) -> None:
-        version = self.next_version
+    def load(self, version: int | None = None) -> None:
+        version = self.next_version if version is None else version
         self.sampler.start_weight_update()
         self.sampler.update_weights(transport.update_info(self.directory, version, 1, background=True))
         self.sampler.finish_weight_update(str(version))
 
-    def update(self, seed: int, fault: str | None = None) -> None:
-        self.write(seed)
-        marker = self.directory / "fault"
-        if fault is not None:
+    def update(self, seed: int, fault: str | Callable[[Path], None] | None = None) -> None:
+        """`fault`: one of faulty_receiver's, or what is done to the version before it is loaded."""
+        manifest, marker = self.write(seed), self.directory / "fault"
+        if callable(fault):
+            fault(manifest)
+        elif fault:
             marker.write_text(fault)
         try:
             self.load()
         finally:
             marker.unlink(missing_ok=True)
-        self.seed_now = seed
 
     def rollouts(self, seed: int = 1, params: SamplingParams = SAMPLING) -> list[Rollout]:
         return self.sampler.generate(PROMPTS, params, seed=seed, first_group=0, step=0)
+
+    def kill(self, engine: int = 0) -> None:
+        process = self.sampler._engines[engine].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+
+    @contextmanager
+    def collecting(self, *, first: bool = True) -> Iterator[list[Rollout]]:
+        params = SamplingParams(samples=8, max_tokens=24)
+        with collecting(self.sampler, params, PROMPTS * 4, first=first) as rollouts:
+            yield rollouts
+
+    def until_open(self) -> None:
+        """Until the engine works on something; see `collecting` for who asks it."""
+        until(lambda: self.sampler.health()["open"] > 0)
 
     def restart(self) -> None:
         with startable():
@@ -158,11 +223,15 @@ def make_live(folder: Path, format: Format, tied: bool, head: Precision = Precis
     return Live(engine, model, format, folder)
 
 
-def start_live(tmp_path_factory, format: Format, tied: bool) -> Iterator[Live]:
-    live = make_live(tmp_path_factory.mktemp(format.value), format, tied)
+def start_live(folder: Path, format: Format, tied: bool, seed: int | None = None, **sampler) -> Iterator[Live]:
+    """With weights of this seed, if any; then other engines can start too, in the place of one that is killed."""
+    live = make_live(folder, format, tied, **sampler)
     try:
         live.restart()
-        yield live
+        with nullcontext() if seed is None else startable():
+            if seed is not None:
+                live.update(seed)
+            yield live
     finally:
         live.sampler.close()
 

@@ -35,8 +35,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.models.shards import ShardGroups
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.protocol import SamplerError
-from megatron_rl.sampler.sleep_schedule import SleepSchedule
+from megatron_rl.sampler.protocol import SamplerError, SleepSchedule
 from megatron_rl.types import Rollout
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.manifest import WeightSyncError

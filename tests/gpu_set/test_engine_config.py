@@ -19,8 +19,7 @@ from megatron_rl.config import cluster, load
 from megatron_rl.config.schema import Config, Sleep, Transport
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import named
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
-from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 from megatron_rl.workshop.planner.phases import SHARE, largest_share
 from megatron_rl.workshop.planner.plan import plan
 

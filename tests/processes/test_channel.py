@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rl.engine.packed import pack
+from megatron_rl.engine.generation import pack
 from megatron_rl.processes.channel import Channel, ChannelClosed
 
 

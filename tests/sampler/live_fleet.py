@@ -2,17 +2,14 @@
 
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from tiny_engine import PROMPTS, TinyModel, make_config, make_settings
+from tiny_engine import PATIENCE_S, PROMPTS, TinyModel, collecting, make_config, make_settings, until
 from transformers import Qwen3ForCausalLM
 
 from megatron_rl.config import to_yaml
@@ -29,7 +26,6 @@ KEY_VARIABLE, KEY = "MEGATRON_RL_FLEET_KEY", "0123456789abcdef" * 2
 SAMPLING = SamplingParams(samples=2, max_tokens=8)
 LONG = replace(SAMPLING, max_tokens=24)
 MANY = [PROMPTS[i % len(PROMPTS)] for i in range(60)]  # more than the servers answer at once
-PATIENCE_S = 150.0
 
 
 @dataclass(eq=False)
@@ -42,10 +38,7 @@ class LiveFleet:
     peers: dict[int, Qwen3ForCausalLM] = field(default_factory=dict)  # by the seed of their weights
 
     def update(
-        self,
-        seed: int,
-        fault: Callable[[Path], None] | None = None,
-        before_finish: Callable[[], None] = lambda: None,
+        self, seed: int, fault: Callable[[Path], None] | None = None, before_finish: Callable[[], None] = lambda: None
     ) -> None:
         """The next version for both formats; `fault` is done to the INT8 one."""
         version = self.sampler.policy_version + 1
@@ -102,35 +95,8 @@ class LiveFleet:
 
     @contextmanager
     def collecting(self) -> Iterator[list[Rollout]]:
-        """Answers, collected by a thread of its own: what is done meanwhile is done in the middle of them.
-
-        A prompt follows every one that is answered until then. At the end all are answered, and here in order.
-        """
-        rollouts: list[Rollout] = []
-        first, over = threading.Event(), threading.Event()
-        answering = self.sampler.answering(LONG, seed=5)
-
-        def collect() -> None:
-            count = 0
-            answering.add(MANY, 0)
-            while groups := answering.finished():
-                rollouts.extend(rollout for group in groups for rollout in group)
-                first.set()
-                if not over.is_set():
-                    answering.add(MANY[: len(groups)], len(MANY) + count)
-                    count += len(groups)
-            assert len(rollouts) == 2 * (len(MANY) + count)
-
-        with ThreadPoolExecutor(1) as pool:
-            collected = pool.submit(collect)
-            try:
-                assert first.wait(PATIENCE_S)
-                yield rollouts
-            finally:
-                over.set()
-                collected.result(PATIENCE_S)
-                answering.close()
-        rollouts.sort(key=lambda one: (one.group, one.sample))
+        with collecting(self.sampler, LONG, MANY) as rollouts:
+            yield rollouts
 
     def reference(self, seed: int, rollout: Rollout) -> np.ndarray:
         """Logprobs of an answer by another implementation, of the weights before they were quantized."""
@@ -147,10 +113,7 @@ class LiveFleet:
         return self.peers[seed]
 
     def until_ready(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(replica.ready for replica in self.replicas):
-            assert time.monotonic() < deadline, self.sampler.health()
-            time.sleep(0.1)
+        until(lambda: all(replica.ready for replica in self.replicas))
 
 
 def fleet_settings(**keys) -> EngineSettings:

@@ -1,27 +1,33 @@
-"""The child process: it never outlives its parent, interrupts are the parent's, and failures are one clear error."""
+"""The child process: it never outlives its parent, interrupts are the parent's, failures are one clear error.
+
+Replies reach whoever asked, from whichever thread.
+"""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
-import time
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from preloaded import forking
-from tiny_engine import make_model, make_settings
+from tiny_engine import PATIENCE_S, make_model, make_settings, until
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Format
+from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
+from megatron_rl.sampler.child_engine import RequestChannel
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.protocol import SamplerError
-
-PATIENCE_S = 240.0
 
 # a parent that starts a sampler, says which process it owns and when the engine is up, and waits
 PARENT = """
 import signal
 import sys
-import time
 from pathlib import Path
 from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
@@ -37,7 +43,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its b
 sampler = EmbeddedSampler(EngineSettings.from_config(config), folder, folder)
 try:
     sampler.launch()
-    print(sampler._engine.process.pid, flush=True)
+    print(sampler._engines[0].process.pid, flush=True)
     sampler.wait_ready()
     print("ready", flush=True)
     time.sleep(600)
@@ -47,7 +53,9 @@ except KeyboardInterrupt:
 """
 
 
-def start_parent(folder) -> tuple[subprocess.Popen, int]:
+@contextmanager
+def parent_of_an_engine(folder: Path) -> Iterator[tuple[subprocess.Popen, int]]:
+    """The parent, and the process id of its child."""
     make_model(folder, True)
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(folder)],
@@ -56,7 +64,13 @@ def start_parent(folder) -> tuple[subprocess.Popen, int]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,
     )
-    return parent, int(parent.stdout.readline())
+    child = int(parent.stdout.readline())
+    try:
+        yield parent, child
+    finally:
+        parent.kill()
+        if is_running(child):
+            os.kill(child, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:
@@ -67,13 +81,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_running(pid)
-
-
 @pytest.fixture
 def needs_proc():
     if not os.path.isdir("/proc/self"):
@@ -82,31 +89,21 @@ def needs_proc():
 
 @pytest.mark.engine
 def test_the_child_dies_with_a_killed_parent(tmp_path, needs_proc):
-    parent, child = start_parent(tmp_path)
-    try:
+    with parent_of_an_engine(tmp_path) as (parent, child):
         assert parent.stdout.readline() == "ready\n"
         assert is_running(child)
         parent.kill()
         parent.wait(PATIENCE_S)
-        assert wait_until_gone(child)
-    finally:
-        parent.kill()
-        if is_running(child):
-            os.kill(child, signal.SIGKILL)
+        until(lambda: not is_running(child))
 
 
 def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path, needs_proc):
-    parent, child = start_parent(tmp_path)
-    try:
+    with parent_of_an_engine(tmp_path) as (parent, child):
         assert os.getpgid(child) != os.getpgid(parent.pid)
         os.killpg(parent.pid, signal.SIGINT)  # what a terminal does
         output, _ = parent.communicate(timeout=PATIENCE_S)
         assert "closed" in output
-        assert wait_until_gone(child)
-    finally:
-        parent.kill()
-        if is_running(child):
-            os.kill(child, signal.SIGKILL)
+        until(lambda: not is_running(child))
 
 
 @pytest.mark.engine
@@ -122,13 +119,13 @@ def test_a_start_that_fails_says_why_and_shows_the_log(tmp_path):
     ):
         sampler.start()
     assert "Traceback" in str(caught.value) or "Error" in str(caught.value)
-    assert sampler._engine.process is None
+    assert sampler._engines[0].process is None
 
 
 def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path, needs_proc):
     sampler = EmbeddedSampler(make_settings(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path)
     sampler.launch()
-    child = sampler._engine.process.pid
+    child = sampler._engines[0].process.pid
     with pytest.raises(SamplerError, match=r"sampler\.start_timeout_s=0\.2"):
         sampler.wait_ready()
     assert not is_running(child)
@@ -140,7 +137,7 @@ def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path,
 def test_a_child_that_dies_is_an_error_at_once(tmp_path):
     sampler = EmbeddedSampler(make_settings(), make_model(tmp_path, True).folder, tmp_path)
     sampler.launch()
-    os.kill(sampler._engine.process.pid, signal.SIGKILL)
+    os.kill(sampler._engines[0].process.pid, signal.SIGKILL)
     with pytest.raises(SamplerError, match=r"process ended during `start` \(exit status -9\)"):
         sampler.wait_ready()
 
@@ -149,4 +146,54 @@ def test_a_folder_without_config_is_refused_before_anything_starts(tmp_path):
     sampler = EmbeddedSampler(make_settings(Format.int8), tmp_path, tmp_path)
     with pytest.raises(ConfigError, match=r"model\.path: no config\.json in"):
         sampler.launch()
-    assert sampler._engine.process is None
+    assert sampler._engines[0].process is None
+
+
+@pytest.fixture
+def line():
+    ours, theirs = channel_pair()
+    line = RequestChannel(ours)
+    reader = threading.Thread(target=line.deliver, daemon=True)
+    reader.start()
+    yield line, Channel(theirs)
+    line.close()
+    reader.join(PATIENCE_S)
+    assert not reader.is_alive(), "a reader is woken by the end"
+
+
+def test_replies_out_of_order_find_their_way(line):
+    line, theirs = line
+    waiting = [queue.SimpleQueue() for _ in range(50)]
+    threads = [threading.Thread(target=line.send, args=("ask", {"of": i}, waiting[i])) for i in range(50)]
+    for thread in threads:
+        thread.start()
+    requests = [theirs.receive(PATIENCE_S) for _ in range(50)]
+    assert len({request["id"] for request in requests}) == 50
+    for request in reversed(requests):
+        theirs.send({"id": request["id"], "value": request["arguments"]["of"]})
+    assert [replies.get(timeout=PATIENCE_S)["value"] for replies in waiting] == list(range(50))
+
+
+def test_an_answer_in_parts_ends_with_the_one_that_leaves_nothing(line):
+    line, theirs = line
+    replies = queue.SimpleQueue()
+    number = line.send("ask", {}, replies)
+    for left in (2, 1, 0, 0):
+        theirs.send({"id": number, "value": {"left": left}})
+    other = queue.SimpleQueue()
+    theirs.send({"id": line.send("ask", {}, other), "value": None})
+    assert other.get(timeout=PATIENCE_S)["value"] is None
+    assert [replies.get(timeout=PATIENCE_S)["value"]["left"] for _ in range(3)] == [2, 1, 0]
+    assert replies.empty(), "what nobody expects is dropped"
+
+
+def test_the_end_reaches_everybody_once(line):
+    line, theirs = line
+    mine, other = queue.SimpleQueue(), queue.SimpleQueue()
+    for replies in (mine, mine, other):
+        line.send("ask", {}, replies)
+    theirs.close()
+    assert (mine.get(timeout=PATIENCE_S), other.get(timeout=PATIENCE_S)) == (None, None)
+    assert mine.empty()
+    with pytest.raises(ChannelClosed):
+        line.send("ask", {}, mine)

@@ -1,11 +1,25 @@
-"""What an engine's process is given: environment, cores, GPUs."""
+"""What an engine's process is given, what is shown of its log when it fails, and which shared memory is its own."""
 
 import os
+import subprocess
 import sys
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import pytest
 
-from megatron_rl.sampler.engine_process import engine_environment, share_of_cores, thread_binding, visible_devices
+from megatron_rl.sampler.engine_process import (
+    PROCESSES,
+    SHARED_MEMORY,
+    engine_environment,
+    log_tail,
+    lost_worker,
+    remove_segments,
+    segments_of_session,
+    share_of_cores,
+    thread_binding,
+    visible_devices,
+)
 from megatron_rl.sampler.protocol import SamplerError
 
 
@@ -57,3 +71,75 @@ def test_cores_are_divided(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     assert [share_of_cores(i, 2) for i in range(2)] == ["0,1", "2,3"]
     assert share_of_cores(0, 1) == share_of_cores(3, 6) == "all"
+
+
+ROUTINE = """(MainProcess pid=821) WARNING 11-22 03:15:29 [base.py:380] Traceback (most recent call last):
+(MainProcess pid=821) WARNING 11-22 03:15:29 [base.py:380] ValueError: Tokenizer not available when `skip_tokenizer_init=True`
+INFO 11-22 03:15:42 [block_pool.py:861] Successfully reset prefix cache
+[W1122 03:15:26.822416415 utils.cpp:68] Warning: NUMA binding: Using MEMBIND policy
+/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1
+"""  # noqa: E501
+DIED = "(MainProcess pid=8) ERROR 11-22 03:21:52 [x.py:315] Worker proc VllmWorker-1 died unexpectedly (exit code: -9)"
+
+
+@pytest.mark.fault("an engine fails after vLLM's usual warnings", "they are not shown as the end of its log")
+def test_routine_is_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "sampler.log"
+    log.write_text(f"{ROUTINE}RuntimeError: no room for the cache\n{ROUTINE}")
+    assert log_tail(log) == "RuntimeError: no room for the cache"
+    log.write_text(ROUTINE)
+    assert log_tail(log) == ""
+    assert log_tail(tmp_path / "none") == ""
+
+
+@pytest.mark.fault("a worker of a larger engine is killed", "the error names the worker and the signal")
+def test_a_lost_worker_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "sampler.log"
+    for text, said in (
+        (f"{ROUTINE}{DIED}\nRuntimeError: cancelled\n", "was ended by SIGKILL (out of memory?)"),
+        (DIED.replace("-9", "None"), "was gone"),  # seen before the system had said how it ended
+        (ROUTINE, ""),
+    ):
+        log.write_text(text)
+        assert lost_worker(log) == (said and f"the engine's worker VllmWorker-1 {said}")
+
+
+OWNER = """
+import mmap, os, sys
+names = sys.argv[1:]
+maps = [mmap.mmap(os.open("/dev/shm/" + name, os.O_RDWR), 64) for name in names]
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_only_what_the_session_has_mapped_is_its_own():
+    if not SHARED_MEMORY.is_dir() or not (PROCESSES / "self").exists():
+        pytest.skip("reads /dev/shm and /proc")
+    foreign = SharedMemory(create=True, size=64)
+    names = ["psm_of_a_test", "vllm_dist_0a-tp:0-[0-1]-cpushm_1", "another_name_of_a_test"]
+    for name in names:
+        (SHARED_MEMORY / name).write_bytes(bytes(64))
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, *names],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert owner.stdout.readline() == "mapped\n"
+        found = segments_of_session(owner.pid)
+        assert found == set(names[:2])
+        owner.kill()
+        owner.wait(120)
+        assert segments_of_session(owner.pid) == set()
+        remove_segments(found)
+        remove_segments(found)
+        assert not any((SHARED_MEMORY / name).exists() for name in names[:2])
+        assert (SHARED_MEMORY / foreign.name.lstrip("/")).exists()
+    finally:
+        owner.kill()
+        remove_segments(names)
+        foreign.close()
+        foreign.unlink()

@@ -1,14 +1,24 @@
-"""What the configuration makes of vLLM's arguments."""
+"""What the configuration makes of vLLM's arguments, and of the engine's folder."""
 
 import json
 from dataclasses import replace
 
 import pytest
-from tiny_engine import make_config
+from tiny_engine import make_config, make_model
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import Cache, Device, EvalSection, FleetSection, Format, ModelSection, Precision
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
+from megatron_rl.config.schema import (
+    Cache,
+    Device,
+    EvalSection,
+    FleetSection,
+    Format,
+    ModelSection,
+    Precision,
+    QuantizationSection,
+)
+from megatron_rl.quantization.formats import quantization_config
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 
 
 def test_arguments_follow_the_config(tmp_path):
@@ -67,3 +77,33 @@ def test_each_server_of_a_mixed_fleet_gets_its_format():
     assert settings.with_format(Format.int8).quantization.format == Format.int8
     embedded = EngineSettings.from_config(make_config(Format.fp8))
     assert (embedded.is_fleet, embedded.formats) == (False, (Format.fp8,))
+
+
+def test_the_layout_of_each_format():
+    assert quantization_config(Format.none, []) is None
+    int8 = quantization_config(Format.int8, ["model.layers.0.mlp.down_proj"])
+    assert int8["format"] == "int-quantized"
+    assert {"lm_head", "model.layers.0.mlp.down_proj"} <= set(int8["ignore"])
+    group = int8["config_groups"]["group_0"]
+    assert (group["weights"]["type"], group["weights"]["strategy"]) == ("int", "channel")
+    assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
+    block = quantization_config(Format.fp8_block, [])["config_groups"]["group_0"]
+    assert block["weights"]["block_structure"] == [128, 128]
+    assert block["input_activations"]["group_size"] == 128
+
+
+def test_the_folder_holds_the_quantized_config_alone(tmp_path):
+    model = make_model(tmp_path / "hf", tied=True)
+    (model.folder / "tokenizer.json").write_text("{}")
+    folder = write_engine_folder(model.folder, tmp_path / "engine", QuantizationSection(Format.fp8))
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    written = json.loads((folder / "config.json").read_text())
+    assert written.pop("quantization_config")["format"] == "float-quantized"
+    assert written == json.loads((model.folder / "config.json").read_text())
+
+
+def test_a_model_that_is_already_quantized_is_refused(tmp_path):
+    model = make_model(tmp_path / "hf", tied=True)
+    folder = write_engine_folder(model.folder, tmp_path / "engine", QuantizationSection(Format.int8))
+    with pytest.raises(ValueError, match=r"already quantized.*quantization\.format"):
+        write_engine_folder(folder, tmp_path / "again", QuantizationSection(Format.int8))

@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from megatron_rl.config.schema import Format, QuantizationSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.sampler.engine_settings import write_engine_folder
 
 RANKS = 2
 ARCHITECTURES = {

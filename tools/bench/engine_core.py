@@ -25,8 +25,7 @@ from rollout import SHAPES, make_settings
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.engine_process import engine_environment
-from megatron_rl.sampler.engine_settings import engine_arguments
-from megatron_rl.sampler.model_folder import write_engine_folder
+from megatron_rl.sampler.engine_settings import engine_arguments, write_engine_folder
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 SAMPLES = 8

@@ -12,15 +12,15 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from megatron_rl.engine.kept import Kept, of_lists
-from megatron_rl.sampler.answering import by_token
+from megatron_rl.engine.generation import Kept, of_lists
+from megatron_rl.engine.readiness import LARGEST_ID
+from megatron_rl.sampler.protocol import versions_of_tokens
 from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION
 
 MISSING_LOGPROB = -9999.0  # what the server writes for a logprob that is NaN, infinite or not there
 TOKEN_BYTES = 384  # more than any server writes for a token and its logprob ...
 CANDIDATE_BYTES = 128  # ... and for each candidate beside it
-LARGEST_ID = (1 << 31) - 1
 
 LONGEST_ERROR = 200  # characters: it may quote what was sent
 T = TypeVar("T")
@@ -31,20 +31,9 @@ _LogprobValue = Annotated[float, msgspec.Meta(le=1e-3)]  # at most 0, and what r
 
 
 class Results(msgspec.Struct, Generic[T]):
-    """Of each worker of the engine."""
+    """What each worker of the engine has answered."""
 
     results: Annotated[list[T], msgspec.Meta(min_length=1)]
-
-
-class SyncState(msgspec.Struct):
-    """What a worker serves, as engine/receiver.py has it."""
-
-    policy_version: Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
-    torn: bool
-    verify_s: float
-    load_s: float
-    nbytes: int
-    build_s: float = 0.0
 
 
 class _Candidate(msgspec.Struct):
@@ -95,14 +84,14 @@ class Answer:
 
     @property
     def versions(self) -> array[int] | None:
-        """Of each token; None where they have one in common."""
+        """Policy version of each token; None where all have one in common."""
         if len({version for version, _ in self.spans}) < 2:
             return None
-        return by_token(self.spans)
+        return versions_of_tokens(self.spans)
 
 
 async def read_body(response: aiohttp.ClientResponse, largest: int) -> bytes:
-    """As it was sent: what unpacking would make of it has no bound."""
+    """Read a body as it was sent: what unpacking would make of it has no bound."""
     packing = response.headers.get("content-encoding", "identity")
     if packing != "identity":
         raise ValueError(f"the answer is packed ({packing:.20}), which nobody asked for")
@@ -128,7 +117,7 @@ def largest_body(prompt_tokens: int, params: SamplingParams) -> int:
 
 
 def read_answers(content: bytes, params: SamplingParams, vocabulary: int) -> list[Answer]:
-    """In the order of samples; ValueError where they are not whole, or not what can have been sampled."""
+    """Answers in the order of samples; ValueError where they are not whole, or cannot have been sampled."""
     generated: _Generated = read_json(content, _Generated)
     choices = sorted(generated.choices, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(len(choices))):

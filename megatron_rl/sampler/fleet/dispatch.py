@@ -22,7 +22,7 @@ TRIES = 4  # replicas that may die over one prompt before the prompt is suspecte
 QUEUED = 1.25  # sequences given to a replica, relative to what it decodes at once: enough to refill its batch
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """One prompt to be answered `samples` times by one replica."""
 
@@ -30,6 +30,7 @@ class Job:
     token_ids: tuple[int, ...]
     seed: int
     name: str = "a prompt"
+    tries: int = 0  # so far, which ended with the replica
 
     def __str__(self) -> str:
         return f"{self.name} of {len(self.token_ids)} tokens"
@@ -43,15 +44,9 @@ class Done:
     version: int  # the fleet's when the job was given out
 
 
-@dataclass
-class _Open:
-    job: Job
-    tries: int = 0
-
-
 @dataclass(frozen=True)
 class _Given:
-    open: _Open
+    job: Job
     replica: Replica
     since: int  # place of the version in `served`
 
@@ -75,7 +70,7 @@ class Dispatcher:
         self._replicas, self._params, self._served = replicas, params, served
         self._room, self._patience_s = max(int(QUEUED * max_sequences), params.samples), patience_s
         self._on_gone = on_gone
-        self._waiting = deque[_Open]()
+        self._waiting = deque[Job]()
         self._running: dict[asyncio.Task[list[Answer]], _Given] = {}
         self._load = Counter[str]()  # sequences of its own, by replica: another dispatcher's take no room here
         self._done: list[Done] = []
@@ -84,14 +79,14 @@ class Dispatcher:
         self._closed: str | None = None  # why, where it was not its user
 
     def add(self, jobs: Iterable[Job]) -> None:
-        self._waiting.extend(map(_Open, jobs))
+        self._waiting.extend(jobs)
         self.changed.set()
         if self._work is None:
             self._work = asyncio.create_task(self._run())
             self._work.add_done_callback(self._ended)
 
     async def finished(self) -> list[Done]:
-        """Those that are complete by now; waits for one. Empty: none is open any more."""
+        """Return the jobs that are complete by now; wait for one. Empty: none is open any more."""
         while not self._done and self._works and (self._waiting or self._running):
             self._news.clear()
             await self._news.wait()
@@ -101,7 +96,7 @@ class Dispatcher:
         return done
 
     async def close(self, why: str | None = None) -> None:
-        """Gives up what is open: replicas are told to stop. `why`: an error for whoever still waits."""
+        """Give up what is open: replicas are told to stop. `why`: an error for whoever still waits."""
         self._closed = why
         self._waiting.clear()
         self._done.clear()
@@ -151,7 +146,7 @@ class Dispatcher:
                 return
             replica = min(usable, key=lambda one: (one.load, one.served))
             given = _Given(self._waiting.popleft(), replica, len(self._served) - 1)
-            job = given.open.job
+            job = given.job
             task = asyncio.ensure_future(replica.generate(job.token_ids, job.seed, self._params))
             self._count(replica, self._params.samples)
             replica.running.add(task)
@@ -168,15 +163,15 @@ class Dispatcher:
 
     def _collect(self, task: asyncio.Task[list[Answer]]) -> None:
         given = self._release(task)
-        replica, job = given.replica, given.open.job
+        replica, job = given.replica, given.job
         if task.cancelled():  # its supervisor took the replica out
-            self._retry(given.open, replica.reason)
+            self._retry(job, replica.reason)
             return
         try:
             answers = task.result()
         except ReplicaGone as error:
             self._on_gone(replica, str(error))
-            self._retry(given.open, str(error))
+            self._retry(job, str(error))
             return
         except RequestRefused as error:
             raise SamplerError(f"{job} cannot be answered: {error}") from None
@@ -185,7 +180,7 @@ class Dispatcher:
         if other:
             reason = f"{replica.name} answered with policy version {min(other)}, not {' or '.join(map(str, allowed))}"
             self._on_gone(replica, reason)
-            self._retry(given.open, reason)
+            self._retry(job, reason)
             return
         replica.served += len(answers)
         self._done.append(Done(job, answers, replica.format, allowed[0]))
@@ -197,17 +192,15 @@ class Dispatcher:
         self._count(given.replica, -self._params.samples)
         return given
 
-    def _retry(self, one: _Open, reason: str) -> None:
-        one.tries += 1
+    def _retry(self, job: Job, reason: str) -> None:
+        job.tries += 1
         self.retried += 1
-        if one.tries >= TRIES:
-            raise SamplerError(
-                f"{one.job} was given up: {TRIES} tries ended with the server, the last one with: {reason}"
-            )
-        self._waiting.appendleft(one)
+        if job.tries >= TRIES:
+            raise SamplerError(f"{job} was given up: {TRIES} tries ended with the server, the last one with: {reason}")
+        self._waiting.appendleft(job)
 
     async def _wait_for_a_replica(self) -> None:
-        """Until one is ready; an error where none can be, or none is in time. An update has limits of its own."""
+        """Wait until a replica is ready; raise where none is in time, or can be. An update has limits of its own."""
         deadline = time.monotonic() + self._patience_s
         while not any(self._can_take_one(replica) for replica in self._replicas):
             if any(replica.updating for replica in self._replicas):

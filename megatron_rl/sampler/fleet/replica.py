@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from megatron_rl.config.schema import Cache, Format, InFlight
+from megatron_rl.engine.readiness import SyncState
 from megatron_rl.processes.process import turns_of
 from megatron_rl.processes.pulse import mark
 from megatron_rl.sampler.fleet.answers import (
     Answer,
     Results,
-    SyncState,
     largest_body,
     read_answers,
     read_body,
@@ -44,7 +44,7 @@ class ReplicaGone(SamplerError):
 
 
 class NoAnswer(ReplicaGone):
-    """In time."""
+    """The server did not answer in time."""
 
 
 class RequestRefused(SamplerError):
@@ -102,7 +102,7 @@ class Replica:
     _limits: set[asyncio.Timeout] = field(default_factory=set)  # of the answers that are waited for
 
     def take_out(self, reason: str) -> None:
-        """No more requests to it; whatever it works on is cancelled, for others to take over."""
+        """Send no more requests to it; whatever it works on is cancelled, for others to take over."""
         self.ready, self.reason, self.version = False, reason, NO_VERSION
         for task in self.running - {asyncio.current_task()}:
             task.cancel()
@@ -178,9 +178,6 @@ class Replica:
             raise NoAnswer(f"{self.name} did not verify the update within {self.timeout_s:g} s") from None
         await self.call_workers("await_weight_update")
 
-    async def abort_update(self) -> None:
-        await self.call_workers("abort_weight_update")
-
     async def finish_update(self, swap: Swap) -> dict[str, Any]:
         """Load what was verified; afterwards the server stamps its tokens with the new version.
 
@@ -201,7 +198,7 @@ class Replica:
             else:
                 self.version = versions[0]
         await self._stamp(versions[0], swap)
-        return msgspec.structs.asdict(max(states, key=lambda state: state.load_s))
+        return asdict(max(states, key=lambda state: state.load_s))
 
     async def resume(self) -> float:
         """Answers go on; returns how long they stood still. Harmless where they do already."""
@@ -223,7 +220,7 @@ class Replica:
         await self.post("/update_weight_version", {"new_version": str(version)})
 
     async def _collective(self, method: str, arguments: list[Any], kind: Any, again: bool = True) -> list[Any]:
-        """Of every worker of the engine; `kind`: what one's answer has to be."""
+        """Ask every worker of the engine; `kind`: what the answer of one has to be."""
         body = await self.post("/collective_rpc", {"method": method, "args": arguments}, again=again)
         return self._read(body, Results[kind]).results
 
@@ -232,9 +229,6 @@ class Replica:
             return read_json(body or b"{}", kind)
         except ValueError as error:
             raise ReplicaGone(f"{self.name} answered with something else than was asked for: {error}") from None
-
-    async def is_healthy(self) -> bool:
-        return (await self.look()).alive
 
     async def look(self) -> Look:
         """Whether the server answers, and its engine, or at least works: on a crowded machine that may take long."""
@@ -252,10 +246,7 @@ class Replica:
     async def get(self, path: str) -> Any:
         return self._read(await self.request("GET", path, timeout_s=self.timeout_s), Any)
 
-    async def post(
-        self, path: str, body: Any = None, *, again: bool = True, queued: bool = False, largest: int = LARGEST_BODY
-    ) -> bytes:
-        given: dict[str, Any] = {"again": again, "queued": queued, "largest": largest}
+    async def post(self, path: str, body: Any = None, **given: Any) -> bytes:
         answer = await self.request("POST", path, body, timeout_s=self.timeout_s, **given)
         mark()
         return answer

@@ -10,10 +10,10 @@ from __future__ import annotations
 import queue
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rl.config.schema import Format
@@ -21,16 +21,13 @@ from megatron_rl.models.model import read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.processes.pulse import waiting
 from megatron_rl.quantization.formats import BY_FORMAT
-from megatron_rl.sampler.answering import answer_all
 from megatron_rl.sampler.engine_settings import WORKER_EXTENSION, EngineSettings
-from megatron_rl.sampler.fleet.answering import FleetAnswering
-from megatron_rl.sampler.fleet.event_loop import EventLoopThread
+from megatron_rl.sampler.fleet.dispatch import Dispatcher, Done, Job
 from megatron_rl.sampler.fleet.replica import Replica
 from megatron_rl.sampler.fleet.server_process import server_settings
-from megatron_rl.sampler.fleet.servers import Servers
-from megatron_rl.sampler.protocol import SamplerError, SamplerStats
-from megatron_rl.types import Prompt, Rollout, SamplingParams
-from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
+from megatron_rl.sampler.fleet.servers import EventLoopThread, Servers
+from megatron_rl.sampler.protocol import NOT_RUNNING, BaseSampler, SamplerError, SamplerStats, answer_all, request_seed
+from megatron_rl.types import Prompt, Rollout, SamplingParams, written
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +36,7 @@ T = TypeVar("T")
 REQUEST_KEY, START_KEY = "sampler.request_timeout_s", "sampler.start_timeout_s"
 
 
-class FleetSampler:
+class FleetSampler(BaseSampler):
     """See protocol.Sampler. Threads may share it.
 
     `note` receives a line whenever a server goes or comes back. Only the thread that has launched the sampler passes
@@ -55,8 +52,7 @@ class FleetSampler:
         note: Callable[[str], None] = lambda line: None,
         worker_extension: str = WORKER_EXTENSION,
     ) -> None:
-        self.policy_version = NO_VERSION
-        self.last_sync: dict[str, Any] = {}
+        super().__init__()
         self.stats = SamplerStats()
         self._settings, self._hf_folder, self._log_dir = settings, hf_folder, log_dir
         self._note, self._notes = note, queue.SimpleQueue[str]()
@@ -66,10 +62,6 @@ class FleetSampler:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._servers: Servers | None = None
         self._starting = False  # launched, and nobody has waited for it yet
-
-    def start(self) -> None:
-        self.launch()
-        self.wait_ready()
 
     def launch(self) -> None:
         """Start the servers without waiting for them."""
@@ -137,10 +129,7 @@ class FleetSampler:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Every server loads what it verified. Until the next update it is what restarted servers receive."""
-        self.last_sync = self.ask(lambda servers: servers.updates.finish())
-        self.policy_version = self.last_sync["policy_version"]
-        if weight_version is not None and weight_version != str(self.policy_version):
-            raise WeightSyncError(f"the fleet loaded policy version {self.policy_version}, not {weight_version}")
+        self._serve(self.ask(lambda servers: servers.updates.finish()), weight_version, "fleet")
 
     def sleep(self, level: int = 1) -> None:
         self._on_all(lambda one: one.post(f"/sleep?level={level}"))
@@ -169,19 +158,10 @@ class FleetSampler:
             self._folder = None
         self._pass_on_notes()
 
-    def __enter__(self) -> FleetSampler:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def ask(self, ask: Callable[[Servers], Coroutine[Any, Any, T]]) -> T:
-        """Of the servers, on their event loop; waits for the answer."""
+        """Ask the servers something, on their event loop; wait for the answer."""
         if self._loop is None or self._servers is None:
-            raise SamplerError("the sampler is not running: it was never started, was closed, or failed before")
+            raise SamplerError(NOT_RUNNING)
         section = self._settings.sampler
         limit_s, key = max((section.request_timeout_s, REQUEST_KEY), (section.start_timeout_s, START_KEY))
         elsewhere = bool(section.fleet.addresses)
@@ -195,13 +175,75 @@ class FleetSampler:
         self.wait_ready()
         self.ask(lambda servers: servers.updates.on_all(ask))
 
-    @property
-    def _is_owner(self) -> bool:
-        return threading.get_ident() == self._owner
-
     def _pass_on_notes(self) -> None:
-        while self._is_owner and not self._notes.empty():
+        while threading.get_ident() == self._owner and not self._notes.empty():
             self._note(self._notes.get())
+
+
+class FleetAnswering:
+    """See protocol.Answering."""
+
+    def __init__(
+        self,
+        ask: Callable[[Callable[[Any], Any]], Any],
+        count: Callable[[int, float, int, int], None],
+        dispatcher: Dispatcher,
+        seed: int,
+    ) -> None:
+        """`ask`: the servers, on their event loop. `count`: tokens, seconds, prompts that went elsewhere, restarts."""
+        self._ask, self._count, self._dispatcher, self._seed = ask, count, dispatcher, seed
+        self._open: dict[int, Prompt] = {}  # by group
+        self._since = 0.0  # open, and not counted yet
+        self._retried = 0
+        self._closed = False
+
+    def add(self, prompts: Sequence[Prompt], first_group: int) -> None:
+        groups = dict(enumerate(prompts, first_group))
+        if not self._open:
+            self._since = time.perf_counter()
+        self._open |= groups
+        jobs = [
+            Job(group, prompt.token_ids, request_seed(self._seed, group), f"prompt {prompt.id}")
+            for group, prompt in groups.items()
+        ]
+        self._ask(lambda servers: servers.add(self._dispatcher, jobs))
+
+    def finished(self) -> list[list[Rollout]]:
+        done, restarts = self._ask(lambda servers: servers.finished(self._dispatcher))
+        groups = [_rollouts(self._open.pop(one.job.number), one) for one in done]
+        now, retried = time.perf_counter(), self._dispatcher.retried
+        tokens = sum(len(rollout.token_ids) for group in groups for rollout in group)
+        if groups:
+            self._count(tokens, now - self._since, retried - self._retried, restarts)
+        self._since, self._retried = now, retried
+        return groups
+
+    def close(self) -> None:
+        """Safe to call twice, from another thread, and after the sampler's own end."""
+        if not self._closed:
+            self._closed = True
+            with suppress(SamplerError):  # the sampler itself has ended
+                self._ask(lambda servers: servers.give_up(self._dispatcher))
+
+
+def _rollouts(prompt: Prompt, done: Done) -> list[Rollout]:
+    return [
+        Rollout(
+            prompt=prompt,
+            group=done.job.number,
+            sample=sample,
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            loss_mask=written(len(answer.token_ids)),
+            finish_reason=answer.finish_reason,
+            policy_version=answer.oldest if answer.token_ids else done.version,
+            format=done.format.value,
+            kept_ids=answer.kept.ids if answer.kept else None,
+            kept_counts=answer.kept.counts if answer.kept else None,
+            versions=answer.versions,
+        )
+        for sample, answer in enumerate(done.answers)
+    ]
 
 
 def _by_format(update_info: Any, formats: Sequence[Format]) -> dict[Format, dict[str, Any]]:

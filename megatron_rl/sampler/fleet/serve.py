@@ -18,10 +18,9 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.fleet import KEY_VARIABLE, devices, is_fleet
 from megatron_rl.config.schema import Format, SamplerSection
 from megatron_rl.processes.scratch import Scratch
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 from megatron_rl.sampler.fleet.replica import HEALTH_TIMEOUT_S, Replica
 from megatron_rl.sampler.fleet.server_process import ServerProcess, ServerSettings
-from megatron_rl.sampler.model_folder import write_engine_folder
 
 POLL_S = 1.0
 
@@ -84,7 +83,7 @@ def _until_ended(server: ServerProcess, key: str, starter: int | None, what: str
 
 async def _is_ready(replica: Replica) -> bool:
     try:
-        return await replica.is_healthy()
+        return (await replica.look()).alive
     finally:
         await replica.close()
 

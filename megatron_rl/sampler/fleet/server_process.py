@@ -14,14 +14,19 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_rl.config.fleet import LOOPBACK, devices
-from megatron_rl.engine import server_key
 from megatron_rl.processes.owned_folder import current
 from megatron_rl.processes.process import ALL_CORES, for_the_driver_alone
 from megatron_rl.processes.scratch import remove_with_it
-from megatron_rl.sampler.engine_process import end_group, engine_environment, log_tail, share_of_cores
-from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
-from megatron_rl.sampler.model_folder import write_engine_folder
-from megatron_rl.sampler.shared_memory import FOLDER, remove_segments, segments_of_session
+from megatron_rl.sampler.engine_process import (
+    SHARED_MEMORY,
+    end_group,
+    engine_environment,
+    log_tail,
+    remove_segments,
+    segments_of_session,
+    share_of_cores,
+)
+from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 
 EVERYWHERE = ("0.0.0.0", "::")
 END_GRACE_S = 4.0  # for workers to release the memory that they share
@@ -54,7 +59,7 @@ class ServerSettings:
 def server_settings(
     settings: EngineSettings, hf_folder: Path, folder: Path, log_dir: Path, worker_extension: str
 ) -> list[ServerSettings]:
-    """One for each server that the run starts, in the order of formats."""
+    """Settings of each server that the run starts, in the order of formats."""
     fleet, gpus = settings.sampler.fleet, devices(settings.sampler)
     servers = []
     for index, format in enumerate(settings.formats[: fleet.replicas]):
@@ -84,7 +89,7 @@ class ServerProcess:
         arguments = {**settings.arguments, **_SERVER_ARGUMENTS, "host": settings.host, "port": self.port}
         command = [sys.executable, "-m", "megatron_rl.engine.server", str(os.getpid()), settings.cores]
         environment = engine_environment(settings.workers, settings.devices, settings.cores) | _SERVER_VARIABLES
-        environment |= {server_key.VARIABLE: key, "VLLM_RPC_BASE_PATH": str(settings.socket_dir)}
+        environment |= {"VLLM_API_KEY": key, "VLLM_RPC_BASE_PATH": str(settings.socket_dir)}
         with _opened(settings.log_path) as log, for_the_driver_alone():
             self._process = subprocess.Popen(
                 [*command, *command_line(arguments)],
@@ -96,10 +101,10 @@ class ServerProcess:
             )
 
     def note_shared_memory(self) -> None:
-        """What its processes share now: a server that is killed leaves it behind."""
+        """Note the memory that its processes share now: a server that is killed leaves it behind."""
         found = segments_of_session(self.pid) - self._segments
         self._segments |= found
-        remove_with_it(FOLDER / name for name in found)
+        remove_with_it(SHARED_MEMORY / name for name in found)
 
     @property
     def address(self) -> str:

@@ -1,12 +1,14 @@
-"""The servers of a fleet together: opened, watched, asked, shut. Lives on the fleet's event loop."""
+"""The servers of a fleet together: opened, watched, asked, shut; and the event loop that all of that happens on."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, wait
+from typing import Any, TypeVar
 
 from megatron_rl.config.fleet import KEY_VARIABLE, max_sequences
 from megatron_rl.sampler.engine_settings import EngineSettings
@@ -17,11 +19,58 @@ from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.sampler.fleet.update import FleetUpdates
 from megatron_rl.types import SamplingParams
 
+T = TypeVar("T")
+
 KEY_BYTES = 32
-SHUT_S = 5.0
+SHUT_S = 5.0  # for what still runs on the loop
+MEANWHILE_S = 1.0
+
+
+class EventLoopThread:
+    """An asyncio event loop in a thread of its own, for callers that are not asynchronous themselves."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
+        """Run to the end and return the result; an interrupt of the caller cancels it.
+
+        `meanwhile` is called in the caller's thread every now and then, for what cannot wait for a long call's end.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            while not wait([future], MEANWHILE_S).done:
+                meanwhile()
+            return future.result()
+        except CancelledError:
+            raise RuntimeError("the event loop was stopped meanwhile") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """Cancel what still runs, then end the thread; safe to call twice."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(SHUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(SHUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others, timeout=SHUT_S / 2) if others else None
 
 
 class Servers:
+    """Used from the fleet's event loop only, but for `end_processes`."""
+
     def __init__(self, settings: EngineSettings, vocabulary: int, note: Callable[[str], None]) -> None:
         self._sampler, self._formats, self._vocabulary = settings.sampler, settings.formats, vocabulary
         self._state = FleetState(
@@ -51,7 +100,7 @@ class Servers:
         self._tasks = [asyncio.create_task(supervisor.run()) for supervisor in self._supervisors]
 
     async def first_starts(self) -> None:
-        """All of them: a server that is missing from the beginning is a mistake, not an accident."""
+        """Wait for all servers: one that is missing from the beginning is a mistake, not an accident."""
         await asyncio.gather(*(supervisor.first_start for supervisor in self._supervisors))
 
     async def dispatcher(self, params: SamplingParams) -> Dispatcher:
@@ -71,7 +120,7 @@ class Servers:
         dispatcher.add(jobs)
 
     async def finished(self, dispatcher: Dispatcher) -> tuple[list[Done], int]:
-        """And how often servers have been restarted so far."""
+        """The jobs that are complete by now, and how often servers have been restarted so far."""
         return await dispatcher.finished(), self._state.restarted
 
     async def give_up(self, dispatcher: Dispatcher) -> None:
@@ -86,7 +135,7 @@ class Servers:
             "replicas": [
                 {
                     "name": one.name,
-                    "ready": one.ready and await one.is_healthy(),
+                    "ready": one.ready and (await one.look()).alive,
                     "policy_version": one.version,
                     "reason": one.given_up or one.reason,
                     "pid": one.process.pid if one.process else None,
@@ -108,7 +157,7 @@ class Servers:
             await supervisor.replica.close()
 
     def end_processes(self) -> None:
-        """Once nobody watches them any more; not on the event loop, as each may take seconds."""
+        """End the servers, once nobody watches them any more; not on the event loop, as each may take seconds."""
         for replica in self.replicas:
             if replica.process is not None:
                 replica.process.end()

@@ -47,7 +47,7 @@ class FleetState:
         return self.served[-1]
 
     def tell(self) -> None:
-        """Whoever has prompts: a replica came back, was given up, or has been updated."""
+        """Tell dispatchers that a replica came back, was given up, or has been updated."""
         for dispatcher in self.dispatchers:
             dispatcher.changed.set()
 
@@ -74,7 +74,7 @@ class Supervisor:
             own(self.replica.name, self.replica.process)
 
     async def run(self) -> None:
-        """Until cancelled, or until the server is given up."""
+        """Look after the server until cancelled, or until the server is given up."""
         replica = self.replica
         while True:
             try:
@@ -133,7 +133,7 @@ class Supervisor:
     async def _until_healthy(self) -> None:
         replica, state = self.replica, self._state
         deadline = time.monotonic() + state.start_timeout_s
-        while not await replica.is_healthy():
+        while not (await replica.look()).alive:
             ended = replica.process.ended() if replica.process else None
             if ended:
                 raise ReplicaGone(ended)
@@ -168,7 +168,7 @@ class Supervisor:
             )
 
     async def _unless_gone(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do it, and look at the server meanwhile."""
+        """Do some work with the server, and look at the server meanwhile."""
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self._until_gone())
         try:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -187,7 +187,7 @@ class Supervisor:
         await self._failed(reason)
 
     async def _until_gone(self, taken_out: Callable[[], bool] = lambda: False) -> str:
-        """What became of it: its process ended, or it left several looks in a row unanswered."""
+        """Wait for the server's end and say what it was: its process ended, or it left several looks unanswered."""
         replica, state = self.replica, self._state
         slow, unanswered, next_look = 0, 0, time.monotonic() + PROBE_EVERY_S
         while not taken_out():

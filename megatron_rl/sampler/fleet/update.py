@@ -86,11 +86,11 @@ class FleetUpdates:
         except BaseException:
             self._end()
             with contextlib.suppress(SamplerError):  # the first error is the one to report
-                await self.on_all(lambda one: one.abort_update())
+                await self.on_all(lambda one: one.call_workers("abort_weight_update"))
             raise
 
     async def finish(self) -> dict[str, Any]:
-        """No server goes on answering before every one has loaded it: no token is of weights that are taken back."""
+        """Load the update. No server goes on before every one has: no token is of weights that are taken back."""
         state = self._state
         updated = [replica for replica in self._replicas if replica.ready]
         for replica in updated:
@@ -114,7 +114,7 @@ class FleetUpdates:
         return slowest | {"stood_s": stood_s}
 
     async def _resume(self, replicas: Sequence[Replica]) -> float:
-        """Those that stand still; how long they did. One that cannot go on is taken out."""
+        """Let servers that stand still go on; how long they stood. One that cannot go on is taken out."""
         standing = [replica for replica in replicas if replica.ready and replica.paused_at is not None]
         answers = await asyncio.gather(
             *(self._ask(one, lambda it: it.resume()) for one in standing), return_exceptions=True

@@ -18,7 +18,6 @@ from megatron_rl.config.schema import Cache, Format
 from megatron_rl.processes.process import state_of
 from megatron_rl.sampler.fleet import replica as module
 from megatron_rl.sampler.fleet.answers import Answer, read_answers
-from megatron_rl.sampler.fleet.dispatch import Dispatcher, Job
 from megatron_rl.sampler.fleet.replica import NoAnswer, Replica, ReplicaGone, RequestRefused, Swap
 from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.types import SamplingParams
@@ -342,32 +341,6 @@ def test_candidates_are_as_many_as_were_asked_for_and_of_the_vocabulary() -> Non
 
 PAIR = [{"token_id": token, "logprob": -1.0} for token in (5, 9)]
 CANDIDATE_BEYOND = sampled(logprobs={"content": [{"logprob": -1.0, "top_logprobs": PAIR}] * 2})
-
-
-@pytest.mark.fault("one server of two lies", "it is out, and the other one answers")
-def test_a_liar_is_asked_no_more() -> None:
-    class Honest(Replica):
-        async def generate(self, token_ids, seed, params):
-            return [Answer((5,), (-1.0,), "stop", ((3, 1),))]
-
-    async def use(replica: Replica, asked: list[str]) -> None:
-        out: list[str] = []
-        other = Honest("server 1", Format.none, "", "", 1.0)
-        for one in (replica, other):
-            one.ready, one.version = True, 3
-
-        def gone(one: Replica, reason: str) -> None:
-            out.append(reason)
-            one.take_out(reason)
-
-        dispatcher = Dispatcher([replica, other], PARAMS, served=[3], max_sequences=4, patience_s=30.0, on_gone=gone)
-        dispatcher.add([Job(0, (1, 2), 7)])
-        (done,) = await dispatcher.finished()
-        await dispatcher.close()
-        assert (done.answers[0].token_ids, len(asked)) == ((5,), 1)
-        assert "Expected `float` <= 0.001" in out[0]
-
-    with_server([(200, LIES["a probability above one"])], use)
 
 
 @pytest.mark.fault("a server answers other questions with garbage", "it counts as gone, by name")

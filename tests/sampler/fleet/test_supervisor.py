@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.fleet import supervisor as module
-from megatron_rl.sampler.fleet.event_loop import EventLoopThread
 from megatron_rl.sampler.fleet.replica import Look, Replica, ReplicaGone
+from megatron_rl.sampler.fleet.servers import EventLoopThread
 from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.sampler.fleet.update import FleetUpdates
 from megatron_rl.sampler.protocol import SamplerError
@@ -228,7 +228,7 @@ def test_an_update_that_cannot_begin_says_why():
 
 
 def test_the_caller_of_a_long_call_is_not_left_in_the_dark(monkeypatch):
-    monkeypatch.setattr("megatron_rl.sampler.fleet.event_loop.MEANWHILE_S", 0.01)
+    monkeypatch.setattr("megatron_rl.sampler.fleet.servers.MEANWHILE_S", 0.01)
     loop, seen, end = EventLoopThread("test"), [], asyncio.Event()
 
     async def until_seen() -> int:

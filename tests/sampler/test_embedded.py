@@ -2,16 +2,13 @@
 
 import os
 import shutil
-import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_engine import PROMPTS, SAMPLING, Live, make_model, make_settings, startable
+from tiny_engine import PROMPTS, SAMPLING, Live, start_live
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.several import SeveralEngines
 from megatron_rl.types import Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -25,18 +22,7 @@ LONG = SamplingParams(samples=2, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("several")
-    model, settings = make_model(folder / "hf", tied=True), make_settings(Format.int8)
-    settings = replace(settings, sampler=replace(settings.sampler, engines=2))
-    sampler = SeveralEngines(settings, model.folder, folder, worker_extension="faulty_receiver.FaultyExtension")
-    live = Live(sampler, model, Format.int8, folder)
-    try:
-        live.restart()
-        live.update(1)
-        with startable():
-            yield live
-    finally:
-        sampler.close()
+    yield from start_live(tmp_path_factory.mktemp("several"), Format.int8, tied=True, seed=1, engines=2)
 
 
 def by_group(rollouts: list[Rollout]) -> dict[int, list[Rollout]]:
@@ -44,7 +30,7 @@ def by_group(rollouts: list[Rollout]) -> dict[int, list[Rollout]]:
 
 
 def test_each_engine_has_cores_of_its_own(live: Live) -> None:
-    cores = [os.sched_getaffinity(one._engine.process.pid) for one in live.sampler._each]
+    cores = [os.sched_getaffinity(one.process.pid) for one in live.sampler._engines]
     assert cores[0].isdisjoint(cores[1])
 
 
@@ -88,14 +74,14 @@ def test_a_version_that_one_of_them_refuses_is_served_by_none(live: Live, tmp_pa
     for path in transport.version_directory(damaged, served + 1).glob("*.bin"):
         path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     live.sampler.start_weight_update()
-    for one, folder in zip(live.sampler._each, (live.directory, damaged), strict=True):
-        one.update_weights(transport.update_info(folder, served + 1, 1, background=True))
+    for one, folder in zip(live.sampler._engines, (live.directory, damaged), strict=True):
+        one.call("update_weights", update_info=transport.update_info(folder, served + 1, 1, background=True))
     with pytest.raises(WeightSyncError, match="corrupt tensor"):
         live.sampler.finish_weight_update(str(served + 1))
-    assert [one.health()["policy_version"] for one in live.sampler._each] == [served, served]
+    assert [one.call("health")["policy_version"] for one in live.sampler._engines] == [served, served]
     assert live.rollouts() == before
     live.load()  # the same version, whole
-    assert [one.health()["policy_version"] for one in live.sampler._each] == [served + 1, served + 1]
+    assert [one.call("health")["policy_version"] for one in live.sampler._engines] == [served + 1, served + 1]
     assert live.rollouts() != before
 
 
@@ -104,7 +90,7 @@ def test_one_of_them_is_killed(live: Live) -> None:
     wanted = by_group(live.sampler.generate(PROMPTS, LONG, seed=3, first_group=0, step=0))
     answering = live.sampler.answering(LONG, seed=3)
     answering.add(PROMPTS, 0)
-    os.kill(live.sampler._each[1]._engine.process.pid, signal.SIGKILL)
+    live.kill(1)
     groups = {}
     while more := answering.finished():
         groups |= {group[0].group: group for group in more}

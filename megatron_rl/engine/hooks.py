@@ -1,7 +1,10 @@
-"""What the modules of a live vLLM model put out for one sequence, by point (models/points.py).
+"""What a live vLLM model shows of one sequence: what its modules put out, by point (models/points.py), and which
+experts its routers choose.
 
 Hooks, put on for one request and taken off again: a model that runs as a compiled graph passes them by, so that this
 wants an engine with enforce_eager, which is what hosts run.
+
+S tokens, L layers, K experts of each token.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from megatron_rl.models.points import Kind, Point
 
@@ -33,10 +38,11 @@ OUTPUTS = {
     "logits_processor": Kind.lm_head,
 }
 EXPERTS = ("model.layers.{L}.mlp", "model.layers.{L}.block_sparse_moe")
+NO_EXPERT = -1  # of layers without experts
 
 
-class Watch:
-    """The values are copied as they pass: vLLM adds into some of them later."""
+class ModuleOutputs:
+    """Watched until `end`. The values are copied as they pass: vLLM adds into some of them later."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._passed: dict[Point, list[torch.Tensor]] = {}
@@ -82,3 +88,32 @@ def _joined(point: Point, values: list[torch.Tensor]) -> torch.Tensor:
     if point.kind is Kind.lm_head:
         return values[-1].contiguous()
     return torch.cat(values, 1)
+
+
+class RouterChoices:
+    """Watched until `end`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._chosen: dict[int, list[torch.Tensor]] = {}
+        self._routers = {
+            module.layer_id: module.router
+            for module in model.modules()
+            if isinstance(module, MoERunner) and isinstance(module.router, BaseRouter)
+        }
+        for layer, router in self._routers.items():
+            router.set_capture_fn(partial(self._see, layer))
+
+    def _see(self, layer: int, ids_SK: torch.Tensor) -> None:
+        self._chosen.setdefault(layer, []).append(ids_SK.detach().to("cpu", torch.int32, copy=True))
+
+    def end(self, tokens: int, layers: int) -> bytes:
+        """[S, L, K] as int32; nothing where no router told of each token once."""
+        for router in self._routers.values():
+            router.set_capture_fn(None)
+        joined = {layer: torch.cat(parts) for layer, parts in self._chosen.items()}
+        if not joined or any(len(ids_SK) != tokens for ids_SK in joined.values()):
+            return b""
+        found_SLK = torch.full((tokens, layers, next(iter(joined.values())).shape[1]), NO_EXPERT, dtype=torch.int32)
+        for layer, ids_SK in joined.items():
+            found_SLK[:, layer] = ids_SK
+        return found_SLK.numpy().tobytes()

@@ -1,12 +1,18 @@
-"""What a server of the fleet may be asked: an ASGI middleware behind the key (server_key.py).
+"""What a server of the fleet may be asked: an ASGI middleware behind the key (server_access.py).
 
 vLLM's server trusts whoever holds its key. One token id beyond the vocabulary ends its engine, one odd worker method
 (`__class__`) leaves it deaf, others write files. Here whatever is not on the list of a fleet's requests is answered
 404, and whatever does not fit its form 400, before vLLM sees it; what passes is written anew from what was understood.
+
+/health is answered here: vLLM's own says that the engine's process exists, as one does that was stopped, or whose
+threads have died. Here the engine itself is asked. One that does not answer at once may be busy with a long prefill, an
+update or a compilation; then its processes use the CPU, or their main threads look again and again for what they wait
+for (a lock on a cache, a worker, a page of a file). One that neither answers nor works hangs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from dataclasses import dataclass
@@ -14,12 +20,15 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from megatron_rl.engine.heartbeat import Heartbeat
-from megatron_rl.engine.server_key import App, Message, Receive, Send
+from megatron_rl.engine.server_access import App, Message, Receive, Send
+from megatron_rl.processes.process import work_below
 
 LONGEST_BODY = 16 << 20  # a million token ids, and room
 LARGEST = 2**63 - 1
 MOST_LOGPROBS = 2048  # of a token; the engine's own bound is max_logprobs
+WAIT_S = 4.0
+BUSY_SHARE = 0.05  # of a core; an engine that waits for a request uses a hundredth
+BUSY_TURNS = 5.0  # of its main thread, per second; it has none while it waits for a request
 
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
@@ -107,7 +116,7 @@ QUERIES = {  # requests without a body, and what may follow their `?`
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the engine behind the server."""
+    """Bounds of the engine behind the server."""
 
     vocabulary: int
     tokens: int  # of a prompt and its answer together
@@ -125,6 +134,28 @@ class Refused(Exception):
         self.status = status
 
 
+class Heartbeat:
+    def __init__(self, engine: Any, server: int) -> None:
+        """`server`: the process whose children are the engine."""
+        self._engine, self._server = engine, server
+        self._asked: asyncio.Future[Any] | None = None  # one question at a time, however often somebody looks
+
+    async def look(self) -> tuple[int, dict[str, str]]:
+        before = work_below(self._server)
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.ensure_future(self._engine.collective_rpc("weight_update_building"))
+        await asyncio.wait([self._asked], timeout=WAIT_S)
+        if self._asked.done():
+            error = self._asked.exception()
+            return (200, {"engine": "answers"}) if error is None else (503, {"error": f"its engine failed: {error}"})
+        after = work_below(self._server)
+        if after.stopped:
+            return 503, {"error": f"its engine's process {after.stopped[0]} is stopped"}
+        if after.cpu_s - before.cpu_s >= BUSY_SHARE * WAIT_S or after.turns - before.turns >= BUSY_TURNS * WAIT_S:
+            return 200, {"engine": "busy"}
+        return 503, {"error": f"its engine neither answers nor works (for {WAIT_S:g} s)"}
+
+
 class CheckRequests:
     def __init__(self, app: App) -> None:
         self._app = app
@@ -140,7 +171,9 @@ class CheckRequests:
         route = scope["method"], scope["path"]
         try:
             if route == ("GET", "/health"):
-                await _answer(send, *await self._health(scope))
+                if self._heartbeat is None:
+                    self._heartbeat = Heartbeat(scope["app"].state.engine_client, os.getpid())
+                await _answer(send, *await self._heartbeat.look())
             elif route in BODIES:
                 body = checked(route, await _body(receive), Limits.of(scope["app"].state.vllm_config))
                 await self._app(_with_length(scope, len(body)), _replay(body, receive), send)
@@ -153,14 +186,9 @@ class CheckRequests:
         except Refused as error:
             await _answer(send, error.status, {"error": str(error)})
 
-    async def _health(self, scope: Message) -> tuple[int, dict[str, str]]:
-        if self._heartbeat is None:
-            self._heartbeat = Heartbeat(scope["app"].state.engine_client, os.getpid())
-        return await self._heartbeat.look()
-
 
 def checked(route: tuple[str, str], body: bytes, limits: Limits) -> bytes:
-    """What was understood of the body, written anew; Refused where it does not fit."""
+    """The body written anew from what was understood of it; Refused where it does not fit."""
     try:
         request = msgspec.json.decode(body, type=BODIES[route])
         if isinstance(request, _Generate):

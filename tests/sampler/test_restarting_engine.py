@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_engine import Live, make_live, startable
+from tiny_engine import PROMPTS, Live, start_live
 
 from megatron_rl.config.schema import Format
 from megatron_rl.sampler.protocol import MAX_RESTARTS, SamplerError
-from megatron_rl.types import SamplingParams
+from megatron_rl.types import Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
 LONG = SamplingParams(samples=8, max_tokens=24)
@@ -19,23 +19,15 @@ LONG = SamplingParams(samples=8, max_tokens=24)
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Live]:
-    live = make_live(tmp_path, Format.int8, tied=True)
-    try:
-        live.restart()
-        with startable():
-            yield live
-    finally:
-        live.sampler.close()
-
-
-def kill(live: Live) -> None:
-    process = live.sampler._engine.process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
+    yield from start_live(tmp_path, Format.int8, tied=True, seed=1)
 
 
 def answers(live: Live) -> list[tuple]:
-    return [(one.token_ids, one.logprobs, one.policy_version) for one in live.rollouts(params=LONG)]
+    return [essence(one) for one in live.rollouts(params=LONG)]
+
+
+def essence(one: Rollout) -> tuple:
+    return one.token_ids, one.logprobs, one.policy_version
 
 
 @pytest.mark.engine
@@ -45,34 +37,34 @@ def answers(live: Live) -> list[tuple]:
 )
 def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(live.sampler._engine, "_note", notes.append)
-    live.update(1)
+    monkeypatch.setattr(live.sampler._engines[0], "_note", notes.append)
     first = answers(live)
-    kill(live)
+    live.kill()
     assert answers(live) == first
     assert (live.sampler.stats.restarts, len(notes)) == (1, 2)
     assert "SIGKILL" in notes[0]
     assert "1 of 3 restarts" in notes[0]
 
-    timer = threading.Timer(0.02, kill, [live])
-    timer.start()
-    assert answers(live) == first
-    timer.join()
-    assert live.sampler._engine.restarts == 2 or answers(live) == first  # it was too late to be in the middle
-    assert live.sampler._engine.restarts == 2
+    os.kill(live.sampler._engines[0].process.pid, signal.SIGSTOP)  # it answers nothing before it is killed
+    answering = live.sampler.answering(LONG, seed=1)
+    answering.add(PROMPTS, 0)
+    live.kill()
+    groups = sorted((group for more in iter(answering.finished, []) for group in more), key=lambda one: one[0].group)
+    assert [essence(one) for group in groups for one in group] == first
+    assert live.sampler.stats.restarts == 2
 
     live.write(2)
     version = live.next_version
     live.sampler.start_weight_update()
     live.sampler.update_weights(transport.update_info(live.directory, version, 1, background=True))
     transport.remove_version(live.directory, version - 1)  # its files may have been written over
-    kill(live)
+    live.kill()
     live.sampler.finish_weight_update(str(version))
     assert answers(live)[0][2] == version
     assert answers(live) != first
-    assert live.sampler._engine.restarts == MAX_RESTARTS
+    assert live.sampler.stats.restarts == MAX_RESTARTS
 
-    kill(live)
+    live.kill()
     with pytest.raises(SamplerError, match=r"given up after 3 restarts: .* \(exit status -9\): ended by SIGKILL"):
         live.rollouts()
     assert {path.name for path in tmp_path.glob("*.log")} == {f"sampler{n}.log" for n in ("", "_1", "_2", "_3")}
@@ -83,10 +75,9 @@ def test_it_comes_back_with_its_weights(live: Live, tmp_path: Path, monkeypatch:
     "the engine dies ahead of the learner, as a version is written over the old one", "it comes back with the new one"
 )
 def test_it_does_not_read_what_is_written_over(live: Live) -> None:
-    live.update(1)
     found: list[list[tuple]] = []
     with live.sampler.updating():
-        kill(live)
+        live.kill()
         ahead = threading.Thread(target=lambda: found.append(answers(live)))
         ahead.start()
         live.write(2)

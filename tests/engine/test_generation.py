@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from megatron_rl.engine.kept import Kept, of_lists, of_rows
+from megatron_rl.engine.generation import Kept, of_lists, of_rows
 
 INF = math.inf
 # drawn token, then candidates (embedded: as rows with the drawn one in front) and their logprobs

@@ -20,9 +20,9 @@ from typing import Any
 
 from megatron_rl.config.schema import Transport
 from megatron_rl.processes.pulse import waiting
-from megatron_rl.sampler.child_engine import ENGINE, NOT_RUNNING, ChildEngine, EngineDied
+from megatron_rl.sampler.child_engine import ENGINE, ChildEngine, EngineDied
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.protocol import MAX_RESTARTS, SamplerError
+from megatron_rl.sampler.protocol import MAX_RESTARTS, NOT_RUNNING, SamplerError
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 INIT, BEGIN, STAGE, FINISH = (
@@ -32,7 +32,7 @@ REMEMBERED = (INIT, BEGIN, STAGE, FINISH)
 Call = tuple[str, dict[str, Any]]
 
 
-class LastingEngine:
+class RestartingEngine:
     """A first start that fails is not tried again; nor is a call that takes too long."""
 
     def __init__(
@@ -41,12 +41,13 @@ class LastingEngine:
         hf_folder: Path,
         log_path: Path,
         worker_extension: str,
+        cores: str,
         note: Callable[[str], None],
     ) -> None:
         self.restarts = 0
         self._settings = settings
         self._first_log, self._note = log_path, note
-        self._make = partial(ChildEngine, settings, hf_folder, worker_extension=worker_extension)
+        self._make = partial(ChildEngine, settings, hf_folder, worker_extension=worker_extension, cores=cores)
         self._child = self._coming = self._make(log_path)
         # held while the engine is started again, and while what a new one has to be told is in the making
         self._telling = threading.RLock()
@@ -93,13 +94,13 @@ class LastingEngine:
                     return answer
 
     def close(self) -> None:
-        """Also in the middle of a new start; safe to call twice and in any state."""
+        """End the engine, in the middle of a new start too; safe to call twice and in any state."""
         self._closed = True
         self._child.close()
         self._coming.close()
 
     def revive(self, dead: ChildEngine, error: EngineDied) -> None:
-        """Until a new engine is where the old one was."""
+        """Wait until a new engine is where the old one was; whoever comes first starts it."""
         with self.in_turn():
             while self._child is dead:
                 try:
@@ -109,7 +110,7 @@ class LastingEngine:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Nobody else starts the engine again meanwhile: while files that a new one would read are written over."""
+        """Keep others from starting the engine again while files that a new one would read are written over."""
         with waiting(ENGINE, self._settings.sampler.start_timeout_s, "sampler.start_timeout_s"):
             self._telling.acquire()
         try:
@@ -143,7 +144,7 @@ class LastingEngine:
         self._note(f"the sampler's process is back, with its weights, after {time.monotonic() - begun:.0f} s")
 
     def _remember(self, method: str, arguments: dict[str, Any]) -> None:
-        """What a new engine would have to be told."""
+        """Keep what a new engine would have to be told."""
         said = (method, arguments)
         if method == INIT:
             self._init = [said]
