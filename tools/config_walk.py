@@ -1,9 +1,9 @@
 """How far the configuration travels from run_rank: one walk through every call that it is handed on to.
 
 A visit is a line that uses the configuration (or one of its sections); where that line hands it to a function or class
-of this project, the walk goes on there, and comes back. Each function is entered once. A stay is a run of visits in one
-file, a room is a file, a return is a stay in a file that the walk has left before. Calls are found in the source (ast):
-by imports, and methods by their class, or by their name where only one class has it.
+of this project, the walk goes on there, and comes back. Each call is followed once, each function entered once. A stay
+is a run of visits in one file, a room is a file, a return is a stay in a file that the walk has left before. Calls are
+found in the source (ast): by imports, and methods by their class, or by their name where only one class has it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Walk:
     def __init__(self, package: Path, sections: bool) -> None:
         self.sections = sections
         self.modules: dict[str, Module] = {}
-        self.entered: set[tuple[ast.FunctionDef, str]] = set()
+        self.entered: set[tuple[ast.FunctionDef, frozenset[str]]] = set()
         for path in sorted(package.rglob("*.py")):
             name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
             self.modules[name] = Module(name, path)
@@ -83,41 +83,49 @@ class Walk:
         same = [each for each in everywhere if each.node.name == call.func.attr]
         return same[0] if len(same) == 1 else None
 
-    def visits(self, function: Function, tracked: str) -> Iterator[str]:
+    def visits(self, function: Function, tracked: frozenset[str]) -> Iterator[str]:
         """The file of each visit, in the source's order; then those of the class, for what is kept as self.x."""
         if (function.node, tracked) in self.entered:
             return
         self.entered.add((function.node, tracked))
         nodes = list(ast.walk(function.node))
-        copies = [name for node in nodes if isinstance(node, ast.Assign) for name in _copies(node, tracked)]
-        names = {tracked, *(name for name in copies if "." not in name)}
+        copies = {name for node in nodes if isinstance(node, ast.Assign) for name in _copies(node, tracked)}
+        names = tracked | {name for name in copies if "." not in name}
         calls = {each: node for node in nodes if isinstance(node, ast.Call)
                  for each in [*node.args, *(word.value for word in node.keywords)]}  # fmt: skip
         parents = {node.value: node for node in nodes if isinstance(node, ast.Attribute)}
         uses = [node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in names]
+        uses = [use for use in uses if isinstance(use.ctx, ast.Load)]
+        handed = {use: parents.get(use, use) if self.sections and use not in calls else use for use in uses}
+        followed: list[ast.Call] = []
         for use in sorted(uses, key=lambda node: (node.lineno, node.col_offset)):
-            if not isinstance(use.ctx, ast.Load):
+            call = calls.get(handed[use])
+            if call in followed:  # with another section that the same call hands on
                 continue
             yield str(function.module.path.relative_to(ROOT))
-            handed = parents.get(use, use) if self.sections and use not in calls else use
-            callee = self.called(function.module, calls[handed]) if handed in calls else None
-            name = callee.parameter(calls[handed], handed) if callee else None
-            if callee and name and (handed is use or _is_section(callee.module, name)):
-                yield from self.visits(callee, name.arg)
-        for kept in (name for name in copies if name.startswith("self.")):
-            for method in function.module.functions.values():
-                if method.owner and method.owner is function.owner:
-                    yield from self.visits(method, kept)
+            callee = self.called(function.module, call) if call else None
+            if call is None or callee is None:
+                continue
+            followed.append(call)
+            wanted = {each: callee.parameter(call, each) for each in handed.values() if calls.get(each) is call}
+            received = {name.arg for each, name in wanted.items()
+                        if name and (each in uses or _is_section(callee.module, name))}  # fmt: skip
+            if received:
+                yield from self.visits(callee, frozenset(received))
+        kept = frozenset(name for name in copies if name.startswith("self."))
+        for method in function.module.functions.values() if kept else []:
+            if method.owner and method.owner is function.owner:
+                yield from self.visits(method, kept)
 
 
-def _copies(node: ast.Assign, tracked: str) -> Iterator[str]:
-    """Names and attributes that are assigned the tracked value as it is."""
+def _copies(node: ast.Assign, tracked: frozenset[str]) -> Iterator[str]:
+    """Names and attributes that are assigned a tracked value as it is."""
     target, value = node.targets[0], node.value
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         pairs = list(zip(target.elts, value.elts, strict=False))
     else:
         pairs = [(target, value)]
-    yield from (ast.unparse(left) for left, right in pairs if ast.unparse(right) == tracked)
+    yield from (ast.unparse(left) for left, right in pairs if ast.unparse(right) in tracked)
 
 
 def _is_section(module: Module, parameter: ast.arg) -> bool:
@@ -133,7 +141,7 @@ def main() -> None:
         walk = Walk(ROOT / "megatron_rl", sections)
         start = walk.function(START)
         assert start is not None, START
-        visits = list(walk.visits(start, PARAMETER))
+        visits = list(walk.visits(start, frozenset({PARAMETER})))
         stays = [file for place, file in enumerate(visits) if not place or visits[place - 1] != file]
         if given.show:
             print("\n".join(stays))
