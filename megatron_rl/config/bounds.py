@@ -1,23 +1,18 @@
-"""Which values a key can take: bounds stand beside the field that they bound, and `sound` is what reads them.
-
-workers: int = field(default=1, metadata=at_least(1))
-"""
+"""Which values a key can take: a bound stands in the key's type, `workers: Annotated[int, at_least(1)] = 1`."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
-from enum import StrEnum
-from functools import cache
-from types import NoneType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-Section = TypeVar("Section")
-LARGEST = 2**32 - 1  # of a whole number: seeds beyond it are none to numpy, and no size comes near
+AUTO = "auto"
 LONGEST_NAME = 255  # bytes, of a file
+SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+WEEK_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -26,37 +21,68 @@ class Bound:
     complaint: str  # with places for the key and the value
 
 
-def at_least(least: float, expected: str = "") -> dict[str, Bound]:
+@dataclass(frozen=True)
+class Inside:
+    """Bounds of keys in a map that is handed to megatron-core or vLLM; what they hold otherwise is theirs to say."""
+
+    bounds: Mapping[str, Bound]
+
+
+def at_least(least: float, expected: str = "") -> Bound:
     return expect(lambda value: value >= least, expected or f"{least:g} or more")
 
 
-def above(floor: float, expected: str = "") -> dict[str, Bound]:
+def above(floor: float, expected: str = "") -> Bound:
     return expect(lambda value: value > floor, expected or f"above {floor:g}")
 
 
-def between(least: float, most: float, expected: str = "") -> dict[str, Bound]:
+def between(least: float, most: float, expected: str = "") -> Bound:
     return expect(lambda value: least <= value <= most, expected or f"{least:g} or more, at most {most:g}")
 
 
-def expect(holds: Callable[[Any], bool], expected: str) -> dict[str, Bound]:
-    return {"bound": Bound(holds, "{key}: {value:g}, expected " + expected)}
+def expect(holds: Callable[[Any], bool], expected: str) -> Bound:
+    return Bound(holds, "{key}: {value:g}, expected " + expected)
 
 
-def need(holds: Callable[[Any], bool], way_out: str) -> dict[str, Bound]:
-    return {"bound": Bound(holds, "{key} is {value}: " + way_out)}
+def need(holds: Callable[[Any], bool], way_out: str) -> Bound:
+    return Bound(holds, "{key} is {value}: " + way_out)
 
 
-def is_pattern(text: str) -> bool:
+def inside(**bounds: Bound) -> Inside:
+    return Inside(bounds)
+
+
+def is_weight(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def is_source(value: Any) -> bool:
+    """A file, or several with a weight each."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(isinstance(path, str) and is_weight(weight) for path, weight in value.items())
+    return isinstance(value, str)
+
+
+def is_reward(value: Any) -> bool:
+    """A name, or several with a weight each."""
+    if isinstance(value, Mapping):
+        numbers = (type(weight) in (int, float) and math.isfinite(weight) for weight in value.values())
+        return bool(value) and all(isinstance(name, str) for name in value) and all(numbers)
+    return isinstance(value, str)
+
+
+def are_modules(entries: Iterable[str]) -> bool:
+    """Names of modules, and regular expressions after re:."""
     try:
-        re.compile(text)
+        for entry in entries:
+            re.compile(entry[3:] if entry.startswith("re:") else "")
     except (re.error, OverflowError, RecursionError):
         return False
     return True
 
 
-def inside(**bounds: Mapping[str, Bound]) -> dict[str, Any]:
-    """Of the keys in a map that is handed to megatron-core or vLLM; what they hold otherwise is theirs to say."""
-    return {"inside": {key: bound["bound"] for key, bound in bounds.items()}}
+def are_set_names(sets: Iterable[str]) -> bool:
+    return all(SET_NAME.fullmatch(name) for name in sets)
 
 
 def is_folder_name(name: str) -> bool:
@@ -71,13 +97,48 @@ def is_folder_name(name: str) -> bool:
     )
 
 
-FOLDER_NAME = {
-    "bound": Bound(
-        is_folder_name,
-        "{key} is {value!r}: it names one folder; use letters, digits and any of . _ - after the first character, "
-        f"at most {LONGEST_NAME} bytes",
-    )
-}
+FOLDER_NAME = Bound(
+    is_folder_name,
+    "{key} is {value!r}: it names one folder; use letters, digits and any of . _ - after the first character, "
+    f"at most {LONGEST_NAME} bytes",
+)
+SHARE = expect(lambda value: 0 <= value < 1, "0 (off) to below 1")
+SIZE = expect(lambda value: type(value) is int and value >= 1, "a whole number of 1 or more")
+
+# keys of the maps that vLLM, megatron-core's OptimizerConfig and its TransformerConfig are handed
+VLLM = inside(
+    max_num_seqs=SIZE,
+    kv_cache_memory_bytes=SIZE,
+    max_model_len=SIZE,
+    max_num_batched_tokens=SIZE,
+    gpu_memory_utilization=expect(lambda share: 0 < share <= 1, "a share of the memory, above 0 and at most 1"),
+)
+OPTIMIZER = inside(
+    bucket_size=SIZE,
+    clip_grad=at_least(0, "0 (off) or more"),
+    weight_decay=at_least(0),
+    adam_beta1=SHARE,
+    adam_beta2=SHARE,
+    adam_eps=above(0, "above 0, such as 1e-8"),
+)
+TRANSFORMER = inside(
+    virtual_pipeline_model_parallel_size=SIZE,
+    expert_tensor_parallel_size=SIZE,
+    num_layers_in_first_pipeline_stage=SIZE,
+    num_layers_in_last_pipeline_stage=SIZE,
+    hidden_dropout=SHARE,
+    attention_dropout=SHARE,
+)
+
+Positive = Annotated[int, at_least(1)]
+Count = Annotated[int, at_least(0)]
+Ranks = Annotated[int, between(1, 4096)]
+Samples = Annotated[int, between(1, 65536)]
+Seconds = Annotated[float, expect(lambda value: 0 < value <= WEEK_S, f"seconds: above 0, at most a week ({WEEK_S})")]
+Nucleus = Annotated[float, expect(lambda share: 0 < share <= 1, "above 0, at most 1 (off)")]
+Coefficient = Annotated[float, need(lambda value: value >= 0, "use 0 or more")]
+Temperature = Annotated[float, between(0, 2, "0 (greedy) to 2")]
+Tau = Annotated[float, need(lambda value: value > 0, "use a temperature above 0")]
 
 
 def as_written(value: object) -> str:
@@ -87,85 +148,3 @@ def as_written(value: object) -> str:
     if isinstance(value, str):
         return repr(value) if value in ("", "null") or value != value.strip() else value
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def members(kind: Any) -> tuple[Any, ...]:
-    """float | None -> (float, NoneType); list[str] -> (list,)."""
-    return tuple(get_origin(one) or one for one in (get_args(kind) if NoneType in get_args(kind) else (kind,)))
-
-
-def sound(section: Section, path: str = "") -> tuple[Section, dict[str, str]]:
-    """The section with every value that cannot be at null or its default, and by key what was wrong with it."""
-    wrong: dict[str, str] = {}
-    changes: dict[str, Any] = {}
-    for field in fields(section):  # type: ignore[arg-type]
-        key, value = f"{path}.{field.name}" if path else field.name, getattr(section, field.name)
-        if is_dataclass(value):
-            changes[field.name], inner = sound(value, key)
-        elif isinstance(value, list) and value and is_dataclass(value[0]):
-            changes[field.name], inner = [], {}
-            for index, element in enumerate(value):
-                better, own = sound(element, f"{key}[{index}]")
-                changes[field.name].append(better)
-                inner |= own
-        elif isinstance(value, dict) and value and is_dataclass(next(iter(value.values()))):
-            bound, inner, changes[field.name] = field.metadata["bound"], {}, {}
-            if not bound.holds(value):
-                inner[key] = bound.complaint.format(key=key, value=", ".join(value))
-            for name, element in value.items():
-                changes[field.name][name], own = sound(element, f"{key}.{name}")
-                inner |= own
-        else:
-            kind = _types(type(section))[field.name]  # type: ignore[arg-type]
-            complaint = _complaint(key, value, kind, field.metadata.get("bound"))
-            inner = {key: complaint} if complaint else {}
-            if complaint:
-                changes[field.name] = None if NoneType in members(kind) else _default(field)
-            elif "inside" in field.metadata:
-                inner = _inside(key, value, field.metadata["inside"])
-                changes[field.name] = {name: one for name, one in value.items() if f"{key}.{name}" not in inner}
-        wrong |= inner
-    return replace(section, **changes), wrong  # type: ignore[type-var]
-
-
-def _complaint(key: str, value: Any, kind: Any, bound: Bound | None) -> str | None:
-    possible = members(kind)
-    if value is None and NoneType in possible:
-        return None
-    for one in possible:
-        if isinstance(one, type) and issubclass(one, StrEnum) and value not in list(one):
-            return f"{key} is {as_written(value)}: use one of {', '.join(one)}"
-    if float in possible and not _finite(value):
-        none = ", or null for none" if NoneType in possible else ""
-        return f"{key} is {as_written(value)}: give a finite number{none}"
-    if type(value) is int and int in possible and abs(value) > LARGEST:
-        return f"{key} is {value}: give a whole number of at most {LARGEST}"
-    if bound is None or bound.holds(value):
-        return None
-    return bound.complaint.format(key=key, value=value)
-
-
-def _inside(path: str, given: Mapping[str, Any], bounds: Mapping[str, Bound]) -> dict[str, str]:
-    wrong = {}
-    for name in sorted(bounds.keys() & given.keys()):
-        key, value, bound = f"{path}.{name}", given[name], bounds[name]
-        if value is None:
-            continue
-        if not _finite(value):
-            wrong[key] = f"{key} is {as_written(value)}: give a finite number, or leave it out"
-        elif not bound.holds(value):
-            wrong[key] = bound.complaint.format(key=key, value=value)
-    return wrong
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-@cache
-def _types(schema: Any) -> dict[str, Any]:
-    return get_type_hints(schema)
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()

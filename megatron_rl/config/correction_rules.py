@@ -5,7 +5,6 @@ Each check returns sentences that name the key's path, its value and the way out
 
 from __future__ import annotations
 
-from megatron_rl.config.bounds import sound
 from megatron_rl.config.correction_values import Findings, check_correction
 from megatron_rl.config.schema import (
     AdvantageConfig,
@@ -16,6 +15,7 @@ from megatron_rl.config.schema import (
     Reduction,
     Stat,
 )
+from megatron_rl.config.shape import sound
 from megatron_rl.loss.table import losses
 
 __all__ = ["check_advantage", "check_correction", "check_loss", "check_objective"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_rl.config.bounds import as_written, sound
+from megatron_rl.config.bounds import as_written
 from megatron_rl.config.schema import (
     Aggregate,
     Anchor,
@@ -16,6 +16,7 @@ from megatron_rl.config.schema import (
     Stat,
     WeightConfig,
 )
+from megatron_rl.config.shape import sound
 
 # what a statistic is never below
 FLOOR = {Stat.ratio: 0.0, Stat.k2: 0.0, Stat.k3: 0.0, Stat.m2: 0.0, Stat.abs: 1.0, Stat.staleness: 0.0}

@@ -12,7 +12,6 @@ from inspect import signature
 from typing import Any
 
 from megatron_rl.config import alarms, correction_rules, fleet
-from megatron_rl.config.bounds import sound
 from megatron_rl.config.correction_values import Findings
 from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,
@@ -44,6 +43,7 @@ from megatron_rl.config.schema import (
     SyncSection,
     Transport,
 )
+from megatron_rl.config.shape import sound
 
 Rule = Callable[..., Iterable[Any]]
 

@@ -2,81 +2,30 @@
 
 Imports nothing heavy, so that a mistyped recipe is refused before torch is loaded. Defaults here are
 the defaults of the project; `conf/base.yaml` only repeats those a reader should see. The bounds of a value stand
-beside its field; rules about two keys at once are in `rules.py`.
+in its type; rules about two keys at once are in `rules.py`.
 """
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from megatron_rl.config.bounds import FOLDER_NAME, above, at_least, between, expect, inside, is_pattern, need
-from megatron_rl.loss.table import LOSSES
+from megatron_rl.config.bounds import (  # isort: skip
+    AUTO, FOLDER_NAME, OPTIMIZER, TRANSFORMER, VLLM, Coefficient, Count, Nucleus, Positive, Ranks, Samples, Seconds,
+    Tau, Temperature, above, are_modules, are_set_names, at_least, between, expect, is_reward, is_source,
+    is_weight, need,
+)  # fmt: skip
+from megatron_rl.config.choices import (  # isort: skip
+    Aggregate, Anchor, Cache, Decay, Device, Divergence, Estimator, Format, Forward, IfExists, InFlight, KlOn,
+    KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, OnNonFinite, Outside, Precision, Reduce, Reduction,
+    RolloutSource, Sleep, Stale, Stat, Transport, TrustRegion, Wandb, When,
+)  # fmt: skip
 
-SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
-
-AUTO = "auto"
-POSITIVE = at_least(1)
-NOT_NEGATIVE = at_least(0)
-ABOVE_0 = above(0)
-COEFFICIENT = need(lambda value: value >= 0, "use 0 or more")
-RANKS = between(1, 4096)
-WEEK_S = 7 * 24 * 3600
-SECONDS = expect(lambda value: 0 < value <= WEEK_S, f"seconds: above 0, at most a week ({WEEK_S})")
-SHARE = expect(lambda value: 0 <= value < 1, "0 (off) to below 1")
-SIZE = expect(lambda value: type(value) is int and value >= 1, "a whole number of 1 or more")
-NUCLEUS = expect(lambda share: 0 < share <= 1, "above 0, at most 1 (off)")
 TIES = 16  # candidates beyond top_k: an engine keeps all that tie with the last one, and BF16 logits often do
-TEMPERATURE = need(lambda value: value > 0, "use a temperature above 0")
-
-
-class IfExists(StrEnum):
-    refuse = "refuse"
-    archive = "archive"
-    resume = "resume"  # go on from the newest whole checkpoint; start where there is nothing
-
-
-class ModelInit(StrEnum):
-    pretrained = "pretrained"
-    random = "random"
-
-
-class RolloutSource(StrEnum):
-    sampler = "sampler"  # reinforcement learning: the policy answers
-    dataset = "dataset"  # supervised warm start: the data set's own answers
-
-
-class LongPrompts(StrEnum):
-    error = "error"
-    drop = "drop"
-
-
-class Stale(StrEnum):
-    wait = "wait"  # nothing is begun that would be too old when its turn comes
-    drop = "drop"  # what turns out too old is drawn again
-
-
-class InFlight(StrEnum):
-    finish = "finish"  # answers that are begun end with the weights that they began with; the update waits
-    # a Python keyword; its value is what recipes write
-    continue_ = "continue"  # the update comes between two of their tokens
-
-
-class Cache(StrEnum):
-    rebuild = "rebuild"  # keys and values of what was written so far are computed again, with the new weights
-    keep = "keep"  # they stay what the old weights made of them
-
-
-class Format(StrEnum):
-    none = "none"
-    int8 = "int8"
-    int4 = "int4"  # INT4 values in INT8's place, for experiments: what four bits do to a policy; no byte is saved
-    fp8 = "fp8"
-    fp8_block = "fp8_block"
+VERIFIERS = ("exact_match", "math_dapo", "math_verify", "reasoning_gym")
+# estimators whose baseline is the other answers to the same prompt
+GROUP_ESTIMATORS = frozenset({Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.maxrl})
 
 
 def format_number(name: str) -> int:
@@ -84,65 +33,16 @@ def format_number(name: str) -> int:
     return list(Format).index(Format(name)) if name else -1
 
 
-class KvCache(StrEnum):
-    none = "none"  # as the weights' activations: BF16
-    fp8 = "fp8"
-
-
-class Transport(StrEnum):
-    file = "file"
-    ipc = "ipc"
-    nccl = "nccl"
-
-
-class Sleep(StrEnum):
-    none = "none"
-    offload = "offload"  # weights wait on the host
-    discard = "discard"  # weights are given up: the next sync brings all of them
-
-
-class Precision(StrEnum):
-    bf16 = "bf16"
-    fp32 = "fp32"
-
-
-class OnNonFinite(StrEnum):
-    # `raise` is a Python keyword and cannot name a member; its value is what recipes write
-    raise_ = "raise"
-    skip = "skip"
-    skip_and_dump = "skip_and_dump"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Decay(StrEnum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
-class Wandb(StrEnum):
-    none = "none"
-    auto = "auto"  # online with a key, offline without
-    offline = "offline"
-    online = "online"
-
-
 @dataclass(frozen=True)
 class RunSection:
-    name: str | None = field(default=None, metadata=FOLDER_NAME)  # null: the recipe file's stem
+    name: Annotated[str | None, FOLDER_NAME] = None  # null: the recipe file's stem
     root: str = "runs"
-    seed: int = field(default=1, metadata=NOT_NEGATIVE)
-    steps: int = field(default=100, metadata=NOT_NEGATIVE)
+    seed: Count = 1
+    steps: Count = 100
     if_exists: IfExists = IfExists.refuse
     resume_allow: list[str] = field(default_factory=list)  # keys that may have changed when a run goes on
     device: Device = Device.auto
-    # seconds of silence that end the run, where nothing else has a limit (docs/survival.md)
-    patience_s: float = field(default=600.0, metadata=SECONDS)
+    patience_s: Seconds = 600.0  # of silence that end the run, where nothing else has a limit (docs/survival.md)
     stop: dict[str, float] | None = None  # end early, such as {eval/accuracy: 0.28}: once the metric reaches the value
 
 
@@ -163,21 +63,11 @@ class ModelSection:
         return kept if imported else Path(self.path)
 
 
-def _is_source(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return bool(value) and all(isinstance(path, str) and _is_weight(weight) for path, weight in value.items())
-    return isinstance(value, str)
-
-
-def _is_weight(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
-
-
 @dataclass(frozen=True)
 class DataSection:
     # .jsonl, .parquet, or the folder of a Hugging Face data set (folder/split); or several with the share of prompts
     # that each gives, such as {data/math.parquet: 0.8, data/gsm8k.parquet: 0.2}
-    train: Any = field(default="", metadata=need(_is_source, "name a file, or a mapping of files to weights above 0"))
+    train: Annotated[Any, need(is_source, "name a file, or a mapping of files to weights above 0")] = ""
     eval: str | None = None
     # text, or a list of chat messages; dots reach into a column, also in answer_key; null: recognised by the columns
     prompt_key: str | None = None
@@ -198,21 +88,21 @@ class DataSection:
 @dataclass(frozen=True)
 class RolloutSection:
     source: RolloutSource = RolloutSource.sampler
-    prompts_per_step: int = field(default=64, metadata=POSITIVE)
-    samples_per_prompt: int = field(default=8, metadata=between(1, 65536))
-    max_prompt_tokens: int = field(default=512, metadata=POSITIVE)
-    max_response_tokens: int = field(default=512, metadata=POSITIVE)
+    prompts_per_step: Positive = 64
+    samples_per_prompt: Samples = 8
+    max_prompt_tokens: Positive = 512
+    max_response_tokens: Positive = 512
     # vLLM samples at nothing below or above
-    temperature: float = field(default=1.0, metadata=between(0.01, 2, "0.01 to 2 (greedy is for evaluation)"))
+    temperature: Annotated[float, between(0.01, 2, "0.01 to 2 (greedy is for evaluation)")] = 1.0
     # tokens are drawn among the k most likely ones, and of those among the first that hold a share top_p of their
     # probability; the learner renormalises over what was kept. null: among all
-    top_k: int | None = field(default=None, metadata=between(1, 1024))
-    top_p: float = field(default=1.0, metadata=NUCLEUS)
+    top_k: Annotated[int | None, between(1, 1024)] = None
+    top_p: Nucleus = 1.0
     dynamic_sampling: bool = True  # DAPO: groups without spread are replaced by new ones
-    max_gen_batches: int = field(default=4, metadata=POSITIVE)  # generation calls per step at most
+    max_gen_batches: Positive = 4  # generation calls per step at most
     # batches that the sampler is ahead of the learner, and so the most updates that a token is older than the policy
     # that it trains (docs/ahead.md); 0: they take turns
-    ahead: int = field(default=0, metadata=between(0, 64))
+    ahead: Annotated[int, between(0, 64)] = 0
     stale: Stale = Stale.wait
     in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
     in_flight_cache: Cache = Cache.rebuild
@@ -228,69 +118,51 @@ class FleetSection:
     """vLLM servers over HTTP in place of the embedded engine: those of this machine, and those elsewhere."""
 
     # servers that the run starts on this machine
-    replicas: int = field(default=0, metadata=between(0, 1024, "0 (none, or only addresses) to 1024"))
+    replicas: Annotated[int, between(0, 1024, "0 (none, or only addresses) to 1024")] = 0
     # servers on nodes of their own: how many; slurm/dapo_split.sbatch starts them, and gives their addresses
-    servers: int = field(default=0, metadata=between(0, 1024))
+    servers: Annotated[int, between(0, 1024)] = 0
     addresses: list[str] = field(default_factory=list)  # servers started elsewhere, such as http://node7:8000
-    formats: list[Format] = field(
-        default_factory=list
-    )  # of each server, started ones first; empty: quantization.format
+    formats: list[Format] = field(default_factory=list)  # of each, started ones first; empty: quantization.format
 
 
 @dataclass(frozen=True)
 class SamplerSection:
-    tensor_parallel: int = field(default=1, metadata=RANKS)
-    engines: int = field(default=1, metadata=RANKS)  # embedded ones on a host, each on its share of the cores
+    tensor_parallel: Ranks = 1
+    engines: Ranks = 1  # embedded ones on a host, each on its share of the cores
     # GPUs, counted among those this job sees: a text such as "4,5", for a fleet a list of one for each started server,
     # such as ["0,1", "2,3"]; null: all
     devices: Any | None = None
-    start_timeout_s: float = field(default=600.0, metadata=SECONDS)
-    request_timeout_s: float = field(default=600.0, metadata=SECONDS)
+    start_timeout_s: Seconds = 600.0
+    request_timeout_s: Seconds = 600.0
     sleep: Sleep = Sleep.none  # of an engine that shares its GPU with the learner, while the learner works
     fleet: FleetSection = field(default_factory=FleetSection)
-    vllm: dict[str, Any] = field(  # handed to vLLM as is
-        default_factory=dict,
-        metadata=inside(
-            max_num_seqs=SIZE,
-            kv_cache_memory_bytes=SIZE,
-            max_model_len=SIZE,
-            max_num_batched_tokens=SIZE,
-            gpu_memory_utilization=expect(lambda share: 0 < share <= 1, "a share of the memory, above 0 and at most 1"),
-        ),
-    )
+    # handed to vLLM as is
+    vllm: Annotated[dict[str, Any], VLLM] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class QuantizationSection:
     format: Format = Format.none
-    ignore: list[str] = field(  # names or re:patterns, as in checkpoints
-        default_factory=lambda: ["lm_head"],
-        metadata=need(
-            lambda entries: all(is_pattern(entry[3:]) for entry in entries if entry.startswith("re:")),
-            "what follows re: must be a regular expression, such as re:.*down_proj",
-        ),
-    )
+    ignore: Annotated[  # names or re:patterns, as in checkpoints
+        list[str], need(are_modules, "what follows re: must be a regular expression, such as re:.*down_proj")
+    ] = field(default_factory=lambda: ["lm_head"])
     kv_cache: KvCache = KvCache.none  # fp8: scales measured on the learner's forward pass, sent with the weights
     # int8: how far outliers of the activations move into the weights, such as 0.5; null or 0: not at all
-    smoothing: float | None = field(
-        default=None, metadata=expect(lambda alpha: 0 <= alpha < 1, "0 < alpha < 1 such as 0.5, or null (off)")
-    )
+    smoothing: Annotated[float | None, expect(lambda a: 0 <= a < 1, "0 < alpha < 1 such as 0.5, or null (off)")] = None
 
 
 @dataclass(frozen=True)
 class SyncSection:
     transport: Transport = Transport.file
     dir: str | None = None  # file: null is a private folder in shared memory; a shared filesystem across hosts
-    # steps between updates of the sampler; above 1 it samples from an older policy
-    every: int = field(default=1, metadata=POSITIVE)
+    every: Positive = 1  # steps between updates of the sampler; above 1 it samples from an older policy
     # file: every so many versions a whole one, in between patches of what changed; 1: always whole ones
-    full_every: int = field(default=1, metadata=POSITIVE)
-    # the logprob probe: after the first sync, then every so many; 0: the first only
-    verify_every: int = field(default=10, metadata=NOT_NEGATIVE)
+    full_every: Positive = 1
+    verify_every: Count = 10  # the logprob probe: after the first sync, then every so many; 0: the first only
     # nats; auto (or null): so many times what one rounding does to this policy (weight_sync/probe_budget.py)
-    probe_budget: Any | None = field(
-        default=AUTO, metadata=need(lambda nats: nats == AUTO or _is_weight(nats), "use auto, or nats above 0")
-    )
+    probe_budget: Annotated[
+        Any | None, need(lambda nats: nats == AUTO or is_weight(nats), "use auto, or nats above 0")
+    ] = AUTO
     # with the probe, both engines' values at every point of one answer's forward pass (docs/one_arithmetic.md)
     probe_layers: bool = False
     # ipc, nccl: hold an update beside the live weights until it is verified; false: verified in place, before the
@@ -303,36 +175,20 @@ class SyncSection:
         return None if self.probe_budget in (None, AUTO) else float(self.probe_budget)
 
 
-VERIFIERS = ("exact_match", "math_dapo", "math_verify", "reasoning_gym")
-
-
-def _is_reward(value: Any) -> bool:
-    """A name, or several with a weight each."""
-    if isinstance(value, Mapping):
-        return bool(value) and all(
-            isinstance(name, str) and type(weight) in (int, float) and math.isfinite(weight)
-            for name, weight in value.items()
-        )
-    return isinstance(value, str)
-
-
 @dataclass(frozen=True)
 class RewardSection:
     # one of VERIFIERS | package.module:function | path/file.py:function; or several with weights, the first of which
     # says what is right, such as {math_dapo: 1.0, "mine.py:brevity": 0.1}
-    name: Any = field(
-        default="exact_match",
-        metadata=need(_is_reward, "use the name of a reward, or a mapping of names to weights, which are numbers"),
-    )
+    name: Annotated[
+        Any, need(is_reward, "use the name of a reward, or a mapping of names to weights, which are numbers")
+    ] = "exact_match"
     # the score of a wrong answer to a verifier; -1 as published for DAPO
-    wrong: float = field(default=0.0, metadata=between(-1, 0, "-1 to 0"))
-    workers: int = field(default=1, metadata=between(1, 1024))
-    timeout_s: float = field(default=10.0, metadata=SECONDS)
+    wrong: Annotated[float, between(-1, 0, "-1 to 0")] = 0.0
+    workers: Annotated[int, between(1, 1024)] = 1
+    timeout_s: Seconds = 10.0
     environment: list[str] = field(default_factory=list)  # variables that a reward sees, beside PATH and HOME
     overlong_buffer: int = 0  # DAPO: linear penalty inside the last so many response tokens
-    overlong_penalty: float = field(
-        default=1.0, metadata=need(lambda value: value >= 0, "it is subtracted; use 0 or more")
-    )
+    overlong_penalty: Annotated[float, need(lambda value: value >= 0, "it is subtracted; use 0 or more")] = 1.0
     learner_estimate: bool = False  # log the mean reward under the learner; one more forward pass over all answers
     overlong_filter: bool = False  # DAPO: truncated answers leave the mask
 
@@ -346,70 +202,18 @@ class RewardSection:
         return any(name in VERIFIERS and name != "reasoning_gym" for name in self.weights)
 
 
-class Anchor(StrEnum):
-    prox = "prox"
-    sampler = "sampler"
-
-
-class Level(StrEnum):
-    none = "none"
-    token = "token"
-    sequence = "sequence"
-
-
-class Aggregate(StrEnum):
-    product = "product"
-    geometric = "geometric"
-
-
-class Outside(StrEnum):
-    truncate = "truncate"
-    zero = "zero"
-
-
-class Stat(StrEnum):
-    ratio = "ratio"
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-    m2 = "m2"
-    abs = "abs"
-    staleness = "staleness"  # updates between the policy that wrote the token and the learner's
-
-
-class Reduce(StrEnum):
-    sum = "sum"
-    mean = "mean"
-    max = "max"
-    min = "min"
-
-
-class When(StrEnum):
-    negative_advantage = "negative_advantage"
-
-
-class NonFinite(StrEnum):
-    drop = "drop"
-    one = "one"
-    zero = "zero"
-    reject = "reject"
-    raise_ = "raise"
-
-
 @dataclass(frozen=True)
 class WeightConfig:
     level: Level = Level.token
     aggregate: Aggregate = Aggregate.product
     outside: Outside = Outside.truncate
-    low: float | None = field(
-        default=None,
-        metadata=need(lambda low: low >= 0, "ratios are never negative; use 0 or more, or null for no lower bound"),
-    )
-    high: float | None = field(default=2.0, metadata=need(lambda cap: cap > 0, "a cap is above 0, or null for no cap"))
-    target_ess: float | None = field(
-        default=None,
-        metadata=need(lambda share: 0 < share <= 1, "it is a share of the kept tokens, above 0 and at most 1"),
-    )
+    low: Annotated[
+        float | None, need(lambda low: low >= 0, "ratios are never negative; use 0 or more, or null for no lower bound")
+    ] = None
+    high: Annotated[float | None, need(lambda cap: cap > 0, "a cap is above 0, or null for no cap")] = 2.0
+    target_ess: Annotated[
+        float | None, need(lambda share: 0 < share <= 1, "it is a share of the kept tokens, above 0 and at most 1")
+    ] = None
     normalize: bool = False
 
 
@@ -435,76 +239,33 @@ class CorrectionConfig:
     non_finite: NonFinite = NonFinite.drop
 
 
-class Estimator(StrEnum):
-    grpo = "grpo"
-    dr_grpo = "dr_grpo"
-    rloo = "rloo"
-    reinforce_pp = "reinforce_pp"
-    maxrl = "maxrl"
-    none = "none"  # advantage 1 everywhere: the supervised warm start
-
-
-# estimators whose baseline is the other answers to the same prompt
-GROUP_ESTIMATORS = frozenset({Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.maxrl})
-
-
 @dataclass(frozen=True)
 class AdvantageConfig:
     estimator: Estimator = Estimator.grpo
 
 
-if TYPE_CHECKING:
-    LossName = str
-else:
-    LossName = StrEnum("LossName", list(LOSSES), module=__name__)
-
-
-class Reduction(StrEnum):
-    token_mean = "token_mean"
-    seq_mean_token_mean = "seq_mean_token_mean"
-    seq_mean_token_sum = "seq_mean_token_sum"
-    seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
-    prompt_mean = "prompt_mean"
-
-
-class Divergence(StrEnum):
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-    abs = "abs"
-
-
-class TrustRegion(StrEnum):
-    total_variation = "total_variation"
-    binary_kl = "binary_kl"
-
-
-class KlOn(StrEnum):
-    trained = "trained"
-    counted = "counted"
-
-
 @dataclass(frozen=True)
 class LossConfig:
     name: LossName = "ppo"
-    clip_low: float = field(default=0.2, metadata=COEFFICIENT)
-    clip_high: float = field(default=0.28, metadata=COEFFICIENT)
-    dual_clip: float | None = field(  # ppo family
-        default=None, metadata=need(lambda clip: clip > 1, "it bounds the loss at dual_clip x |A|; use more than 1")
-    )
+    clip_low: Coefficient = 0.2
+    clip_high: Coefficient = 0.28
+    # ppo family
+    dual_clip: Annotated[
+        float | None, need(lambda clip: clip > 1, "it bounds the loss at dual_clip x |A|; use more than 1")
+    ] = None
     absolute: bool = False  # cispo: clip_high is a cap on the ratio itself, without a lower bound
-    tau_positive: float = field(default=1.0, metadata=TEMPERATURE)  # sapo
-    tau_negative: float = field(default=1.05, metadata=TEMPERATURE)
+    tau_positive: Tau = 1.0  # sapo
+    tau_negative: Tau = 1.05
     trust_region: TrustRegion = TrustRegion.total_variation  # dppo
     # clip_cov, kl_cov: share of tokens that are selected
-    cov_fraction: float = field(
-        default=2e-4, metadata=need(lambda share: 0 < share <= 1, "it is a share of the tokens, above 0 and at most 1")
-    )
+    cov_fraction: Annotated[
+        float, need(lambda share: 0 < share <= 1, "it is a share of the tokens, above 0 and at most 1")
+    ] = 2e-4
     cov_low: float = 1.0  # clip_cov: band of covariances to draw from
     cov_high: float = 5.0
-    cov_kl_coef: float = field(default=1.0, metadata=COEFFICIENT)  # kl_cov
+    cov_kl_coef: Coefficient = 1.0  # kl_cov
     reduction: Reduction | None = None  # null: token_mean, and seq_mean_token_mean for gspo and gmpo
-    kl_coef: float = field(default=0.0, metadata=COEFFICIENT)
+    kl_coef: Coefficient = 0.0
     kl_estimator: Divergence = Divergence.k3
     entropy_coef: float = 0.0
     kl_on: KlOn = KlOn.trained  # tokens of KL and entropy: those trained on, or rejected ones that are counted too
@@ -512,56 +273,27 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class OptimSection:
-    lr: float = field(default=1e-6, metadata=ABOVE_0)
-    min_lr: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    warmup_steps: int = field(default=10, metadata=NOT_NEGATIVE)
+    lr: Annotated[float, above(0)] = 1e-6
+    min_lr: Annotated[float, at_least(0)] = 0.0
+    warmup_steps: Count = 10
     decay: Decay = Decay.constant
-    # fields of OptimizerConfig, and of DistributedDataParallelConfig, such as overlap_grad_reduce
-    megatron: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=inside(
-            bucket_size=SIZE,
-            clip_grad=at_least(0, "0 (off) or more"),
-            weight_decay=NOT_NEGATIVE,
-            adam_beta1=SHARE,
-            adam_beta2=SHARE,
-            adam_eps=above(0, "above 0, such as 1e-8"),
-        ),
-    )
-
-
-class Forward(StrEnum):
-    bf16 = "bf16"  # plain layers, in learner.precision
-    as_sampler = "as_sampler"  # linear layers that the sampler holds quantized are computed as it computes them
+    # fields of OptimizerConfig, and of DistributedDataParallelConfig, as overlap_grad_reduce
+    megatron: Annotated[dict[str, Any], OPTIMIZER] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LearnerSection:
-    tensor_parallel: int = field(default=1, metadata=RANKS)
-    pipeline_parallel: int = field(default=1, metadata=RANKS)
-    expert_parallel: int = field(default=1, metadata=RANKS)
-    data_parallel: int = field(default=1, metadata=between(1, 65536))
+    tensor_parallel: Ranks = 1
+    pipeline_parallel: Ranks = 1
+    expert_parallel: Ranks = 1
+    data_parallel: Annotated[int, between(1, 65536)] = 1
     precision: Precision = Precision.bf16
     forward: Forward = Forward.bf16
-    tokens_per_microbatch: int = field(default=8192, metadata=POSITIVE)
-    n_minibatches: int = field(default=1, metadata=POSITIVE)
+    tokens_per_microbatch: Positive = 8192
+    n_minibatches: Positive = 1
     on_nonfinite: OnNonFinite = OnNonFinite.raise_
-    # TransformerConfig fields, handed over as is, such as sequence_parallel, fp8, recompute_granularity
-    megatron: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=inside(
-            virtual_pipeline_model_parallel_size=SIZE,
-            expert_tensor_parallel_size=SIZE,
-            num_layers_in_first_pipeline_stage=SIZE,
-            num_layers_in_last_pipeline_stage=SIZE,
-            hidden_dropout=SHARE,
-            attention_dropout=SHARE,
-        ),
-    )
-
-
-SAMPLES = between(1, 65536)
-SAMPLING = between(0, 2, "0 (greedy) to 2")
+    # TransformerConfig fields, handed over as is, such as sequence_parallel, fp8
+    megatron: Annotated[dict[str, Any], TRANSFORMER] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -570,45 +302,39 @@ class EvalSet:
 
     # a file as in data.eval, or a preset of conf/data, whose `eval` it is; null: data.eval, measured in another way
     path: str | None = None
-    max_prompts: int | None = field(default=None, metadata=POSITIVE)
-    samples: int | None = field(default=None, metadata=SAMPLES)
-    temperature: float | None = field(default=None, metadata=SAMPLING)
-    top_p: float | None = field(default=None, metadata=NUCLEUS)
-    max_response_tokens: int | None = field(default=None, metadata=POSITIVE)
-    reward: Any | None = field(  # as reward.name; null: that
-        default=None, metadata=need(lambda name: _is_reward(name), "use what reward.name can be, or null")
-    )
+    max_prompts: Positive | None = None
+    samples: Samples | None = None
+    temperature: Temperature | None = None
+    top_p: Nucleus | None = None
+    max_response_tokens: Positive | None = None
+    # as reward.name; null: that
+    reward: Annotated[Any | None, need(is_reward, "use what reward.name can be, or null")] = None
 
 
 @dataclass(frozen=True)
 class EvalSection:
     """data.eval, and the sets that have a name: config/evaluation.py says what each comes to."""
 
-    every: int = field(default=10, metadata=at_least(0, "0 (never) or more"))  # 0: never
-    max_prompts: int = field(default=256, metadata=POSITIVE)
-    samples: int = field(default=1, metadata=SAMPLES)  # of each prompt
-    # null: 0 (greedy) for one sample, rollout.temperature for several
-    temperature: float | None = field(default=None, metadata=SAMPLING)
-    top_p: float = field(default=1.0, metadata=NUCLEUS)
-    # null: as in rollout
-    max_response_tokens: int | None = field(default=None, metadata=at_least(1, "1 or more, or null"))
-    sets: dict[str, EvalSet] | None = field(  # such as {aime: {path: data/aime_2024.parquet, samples: 32}}
-        default=None,
-        metadata=need(
-            lambda sets: all(SET_NAME.fullmatch(name) for name in sets),
-            "a set's name is one of letters, digits, _ and -",
-        ),
-    )
+    every: Annotated[int, at_least(0, "0 (never) or more")] = 10
+    max_prompts: Positive = 256
+    samples: Samples = 1  # of each prompt
+    temperature: Temperature | None = None  # null: 0 (greedy) for one sample, rollout.temperature for several
+    top_p: Nucleus = 1.0
+    max_response_tokens: Annotated[int | None, at_least(1, "1 or more, or null")] = None  # null: as in rollout
+    # such as {aime: {path: data/aime_2024.parquet, samples: 32}}
+    sets: Annotated[
+        dict[str, EvalSet] | None, need(are_set_names, "a set's name is one of letters, digits, _ and -")
+    ] = None
 
 
 @dataclass(frozen=True)
 class CheckpointSection:
     """The whole state of a run, to go on from: run.if_exists=resume. It is kept at the end too, unless both are 0."""
 
-    every: int = field(default=0, metadata=NOT_NEGATIVE)  # steps; 0: by time only
-    minutes: float = field(default=30.0, metadata=NOT_NEGATIVE)  # 0: by steps only
-    keep_last: int = field(default=2, metadata=POSITIVE)
-    keep_every: int = field(default=0, metadata=NOT_NEGATIVE)  # steps whose checkpoints stay; 0: none
+    every: Count = 0  # steps; 0: by time only
+    minutes: Annotated[float, at_least(0)] = 30.0  # 0: by steps only
+    keep_last: Positive = 2
+    keep_every: Count = 0  # steps whose checkpoints stay; 0: none
     # a metric, such as eval/accuracy: the checkpoint with the highest stays, and log.export leaves its model-best/
     best: str | None = None
 
@@ -616,10 +342,10 @@ class CheckpointSection:
 @dataclass(frozen=True)
 class LogSection:
     wandb: Wandb = Wandb.none
-    record_every: int = field(default=10, metadata=NOT_NEGATIVE)  # rollouts with both logprobs, as parquet; 0: never
+    record_every: Count = 10  # rollouts with both logprobs, as parquet; 0: never
     export: bool = False  # the final policy as a Hugging Face folder, model/
     # of the run's directory: the oldest recorded rollouts, then dumps, make room; null: no limit
-    disk_gib: float | None = field(default=None, metadata=ABOVE_0)
+    disk_gib: Annotated[float | None, above(0)] = None
     # of docs/alarms.md, by name: off, warn, stop, a bound of its own, or {stop: bound}
     alarms: dict[str, Any] = field(default_factory=dict)
 

@@ -1,27 +1,31 @@
 """Whether a mapping fits the dataclasses of `schema.py`: every misfit as a sentence, none of them a surprise later.
 
-A sentence names the key's path, its value and the way out.
+A sentence names the key's path, its value and the way out. `misfits` is about what a recipe writes: keys and types;
+`sound` about the values of a section that is made: bounds.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rl.config.bounds import as_written, members
+from megatron_rl.config.bounds import Bound, Inside, as_written
 from megatron_rl.config.removed import REMOVED
 from megatron_rl.config.schema import Config
 
+Section = TypeVar("Section")
 RESOLVER = re.compile(r"\$\{[^}]*:")  # a function of OmegaConf, such as ${oc.env:HOME}
+LARGEST = 2**32 - 1  # of a whole number: seeds beyond it are none to numpy, and no size comes near
 WANTED = {
     bool: "true or false",
     int: "a whole number",
@@ -32,24 +36,79 @@ WANTED = {
 }
 
 
+@dataclass(frozen=True)
+class Key:
+    """A field of a section, as its annotation describes it."""
+
+    field: Field[Any]
+    kind: Any
+    bound: Bound | None
+    inside: Mapping[str, Bound]  # of keys in a map that is handed on
+    section: Any  # the dataclass of what it holds: one, a list of them or some by names of the user's; None: a value
+    container: Any  # list, dict or None
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """float | None -> (float, NoneType); list[str] -> (list,)."""
+        return members(self.kind)
+
+    @property
+    def choices(self) -> type[StrEnum] | None:
+        return next((one for one in self.kinds if isinstance(one, type) and issubclass(one, StrEnum)), None)
+
+    def instead(self) -> Any:
+        """What stands in the place of a value that cannot be."""
+        if NoneType in self.kinds:
+            return None
+        return self.field.default if self.field.default_factory is MISSING else self.field.default_factory()
+
+    def mapped(self, value: Any, change: Callable[[str, Any], Any]) -> Any:
+        """The value with each section in it changed; `change` is told where it stands below the key."""
+        if self.container is list and isinstance(value, list):
+            return [change(f"[{index}]", one) for index, one in enumerate(value)]
+        if self.container is dict and isinstance(value, Mapping):
+            return {name: change(f".{name}", one) for name, one in value.items()}
+        return change("", value) if self.section and self.container is None else value
+
+
+def members(kind: Any) -> tuple[Any, ...]:
+    return tuple(get_origin(one) or one for one in (get_args(kind) if NoneType in get_args(kind) else (kind,)))
+
+
+@cache
+def keys_of(schema: type) -> dict[str, Key]:
+    plain, annotated = get_type_hints(schema), get_type_hints(schema, include_extras=True)
+    found = {}
+    for field in fields(schema):
+        kind, whole = plain[field.name], annotated[field.name]
+        notes = [note for one in (whole, *get_args(whole)) for note in getattr(one, "__metadata__", ())]
+        bound = next((note for note in notes if isinstance(note, Bound)), None)
+        inside = next((note.bounds for note in notes if isinstance(note, Inside)), {})
+        places = ((each, get_origin(one)) for one in (kind, *get_args(kind)) for each in (one, *get_args(one)))
+        section, container = next((place for place in places if is_dataclass(place[0])), (None, None))
+        found[field.name] = Key(field, kind, bound, inside, section, container)
+    return found
+
+
 def misfits(mapping: Mapping[Any, Any], schema: type = Config, prefix: str = "") -> Iterator[str]:
     """What in `mapping` is no key of `schema`, or no value that its key can take."""
-    types = get_type_hints(schema)
-    names = [field.name for field in fields(schema)]
-    for key, value in mapping.items():
-        full = f"{prefix}{key}"
-        if key not in names:
-            hint = f"; {REMOVED[full]}" if full in REMOVED else _suggest(str(key), prefix, names)
+    keys = keys_of(schema)
+    for name, value in mapping.items():
+        full = f"{prefix}{name}"
+        if name not in keys:
+            hint = f"; {REMOVED[full]}" if full in REMOVED else _suggest(str(name), prefix, list(keys))
             yield f"{full}: unknown key{hint}"
-        elif is_dataclass(types[key]):
-            yield from _section(value, types[key], full)
-        elif get_origin(types[key]) is list and is_dataclass(get_args(types[key])[0]):
-            yield from _sections(value, get_args(types[key])[0], full)
-        elif isinstance(value, Mapping) and (named := named_sections(types[key])):
-            for name, one in value.items():
-                yield from _section(one, named, f"{full}.{name}")
+            continue
+        key = keys[name]
+        if key.section and key.container is None:
+            yield from _section(value, key.section, full)
+        elif key.container is list:
+            yield from _sections(value, key.section, full)
+        elif key.container is dict and isinstance(value, Mapping):
+            for inner, one in value.items():
+                yield from _section(one, key.section, f"{full}.{inner}")
         else:
-            yield from _leaf(value, types[key], schema, full)
+            yield from _leaf(value, key, schema, full)
 
 
 def key_of(misfit: str) -> str:
@@ -69,47 +128,21 @@ def without(mapping: Mapping[str, Any], misfits: Sequence[str]) -> dict[str, Any
     return left
 
 
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list):
-        for one in value:
-            yield from _texts(one)
-    elif isinstance(value, str):
-        yield value
-
-
 def known(mapping: Mapping[Any, Any], schema: type = Config) -> dict[Any, Any]:
     """The mapping without what is no key of `schema` (any more)."""
-    types = get_type_hints(schema)
-    kept: dict[Any, Any] = {}
-    for key, value in mapping.items():
-        if key not in types:
-            continue
-        inner = next((one for one in (types[key], *get_args(types[key])) if is_dataclass(one)), None)
-        if (named := named_sections(types[key])) and isinstance(value, Mapping):
-            kept[key] = {name: known(one, named) if isinstance(one, Mapping) else one for name, one in value.items()}
-        elif isinstance(inner, type) and isinstance(value, Mapping):
-            kept[key] = known(value, inner)
-        elif isinstance(inner, type) and isinstance(value, list):
-            kept[key] = [known(one, inner) if isinstance(one, Mapping) else one for one in value]
-        else:
-            kept[key] = value
-    return kept
+    keys = keys_of(schema)
 
+    def inner(key: Key, value: Any) -> Any:
+        return key.mapped(value, lambda _, one: known(one, key.section) if isinstance(one, Mapping) else one)
 
-def named_sections(kind: Any) -> Any:
-    """Of what dataclass the values are, where a key holds sections by names of the user's."""
-    found = (get_args(one)[1] for one in (kind, *get_args(kind)) if get_origin(one) is dict)
-    return next(filter(is_dataclass, found), None)
+    return {name: inner(keys[name], value) for name, value in mapping.items() if name in keys}
 
 
 def _section(value: object, schema: Any, full: str) -> Iterator[str]:
     if isinstance(value, Mapping):
         yield from misfits(value, schema, f"{full}.")
     else:
-        inner = ", ".join(field.name for field in fields(schema))
-        yield f"{full} is {as_written(value)}: it is a section; its keys are {inner}"
+        yield f"{full} is {as_written(value)}: it is a section; its keys are {', '.join(keys_of(schema))}"
 
 
 def _sections(value: object, schema: Any, full: str) -> Iterator[str]:
@@ -125,43 +158,39 @@ def _sections(value: object, schema: Any, full: str) -> Iterator[str]:
         yield from (f"{full}[{index}].{name} is missing: use one of {', '.join(required[name])}" for name in missing)
 
 
-def _leaf(value: object, kind: Any, schema: type, full: str) -> Iterator[str]:
-    possible = members(kind)
-    asked = next(filter(None, map(RESOLVER.search, _texts(value))), None)
-    if asked:
+def _leaf(value: object, key: Key, schema: type, full: str) -> Iterator[str]:
+    if asked := RESOLVER.search(str(value)):
         yield f"{full} holds {asked[0]}...}}: a recipe reads no environment and calls nothing; write the value itself"
         return
     if isinstance(value, str) and "${" in value:  # an interpolation: what it stands for is known at the end
         return
-    if value is None:
-        fits = NoneType in possible
-    elif any(isinstance(one, type) and issubclass(one, StrEnum) for one in possible):
-        # a member's name too: OmegaConf writes `raise_`, which is how configurations of earlier runs say `raise`
-        fits = any(value in [*map(str, one), *one.__members__] for one in possible if one is not NoneType)
-    elif isinstance(value, str) and "_" in value and float in possible:
+    if isinstance(value, str) and "_" in value and float in key.kinds:
         yield f"{full} is {as_written(value)}: one number, without `_`; where two bounds are meant, they are two keys"
         return
-    elif type(value) is int and bool in possible:
+    fits = True
+    if value is None:
+        fits = NoneType in key.kinds
+    elif key.choices:
+        # a member's name too: OmegaConf writes `raise_`, which is how configurations of earlier runs say `raise`
+        fits = value in [*map(str, key.choices), *key.choices.__members__]
+    elif type(value) is int and bool in key.kinds:
         fits = value in (0, 1)
-    else:
-        fits = True
     if not fits:
-        yield f"{full} is {as_written(value)}: {_way_out(value, kind)}"
+        yield f"{full} is {as_written(value)}: {_way_out(value, key.kind)}"
         return
-    if get_origin(kind) is list and isinstance(value, list):  # OmegaConf takes any container as an element
-        for index, element in enumerate(value):
+    if key.container is None and get_origin(key.kind) is list and isinstance(value, list):
+        for index, element in enumerate(value):  # OmegaConf takes any container as an element
             if isinstance(element, (Mapping, list)):
-                yield f"{full}[{index}] is {as_written(element)}: {_way_out(element, *get_args(kind))}"
+                yield f"{full}[{index}] is {as_written(element)}: {_way_out(element, *get_args(key.kind))}"
                 return
     try:
-        OmegaConf.merge(defaults(schema), {full.rpartition(".")[2]: value})
+        OmegaConf.merge(defaults(schema), {key.field.name: value})
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list for a mapping, or the other way round
-        where = str(getattr(error, "full_key", None) or "")
-        element = where.removeprefix(full.rpartition(".")[2])  # of a list or a mapping
+        element = str(getattr(error, "full_key", None) or "").removeprefix(key.field.name)  # of a list or a mapping
         if element:
             yield f"{full}{element}: {str(getattr(error, 'msg', None) or error).splitlines()[0]}"
         else:
-            yield f"{full} is {as_written(value)}: {_way_out(value, kind)}"
+            yield f"{full} is {as_written(value)}: {_way_out(value, key.kind)}"
 
 
 @cache
@@ -171,36 +200,81 @@ def defaults(schema: type) -> Any:
 
 
 def _way_out(value: object, kind: Any) -> str:
-    possible = members(kind)
-    enum = next((one for one in possible if isinstance(one, type) and issubclass(one, StrEnum)), None)
-    if enum is not None:
-        near = difflib.get_close_matches(as_written(value).lower().replace("-", "_"), list(enum), n=1, cutoff=0.85)
-        wanted = f"one of {', '.join(enum)}"
-        hint = f"did you mean {near[0]}? " if near else ""
-    else:
-        wanted = " or ".join(WANTED[one] for one in possible if one in WANTED)
-        hint = ""
+    possible, hint = members(kind), ""
+    wanted = " or ".join(WANTED[one] for one in possible if one in WANTED)
+    for one in possible:
+        if isinstance(one, type) and issubclass(one, StrEnum):
+            near = difflib.get_close_matches(as_written(value).lower().replace("-", "_"), list(one), n=1, cutoff=0.85)
+            wanted, hint = f"one of {', '.join(one)}", f"did you mean {near[0]}? " if near else ""
     return f"{hint}use {wanted}{', or null' if NoneType in possible else ''}"
 
 
 def _suggest(key: str, prefix: str, siblings: Sequence[str]) -> str:
-    everywhere = all_keys()
-    same = [known for known in everywhere if known.rpartition(".")[2] == key]
+    same = [known for known in all_keys() if known.rpartition(".")[2] == key]
     inside = [known for known in same if known.startswith(prefix)]
     near = inside or [f"{prefix}{one}" for one in difflib.get_close_matches(key.lower(), siblings, n=1)] or same
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    return f"; known here: {', '.join(siblings)}"
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known here: {', '.join(siblings)}"
 
 
 def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
     """Every key, as written on the command line."""
-    types = get_type_hints(schema)
-    keys: list[str] = []
-    for field in fields(schema):
-        key, inner = f"{prefix}{field.name}", types[field.name]
-        if isinstance(inner, type) and is_dataclass(inner):
-            keys += all_keys(inner, f"{key}.")
-        else:
-            keys.append(key)
-    return keys
+    found: list[str] = []
+    for name, key in keys_of(schema).items():
+        one_section = key.section is not None and key.container is None
+        found += all_keys(key.section, f"{prefix}{name}.") if one_section else [f"{prefix}{name}"]
+    return found
+
+
+def sound(section: Section, path: str = "") -> tuple[Section, dict[str, str]]:
+    """The section with every value that cannot be at null or its default, and by key what was wrong with it."""
+    wrong: dict[str, str] = {}
+    changes: dict[str, Any] = {}
+
+    def inner(full: str, below: str, one: Any) -> Any:
+        better, own = sound(one, f"{full}{below}")
+        wrong.update(own)
+        return better
+
+    for name, key in keys_of(type(section)).items():  # type: ignore[arg-type]
+        full, value = f"{path}.{name}" if path else name, getattr(section, name)
+        if complaint := _complaint(full, value, key):
+            wrong[full] = complaint
+        if key.section:
+            changes[name] = key.mapped(value, partial(inner, full))
+        elif complaint:
+            changes[name] = key.instead()
+        elif key.inside:
+            beyond = _inside(full, value, key.inside)
+            changes[name] = {each: one for each, one in value.items() if f"{full}.{each}" not in beyond}
+            wrong |= beyond
+    return replace(section, **changes), wrong  # type: ignore[type-var]
+
+
+def _complaint(full: str, value: Any, key: Key) -> str | None:
+    if value is None and NoneType in key.kinds:
+        return None
+    if key.choices and value not in list(key.choices):
+        return f"{full} is {as_written(value)}: use one of {', '.join(key.choices)}"
+    if float in key.kinds and not _finite(value):
+        none = ", or null for none" if NoneType in key.kinds else ""
+        return f"{full} is {as_written(value)}: give a finite number{none}"
+    if type(value) is int and int in key.kinds and abs(value) > LARGEST:
+        return f"{full} is {value}: give a whole number of at most {LARGEST}"
+    if key.bound is None or key.bound.holds(value):
+        return None
+    return key.bound.complaint.format(key=full, value=", ".join(value) if key.section else value)
+
+
+def _inside(path: str, given: Mapping[str, Any], bounds: Mapping[str, Bound]) -> dict[str, str]:
+    wrong = {}
+    for name in sorted(bounds.keys() & given.keys()):
+        full, value = f"{path}.{name}", given[name]
+        if value is not None and not _finite(value):
+            wrong[full] = f"{full} is {as_written(value)}: give a finite number, or leave it out"
+        elif value is not None and not bounds[name].holds(value):
+            wrong[full] = bounds[name].complaint.format(key=full, value=value)
+    return wrong
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

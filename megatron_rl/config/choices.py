@@ -1,0 +1,108 @@
+"""What a key can be where a recipe writes one of a few words."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from megatron_rl.loss.table import LOSSES
+
+# `raise` and `continue` are Python keywords and cannot name a member; their values are what recipes write
+ModelInit = StrEnum("ModelInit", ["pretrained", "random"])
+LongPrompts = StrEnum("LongPrompts", ["error", "drop"])
+Precision = StrEnum("Precision", ["bf16", "fp32"])
+OnNonFinite = StrEnum("OnNonFinite", {"raise_": "raise", "skip": "skip", "skip_and_dump": "skip_and_dump"})
+Device = StrEnum("Device", ["auto", "cpu", "cuda"])
+Decay = StrEnum("Decay", ["constant", "linear", "cosine"])
+Anchor = StrEnum("Anchor", ["prox", "sampler"])
+Level = StrEnum("Level", ["none", "token", "sequence"])
+Aggregate = StrEnum("Aggregate", ["product", "geometric"])
+Outside = StrEnum("Outside", ["truncate", "zero"])
+# staleness: updates between the policy that wrote the token and the learner's
+Stat = StrEnum("Stat", ["ratio", "k1", "k2", "k3", "m2", "abs", "staleness"])
+Reduce = StrEnum("Reduce", ["sum", "mean", "max", "min"])
+When = StrEnum("When", ["negative_advantage"])
+NonFinite = StrEnum("NonFinite", {"drop": "drop", "one": "one", "zero": "zero", "reject": "reject", "raise_": "raise"})
+Reduction = StrEnum(
+    "Reduction",
+    ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"],
+)
+Divergence = StrEnum("Divergence", ["k1", "k2", "k3", "abs"])
+TrustRegion = StrEnum("TrustRegion", ["total_variation", "binary_kl"])
+KlOn = StrEnum("KlOn", ["trained", "counted"])
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = StrEnum("LossName", list(LOSSES), module=__name__)
+
+
+class IfExists(StrEnum):
+    refuse = "refuse"
+    archive = "archive"
+    resume = "resume"  # go on from the newest whole checkpoint; start where there is nothing
+
+
+class RolloutSource(StrEnum):
+    sampler = "sampler"  # reinforcement learning: the policy answers
+    dataset = "dataset"  # supervised warm start: the data set's own answers
+
+
+class Stale(StrEnum):
+    wait = "wait"  # nothing is begun that would be too old when its turn comes
+    drop = "drop"  # what turns out too old is drawn again
+
+
+class InFlight(StrEnum):
+    finish = "finish"  # answers that are begun end with the weights that they began with; the update waits
+    continue_ = "continue"  # the update comes between two of their tokens
+
+
+class Cache(StrEnum):
+    rebuild = "rebuild"  # keys and values of what was written so far are computed again, with the new weights
+    keep = "keep"  # they stay what the old weights made of them
+
+
+class Format(StrEnum):
+    none = "none"
+    int8 = "int8"
+    int4 = "int4"  # INT4 values in INT8's place, for experiments: what four bits do to a policy; no byte is saved
+    fp8 = "fp8"
+    fp8_block = "fp8_block"
+
+
+class KvCache(StrEnum):
+    none = "none"  # as the weights' activations: BF16
+    fp8 = "fp8"
+
+
+class Sleep(StrEnum):
+    none = "none"
+    offload = "offload"  # weights wait on the host
+    discard = "discard"  # weights are given up: the next sync brings all of them
+
+
+class Wandb(StrEnum):
+    none = "none"
+    auto = "auto"  # online with a key, offline without
+    offline = "offline"
+    online = "online"
+
+
+class Forward(StrEnum):
+    bf16 = "bf16"  # plain layers, in learner.precision
+    as_sampler = "as_sampler"  # linear layers that the sampler holds quantized are computed as it computes them
+
+
+class Transport(StrEnum):
+    file = "file"
+    ipc = "ipc"
+    nccl = "nccl"
+
+
+class Estimator(StrEnum):
+    grpo = "grpo"
+    dr_grpo = "dr_grpo"
+    rloo = "rloo"
+    reinforce_pp = "reinforce_pp"
+    maxrl = "maxrl"
+    none = "none"  # advantage 1 everywhere: the supervised warm start
