@@ -111,25 +111,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="name the largest files, longest functions, deepest rooms")
     listed = parser.parse_args().list
-    bounds = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    written = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    bounds, goals = written["bounds"], written["goals"]
     broken = False
     for name, value in measure().items():
         bound = bounds.get(name)
         over = bound is not None and value > bound
         broken |= over
-        print(f"{name:<26} {value:>8g}" + (f"  of {bound:g}" if bound is not None else "") + ("  OVER" * over))
+        told = "" if bound is None else f"  of {bound:g}" + f", the goal is {goals[name]:g}" * (name in goals)
+        print(f"{name:<26} {value:>8g}{told}{'  OVER' * over}")
     if listed:
         package = modules(PACKAGE)
         for one in sorted(package, key=lambda each: -each.lines)[:12]:
             print(f"{one.lines:>6}  {one.path.relative_to(ROOT)}")
-        longest = sorted(
-            (
-                (length, f"{one.path.relative_to(ROOT)}:{name}")
-                for one in package
-                for name, length in one.functions.items()
-            ),
-            reverse=True,
-        )
+        longest = [
+            (size, str(one.path.relative_to(ROOT)), name) for one in package for name, size in one.functions.items()
+        ]
+        longest.sort(reverse=True)
         print("\n".join(f"{size:>6}  {path}: {name}" for size, path, name in longest[:8]))
         depths, circles = floors(package)
         for room, depth in sorted(depths.items(), key=lambda each: -each[1])[:6]:
