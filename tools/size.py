@@ -112,13 +112,13 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the largest files, longest functions, deepest rooms")
     listed = parser.parse_args().list
     written = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    bounds, goals = written["bounds"], written["goals"]
+    bounds, goals = written["bounds"], written["goals"]  # a goal lies below its bound
     broken = False
     for name, value in measure().items():
         bound = bounds.get(name)
         over = bound is not None and value > bound
         broken |= over
-        told = "" if bound is None else f"  of {bound:g}" + f", the goal is {goals[name]:g}" * (name in goals)
+        told = "" if bound is None else f"  of {bound:g}" + (f", the goal is {goals[name]:g}" if name in goals else "")
         print(f"{name:<26} {value:>8g}{told}{'  OVER' * over}")
     if listed:
         package = modules(PACKAGE)
