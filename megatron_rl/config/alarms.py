@@ -1,4 +1,4 @@
-"""`log.alarms`: which alarms a run has, what each does, where its bound is. The rules are in `runs/alarm_rules.py`."""
+"""`log.alarms`: which alarms a run has, what each does, where its bound is. The rules are in `runs/alarms.py`."""
 
 from __future__ import annotations
 
