@@ -51,7 +51,7 @@ def _one_file(key: str, path: Path) -> Rows:
 
 
 class JsonLines(Sequence[dict[str, Any]]):
-    """Lines of one file. They are where they were, as long as the file is not written to."""
+    """Lines of one file, read again where they lie; refused once the file has been written to."""
 
     def __init__(self, key: str, path: Path) -> None:
         self._key, self._path = key, path
