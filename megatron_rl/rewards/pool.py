@@ -177,7 +177,7 @@ class _Worker:
             raise ConfigError(f"reward.name: {reply['error']}")
 
     def score(self, tasks: Sequence[Task]) -> list[Score]:
-        """Score in order. An answer that a worker died with is judged once more: who kills a worker changes no score."""
+        """Score in order. An answer that a worker died with is judged once more: a kill changes no score."""
         scores: list[Score] = []
         again = False  # the next task was a worker's last
         while len(scores) < len(tasks):
