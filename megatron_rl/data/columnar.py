@@ -79,7 +79,7 @@ class ColumnRows(TextColumns):
         self._rows(piece, first)
 
     def _rows(self, piece: Any, first: int) -> list[dict[str, Any]]:
-        """As JSON has them: dates and decimals are text, and what is not a number is null."""
+        """Rows as JSON has them: dates and decimals are text, and what is not a number is null."""
         try:
             rows = piece.to_pylist()
             return rows if self._plain else msgspec.json.decode(msgspec.json.encode(rows, enc_hook=str))
@@ -90,7 +90,7 @@ class ColumnRows(TextColumns):
 
 
 def _copied(key: str, path: Path) -> Any:
-    """The file again in small pieces, where it has large ones; it is gone when nobody reads it any more."""
+    """A copy of the file in small pieces, where it has large ones; it is gone when nobody reads it any more."""
     if path.suffix == ".parquet":
         with pq.ParquetFile(path) as source:
             groups = (source.metadata.row_group(each).num_rows for each in range(source.num_row_groups))

@@ -113,7 +113,7 @@ class Source(Sequence[Prompt]):
         return Dataset(prompts, *counts, columns=self._recognised(), checksum=self._found.checksum)
 
     def _to_encode(self, max_tokens: int, sample: int | None) -> list[int]:
-        """All of a small data set. Of a large one those that may be too long, and some of each kind.
+        """Places of the prompts to encode: all of a small data set; of a large one the longest, and each kind.
 
         No tokenizer makes more tokens than bytes of a text; a template adds what it adds to the shortest prompt.
         """
@@ -132,7 +132,7 @@ class Source(Sequence[Prompt]):
         return list(dict.fromkeys([*map(int, ranked), *kinds.values()]))
 
     def _kind(self, place: int) -> Any:
-        """One of each kind of conversation, for the template."""
+        """The kind of conversation that a prompt is, as the template sees it; None for plain text."""
         prompt = self._prompt(self._rows[int(self._kept[place])], int(self._kept[place]))
         if isinstance(prompt, str):
             return None

@@ -62,7 +62,7 @@ def load_held_out(
 
 
 def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
-    """Prompts that stand in two of the files stay in both: each file gives the share that its weight asks for."""
+    """One data set of several files. A prompt that stands in two stays in both: each gives the share of its weight."""
     prompts = Joined([part.prompts for part in parts])
     return Dataset(
         tuple(prompts) if len(prompts) <= AT_ONCE else prompts,
@@ -81,7 +81,7 @@ def needs_answers(rollout: RolloutSection, reward: RewardSection) -> bool:
 
 
 def check_datasets(config: Config) -> None:
-    """Raises what loading the data would raise, before anything is started."""
+    """Raise what loading the data would raise, before anything is started."""
     data, rollout = config.data, config.rollout
     tokenizer, longest = FolderTokenizer(config.model.folder), rollout.max_prompt_tokens
     wanted = needs_answers(rollout, config.reward)

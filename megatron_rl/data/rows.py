@@ -51,7 +51,7 @@ def _one_file(key: str, path: Path) -> Rows:
 
 
 class JsonLines(Sequence[dict[str, Any]]):
-    """Lines of one file. They are where they were, as long as the file is not written to."""
+    """Lines of one file, read again where they lie; refused once the file has been written to."""
 
     def __init__(self, key: str, path: Path) -> None:
         self._key, self._path = key, path
@@ -125,8 +125,9 @@ class Joined(Sequence[Any]):
 
 
 def _object(line: bytes) -> Any:
-    numbers = dict.fromkeys(("parse_constant", "parse_float", "parse_int"), _finite)
-    row = json.loads(line.decode(), object_pairs_hook=_each_once, **numbers)
+    row = json.loads(
+        line.decode(), object_pairs_hook=_each_once, parse_constant=_finite, parse_float=_finite, parse_int=_finite
+    )
     if _HALF_A_PAIR.search(line) or line.count(b"[") + line.count(b"{") > DEPTH:
         _look_inside(row)
     return row

@@ -66,7 +66,7 @@ class FolderTokenizer:
         return self._chat.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
 
     def encode_texts(self, texts: Sequence[str], at_most: int) -> list[list[int]]:
-        """Of a text that has far more than `at_most` tokens, only the first ones."""
+        """Token ids of each text; of one that has far more than `at_most`, only the first ones."""
         beginnings = [self._beginning(text, at_most) for text in texts]
         batches = (beginnings[start : start + _BATCH] for start in range(0, len(beginnings), _BATCH))
         encodings = (self._backend.encode_batch_fast(batch, add_special_tokens=False) for batch in batches)

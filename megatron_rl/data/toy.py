@@ -88,7 +88,7 @@ class ToyShape:
 
 
 def write_counting(folder: Path) -> dict[str, int]:
-    """Beside what is right, `slips.jsonl`: the answers of train.jsonl, to be imitated."""
+    """Write the counting task, and beside it `slips.jsonl`: the answers of train.jsonl with slips, to be imitated."""
     counts, draw = write_toy(folder, COUNTING), random.Random(COUNTING.seed)
     with (folder / "train.jsonl").open() as rows, (folder / "slips.jsonl").open("w") as slips:
         slips.writelines(json.dumps(with_slips(json.loads(row), SLIPS, draw)) + "\n" for row in rows)

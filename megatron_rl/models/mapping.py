@@ -102,7 +102,7 @@ class Param:
         return tuple(HfSlice(n, s, dim, p) for n, s, p in zip(self.hf, self.shapes, spans, strict=True))
 
     def _as_stored(self, spans: list[tuple[Span, ...]], lengths: tuple[int, ...]) -> list[tuple[Span, ...]]:
-        """Of each Hugging Face tensor: where one holds all the kinds, they follow on each other in it."""
+        """Spans in each Hugging Face tensor; where one tensor holds all the kinds, they follow on each other in it."""
         if len(self.hf) == len(spans):
             return spans
         starts = accumulate(lengths, initial=0)
@@ -208,7 +208,7 @@ def global_name(name: str, first_layer: int, first_expert: int = 0) -> str:
 
 
 def _strip(name: str) -> str:
-    """Wrappers (DDP, Float16Module) prefix every name with `module.`"""
+    """The name without the `module.` that wrappers (DDP, Float16Module) put before it."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

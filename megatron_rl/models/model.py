@@ -18,7 +18,7 @@ LARGEST_CONFIG = 1 << 20
 
 @dataclass(frozen=True)
 class Model:
-    """Made once, from config.json and the recipe's sections, and handed down."""
+    """A model's sizes and layout: made once, from config.json and the recipe's sections, and handed down."""
 
     shape: ModelShape
     layout: Layout

@@ -133,7 +133,7 @@ _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "use_
 
 
 def _misfits(hf_config: Mapping[str, Any], moe: bool) -> Iterator[str]:
-    """Sizes that are none, and sizes that do not go together."""
+    """What is wrong with the sizes in a config.json, one by one and together."""
 
     def given(key: str) -> Any:
         return hf_config.get(key)

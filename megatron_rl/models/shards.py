@@ -129,7 +129,7 @@ def shard_regions(param: Param, layout: Layout, place: Place) -> list[Region]:
 
 
 def run_regions(regions: list[Region], local: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Region]]:
-    """Of elements [start, stop) of the flattened shard: (where the block begins in the run, the block).
+    """Blocks that make up elements [start, stop) of the flattened shard, each with its place in that run.
 
     The elements of each block lie one after the other in the run.
     """

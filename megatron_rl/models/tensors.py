@@ -54,7 +54,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Of the names in the table alone: they come out of files and messages."""
+    """The dtype of a name out of a file or a message, which may be one of the table's alone."""
     import torch
 
     if name not in DTYPES:
@@ -63,7 +63,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file that whoever may read its neighbours may read: the library makes it for its owner alone."""
+    """Write a safetensors file as readable as its neighbours; the library makes it for its owner alone."""
     from safetensors.torch import save_file
 
     path.touch()
@@ -93,7 +93,7 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _block(blocks: list[np.ndarray], nbytes: int) -> np.ndarray:
-    """The smallest that is free and large enough; where there is none, a new one instead of those that are free."""
+    """The smallest free block that is large enough; where there is none, a new one instead of those that are free."""
     free = {place for place in range(len(blocks)) if sys.getrefcount(blocks[place]) == 2}  # the list's, the question's
     fitting = [place for place in free if blocks[place].nbytes >= nbytes]
     if fitting:

@@ -98,7 +98,7 @@ def companions(folder: Path) -> list[str]:
 
 
 def refuse_links_out(folder: Path, names: Iterable[str]) -> None:
-    """A copy would hold what a link leads to: only files of the folder, or of the hub's cache that it is part of."""
+    """Raise where a file is a link out of the folder, or of the hub's cache around it: a copy would hold it."""
     here = folder.resolve()
     roots = [here, here.parents[1] / "blobs"] if here.parent.name == "snapshots" else [here]
     for name in names:
@@ -211,7 +211,7 @@ def _unknown(folder: Path, shape: ModelShape, names: list[str], held: Mapping[st
 
 
 def _alike(one: Stored, other: Stored) -> bool:
-    """Judged by three pieces: two tensors that were trained apart differ in all of them."""
+    """Whether two tensors are one, by three pieces of each: those that were trained apart differ in all of them."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     places = (0, max(0, one.nbytes // 2), max(0, one.nbytes - _COMPARED))

@@ -64,7 +64,7 @@ class Rewards:
         self._wrong = wrong
 
     def judge(self, task: Task) -> Judgement:
-        """Raises what a reward raises."""
+        """Add up what the rewards say; raises what a reward raises."""
         judged = [(name, reward(task), weight) for name, reward, weight in self._parts]
         applied = [(name, one, self._worth(one), weight) for name, one, weight in judged if one is not None]
         if not applied:
@@ -173,7 +173,7 @@ def _first(results: Any) -> Judgement | None:
 
 
 def read(result: Any) -> Judgement:
-    """Raises where there is no finite number in it."""
+    """The judgement in what a reward returned; raises where there is no finite number in it."""
     others: Mapping[str, Any] = {}
     if isinstance(result, Mapping):
         if "score" not in result:

@@ -42,7 +42,7 @@ def _parsed(text: str, targets: tuple[Any, ...]) -> list[Any]:
 
 
 def _text(found: list[Any]) -> str | None:
-    """As one answer among others: what it means, where that can be written."""
+    """What the response means, where that can be written: two that mean the same are one answer."""
     try:
         return str(found[0])
     except ValueError:  # a number of more digits than Python writes

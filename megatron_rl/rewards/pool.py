@@ -177,7 +177,7 @@ class _Worker:
             raise ConfigError(f"reward.name: {reply['error']}")
 
     def score(self, tasks: Sequence[Task]) -> list[Score]:
-        """An answer that a worker died of, or with, is judged once more: whoever kills a worker changes no score."""
+        """Score in order. An answer that a worker died with is judged once more: a kill changes no score."""
         scores: list[Score] = []
         again = False  # the next task was a worker's last
         while len(scores) < len(tasks):
@@ -274,7 +274,7 @@ class RewardLog:
         return self._end.fileno()
 
     def _relay(self) -> None:
-        """Reads on after the limit, as a worker that nobody reads would wait."""
+        """Copy what workers print; read on after the limit, as a worker that nobody reads would wait."""
         left = MOST_BYTES
         while data := os.read(self._read, LOG_CHUNK):
             if left > 0:

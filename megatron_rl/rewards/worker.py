@@ -72,12 +72,12 @@ def judge(rewards: Rewards, content: bytes) -> dict[str, Any]:
 
 
 def _sendable(text: str) -> str:
-    """Half of a surrogate pair is no character that a channel takes."""
+    """The text without halves of surrogate pairs, which no channel takes."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _short(answer: str) -> str:
-    """Of a long one what tells it from others."""
+    """The answer, or the hash of a long one."""
     text = _sendable(answer).encode()
     return text.decode() if len(text) <= LONGEST_ANSWER else hashlib.blake2b(text, digest_size=16).hexdigest()
 

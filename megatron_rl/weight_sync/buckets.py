@@ -31,7 +31,7 @@ class Job:
     outputs: tuple[tuple[tuple[Output, ...], ...], ...]  # [rank of the group][slice]
 
     def travelling(self, rank: int) -> list[Output]:
-        """What that rank sends; whole copies need no sending."""
+        """The outputs that rank `rank` sends; whole copies need no sending."""
         return [out for of_slice in self.outputs[rank] for out in of_slice if out.dim is not None]
 
     @property
@@ -103,7 +103,10 @@ class Workspace:
 def gather(
     bucket: Bucket, content: Sequence[list[torch.Tensor] | None], workspace: Workspace, device: torch.device
 ) -> list[torch.Tensor]:
-    """On the group's first rank: the bytes of each of the others. Content is None where this rank has failed."""
+    """Send this rank's bytes to the group's first rank, or receive there those of each of the others.
+
+    Content is None where this rank has failed.
+    """
     if bucket.size == 1:
         return []
     if bucket.rank == 0:
@@ -127,7 +130,7 @@ def gather(
 def full_tensors(
     bucket: Bucket, content: Sequence[list[torch.Tensor]], received: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """On the group's first rank: every tensor of the bucket whole, from its own content and the others' bytes."""
+    """Every tensor of the bucket whole, from the content of the group's first rank and the others' bytes."""
     at = [0] * bucket.size
     for job, made in zip(bucket.jobs, content, strict=True):
         outs = [[out for of_slice in of_rank for out in of_slice] for of_rank in job.outputs]

@@ -36,7 +36,7 @@ def changed_bytes(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def make_patch(old: np.ndarray, new: np.ndarray, itemsize: int) -> Patch | None:
-    """What turns `old` into `new`; None where the whole is no longer than the patch."""
+    """The patch that turns `old` into `new`; None where the whole is no longer than the patch."""
     positions = changed_bytes(old, new)
     changed_values = len(positions) if itemsize == 1 else len(np.unique(positions // itemsize))
     positions = _bridged(positions)
@@ -57,7 +57,7 @@ def apply_patch(target: np.ndarray, data: np.ndarray, changes: int) -> None:
 
 
 def _bridged(positions: np.ndarray) -> np.ndarray:
-    """With positions in between wherever two are too far apart for one gap; the bytes there are the same anyway."""
+    """Positions, with more in between where two are too far apart for one gap; the bytes there are the same."""
     gaps = np.diff(positions, prepend=0)
     bridges: Iterable[np.ndarray] = (
         np.arange(positions[i] - gaps[i] + LONGEST_GAP, positions[i], LONGEST_GAP)
@@ -79,7 +79,7 @@ class Sent:
         self.values = self.changed = 0
 
     def exchange(self, name: str, data: np.ndarray, itemsize: int) -> Patch | None:
-        """Remember the tensor; how it differs from the one before, or None where it must travel whole."""
+        """Remember the tensor; return how it differs from the one before, or None where it must travel whole."""
         old = self._tensors.get(name)
         if old is None or len(old) != len(data):
             self._tensors[name] = data.copy()

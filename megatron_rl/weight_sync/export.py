@@ -26,7 +26,7 @@ FILE_BYTES = 4 << 30
 
 class LoadsWeights(LearnerWeights, Protocol):
     def load_hf(self, path: Path) -> None:
-        """Of a Hugging Face folder, or of a torch_dist checkpoint."""
+        """Load the weights of a Hugging Face folder, or of a torch_dist checkpoint."""
 
 
 def leave_models(
@@ -37,7 +37,7 @@ def leave_models(
     has_time: Callable[[], bool],
     note: Callable[[str], None],
 ) -> None:
-    """At the end of a run, on every rank: the last policy, and the best one where `best` names a metric.
+    """Export the last policy, and the best one where `best` names a metric: at the end of a run, on every rank.
 
     The learner has the best one's weights after that. What there is no time for is left to whoever wants it.
     """
@@ -67,7 +67,7 @@ def _way_out(run: RunDir, step: int | None) -> str:
 
 
 def export_hf(learner: LearnerWeights, origin: Path, folder: Path) -> None:
-    """Called on every rank. `folder` appears under its name only when it is whole.
+    """Write a Hugging Face folder, on every rank; it appears under its name only when it is whole.
 
     `origin`: where the model came from, for its config.json and tokenizer.
     """
@@ -99,7 +99,7 @@ def _write_weights(learner: LearnerWeights, folder: Path, rank: int) -> None:
 
 
 def _write_index(folder: Path) -> None:
-    """Numbers the files of all ranks, and says which tensor is in which."""
+    """Number the files of all ranks, and write which tensor is in which."""
     from safetensors import safe_open
 
     weight_map: dict[str, str] = {}

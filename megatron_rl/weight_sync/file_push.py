@@ -39,7 +39,7 @@ Item = tuple[str, torch.Tensor] | BaseException | None  # None: the end
 
 
 class FilePush:
-    """See transports.Push. Without a sampler the written version is the result."""
+    """The sending half of the `file` transport. Without a sampler the written version is the result."""
 
     def __init__(
         self, sources: dict[Format, ShardSource], sampler: SamplerClient | None, sync: SyncSection, fleet: bool
@@ -81,10 +81,7 @@ class FilePush:
             remove_version(self._folder(format), version)
 
     def tidy(self, version: int, taken: bool) -> None:
-        """An engine may start again and ask for the last version that was taken: that one stays.
-
-        So do the versions that it builds on.
-        """
+        """Keep the last version that was taken and those it builds on: an engine may start again and ask for them."""
         if self._sampler is None:
             return
         if not taken:
@@ -133,7 +130,7 @@ class FilePush:
         return self.directory / format.value if len(self._sources) > 1 else self.directory
 
     def _update_info(self, version: int) -> dict[str, Any]:
-        """What the sampler needs to find the version; by format where its engines differ."""
+        """The argument of `update_weights`: where the version lies; by format where the engines differ."""
         # a fleet's servers finish on their own, as soon as they have accepted
         background = not self._fleet
         infos = {one.value: update_info(self._folder(one), version, self._writers, background) for one in self._sources}

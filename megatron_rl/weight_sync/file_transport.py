@@ -117,7 +117,7 @@ def remove_version(directory: Path, policy_version: int) -> None:
 
 
 def write_over(directory: Path, policy_version: int) -> None:
-    """The next version takes this one's files, which is much cheaper in shared memory than new ones.
+    """Let the next version take this one's files, which is much cheaper in shared memory than new ones.
 
     Until then it is there for an engine that is started again.
     """
@@ -127,7 +127,7 @@ def write_over(directory: Path, policy_version: int) -> None:
 
 
 def spare_bytes(directory: Path) -> int:
-    """What later versions will write again, in this directory and one for each format below it."""
+    """Bytes that later versions will write again, in this directory and one for each format below it."""
     return sum(path.stat().st_size for pattern in ("", "*/") for path in directory.glob(f"{pattern}{SPARE}/*.bin"))
 
 
@@ -224,7 +224,7 @@ class SyncDir:
         remove_with_it([self.path])
 
     def require_free(self, nbytes: int) -> None:
-        """Files that the next version will write again count as free."""
+        """Raise where so many bytes do not fit; files that the next version will write again count as free."""
         stat = os.statvfs(self.path)
         free = stat.f_bavail * stat.f_frsize + spare_bytes(self.path)
         if free < nbytes:
@@ -239,7 +239,7 @@ class SyncDir:
 
 
 def remove_stale(parent: Path) -> list[Path]:
-    """Folders of this user's runs that ended without removing them. What else has such a name is nobody's business."""
+    """Remove the folders that this user's ended runs have left, and return them; other users' and other kinds stay."""
     old = [folder for folder in parent.glob(PREFIX + "*") if _age(folder) >= GRACE_S]
     stale = [folder for folder in old if is_abandoned(folder)]
     for folder in stale:
@@ -255,5 +255,5 @@ def _age(folder: Path) -> float:
 
 
 def _mib(nbytes: int, rounded: Callable[[float], int]) -> str:
-    """To a tenth, up for what is needed and down for what there is, so that the two never look equal."""
+    """MiB to a tenth, up for what is needed and down for what there is, so that the two never look equal."""
     return f"{rounded(nbytes / 2**20 * 10) / 10:.1f}".removesuffix(".0")

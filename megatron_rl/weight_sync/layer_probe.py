@@ -34,7 +34,7 @@ Worst = tuple[float, int]  # the difference of the block of columns that differs
 
 
 def check(seen: Mapping[Point, Sequence[Pair]], shape: ModelShape, format: Format, version: int) -> dict[str, float]:
-    """On every rank, with what each has seen; raises SyncMismatch on all of them, with the first point that differs."""
+    """Compare what each rank has seen; raises SyncMismatch on all of them, with the first point that differs."""
     worst = _worst(seen, shape)
     wrong = [point for point, (error, _) in worst.items() if not error <= limit(point, format)]
     if not wrong:
@@ -61,13 +61,13 @@ def unsmoothed(values: Mapping[str, Tensor], smoothing: Smoothing | None) -> Map
 
 
 def limit(point: Point, format: Format) -> float:
-    """In every format a router may choose other experts for a token whose choice is close."""
+    """The largest difference allowed at a point. In every format a router may choose other experts if it is close."""
     quantized = format != Format.none and point.kind in QUANTIZED
     return QUANTIZED_LIMIT if quantized or point.kind is Kind.experts else PLAIN_LIMIT
 
 
 def _worst(seen: Mapping[Point, Sequence[Pair]], shape: ModelShape) -> dict[Point, Worst]:
-    """Of each point, over all ranks. One that nobody has seen is none that agrees."""
+    """The worst difference at each point over all ranks; infinite at a point that nobody has seen."""
     mine = {str(point): max(_errors(pairs, shape.head_dim), default=None) for point, pairs in seen.items()}
     told = exchange(mine)
     return {
@@ -78,7 +78,7 @@ def _worst(seen: Mapping[Point, Sequence[Pair]], shape: ModelShape) -> dict[Poin
 
 
 def _errors(pairs: Sequence[Pair], width: int) -> Iterator[Worst]:
-    """Of blocks of `width` columns: of each head, where there are heads."""
+    """Differences of blocks of `width` columns: of each head, where there are heads."""
     for pair in pairs:
         blocks, place_H = torch.unique(pair.columns_H // width, return_inverse=True)
         difference_SH = pair.learner_SH.float() - pair.engine_SH.float()

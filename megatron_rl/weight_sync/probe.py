@@ -62,7 +62,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the comparison after one sync is about."""
+    """The terms of the comparison after one sync."""
 
     version: int  # the policy just synced
     vocab: int
@@ -182,7 +182,7 @@ def above_floor(batch: Batch, learner_BT: torch.Tensor, paired_BT: torch.Tensor 
 
 
 def diagnose(sampler: torch.Tensor, result: ProbeResult, probe: Probe) -> list[str]:
-    """What the numbers look like, most specific first. `sampler`: its logprobs of the masked tokens."""
+    """Likely causes of a difference, most specific first. `sampler`: its logprobs of the masked tokens."""
     if result.tokens == 0:
         return ["No tokens to compare: the sampler returned empty answers."]
     if result.learner_missing:

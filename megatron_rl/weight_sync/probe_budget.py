@@ -57,7 +57,7 @@ def set_by_hand(nats: float) -> Budget:
 
 
 class Arithmetic(StrEnum):
-    """The learner's."""
+    """How the learner computes."""
 
     bf16 = "a BF16 learner"
     fp32 = "an FP32 learner"

@@ -47,7 +47,10 @@ PHASES = ("quantize", "gather", "transfer")
 
 
 class WeightSync:
-    """Made on every rank. `sampler` is rank 0's; None elsewhere, or where only the writing is wanted."""
+    """Sends policies to a sampler; made on every rank.
+
+    `sampler` is rank 0's; None elsewhere, or where only the writing is wanted.
+    """
 
     def __init__(
         self,
@@ -158,7 +161,7 @@ class WeightSync:
         self.transport.close()
 
     def _load(self, version: int) -> float:
-        """Seconds that rank 0 waited for the sampler. The sampler's refusal is raised on every rank."""
+        """Have the sampler load the version; every rank raises its refusal. Returns the seconds that rank 0 waited."""
         started, waited, outcome = time.perf_counter(), 0.0, None
         if self._rank == 0:
             try:
@@ -200,7 +203,7 @@ def _transport(
 
 @contextmanager
 def _lost_ranks_named(version: int) -> Iterator[None]:
-    """A collective fails with the words of its backend when another rank has ended."""
+    """Name a lost rank: a collective fails with the words of its backend when another rank has ended."""
     try:
         yield
     except WeightSyncError:

@@ -45,7 +45,7 @@ LOOPBACK = "127.0.0.1"  # the embedded engine lives on the host of rank 0
 
 
 class VllmPush:
-    """See transports.Push. Rank 0 is vLLM's sender; every rank takes part."""
+    """The sending half of `ipc` and `nccl`. Rank 0 is vLLM's sender; every rank takes part."""
 
     def __init__(
         self, source: ShardSource, sampler: SamplerClient | None, sync: SyncSection, engine: SamplerSection
@@ -229,7 +229,7 @@ def init_info(transport: Transport, workers: int, rank: int, port: int, largest:
 
 
 def free_port() -> int:
-    """Free when asked for; the rendezvous takes it a moment later."""
+    """A port that is free now; the rendezvous takes it a moment later."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])

@@ -10,7 +10,7 @@ from simulated import assert_same_bits, quantized_whole, random_hf
 
 from megatron_rl.config.schema import Config, Format, QuantizationSection, SyncSection
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.weight_sync.file_transport import remove_version, version_directory
+from megatron_rl.weight_sync.file_transport import version_directory
 from megatron_rl.weight_sync.push import WeightSync
 
 
@@ -53,18 +53,6 @@ def test_few_bytes_travel_and_all_arrive(tmp_path: Path, format: Format) -> None
     want = quantized_whole(original, format)
     assert_same_bits(list(training.receiver.tensors.items()), want)
     training.sync.close()
-
-
-def test_a_refused_patch_is_followed_by_the_whole(tmp_path: Path) -> None:
-    training = Training(tmp_path)
-    whole = training.push(0)["sync/bytes"]
-    assert training.push(1)["sync/bytes"] < whole
-    remove_version(training.sync.transport.directory, 0)
-    assert training.push(2)["sync/bytes"] == whole
-    assert training.receiver.refusals[0].startswith("policy version 2 is a patch of version 0, which this receiver")
-    assert len(training.receiver.refusals) == 1
-    assert training.versions() == ["v00000002"]
-    assert training.push(3)["sync/bytes"] < whole
 
 
 def test_after_a_failure_the_next_version_is_whole(tmp_path: Path) -> None:

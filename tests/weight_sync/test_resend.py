@@ -96,16 +96,25 @@ def test_it_is_sent_again_once_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("a patch is damaged, or what it builds on", "the whole version is sent")
-@pytest.mark.parametrize("victim", [1, 2])
-def test_a_damaged_patch_is_followed_by_the_whole(tmp_path: Path, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("victim", "damage", "said"),
+    [
+        (1, "a bit of a bucket flips", "corrupt tensor"),
+        (2, "a bit of a bucket flips", "corrupt tensor"),
+        (1, "the whole version is lost", "policy version 2 is a patch of version 1, which this receiver"),
+    ],
+)
+def test_a_damaged_patch_is_followed_by_the_whole(tmp_path: Path, victim: int, damage: str, said: str) -> None:
     receiver, sync = embedded(tmp_path, full_every=4)
     whole = sync.push(1).nbytes
     sync._learner.parameters[SHARD][:, 1] *= -1
-    receiver.damages = [lambda folder: the("*.bin", flip)(version_directory(folder.parent, victim))]
+    receiver.damages = [lambda folder: DAMAGES[damage](version_directory(folder.parent, victim))]
     report = sync.push(2)
     assert report.nbytes == whole
-    assert report.first_failure
+    assert said in report.first_failure
     assert receiver.version == 2
+    assert [path.name for path in sync.transport.directory.glob("v*")] == ["v00000002"]
+    assert sync.push(3).nbytes < whole
 
 
 def fail_once(error: Exception) -> Callable[..., Any]:

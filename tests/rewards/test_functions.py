@@ -1,9 +1,10 @@
-"""Functions of the user's: as we, verl and TRL call them, alone or several with weights."""
+"""Functions of the user's: found where they lie, called as we, verl and TRL call them, their mistakes found at once."""
 
 from pathlib import Path
 
 import pytest
 
+from megatron_rl import cli
 from megatron_rl.config.schema import RewardSection
 from megatron_rl.rewards.functions import RECIPE_FOLDER, Rewards
 from megatron_rl.rewards.pool import RewardPool
@@ -38,7 +39,7 @@ ROW = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine.py").write_text(MODULE)
@@ -48,15 +49,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+in_a_folder = pytest.mark.usefixtures("folder")
+
+
 def judged(weights: dict[str, float], response: str, row: dict | None = None, finish_reason: str = "stop") -> Judgement:
     return Rewards(weights, wrong=0.0).judge(Task(row or ROW, response, finish_reason, answer_key="solution"))
 
 
+@in_a_folder
 def test_ours() -> None:
     assert judged({"mine.py:ours": 1.0}, "2").score == 1.0
     assert judged({"sub/mine.py:ours": 1.0}, "2", finish_reason="length") == Judgement(Verdict.wrong, 0.25)
 
 
+@in_a_folder
 def test_verl_s() -> None:
     right, wrong = judged({"mine.py:verl": 1.0}, "2"), judged({"mine.py:verl": 1.0}, "31")
     assert (right.verdict, right.score, wrong.verdict, wrong.score) == (Verdict.right, 1.0, Verdict.wrong, -1.0)
@@ -66,6 +72,7 @@ def test_verl_s() -> None:
     assert judged({"mine.py:verl_without_extras": 1.0}, "").score == 1.0
 
 
+@in_a_folder
 def test_trl_s() -> None:
     assert judged({"mine.py:trl": 1.0}, "2").verdict == Verdict.right
     assert judged({"mine.py:trl": 1.0}, "3").verdict == Verdict.wrong
@@ -75,6 +82,7 @@ def test_trl_s() -> None:
         judged({"mine.py:trl": 1.0}, "2", plain)
 
 
+@in_a_folder
 def test_several_add_up_and_the_first_has_the_verdict() -> None:
     both = judged({"exact_match": 1.0, "mine.py:trl_plain": 0.5}, "2", {"prompt": "1+1=", "solution": "2"})
     assert both == Judgement(Verdict.right, 1.05, {"part/exact_match": 1.0, "part/mine.py:trl_plain": 0.1}, "2")
@@ -84,11 +92,13 @@ def test_several_add_up_and_the_first_has_the_verdict() -> None:
         judged({"mine.py:trl_plain": 1.0}, "?", {"prompt": "", "solution": "2"})
 
 
+@in_a_folder
 def test_a_mapping_without_a_score_is_an_error() -> None:
     with pytest.raises(TypeError, match="mapping without 'score', it has accuracy"):
         judged({"mine.py:no_score": 1.0}, "2")
 
 
+@in_a_folder
 def test_a_worker_hands_everything_over() -> None:
     pool = RewardPool(RewardSection(name={"mine.py:verl": 1.0, "mine.py:ours": 2.0}))
     pool.start()
@@ -100,6 +110,7 @@ def test_a_worker_hands_everything_over() -> None:
     assert score.details["own/stopped"] == 0.0 and score.details["part/mine.py:ours"] == 0.25
 
 
+@in_a_folder
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -112,3 +123,65 @@ def test_a_name_that_leads_nowhere(name: str, said: str) -> None:
     with pytest.raises(LookupError) as caught:
         Rewards({name: 1.0}, 0.0)
     assert said in str(caught.value)
+
+
+GOOD = "def right(row, answer_key, response):\n    return 0.5\n"
+
+
+def dry_run(recipe: str, name: str) -> int:
+    return cli.main(["train", recipe, "--dry-run", f"reward.name={name}"])
+
+
+@pytest.mark.fault("a reward lies beside the recipe, the command runs elsewhere", "command and workers find it")
+def test_beside_the_recipe(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(RECIPE_FOLDER, "")
+    (place / "sub" / "pack").mkdir(parents=True)
+    (place / "sub" / "mine.yaml").write_text("base: ../mine.yaml\n")
+    (place / "sub" / "beside_recipe.py").write_text(GOOD)
+    (place / "sub" / "pack" / "inner.py").write_text(GOOD)
+    (place / "where_it_runs.py").write_text(GOOD)
+    for name in ("beside_recipe:right", "pack.inner:right", "where_it_runs:right"):
+        assert dry_run("sub/mine.yaml", name) == 0, capsys.readouterr().err
+        pool = RewardPool(RewardSection(name=name))
+        pool.start()
+        assert [score.reward for score in pool.score([Task({"answer": "1"}, "1")])] == [0.5]
+        pool.close()
+    assert dry_run("mine.yaml", "beside_recipe:right") == 2
+    assert "No module named 'beside_recipe'" in capsys.readouterr().err
+
+
+MISTAKES = {
+    "a syntax error": ("def right(row:\n", "SyntaxError: "),
+    "an exception": ("raise RuntimeError('no licence')\n", "RuntimeError: no licence"),
+    "sys.exit": ("import sys; sys.exit(3)\n", "SystemExit: 3"),
+    "sys.exit without a word": ("raise SystemExit\n", "SystemExit"),
+    "the end of the process": ("import os; os._exit(0)\n", "the reward worker died at its start"),
+    "a crash": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n", "the reward worker died at its start"),
+    "no such function": ("def left(row, answer_key, response): ...\n", "has no attribute 'right'"),
+    "two parameters": ("def right(row, response): ...\n", "is called as (row, answer_key, response)"),
+    "four parameters": ("def right(row, a, b, c): ...\n", "is called as (row, answer_key, response)"),
+    "named parameters": ("def right(*, row, answer_key, response): ...\n", "is called as (row, answer_key, response)"),
+    "no function": ("right = 5\n", "is int, not a function"),
+    "a coroutine": ("async def right(row, a, r): ...\n", "gives no number when it is called"),
+    "a generator": ("def right(row, a, r): yield 1\n", "gives no number when it is called"),
+    "an import that is missing": ("import no_such_thing\n", "No module named 'no_such_thing'"),
+}  # fmt: skip
+
+
+@pytest.mark.fault("a reward's module has a mistake, ends its process or crashes it", "the dry run says so")
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_mistakes(kind: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text, said = MISTAKES[kind]
+    (place / "wrong.py").write_text("print('noise')\n" + text)
+    assert dry_run("mine.yaml", "wrong:right") == 2
+    out, err = capfd.readouterr()
+    errors = [line for line in err.splitlines() if line != "noise"]
+    assert "noise" not in out
+    assert len(errors) == 1, err
+    assert errors[0].startswith("error: reward.name: ")
+    assert said in errors[0]
+
+
+def test_a_name_that_is_near(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run("mine.yaml", "exact_macth") == 2
+    assert "did you mean exact_match?" in capsys.readouterr().err
