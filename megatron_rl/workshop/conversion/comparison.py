@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import FAMILIES, ModelShape
@@ -73,7 +75,8 @@ def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared
             where = other.path if name in a.plain.specs else one.path
             yield Compared(name, Verdict.missing, 1.0, f"{where} lacks it")
     gets = [(model.stored.open(), model.plain.open()) for model in (a, b)]
-    for name in (name for name in a.plain.specs if name in b.plain.specs):
+    both = [name for name in a.plain.specs if name in b.plain.specs]
+    for name in track(both, "compare", console=Console(stderr=True)):
         shapes = [list(model.plain.specs[name].shape) for model in (a, b)]
         module = part_of(name)[0]
         held = [name.endswith(".weight") and module in model.quantized for model in (a, b)]

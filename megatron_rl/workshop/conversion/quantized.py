@@ -107,26 +107,23 @@ def _recipe_of_run(source: Source) -> Recipe:
     if source.run is None:
         raise ConfigError(f"{source.path} belongs to no run")
     config = recorded_config(RunDir(source.run).config)
-    quantization, layers = config.quantization, source.shape.layers
+    quantization = config.quantization
     if quantization.format == Format.none:
         raise ConfigError(f"{source.run}: its sampler held BF16 weights (quantization.format: none); use export")
     state = source.path.parent / SYNC
     if source.path.name != POLICY or not state.is_file():
         raise ConfigError(f"{source.path} is no checkpoint of a run, which alone knows its sampler: name RUN@STEP")
     held = {name: read_stored(name, stored) for name, stored in stored_tensors(state).items()}
-    smoothing, cache = None, CacheScales(layers, TorchGroup(), _nothing_new)
+    smoothing, cache = None, dict[str, torch.Tensor]()
     if quantization.smoothing and quantization.format == Format.int8:
         smoothing = Smoothing(source.shape, quantization.smoothing, SCALES_STAY, TorchGroup(), _nothing_new)
         smoothing.restore(held, repeats=False)
     if quantization.kv_cache != KvCache.none:
-        cache.restore(held, repeats=False)
-    return Recipe(
-        quantization.format,
-        quantization.ignore,
-        rounds_first=config.learner.precision is Precision.bf16,
-        smoothing=smoothing,
-        cache=dict(cache.values()) if quantization.kv_cache != KvCache.none else {},
-    )
+        scales = CacheScales(source.shape.layers, TorchGroup(), _nothing_new)
+        scales.restore(held, repeats=False)
+        cache = dict(scales.values())
+    rounds_first = config.learner.precision is Precision.bf16
+    return Recipe(quantization.format, quantization.ignore, rounds_first, smoothing, cache)
 
 
 def _nothing_new() -> torch.Tensor:

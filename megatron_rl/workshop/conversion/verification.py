@@ -85,10 +85,16 @@ def refuse_unscored(source: Source) -> None:
 
 def score(source: Source, rows: Rows) -> Scores:
     """Logprobs by transformers of a folder, by the learner of a checkpoint."""
-    if not source.is_folder:
-        with learner_at(source) as learner:
-            logprobs_BT = learner.logprobs(batch_of(rows))
-        return [logprobs_BT[number, : len(row) - 1].cpu() for number, row in enumerate(rows)]
+    return by_transformers(source, rows) if source.is_folder else by_learner(source, rows)
+
+
+def by_learner(source: Source, rows: Rows) -> Scores:
+    with learner_at(source) as learner:
+        logprobs_BT = learner.logprobs(batch_of(rows))
+    return [logprobs_BT[number, : len(row) - 1].cpu() for number, row in enumerate(rows)]
+
+
+def by_transformers(source: Source, rows: Rows) -> Scores:
     model, found = transformers_model(source), []
     with torch.no_grad():
         for row in rows:

@@ -25,7 +25,7 @@ from megatron_rl.processes.process import SHORT_SPIN
 from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.workshop.conversion.calibration import Rows, token_rows
 from megatron_rl.workshop.conversion.sources import find
-from megatron_rl.workshop.conversion.verification import PLAIN_GATE, QUANTIZED_GATE, Scores, score
+from megatron_rl.workshop.conversion.verification import PLAIN_GATE, QUANTIZED_GATE, Scores, by_learner, by_transformers
 
 MODELOPT = ("modelopt_fp8_kv", "modelopt_nvfp4")
 NEW = {"phi3": "Phi3ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM"}  # families that nothing else here starts
@@ -95,7 +95,8 @@ def test_plain_weights(folders: Path, rows: list[tuple[int, ...]], answers: dict
     """Transformers, learner and vLLM agree, on families too that nothing else here starts."""
     for name in ("hf", "checkpoint", *NEW):
         by_vllm = answers["hf" if name == "checkpoint" else name]
-        assert distance(score(find(str(folders / name)), rows), by_vllm) < PLAIN_GATE, name
+        assert distance(by_learner(find(str(folders / name)), rows), by_vllm) < PLAIN_GATE, name
+    assert distance(by_transformers(find(str(folders / "hf")), rows), answers["hf"]) < PLAIN_GATE
     for family in NEW:
         assert 0 < distance(answers[family], answers[f"{family}-int8"]) < QUANTIZED_GATE
 
