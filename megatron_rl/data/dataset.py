@@ -101,9 +101,9 @@ class Source(Sequence[Prompt]):
                 "data.long_prompts=drop"
             )
         if len(too_long) == len(self):
-            counts = f"{len(self._rows)} rows, {len(too_long)} too long"
-            counts += f", {self._found.conflicts} with two answers" if self._found.conflicts else ""
-            raise ConfigError(f"{self._key}: {self._path} leaves no prompts ({counts})")
+            lost = f"{len(self._rows)} rows, {len(too_long)} too long"
+            lost += f", {self._found.conflicts} with two answers" if self._found.conflicts else ""
+            raise ConfigError(f"{self._key}: {self._path} leaves no prompts ({lost})")
         prompts: Sequence[Prompt] = self
         if len(encoded) == len(self) and sample is None:
             prompts = tuple(self._made(each, ids) for each, ids in encoded.items() if len(ids) <= max_tokens)

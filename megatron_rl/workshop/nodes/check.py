@@ -88,8 +88,8 @@ def _compared(board: Board, nodes: Mapping[str, str], wanted: Needs, folders: Fo
                 if name not in problems and (problem := facts.arrived(Path(path), mark, node, first)):
                     problems[name] = problem
     finally:
-        for _, path in folders:
-            shutil.rmtree(path / mark, ignore_errors=True)
+        for _, folder in folders:
+            shutil.rmtree(folder / mark, ignore_errors=True)
     silent = [Problem(node, "it went away during the check", False) for node in about if node not in looked]
     heard = [Facts.read({**about[node], **looked[node], "node": node}) for node in nodes if node in looked]
     return [*missing, *silent, *facts.judge(heard, wanted)]
