@@ -12,7 +12,7 @@ from inspect import signature
 from typing import Any
 
 from megatron_rl.config import alarms, correction_rules, fleet
-from megatron_rl.config.correction_values import Findings
+from megatron_rl.config.correction_rules import Findings
 from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,
     AdvantageConfig,
