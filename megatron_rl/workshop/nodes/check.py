@@ -19,11 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.config import cluster, read
-from megatron_rl.config.fleet import size
+from megatron_rl.config.fleet import gpus_of_engines, size
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import named
-from megatron_rl.preflight.placement import gpus_of_engines
 from megatron_rl.workshop.nodes import facts
 from megatron_rl.workshop.nodes.attend import attend
 from megatron_rl.workshop.nodes.desk import Desk
