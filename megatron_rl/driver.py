@@ -161,7 +161,7 @@ class Driver:
         self.sampler.launch()
         self._sleep_schedule = SleepSchedule(self.sampler, config.sampler.sleep)
         self.position = self.resumes.driver["position"] if self.resumes else 0
-        self._batches = self._open_batches(PromptOrder(train, config.run.seed, self.position))
+        self._batches = self._open_batches(PromptOrder(train, config.run.seed, config.data.shuffle, self.position))
         after_all.callback(self._batches.join)
         self._stack.callback(self._batches.stop)
         self._evaluators = self._open_sets(tokenizer, rewards)

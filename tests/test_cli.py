@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
             "learner.megatron.virtual_pipeline_model_parallel_size=2",
             ["virtual_pipeline_model_parallel_size: 2", "null"],
         ),
-        ("eval.sets={a: {max_response_tokens: 0}}", ["eval.sets.a.max_response_tokens", "1 or more"]),
+        ("eval.max_response_tokens=0", ["eval.max_response_tokens", "null"]),
         ("model=foo", ["model", "foo", "path"]),
         ("learner.context_parallel=2", ["learner.context_parallel", "not built", "leave it out"]),
         ("optim.decay=step", ["optim.decay", "step", "cosine"]),

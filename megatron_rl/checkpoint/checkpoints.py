@@ -182,11 +182,12 @@ def whole_ones(root: Path, look: Look, note: Callable[[str], None]) -> Iterator[
             yield found
 
 
-def prune(root: Path, keep_last: int) -> list[int]:
-    """Removes what is not among the last and not the best. Returns the steps removed."""
+def prune(root: Path, keep_last: int, keep_every: int) -> list[int]:
+    """Removes what is not among the last, not at a step to keep, and not the best. Returns the steps removed."""
     present = steps(root)
+    kept = set(present[:keep_last]) | {step for step in present if keep_every and step % keep_every == 0}
     best = best_step(root)
-    removed = [step for step in present[keep_last:] if step != best]
+    removed = [step for step in present if step not in kept and step != best]
     for step in removed:
         doomed = partial_of(root, step)  # a half-removed folder does not look like a checkpoint
         path_of(root, step).rename(doomed)

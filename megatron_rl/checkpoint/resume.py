@@ -14,7 +14,6 @@ from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.checkpoints import Checkpoint
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml
-from megatron_rl.config.removed import renewed
 from megatron_rl.files import replacing
 
 # what a run may go on with changed: how long, what is written down, on which machines
@@ -30,7 +29,7 @@ MAY_CHANGE = (
 
 def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
     """Raises where the recipe has changed in what the run has learnt with, unless the key is in run.resume_allow."""
-    before, after = renewed(read_yaml(recorded.read_text(encoding="utf-8")))[0], read_yaml(resolved_yaml)
+    before, after = read_yaml(recorded.read_text(encoding="utf-8")), read_yaml(resolved_yaml)
     allowed = (after.get("run") or {}).get("resume_allow") or ()
     found = [
         (key, old, new)
@@ -45,12 +44,6 @@ def refuse_changes(recorded: Path, resolved_yaml: str) -> None:
             f"run.if_exists=resume: the recipe is not the one that {recorded.parent} began with:\n{listed}\n"
             f"Undo that, or go on with the change: run.resume_allow=[{names}]"
         )
-
-
-def dropped_keys(recorded: Path) -> list[str]:
-    """A line about keys of the recorded configuration that there are no more; empty where there is none."""
-    _, dropped = renewed(read_yaml(recorded.read_text(encoding="utf-8")))
-    return [f"keys removed here are dropped: {', '.join(dropped)}"] if dropped else []
 
 
 def refuse_other_data(recorded: str | None, found: str, allowed: Collection[str], where: str) -> None:

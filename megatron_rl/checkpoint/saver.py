@@ -207,7 +207,7 @@ class Saver:
             files=files,
             **save.about,
         )
-        checkpoints.prune(self._root, self._section.keep_last)
+        checkpoints.prune(self._root, self._section.keep_last, self._section.keep_every)
 
     def _failed(self, step: int, partial: Path, problem: str) -> None:
         if self._learner.is_driver:

@@ -19,7 +19,6 @@ WEEK_S = 7 * 24 * 3600
 class Bound:
     holds: Callable[[Any], bool]
     complaint: str  # with places for the key and the value
-    number: bool = True  # what it bounds is one
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,6 @@ def expect(holds: Callable[[Any], bool], expected: str) -> Bound:
 
 def need(holds: Callable[[Any], bool], way_out: str) -> Bound:
     return Bound(holds, "{key} is {value}: " + way_out)
-
-
-def word(*words: str) -> Bound:
-    return Bound(lambda value: value in words, f"{{key}} is {{value}}: use one of {', '.join(words)}", number=False)
 
 
 def inside(**bounds: Bound) -> Inside:
@@ -134,17 +129,6 @@ TRANSFORMER = inside(
     hidden_dropout=SHARE,
     attention_dropout=SHARE,
 )
-# keys that one loss, or a family of losses, reads
-LOSS = inside(
-    dual_clip=need(lambda clip: clip > 1, "it bounds the loss at dual_clip x |A|; use more than 1"),
-    tau_positive=need(lambda tau: tau > 0, "use a temperature above 0"),
-    tau_negative=need(lambda tau: tau > 0, "use a temperature above 0"),
-    trust_region=word("total_variation", "binary_kl"),
-    cov_fraction=need(lambda share: 0 < share <= 1, "it is a share of the tokens, above 0 and at most 1"),
-    cov_low=need(lambda low: True, ""),
-    cov_high=need(lambda high: True, ""),
-    cov_kl_coef=need(lambda value: value >= 0, "use 0 or more"),
-)
 
 Positive = Annotated[int, at_least(1)]
 Count = Annotated[int, at_least(0)]
@@ -154,6 +138,7 @@ Seconds = Annotated[float, expect(lambda value: 0 < value <= WEEK_S, f"seconds: 
 Nucleus = Annotated[float, expect(lambda share: 0 < share <= 1, "above 0, at most 1 (off)")]
 Coefficient = Annotated[float, need(lambda value: value >= 0, "use 0 or more")]
 Temperature = Annotated[float, between(0, 2, "0 (greedy) to 2")]
+Tau = Annotated[float, need(lambda value: value > 0, "use a temperature above 0")]
 
 
 def as_written(value: object) -> str:

@@ -28,6 +28,7 @@ Reduction = StrEnum(
     ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"],
 )
 Divergence = StrEnum("Divergence", ["k1", "k2", "k3", "abs"])
+TrustRegion = StrEnum("TrustRegion", ["total_variation", "binary_kl"])
 KlOn = StrEnum("KlOn", ["trained", "counted"])
 if TYPE_CHECKING:
     LossName = str
@@ -46,10 +47,14 @@ class RolloutSource(StrEnum):
     dataset = "dataset"  # supervised warm start: the data set's own answers
 
 
+class Stale(StrEnum):
+    wait = "wait"  # nothing is begun that would be too old when its turn comes
+    drop = "drop"  # what turns out too old is drawn again
+
+
 class InFlight(StrEnum):
     finish = "finish"  # answers that are begun end with the weights that they began with; the update waits
-    continue_ = "continue"  # the update comes between two of their tokens, and what was written is read again
-    keep_cache = "keep_cache"  # so it does, and keys and values stay what the old weights made of it
+    continue_ = "continue"  # the update comes between two of their tokens
 
 
 class Cache(StrEnum):

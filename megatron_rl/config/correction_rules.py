@@ -6,11 +6,9 @@ Each check returns sentences that name the key's path, its value and the way out
 from __future__ import annotations
 
 import math
-from difflib import get_close_matches
 
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.schema import (
-    PARAMETERS,
     AdvantageConfig,
     Aggregate,
     Anchor,
@@ -25,11 +23,12 @@ from megatron_rl.config.schema import (
     WeightConfig,
 )
 from megatron_rl.config.shape import sound
-from megatron_rl.loss.table import LOSSES, losses
+from megatron_rl.loss.table import losses
 
 BANDED = losses(lambda loss: loss.band)
 OPEN_BANDED = losses(lambda loss: loss.band == "open")
 CAPPED = losses(lambda loss: "absolute" in loss.reads)
+DUAL_CLIPPED = losses(lambda loss: "dual_clip" in loss.reads)
 COVARIANCE = losses(lambda loss: loss.selects)
 PER_ROW = losses(lambda loss: loss.per_row)
 WITH_RATIO = losses(lambda loss: loss.ratio)
@@ -88,9 +87,8 @@ def check_loss(config: LossConfig, path: str = "loss") -> list[str]:
             f"{config.name} has one ratio per sequence and averages over sequences; use seq_mean_token_mean",
         )
     _check_clip(found, config, path)
-    if config.cov_low >= config.cov_high:
-        high = f"{path}.parameters.cov_high, which is {config.cov_high}"
-        found.add(f"{path}.parameters.cov_low", config.cov_low, f"it must be below {high}")
+    if config.cov_low >= config.cov_high and not {f"{path}.cov_low", f"{path}.cov_high"} & wrong.keys():
+        found.add(f"{path}.cov_low", config.cov_low, f"it must be below {path}.cov_high, which is {config.cov_high}")
     return list(found)
 
 
@@ -106,13 +104,9 @@ def _check_clip(found: Findings, config: LossConfig, path: str) -> None:
         found.add(f"{path}.absolute", True, f"only {names} caps the ratio itself; with {config.name} use false")
     if config.absolute and config.clip_high == 0:
         found.add(f"{path}.clip_high", config.clip_high, "with absolute it caps the ratio itself; use a cap above 0")
-    for name, value in config.parameters.items():
-        readers = [each for each, loss in LOSSES.items() if name in PARAMETERS and name in loss.reads]
-        near = "".join(f"did you mean {each}? " for each in get_close_matches(name, PARAMETERS, n=1) if not readers)
-        if not readers:
-            found.add(f"{path}.parameters.{name}", value, f"{near}there are {', '.join(PARAMETERS)}")
-        elif value is not None and config.name not in readers:
-            found.add(f"{path}.parameters.{name}", value, f"only {', '.join(readers)} has it; leave it out")
+    if config.dual_clip is not None and config.name not in DUAL_CLIPPED:
+        names = ", ".join(DUAL_CLIPPED)
+        found.add(f"{path}.dual_clip", config.dual_clip, f"only {names} have it; with {config.name} use null")
 
 
 def check_advantage(config: AdvantageConfig, path: str = "advantage") -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def _resolved(name: str, one: EvalSet, config: Config) -> HeldOut:
         samples=samples,
         temperature=temperature,
         top_p=section.top_p if one.top_p is None else one.top_p,
-        max_tokens=one.max_response_tokens or rollout.max_response_tokens,
+        max_tokens=one.max_response_tokens or section.max_response_tokens or rollout.max_response_tokens,
         reward=config.reward if one.reward is None else replace(config.reward, name=one.reward),
     )
 
@@ -80,5 +80,11 @@ def _file(path: str) -> str:
 
 
 def longest_answer(rollout: RolloutSection, section: EvalSection) -> int:
-    """What an engine makes room for: the rollouts' answers, and those of sets that have a length of their own."""
-    return max(rollout.max_response_tokens, *(one.max_response_tokens or 0 for one in (section.sets or {}).values()), 0)
+    """That an engine makes room for."""
+    return max(rollout.max_response_tokens, *evaluated_tokens(section))
+
+
+def evaluated_tokens(section: EvalSection) -> Sequence[int]:
+    """Lengths that evaluations ask for, beside that of the rollouts."""
+    sets = (section.sets or {}).values()
+    return [section.max_response_tokens or 0, *(one.max_response_tokens or 0 for one in sets)]

@@ -21,7 +21,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.plain_yaml import DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml, write_yaml
-from megatron_rl.config.removed import renewed
 from megatron_rl.config.rules import check
 from megatron_rl.config.schema import Config
 from megatron_rl.config.shape import all_keys, defaults, key_of, known, misfits, without
@@ -147,7 +146,7 @@ def from_base(base: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 def recorded(path: Path) -> dict[str, Any]:
     """The same, to be read with overrides."""
-    return known(renewed(_without_preset_names(_loaded(path)))[0])
+    return known(_without_preset_names(_loaded(path)))
 
 
 def _sound(config: Config, found: Sequence[str]) -> Config:

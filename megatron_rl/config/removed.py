@@ -1,10 +1,5 @@
 """Keys that recipes once had, and what stands in their place. The reasons are in docs/decisions/config_keys.md."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 REMOVED = {
     "run.stop_metric": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
     "run.stop_at": "set run.stop={eval/accuracy: 0.28}: the metric and its value",
@@ -32,56 +27,4 @@ REMOVED = {
     "recompute_num_layers=1",
     "log.group": "set the environment variable WANDB_RUN_GROUP",
     "log.project": "set the environment variable WANDB_PROJECT",
-    "data.shuffle": "prompts come in another order each epoch, by run.seed; leave it out",
-    "rollout.stale": "a batch is begun once it can be fresh enough; leave it out",
-    "rollout.in_flight_cache": "set rollout.in_flight=keep_cache to keep it, or continue to rebuild it",
-    "reward.overlong_penalty": "the penalty grows to 1 over reward.overlong_buffer; leave it out",
-    "eval.max_response_tokens": "data.eval has rollout.max_response_tokens; a set of eval.sets can have its own",
-    "checkpoint.keep_every": "raise checkpoint.keep_last, or name checkpoint.best",
-    **{
-        f"loss.{name}": f"set loss.parameters.{name}"
-        for name in (
-            *("dual_clip", "tau_positive", "tau_negative", "trust_region"),
-            *("cov_fraction", "cov_low", "cov_high", "cov_kl_coef"),
-        )
-    },
 }
-# what a key had to be for everything to be as it is without it; a mapping that was recorded before may hold it
-STANDS: dict[str, Any] = {
-    "data.shuffle": True,
-    "rollout.stale": "wait",
-    "rollout.in_flight_cache": "rebuild",
-    "reward.overlong_penalty": 1.0,
-    "eval.max_response_tokens": None,
-    "checkpoint.keep_every": 0,
-    "loss.dual_clip": None,
-    "loss.tau_positive": 1.0,
-    "loss.tau_negative": 1.05,
-    "loss.trust_region": "total_variation",
-    "loss.cov_fraction": 2e-4,
-    "loss.cov_low": 1.0,
-    "loss.cov_high": 5.0,
-    "loss.cov_kl_coef": 1.0,
-}
-
-
-def renewed(recorded: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A resolved configuration of an earlier version in today's keys, and the removed keys that it is rid of.
-
-    A removed key with a value that means something else today stays, for whoever compares or refuses.
-    """
-    found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in recorded.items()}
-    dropped = []
-    for key, stands in STANDS.items():
-        section, _, name = key.partition(".")
-        inner = found.get(section)
-        if not isinstance(inner, dict) or name not in inner:
-            continue
-        if section == "loss":
-            own = dict(inner.get("parameters") or {})
-            inner["parameters"] = own if inner[name] == stands else own | {name: inner[name]}
-        elif inner[name] != stands:
-            continue
-        del inner[name]
-        dropped.append(key)
-    return found, dropped

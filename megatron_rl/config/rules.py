@@ -17,6 +17,7 @@ from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,
     AdvantageConfig,
     Anchor,
+    Cache,
     CheckpointSection,
     Config,
     CorrectionConfig,
@@ -98,7 +99,7 @@ def answers(
     if not 0 <= reward.overlong_buffer <= longest:
         way_out = f"it is part of rollout.max_response_tokens: {longest}; use 0 (off) to {longest}"
         found.add("reward.overlong_buffer", reward.overlong_buffer, way_out)
-    if estimator == Estimator.maxrl and reward.overlong_buffer > 0:
+    if estimator == Estimator.maxrl and reward.overlong_buffer > 0 and reward.overlong_penalty > 0:
         found.add(
             "advantage.estimator",
             estimator,
@@ -208,10 +209,12 @@ def ahead(
         )
     if sampler.sleep is not Sleep.none:
         yield f"sampler.sleep: {sampler.sleep} with {key}: the engine works all the time; use none, or ahead 0"
-    if rollout.in_flight is not InFlight.finish and not (sync.transport == Transport.file and sync.staged):
+    if rollout.in_flight_cache is Cache.keep and rollout.in_flight is not InFlight.continue_:
+        yield "rollout.in_flight_cache: keep with rollout.in_flight=finish: no update meets an answer; leave it out"
+    if rollout.in_flight is InFlight.continue_ and not (sync.transport == Transport.file and sync.staged):
         yield (
-            f"rollout.in_flight: {rollout.in_flight} with sync.transport={sync.transport}: weights that arrive in "
-            "place would be read half old and half new; use sync.transport=file, or finish"
+            f"rollout.in_flight: continue with sync.transport={sync.transport}: weights that arrive in place would be "
+            "read half old and half new; use sync.transport=file, or finish"
         )
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from megatron_rl.config.bounds import (  # isort: skip
-    AUTO, FOLDER_NAME, LOSS, OPTIMIZER, TRANSFORMER, VLLM, Coefficient, Count, Nucleus, Positive, Ranks, Samples,
-    Seconds, Temperature, above, are_modules, are_set_names, at_least, between, expect, is_reward, is_source, is_weight,
-    need,
+    AUTO, FOLDER_NAME, OPTIMIZER, TRANSFORMER, VLLM, Coefficient, Count, Nucleus, Positive, Ranks, Samples, Seconds,
+    Tau, Temperature, above, are_modules, are_set_names, at_least, between, expect, is_reward, is_source,
+    is_weight, need,
 )  # fmt: skip
 from megatron_rl.config.choices import (  # isort: skip
     Aggregate, Anchor, Cache, Decay, Device, Divergence, Estimator, Format, Forward, IfExists, InFlight, KlOn,
     KvCache, Level, LongPrompts, LossName, ModelInit, NonFinite, OnNonFinite, Outside, Precision, Reduce, Reduction,
-    RolloutSource, Sleep, Stat, Transport, Wandb, When,
+    RolloutSource, Sleep, Stale, Stat, Transport, TrustRegion, Wandb, When,
 )  # fmt: skip
 
 KEPT = "hf"  # what an imported checkpoint keeps of the Hugging Face folder that it came from
@@ -76,6 +76,7 @@ class DataSection:
     # of the model's chat template, such as {enable_thinking: false}; with {} too, a prompt that is text is what a user
     # says; null: it is read as it stands
     template: dict[str, Any] | None = None
+    shuffle: bool = True
     long_prompts: LongPrompts = LongPrompts.error  # what happens to prompts above rollout.max_prompt_tokens
 
     def sources(self, key: str) -> dict[str, float]:
@@ -102,12 +103,9 @@ class RolloutSection:
     # batches that the sampler is ahead of the learner, and so the most updates that a token is older than the policy
     # that it trains (docs/ahead.md); 0: they take turns
     ahead: Annotated[int, between(0, 64)] = 0
+    stale: Stale = Stale.wait
     in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
-
-    @property
-    def in_flight_cache(self) -> Cache:
-        """What becomes of the keys and values of what was written before an update."""
-        return Cache.keep if self.in_flight is InFlight.keep_cache else Cache.rebuild
+    in_flight_cache: Cache = Cache.rebuild
 
     @property
     def candidates(self) -> int:
@@ -189,7 +187,8 @@ class RewardSection:
     workers: Annotated[int, between(1, 1024)] = 1
     timeout_s: Seconds = 10.0
     environment: list[str] = field(default_factory=list)  # variables that a reward sees, beside PATH and HOME
-    overlong_buffer: int = 0  # DAPO: linear penalty, from 0 to 1, inside the last so many response tokens
+    overlong_buffer: int = 0  # DAPO: linear penalty inside the last so many response tokens
+    overlong_penalty: Annotated[float, need(lambda value: value >= 0, "it is subtracted; use 0 or more")] = 1.0
     learner_estimate: bool = False  # log the mean reward under the learner; one more forward pass over all answers
     overlong_filter: bool = False  # DAPO: truncated answers leave the mask
 
@@ -245,37 +244,31 @@ class AdvantageConfig:
     estimator: Estimator = Estimator.grpo
 
 
-PARAMETERS: dict[str, Any] = {
-    "dual_clip": None,  # the ppo family; None: none
-    "tau_positive": 1.0,  # sapo
-    "tau_negative": 1.05,
-    "trust_region": "total_variation",  # dppo
-    "cov_fraction": 2e-4,  # clip_cov, kl_cov: share of tokens that are selected
-    "cov_low": 1.0,  # clip_cov: band of covariances to draw from
-    "cov_high": 5.0,
-    "cov_kl_coef": 1.0,  # kl_cov
-}
-
-
 @dataclass(frozen=True)
 class LossConfig:
     name: LossName = "ppo"
     clip_low: Coefficient = 0.2
     clip_high: Coefficient = 0.28
+    # ppo family
+    dual_clip: Annotated[
+        float | None, need(lambda clip: clip > 1, "it bounds the loss at dual_clip x |A|; use more than 1")
+    ] = None
     absolute: bool = False  # cispo: clip_high is a cap on the ratio itself, without a lower bound
+    tau_positive: Tau = 1.0  # sapo
+    tau_negative: Tau = 1.05
+    trust_region: TrustRegion = TrustRegion.total_variation  # dppo
+    # clip_cov, kl_cov: share of tokens that are selected
+    cov_fraction: Annotated[
+        float, need(lambda share: 0 < share <= 1, "it is a share of the tokens, above 0 and at most 1")
+    ] = 2e-4
+    cov_low: float = 1.0  # clip_cov: band of covariances to draw from
+    cov_high: float = 5.0
+    cov_kl_coef: Coefficient = 1.0  # kl_cov
     reduction: Reduction | None = None  # null: token_mean, and seq_mean_token_mean for gspo and gmpo
     kl_coef: Coefficient = 0.0
     kl_estimator: Divergence = Divergence.k3
     entropy_coef: float = 0.0
     kl_on: KlOn = KlOn.trained  # tokens of KL and entropy: those trained on, or rejected ones that are counted too
-    # what only some losses read, such as {dual_clip: 3.0}; PARAMETERS has each one's default
-    parameters: Annotated[dict[str, Any], LOSS] = field(default_factory=dict)
-
-    def __getattr__(self, name: str) -> Any:
-        """A parameter, as the recipe has it or by default."""
-        if name not in PARAMETERS:
-            raise AttributeError(name)
-        return self.parameters.get(name, PARAMETERS[name])
 
 
 @dataclass(frozen=True)
@@ -332,6 +325,7 @@ class EvalSection:
     samples: Samples = 1  # of each prompt
     temperature: Temperature | None = None  # null: 0 (greedy) for one sample, rollout.temperature for several
     top_p: Nucleus = 1.0
+    max_response_tokens: Annotated[int | None, at_least(1, "1 or more, or null")] = None  # null: as in rollout
     # such as {aime: {path: data/aime_2024.parquet, samples: 32}}
     sets: Annotated[
         dict[str, EvalSet] | None, need(are_set_names, "a set's name is one of letters, digits, _ and -")
@@ -345,6 +339,7 @@ class CheckpointSection:
     every: Count = 0  # steps; 0: by time only
     minutes: Annotated[float, at_least(0)] = 30.0  # 0: by steps only
     keep_last: Positive = 2
+    keep_every: Count = 0  # steps whose checkpoints stay; 0: none
     # a metric, such as eval/accuracy: the checkpoint with the highest stays, and log.export leaves its model-best/
     best: str | None = None
 

@@ -269,7 +269,7 @@ def _inside(path: str, given: Mapping[str, Any], bounds: Mapping[str, Bound]) ->
     wrong = {}
     for name in sorted(bounds.keys() & given.keys()):
         full, value = f"{path}.{name}", given[name]
-        if value is not None and bounds[name].number and not _finite(value):
+        if value is not None and not _finite(value):
             wrong[full] = f"{full} is {as_written(value)}: give a finite number, or leave it out"
         elif value is not None and not bounds[name].holds(value):
             wrong[full] = bounds[name].complaint.format(key=full, value=value)

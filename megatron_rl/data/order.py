@@ -20,7 +20,7 @@ CYCLE = 1000
 
 
 class PromptOrder:
-    def __init__(self, dataset: Dataset, seed: int, position: int = 0, shuffle: bool = True) -> None:
+    def __init__(self, dataset: Dataset, seed: int, shuffle: bool, position: int = 0) -> None:
         self._prompts = dataset.prompts
         shares = dataset.shares or ((len(dataset), 1.0),)
         self._firsts = [0, *accumulate(size for size, _ in shares)]

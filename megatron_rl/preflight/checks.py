@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.torch_dist import places as torch_dist_places
 from megatron_rl.config import ConfigError
-from megatron_rl.config.evaluation import HeldOut, held_out, longest_answer
+from megatron_rl.config.evaluation import HeldOut, evaluated_tokens, held_out
 from megatron_rl.config.fleet import local_formats
 from megatron_rl.config.rules import Rule, findings
 from megatron_rl.config.schema import (
@@ -166,10 +166,9 @@ def context(hf_config: Mapping[str, Any], rollout: RolloutSection, eval: EvalSec
             f"rollout.max_prompt_tokens + rollout.max_response_tokens: {wanted}, but the model's context is "
             f"{longest} tokens; lower one of the two"
         )
-    evaluated = rollout.max_prompt_tokens + longest_answer(rollout, eval)
-    if evaluated > max(longest, wanted):
-        too_long = f"with the prompt {evaluated} tokens, above the context of {longest}"
-        yield f"max_response_tokens of eval: {too_long}; lower it"
+    wanted = rollout.max_prompt_tokens + max(evaluated_tokens(eval))
+    if wanted > longest:
+        yield f"max_response_tokens of eval: with the prompt {wanted} tokens, above the context of {longest}; lower it"
 
 
 def formats(machine: Machine, sampler: SamplerSection, quantization: QuantizationSection) -> Iterator[str]:

@@ -65,6 +65,8 @@ def writes(
     count = parameters(shape)
     saves = bool(checkpoint.every or checkpoint.minutes)
     kept = checkpoint.keep_last + bool(checkpoint.best)
+    if checkpoint.keep_every:
+        kept += run.steps // checkpoint.keep_every
     row = rollout.max_prompt_tokens * PROMPT_TOKEN + rollout.max_response_tokens * RESPONSE_TOKEN
     recorded = run.steps // log.record_every if log.record_every else 0
     return Writes(

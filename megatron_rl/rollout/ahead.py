@@ -4,7 +4,9 @@ With `rollout.ahead: k` a thread collects the next k batches while the learner w
 alone:
 
 - the batch of step s, once the learner has asked for that of step s - k;
-- not before the sampler serves a policy that is at most k updates older than the one that step s starts from;
+- with `rollout.stale: wait`, not before the sampler serves a policy that is at most k updates older than the one that
+  step s starts from. With `drop` nobody waits for that: a batch that is older when its turn comes is given up, and
+  with it what was drawn after it. The same prompts are drawn again, in the same order;
 - with `rollout.in_flight: finish`, an update of the sampler waits for the answers that are being written, and no
   prompt is added until it is over.
 
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
-from megatron_rl.config.schema import InFlight, RolloutSection
+from megatron_rl.config.schema import InFlight, RolloutSection, Stale
 from megatron_rl.processes import pulse
 from megatron_rl.rollout.collect import Answers, Collected, Collector
 from megatron_rl.sampler.protocol import Answering
@@ -144,10 +146,12 @@ class Ahead:
     ) -> None:
         """`last`: step of the run. `served`: the policy version that the sampler answers with."""
         self._collector, self._gate, self._last, self._served = collector, gate, last, served
-        self._most = rollout.ahead
+        self._most, self._waits = rollout.ahead, rollout.stale is Stale.wait
         self._changed = gate.changed
         self._ready: deque[tuple[int, Collected]] = deque()
         self._asked_for = self._begun = 0  # steps
+        self._dropped = 0  # answers, since the last batch was taken
+        self._rewound_to: tuple[int, int] | None = None  # the step and the prompt to begin with again
         self._failure: BaseException | None = None
         self._stopped = False
         # one for the whole run: processes that it starts again end with it
@@ -161,9 +165,16 @@ class Ahead:
             self._begun = step - 1
             self._thread.start()
         with pulse.behind_others():
-            collected = self._next(step)
+            while True:
+                collected = self._next(step)
+                oldest = min(one.rollout.policy_version for one in collected.scored)
+                if step - 1 - oldest <= self._most:
+                    break
+                self._draw_again(step, collected)
         seconds = sum(span.end - span.begin for span in collected.spans if span.lane == "sampler")
         metrics = {"rollout/ready_ahead": len(self._ready), "rollout/seconds": seconds}
+        if not self._waits:
+            metrics["rollout/dropped"], self._dropped = self._dropped, 0
         return replace(collected, metrics=collected.metrics | metrics)
 
     @contextmanager
@@ -173,7 +184,7 @@ class Ahead:
 
     def goes_on_without(self, step: int) -> bool:
         with self._changed:
-            return self._fresh_enough(step) or self._begun >= step
+            return self._fresh_enough(step) or (self._waits and self._begun >= step)
 
     def stop(self) -> None:
         with self._changed:
@@ -192,11 +203,21 @@ class Ahead:
                 self._changed.wait(LOOK_S)
             return self._ready.popleft()[1]
 
+    def _draw_again(self, step: int, stale: Collected) -> None:
+        with self._changed:
+            self._dropped += sum(len(one.drawn) for one in (stale, *(one for _, one in self._ready)))
+            self._ready.clear()
+            self._rewound_to = step, stale.ordinals[0]
+            self._begun = step - 1
+            self._gate.given_up = True
+            self._changed.notify_all()
+
     def _fresh_enough(self, step: int) -> bool:
         return step - 1 - self._served() <= self._most
 
     def _may_begin(self, step: int) -> bool:
-        return step <= min(self._asked_for + self._most, self._last) and self._fresh_enough(step)
+        in_time = step <= min(self._asked_for + self._most, self._last)
+        return in_time and (not self._waits or self._fresh_enough(step))
 
     def _collect_all(self) -> None:
         try:
@@ -206,8 +227,9 @@ class Ahead:
                 except GivenUp:
                     continue
                 with self._changed:
-                    self._ready.append((step, collected))
-                    self._changed.notify_all()
+                    if self._rewound_to is None:
+                        self._ready.append((step, collected))
+                        self._changed.notify_all()
         except BaseException as error:  # of every kind: the main thread raises it
             with self._changed:
                 self._failure = error
@@ -217,6 +239,10 @@ class Ahead:
         """None: the run ends."""
         with self._changed:
             while not self._stopped:
+                if self._rewound_to is not None:
+                    step, position = self._rewound_to
+                    self._collector.rewind(position)
+                    self._begun, self._rewound_to, self._gate.given_up = step - 1, None, False
                 if self._may_begin(self._begun + 1):
                     self._begun += 1
                     return self._begun

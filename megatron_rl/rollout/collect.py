@@ -120,6 +120,10 @@ class Collector:
         metrics = self._metrics(everything, kept, chosen, rounds)
         return Collected(_flat(chosen), _flat(everything), metrics, (first, self.next_group), spans)
 
+    def rewind(self, position: int) -> None:
+        """The prompts from there on are drawn again."""
+        self._order.position = position
+
     def _ask(self, answering: Answering, count: int) -> None:
         if count > 0:
             first = self.next_group
@@ -241,7 +245,7 @@ class Scorer:
         scores = self.pool.score([_task(rollout, text) for rollout, text in zip(rollouts, texts, strict=True)])
         lengths = [len(rollout.token_ids) for rollout in rollouts]
         reward = self.config
-        penalties = overlong_penalty(lengths, max_tokens, reward.overlong_buffer).tolist()
+        penalties = overlong_penalty(lengths, max_tokens, reward.overlong_buffer, reward.overlong_penalty).tolist()
         scored = []
         for rollout, text, result, penalty in zip(rollouts, texts, scores, penalties, strict=True):
             filtered = reward.overlong_filter and rollout.finish_reason == "length"

@@ -122,8 +122,8 @@ ROWS = (
         "disk_full",
         r"No space left on device|Disk quota exceeded|does not fit into /",
         "a disk is full",
-        "Free space where the reason says, or use another place: run.root, sync.dir, TMPDIR. checkpoint.keep_last "
-        "and log.record_every decide how much a run writes.",
+        "Free space where the reason says, or use another place: run.root, sync.dir, TMPDIR. checkpoint.keep_last, "
+        "checkpoint.keep_every and log.record_every decide how much a run writes.",
     ),
     Row(
         "open_files",

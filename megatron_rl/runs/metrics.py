@@ -125,6 +125,7 @@ _TABLE: list[Metric] = [
         ("spanning_fraction", "mean", "", "fraction of rollouts that an update came into the middle of"),
         ("ready_ahead", "mean", "batches", "whole batches that were waiting when this one was taken (rollout.ahead)"),
         ("seconds", "sum", "s", "from the batch's first prompt to its last answer, while the learner worked too"),
+        ("dropped", "sum", "rollouts", "those that had become too old and were drawn again (rollout.stale: drop)"),
         ("retried", "sum", "prompts", "prompts that another server of the fleet had to answer, because one had gone"),
         ("restarts", "sum", "engines", "engines, or servers of the fleet, that were started again"),
     ),

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.checkpoints import Checkpoint, Look
-from megatron_rl.checkpoint.resume import dropped_keys, goes_on_from, refuse_changes, rewind
+from megatron_rl.checkpoint.resume import goes_on_from, refuse_changes, rewind
 from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
 from megatron_rl.config.schema import IfExists
@@ -192,7 +192,6 @@ def _claim(path: Path, if_exists: IfExists, look: Look) -> tuple[FileIO, Checkpo
             return lock, None, moved
         torn: list[str] = []
         if if_exists is IfExists.resume and (found := goes_on_from(path, look, torn.append)):
-            torn += dropped_keys(RunDir(path).config) if RunDir(path).config.is_file() else []
             return lock, found, "\n".join((*torn, f"{path} goes on after step {found.step}, saved at {found.time}"))
         with lock:
             _check_free(path, if_exists, locked=False)

@@ -119,8 +119,8 @@ def engine_arguments(
         arguments["distributed_executor_backend"] = "mp"
     if settings.in_flight_cache == Cache.keep and sampler.vllm.get("enable_prefix_caching"):
         raise ConfigError(
-            "sampler.vllm.enable_prefix_caching: true does not go with rollout.in_flight: keep_cache, since new "
-            "answers would begin on what old weights have cached: leave it out, or set rollout.in_flight: continue"
+            "sampler.vllm.enable_prefix_caching: true does not go with rollout.in_flight_cache: keep, since new "
+            "answers would begin on what old weights have cached: leave it out, or set rollout.in_flight_cache: rebuild"
         )
     given = dict(sampler.vllm)
     if settings.head is Precision.fp32:

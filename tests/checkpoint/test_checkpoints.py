@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.checkpoints import TornCheckpoint
-from megatron_rl.checkpoint.resume import dropped_keys, goes_on_from, refuse_changes, rewind
-from megatron_rl.config import ConfigError, recorded_config, to_yaml
+from megatron_rl.checkpoint.resume import goes_on_from, refuse_changes, rewind
+from megatron_rl.config import ConfigError
 from megatron_rl.config.plain_yaml import write_yaml
 
 CONFIG = {
@@ -134,7 +133,7 @@ def test_a_manifest_of_any_types(kept: tuple[Path, dict[str, Any]], place: tuple
         return
     assert (found.step, type(found.updates), type(found.driver["position"])) == (4, int, int)
     assert found.best is None or type(found.best[1]) is float
-    assert checkpoints.prune(path.parent, keep_last=1) == []
+    assert checkpoints.prune(path.parent, keep_last=1, keep_every=0) == []
 
 
 def forge(path: Path, content: dict[str, Any]) -> None:
@@ -189,36 +188,12 @@ def test_a_checkpoint_under_another_name(tmp_path: Path) -> None:
     assert "it is that of step 2" in said[0]
 
 
-def test_what_stays_is_the_last_ones_and_the_best(tmp_path: Path) -> None:
+def test_what_stays_is_the_last_ones_the_best_and_every_so_many(tmp_path: Path) -> None:
     for step, score in ((1, 0.2), (2, 0.9), (3, 0.9), (4, None), (5, 0.1), (6, None), (7, 0.3)):
         save(tmp_path, step, score)
-    removed = checkpoints.prune(tmp_path, keep_last=2)
-    assert checkpoints.steps(tmp_path) == [7, 6, 2]  # 2: of the two best the first
-    assert sorted(removed) == [1, 3, 4, 5]
-
-
-def test_a_run_of_the_version_before_goes_on_without_the_keys_that_are_gone(tmp_path: Path) -> None:
-    """Those whose value still stands are dropped, with one line; one that said something else is refused."""
-    text = (Path(__file__).parent / "earlier_config.yaml").read_text()
-    recorded = tmp_path / "config.yaml"
-    recorded.write_text(text)
-    config = recorded_config(recorded, ["run.steps=9"])
-    refuse_changes(recorded, to_yaml(config))
-    (line,) = dropped_keys(recorded)
-    assert line.startswith("keys removed here are dropped: data.shuffle, rollout.stale, ")
-    assert config.loss.tau_negative == 1.05 and config.loss.parameters == {}
-    recorded.write_text(to_yaml(config))
-    assert dropped_keys(recorded) == []
-    for old, new, said in (
-        ("shuffle: true", "shuffle: false", "data.shuffle: False -> "),
-        ("overlong_penalty: 1.0", "overlong_penalty: 0.5", "reward.overlong_penalty: 0.5 -> "),
-        ("tau_negative: 1.05", "tau_negative: 2.0", "loss.parameters.tau_negative: 2.0 -> "),
-    ):
-        assert old in text
-        recorded.write_text(text.replace(old, new))
-        with pytest.raises(ConfigError, match=re.escape(said)):
-            refuse_changes(recorded, to_yaml(config))
-    assert recorded_config(recorded).loss.tau_negative == 2.0
+    removed = checkpoints.prune(tmp_path, keep_last=2, keep_every=4)
+    assert checkpoints.steps(tmp_path) == [7, 6, 4, 2]  # 2: of the two best the first
+    assert sorted(removed) == [1, 3, 5]
 
 
 def test_what_a_killed_run_had_begun_is_cleaned_up(tmp_path: Path) -> None:

@@ -151,12 +151,12 @@ def test_several_files_take_turns_as_their_weights_say(tmp_path: Path, tokenizer
     large = written(tmp_path / "b.jsonl", [{"question": f"{each}+2=", "answer": "2"} for each in range(50)])
     found = loaded(tokenizer, {small: 1, large: 3})
     assert [one.id for one in found.prompts] == list(range(53))
-    whole = PromptOrder(found, seed=3)
+    whole = PromptOrder(found, seed=3, shuffle=True)
     taken = whole.take(2000)
     assert sum(one.answer == "1" for one in taken) == 500
     of_small = [one.id for one in taken if one.answer == "1"]
     assert all(sorted(of_small[at : at + 3]) == [0, 1, 2] for at in range(0, 498, 3))  # each epoch has all of them
-    resumed = PromptOrder(found, seed=3, position=777)
+    resumed = PromptOrder(found, seed=3, shuffle=True, position=777)
     assert resumed.take(500) == taken[777:1277] and resumed.position == 1277
 
 
@@ -174,7 +174,7 @@ def test_a_large_data_set_is_read_when_it_is_drawn(
     assert isinstance(whole.prompts, tuple) and not isinstance(found.prompts, tuple)
     assert found.describe() == whole.describe() == "19999 prompts of 20001 rows (1 duplicates, 1 too long left out)"
     assert list(found.prompts[120:125]) == list(whole.prompts[120:125])
-    drawn = (PromptOrder(one, seed=1).take(300) for one in (whole, found))
+    drawn = (PromptOrder(one, seed=1, shuffle=True).take(300) for one in (whole, found))
     assert next(drawn) == next(drawn)
     with pytest.raises(ConfigError, match=r"1 prompts of .* are longer"):
         loaded(tokenizer, path)

@@ -129,13 +129,13 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
 
 def test_the_order_resumes_from_its_position(toy: Path, tokenizer: FolderTokenizer) -> None:
     dataset = load_dataset("train", DataSection(train=str(toy / "train.jsonl")), tokenizer, 12)
-    whole = PromptOrder(dataset, seed=3)
+    whole = PromptOrder(dataset, seed=3, shuffle=True)
     taken = whole.take(70) + whole.take(70)
-    resumed = PromptOrder(dataset, seed=3, position=70)
+    resumed = PromptOrder(dataset, seed=3, shuffle=True, position=70)
     assert resumed.take(70) == taken[70:]
     assert resumed.position == whole.position == 140
     first, second = taken[:90], [*taken[90:], *whole.take(40)]
     assert {prompt.id for prompt in first} == {prompt.id for prompt in second} == {p.id for p in dataset.prompts}
     assert first != second
-    assert PromptOrder(dataset, seed=4).take(90) != first
+    assert PromptOrder(dataset, seed=4, shuffle=True).take(90) != first
     assert PromptOrder(dataset, seed=4, shuffle=False).take(90) == list(dataset.prompts)

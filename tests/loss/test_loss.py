@@ -29,17 +29,17 @@ from megatron_rl.runs.metrics import METRICS
 B, T = 8, 7
 CONFIGS = {
     "ppo": LossConfig(name="ppo", clip_low=0.2, clip_high=0.28),
-    "ppo dual": LossConfig(name="ppo", clip_low=0.3, clip_high=0.1, parameters={"dual_clip": 1.5}),
+    "ppo dual": LossConfig(name="ppo", clip_low=0.3, clip_high=0.1, dual_clip=1.5),
     "gspo": LossConfig(name="gspo", clip_low=0.01, clip_high=0.1),
-    "gspo dual": LossConfig(name="gspo", clip_low=0.05, clip_high=0.1, parameters={"dual_clip": 1.1}),
+    "gspo dual": LossConfig(name="gspo", clip_low=0.05, clip_high=0.1, dual_clip=1.1),
     "cispo": LossConfig(name="cispo", clip_low=0.3, clip_high=0.2),
     "cispo absolute": LossConfig(name="cispo", clip_low=0.3, clip_high=1.5, absolute=True),
-    "sapo": LossConfig(name="sapo", parameters={"tau_positive": 1.0, "tau_negative": 1.05}),
+    "sapo": LossConfig(name="sapo", tau_positive=1.0, tau_negative=1.05),
     "gmpo": LossConfig(name="gmpo", clip_low=0.2, clip_high=0.4),
     "dppo tv": LossConfig(name="dppo", clip_low=0.03, clip_high=0.05),
-    "dppo kl": LossConfig(name="dppo", clip_low=0.01, clip_high=0.02, parameters={"trust_region": "binary_kl"}),
+    "dppo kl": LossConfig(name="dppo", clip_low=0.01, clip_high=0.02, trust_region="binary_kl"),
     "clip_cov": LossConfig(name="clip_cov"),
-    "kl_cov": LossConfig(name="kl_cov", parameters={"cov_kl_coef": 0.7}),
+    "kl_cov": LossConfig(name="kl_cov", cov_kl_coef=0.7),
     "reinforce": LossConfig(name="reinforce"),
     "rollout_is": LossConfig(name="rollout_is", clip_low=0.3, clip_high=0.5),
     "cross_entropy": LossConfig(name="cross_entropy"),
@@ -387,7 +387,7 @@ class TestCovariance:
         return ((advantages_BT - a) * (prox_BT - p)).masked_fill(~mask_BT, -math.inf)
 
     def test_kl_cov_takes_the_highest(self) -> None:
-        config = LossConfig(name="kl_cov", parameters={"cov_fraction": 0.1})
+        config = LossConfig(name="kl_cov", cov_fraction=0.1)
         prox_BT, advantages_B, mask_BT = self.batch()
         selected_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=0)
         count = int(0.1 * mask_BT.sum())
@@ -396,7 +396,7 @@ class TestCovariance:
         assert covariance_BT[selected_BT].min() >= covariance_BT[mask_BT & ~selected_BT].max()
 
     def test_clip_cov_draws_inside_its_band_by_seed(self) -> None:
-        config = LossConfig(name="clip_cov", parameters={"cov_fraction": 0.08, "cov_low": 0.5, "cov_high": 2.0})
+        config = LossConfig(name="clip_cov", cov_fraction=0.08, cov_low=0.5, cov_high=2.0)
         batch = self.batch()
         draws = [select_by_covariance(*batch, config, seed=seed) for seed in (0, 0, 1)]
         assert torch.equal(draws[0], draws[1])
@@ -410,7 +410,7 @@ class TestCovariance:
         order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
         padding = torch.full((12, 3), math.nan)
         for name in ("clip_cov", "kl_cov"):
-            config = LossConfig(name=name, parameters={"cov_fraction": 0.1, "cov_low": 0.2})
+            config = LossConfig(name=name, cov_fraction=0.1, cov_low=0.2)
             plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
             moved_BT = select_by_covariance(
                 torch.cat([prox_BT, padding], 1)[order],
@@ -424,7 +424,7 @@ class TestCovariance:
     def test_rounding_never_decides(self) -> None:
         """Equal advantages leave every covariance at zero, up to a rounding error that padding would change."""
         generator = torch.Generator().manual_seed(2)
-        config = LossConfig(name="kl_cov", parameters={"cov_fraction": 0.4})
+        config = LossConfig(name="kl_cov", cov_fraction=0.4)
         draws = set()
         for seed in range(20):
             prox_BT = -torch.rand(1, 9, generator=generator) * 5
@@ -443,7 +443,7 @@ class TestCovariance:
         prox_BT, advantages_B, mask_BT = self.batch()
         mask_BT[4] = False
         for name in ("clip_cov", "kl_cov"):
-            config = LossConfig(name=name, parameters={"cov_fraction": 0.1, "cov_low": 0.2})
+            config = LossConfig(name=name, cov_fraction=0.1, cov_low=0.2)
             plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
             spoiled_B = advantages_B.clone()
             spoiled_B[4] = math.nan

@@ -108,10 +108,10 @@ def test_a_disk_that_is_short(place: Path, capsys: pytest.CaptureFixture[str], m
 
 def test_what_a_large_run_writes() -> None:
     shape = ModelShape.from_hf(json.loads((ROOT / "conf" / "model" / "Qwen3-8B.json").read_text()))
-    sections = (LearnerSection(), RunSection(steps=1000), RolloutSection(), CheckpointSection(keep_last=6))
+    sections = (LearnerSection(), RunSection(steps=1000), RolloutSection(), CheckpointSection(keep_every=250))
     found = disk.writes(shape, *sections, LogSection(export=True))
     assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)
-    assert found.checkpoints == 6 + 1
+    assert found.checkpoints == 2 + 4 + 1
     assert found.models == pytest.approx(2 * 8.19e9, rel=0.01)
     assert found.rollouts == 100 * 64 * 8 * (512 * 8 + 512 * 22)
     assert disk.writes(shape, *sections[:3], CheckpointSection(minutes=0), LogSection(record_every=0)).total < 5e6

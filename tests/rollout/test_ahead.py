@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.schema import InFlight, RewardSection, RolloutSection
+from megatron_rl.config.schema import InFlight, RewardSection, RolloutSection, Stale
 from megatron_rl.data.order import PromptOrder
 from megatron_rl.data.prompts import Dataset
 from megatron_rl.rewards.pool import Score
@@ -150,10 +150,13 @@ class WholeRounds(Stream):
 
 
 @pytest.mark.parametrize("most", [1, 2, 5])
+@pytest.mark.parametrize("stale", list(Stale))
 @pytest.mark.parametrize("in_flight", list(InFlight))
-def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(most: int, in_flight: InFlight) -> None:
+def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(
+    most: int, stale: Stale, in_flight: InFlight
+) -> None:
     source, chance = Source(most), random.Random(most)
-    with ahead(source, last=30, ahead=most, in_flight=in_flight) as batches:
+    with ahead(source, last=30, ahead=most, stale=stale, in_flight=in_flight) as batches:
         drawn_to, ages = 0, set()
         for step in range(1, 31):
             found = batches.take(step)
@@ -165,7 +168,7 @@ def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(most: int
                 until(lambda to=drawn_to: source.added[-1][0] >= to)
             time.sleep(chance.random() * 0.004)
             with batches.updating():
-                assert source.open == 0 or in_flight is not InFlight.finish
+                assert source.open == 0 or in_flight is InFlight.continue_
                 source.version = step
         assert min(ages) >= 0 and most >= max(ages) > 0
         time.sleep(0.02)
@@ -185,6 +188,22 @@ def test_it_goes_as_far_ahead_as_it_may_and_waits_for_versions() -> None:
             source.version = 1
         until(lambda: len(source.added) == 5 * 8)
         assert batches.take(3).metrics["rollout/ready_ahead"] >= 1
+
+
+def test_a_sampler_that_stayed_behind_has_what_it_drew_dropped() -> None:
+    source = Source(dull=0)
+    with ahead(source, ahead=1, stale=Stale.drop) as batches:
+        batches.take(1)
+        batches.take(2)  # version 1 was refused
+        until(lambda: len(source.added) == 3 * 8)  # the batch of step 3 is begun with version 0
+        assert not batches.goes_on_without(3)
+        with batches.updating():
+            source.version = 2
+        found = batches.take(3)
+        assert found.ordinals == (16, 24)
+        assert {one.rollout.policy_version for one in found.scored} == {2}
+        assert found.metrics["rollout/dropped"] >= 16
+        assert batches.take(4).metrics["rollout/dropped"] == 0
 
 
 def test_an_update_waits_for_what_is_being_written_and_refills_wait_for_the_update() -> None:

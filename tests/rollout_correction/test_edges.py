@@ -70,13 +70,10 @@ def test_clip_fractions_of_a_trust_region() -> None:
     assert fractions("dppo", shift, -1.0, clip_low=0.05, clip_high=0.05) == (0.0, 0.25)
 
 
-_DUAL = LossConfig(parameters={"dual_clip": 3.0})
-
-
 def test_dual_clip_fraction() -> None:
     """Ratio e^2 above c = 3 for one token of four, and for negative advantages only."""
     for advantage, fraction in ((-1.0, 0.25), (1.0, 0.0)):
-        metrics = policy_loss(inputs([[2.0, 1.0, 0.0, -2.0]], [advantage]), _DUAL)[1]
+        metrics = policy_loss(inputs([[2.0, 1.0, 0.0, -2.0]], [advantage]), LossConfig(dual_clip=3.0))[1]
         assert float(metrics["loss/dual_clip_fraction"]) == fraction
 
 
@@ -90,7 +87,7 @@ def test_bounds_that_a_ratio_of_one_touches() -> None:
 
 def test_a_binary_kl_of_certain_tokens() -> None:
     """From 1 to 0.5 it is log 2, from 0.5 to 1 without bound: both leave a region of 0.44."""
-    region = {"name": "dppo", "parameters": {"trust_region": "binary_kl"}, "clip_low": 0.44, "clip_high": 0.44}
+    region = {"name": "dppo", "trust_region": "binary_kl", "clip_low": 0.44, "clip_high": 0.44}
     certain = policy_loss(inputs([[-LOG2]], [-1.0], anchor=0.0), LossConfig(**region))[1]  # type: ignore[arg-type]
     assert float(certain["loss/clip_fraction_low"]) == 1.0
     becoming = policy_loss(inputs([[LOG2]], [1.0], anchor=-LOG2), LossConfig(**region))[1]  # type: ignore[arg-type]
@@ -184,7 +181,7 @@ def test_the_penalty_of_an_overlong_answer_is_one() -> None:
 
 
 def test_a_small_batch_selects_one_token() -> None:
-    config = LossConfig(name="kl_cov", parameters={"cov_fraction": 1e-4})
+    config = LossConfig(name="kl_cov", cov_fraction=1e-4)
     selected_BT = select_by_covariance(torch.tensor([[-1.0, -2.0]]), torch.ones(1), torch.ones(1, 2), config, seed=0)
     assert selected_BT is not None
     assert int(selected_BT.sum()) == 1
@@ -259,9 +256,10 @@ def test_corrections_just_beyond_it(config: CorrectionConfig, path: str) -> None
 @pytest.mark.parametrize(
     "keys",
     [
-        {"parameters": {"dual_clip": 1.1}},
-        {"name": "kl_cov", "parameters": {"cov_kl_coef": 0.0}},
-        {"name": "kl_cov", "parameters": {"cov_kl_coef": 0.5, "cov_fraction": 1.0}},
+        {"dual_clip": 1.1},
+        {"cov_kl_coef": 0.0},
+        {"cov_kl_coef": 0.5},
+        {"cov_fraction": 1.0},
         {"clip_low": 1.0},
         {"clip_low": 0.0, "clip_high": 0.0, "kl_coef": 0.0},
         {"name": "cispo", "absolute": True, "clip_low": 2.0},
@@ -271,17 +269,10 @@ def test_losses_at_the_edge_of_what_is_allowed(keys: dict) -> None:
     assert check_loss(LossConfig(**keys)) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "keys"),
-    [
-        ("ppo", {"dual_clip": 1.0}),
-        ("sapo", {"tau_negative": 0.0}),
-        ("clip_cov", {"cov_low": 5.0, "cov_high": 5.0}),
-    ],
-)
-def test_losses_just_beyond_it(name: str, keys: dict) -> None:
-    (found,) = check_loss(LossConfig(name=name, parameters=keys))
-    assert found.startswith(f"loss.parameters.{next(iter(keys))} is")
+@pytest.mark.parametrize("keys", [{"dual_clip": 1.0}, {"tau_negative": 0.0}, {"cov_low": 5.0, "cov_high": 5.0}])
+def test_losses_just_beyond_it(keys: dict) -> None:
+    (found,) = check_loss(LossConfig(**keys))
+    assert found.startswith(f"loss.{next(iter(keys))} is")
 
 
 def test_totals_of_no_prompt() -> None:

@@ -213,8 +213,7 @@ def test_weights_are_bounded_or_average_one_and_ess_is_a_fraction(
 def losses(draw: st.DrawFn) -> LossConfig:
     name = draw(st.sampled_from(list(LossName)))
     reduction = draw(st.sampled_from(list(Reduction)))
-    kl_coef = draw(st.sampled_from([0.0, 0.1]))
-    return LossConfig(name=name, reduction=reduction, kl_coef=kl_coef, parameters={"dual_clip": 3.0})
+    return LossConfig(name=name, reduction=reduction, kl_coef=draw(st.sampled_from([0.0, 0.1])), dual_clip=3.0)
 
 
 def loss_inputs(batch: Batch, found: Correction, advantages_B: torch.Tensor) -> LossInputs:

@@ -138,7 +138,7 @@ def test_a_binary_kl_is_from_the_anchor_to_the_policy() -> None:
     """0.9 to 0.5 is 0.368 nats and 0.511 the other way: a region of 0.44 lets the token in."""
     found = rollout_correction(torch.tensor([[0.9]]).log(), torch.zeros(1, 1), torch.ones(1, 1), CorrectionConfig())
     inputs = inputs_for(found, [-1.0], logprobs_BT=torch.tensor([[0.5]]).log())
-    config = LossConfig(name="dppo", clip_low=0.44, parameters={"trust_region": "binary_kl"})
+    config = LossConfig(name="dppo", trust_region="binary_kl", clip_low=0.44)
     assert float(policy_loss(inputs, config)[1]["loss/clip_fraction_low"]) == 0.0
 
 
@@ -223,7 +223,7 @@ def test_nan_times_zero_in_advantages_and_selections() -> None:
         assert bool(torch.isfinite(advantages_N).all()), estimator
     prox_BT = torch.tensor([[-1.0, -2.0, math.nan], [-3.0, -1.0, math.nan]])
     mask_BT = torch.isfinite(prox_BT)
-    config = LossConfig(name="kl_cov", parameters={"cov_fraction": 0.25})
+    config = LossConfig(name="kl_cov", cov_fraction=0.25)
     selected_BT = select_by_covariance(prox_BT, torch.tensor([1.0, -1.0]), mask_BT, config, seed=0)
     assert selected_BT is not None
     assert selected_BT.tolist() == [[False, False, False], [True, False, False]]  # a low p, a low A
@@ -447,7 +447,7 @@ def test_weights_average_one_over_what_is_kept() -> None:
 
 def test_selected_tokens_do_not_depend_on_padding() -> None:
     prox_BT, advantages_B = torch.tensor([[-1.0, -2.0], [-5.0, -4.0]]), torch.tensor([3.0, 1.0])
-    config = LossConfig(name="kl_cov", parameters={"cov_fraction": 0.5})
+    config = LossConfig(name="kl_cov", cov_fraction=0.5)
     narrow_BT = select_by_covariance(prox_BT, advantages_B, torch.ones(2, 2), config, seed=0)
     wide_BT = select_by_covariance(
         torch.cat([prox_BT, torch.zeros(2, 6)], 1),
@@ -637,7 +637,7 @@ def test_no_loss_ignores_the_weights(name: LossName) -> None:
         inputs = inputs_for(found, [1.0, -2.0], weights_BT=found.weights_BT * scale)
         inputs = replace(inputs, selected_BT=torch.tensor([[True, False], [False, True]]))
         inputs = replace(inputs, anchor_logprobs_BT=inputs.anchor_logprobs_BT - 0.1)
-        loss, _ = policy_loss(inputs, LossConfig(name=name, parameters={"cov_kl_coef": 3.0}))
+        loss, _ = policy_loss(inputs, LossConfig(name=name, cov_kl_coef=3.0))
         losses.append(float(loss.detach()))
         gradients.append(torch.autograd.grad(loss, inputs.logprobs_BT)[0])
     assert gradients[0].any()
@@ -668,7 +668,7 @@ def test_no_selection_looks_at_a_rejected_token(name: str, fraction: float) -> N
     """
     prox_BT, advantages_B = torch.tensor([[-1.0, -2.0], [-3.0, -60.0], [-90.0, -0.1]]), torch.tensor([-2.0, 1.0, 50.0])
     mask_BT = torch.tensor([[True, True], [True, False], [False, False]])
-    config = LossConfig(name=name, parameters={"cov_fraction": fraction, "cov_low": -0.5, "cov_high": 2.5})
+    config = LossConfig(name=name, cov_fraction=fraction, cov_low=-0.5, cov_high=2.5)
     selected_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=0)
     assert selected_BT is not None
     assert selected_BT.tolist() == [[False, True], [False, False], [False, False]]

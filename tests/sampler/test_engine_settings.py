@@ -7,23 +7,12 @@ import pytest
 from tiny_engine import make_config
 
 from megatron_rl.config import ConfigError
-from megatron_rl.config.schema import (
-    Device,
-    EvalSection,
-    EvalSet,
-    FleetSection,
-    Format,
-    InFlight,
-    ModelSection,
-    Precision,
-)
+from megatron_rl.config.schema import Cache, Device, EvalSection, FleetSection, Format, ModelSection, Precision
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments
 
 
 def test_arguments_follow_the_config(tmp_path):
-    settings = EngineSettings.from_config(
-        replace(make_config(), eval=EvalSection(sets={"long": EvalSet(max_response_tokens=100)}))
-    )
+    settings = EngineSettings.from_config(replace(make_config(), eval=EvalSection(max_response_tokens=100)))
     arguments = engine_arguments(settings, tmp_path)
     assert json.loads(json.dumps(arguments)) == arguments, "they travel as a message"
     assert arguments["max_model_len"] == 24 + 100
@@ -59,12 +48,14 @@ def test_on_gpus_nothing_is_compiled_or_downloaded_at_the_start(tmp_path):
 def test_an_engine_whose_answers_keep_their_cache_over_an_update_shares_no_prefixes(tmp_path):
     config = make_config()
     rebuilt = replace(EngineSettings.from_config(config), device=Device.cuda)
-    kept = replace(config, rollout=replace(config.rollout, in_flight=InFlight.keep_cache))
+    kept = replace(config, rollout=replace(config.rollout, in_flight_cache=Cache.keep))
     settings = replace(EngineSettings.from_config(kept), device=Device.cuda)
     assert engine_arguments(rebuilt, tmp_path)["enable_prefix_caching"] is True
     assert engine_arguments(settings, tmp_path)["enable_prefix_caching"] is False
     wished = replace(settings, sampler=replace(settings.sampler, vllm={"enable_prefix_caching": True}))
-    with pytest.raises(ConfigError, match=r"enable_prefix_caching: true does not go with rollout\.in_flight: keep_c"):
+    with pytest.raises(
+        ConfigError, match=r"enable_prefix_caching: true does not go with rollout\.in_flight_cache: keep"
+    ):
         engine_arguments(wished, tmp_path)
 
 

@@ -243,5 +243,6 @@ base: recipes/dapo-qwen3_8b-1n8g-int8.yaml
 model: {{path: {toy}/model, init: random}}
 data: {{train: {toy}/train.jsonl, eval: {toy}/test.jsonl, prompt_key: prompt, answer_key: answer, template: null}}
 rollout: {{max_prompt_tokens: 12, max_response_tokens: 8}}
+eval: {{max_response_tokens: 8}}
 reward: {{overlong_buffer: 0}}
 """

@@ -95,7 +95,7 @@ def bench_rollout(repeats: int) -> None:
         for repeat in range(repeats + 1):
             drawn = []
             for how, answers in (("as they finish", sampler), ("whole rounds", AtOnce(sampler))):
-                order = PromptOrder(dataset, config.run.seed, position=repeat * 4096)
+                order = PromptOrder(dataset, config.run.seed, shuffle=True, position=repeat * 4096)
                 collector = Collector(rollout, order, answers, scorer, rebaseline=True, seed=1)  # type: ignore[arg-type]
                 begun = time.perf_counter()
                 collected = collector.collect(repeat)

@@ -69,7 +69,7 @@ class Swap:
     @property
     def pause(self) -> str:
         """As a server is told: it stops before its next step, or once what it works on is answered."""
-        return "wait" if self.in_flight == InFlight.finish else "keep"
+        return "keep" if self.in_flight == InFlight.continue_ else "wait"
 
     @property
     def forget(self) -> str:

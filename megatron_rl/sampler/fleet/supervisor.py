@@ -163,8 +163,8 @@ class Supervisor:
             )
         if swap.cache == Cache.keep and config["cache_config"]["enable_prefix_caching"]:
             raise ReplicaGone(
-                f"{replica.address} caches prefixes, which old weights could outlive under rollout.in_flight="
-                "keep_cache: start it with --no-enable-prefix-caching, or use in_flight: continue"
+                f"{replica.address} caches prefixes, which old weights could outlive under rollout.in_flight_cache="
+                "keep: start it with --no-enable-prefix-caching, or use in_flight_cache: rebuild"
             )
 
     async def _unless_gone(self, work: Coroutine[Any, Any, None]) -> None:

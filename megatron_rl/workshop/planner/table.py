@@ -59,7 +59,7 @@ def _ahead(time: StepTime, plan: Plan, rollout: RolloutSection) -> Iterator[str]
         f"{waits}. Batches that wait take {_gib(plan.work.waiting_bytes(rollout.ahead))} GiB of the driver's host"
     )
     # an update that comes into the middle of an answer makes the rest of it younger
-    older = min(1.0, time.learner / time.rollout) if rollout.in_flight is not InFlight.finish else 1.0
+    older = min(1.0, time.learner / time.rollout) if rollout.in_flight is InFlight.continue_ else 1.0
     yield f"          about {older:.0%} of a batch's tokens are {rollout.ahead} update(s) old, the others younger"
 
 

@@ -33,7 +33,7 @@ def prime_rl(mapping: Mapping[str, Any]) -> Translation:
         raise keys.error(FACTOR, "our losses have no factor on the advantage; set it to 1 and scale the learning rate")
     low, high = (0.2 if (mask := keys.number(name)) is None else mask for name in (LOW, HIGH))
     keys.notes.append(
-        "the ratio is to the sampler; goes with loss.name: dppo, loss.parameters.trust_region: total_variation, "
+        "the ratio is to the sampler; goes with loss.name: dppo, loss.trust_region: total_variation, "
         f"loss.clip_low: {low:g}, loss.clip_high: {high:g}, loss.reduction: token_mean"
     )
     return Translation(BYPASS, keys.notes)

@@ -50,7 +50,7 @@ def test_a_conversation_goes_on_until_its_beginning_has_no_room(tmp_path: Path) 
 
 
 def test_without_a_template_each_text_is_continued(tmp_path: Path) -> None:
-    talk, sampler = chat(tmp_path, talks=False, eval={"temperature": 0.5, "sets": {"long": {"max_response_tokens": 9}}})
+    talk, sampler = chat(tmp_path, talks=False, eval={"temperature": 0.5, "max_response_tokens": 9})
     assert [talk.answer(text) for text in ("1+1", "2+2=")] == ["3", "4"]
     assert sampler.asked == ["1+1", "2+2="]
     assert (sampler.params[0].temperature, sampler.params[0].max_tokens) == (0.5, 9)
