@@ -5,20 +5,25 @@ Each check returns sentences that name the key's path, its value and the way out
 
 from __future__ import annotations
 
-from megatron_rl.config.correction_values import Findings, check_correction
+import math
+
+from megatron_rl.config.bounds import as_written
 from megatron_rl.config.schema import (
     AdvantageConfig,
+    Aggregate,
     Anchor,
     CorrectionConfig,
     Level,
     LossConfig,
+    Outside,
+    Reduce,
     Reduction,
+    RejectRule,
     Stat,
+    WeightConfig,
 )
 from megatron_rl.config.shape import sound
 from megatron_rl.loss.table import losses
-
-__all__ = ["check_advantage", "check_correction", "check_loss", "check_objective"]
 
 BANDED = losses(lambda loss: loss.band)
 OPEN_BANDED = losses(lambda loss: loss.band == "open")
@@ -29,6 +34,17 @@ PER_ROW = losses(lambda loss: loss.per_row)
 WITH_RATIO = losses(lambda loss: loss.ratio)
 AGAINST_SAMPLER = losses(lambda loss: loss.against_sampler)
 SUPERVISED = losses(lambda loss: loss.supervised)
+# what a statistic is never below
+FLOOR = {Stat.ratio: 0.0, Stat.k2: 0.0, Stat.k3: 0.0, Stat.m2: 0.0, Stat.abs: 1.0, Stat.staleness: 0.0}
+
+
+class Findings(list[str]):
+    def add(self, path: str, value: object, way_out: str) -> None:
+        self.append(f"{path} is {as_written(value)}: {way_out}")
+
+    def ordered(self, path: str, low: float | None, high: float | None) -> None:
+        if low is not None and high is not None and low >= high:
+            self.add(f"{path}.low", low, f"it must be below {path}.high, which is {as_written(high)}")
 
 
 def check_objective(correction: CorrectionConfig, loss: LossConfig, advantage: AdvantageConfig) -> list[str]:
@@ -95,3 +111,97 @@ def _check_clip(found: Findings, config: LossConfig, path: str) -> None:
 
 def check_advantage(config: AdvantageConfig, path: str = "advantage") -> list[str]:
     return list(sound(config, path)[1].values())
+
+
+def check_correction(config: CorrectionConfig, path: str = "correction") -> list[str]:
+    """Values one by one, then what two of them say together."""
+    config, wrong = sound(config, path)
+    found = Findings(wrong.values())
+    _check_weight(found, config.weight, f"{path}.weight")
+    for place, rule in enumerate(config.reject):
+        if not any(key.startswith(f"{path}.reject[{place}]") for key in wrong):
+            _check_rule(found, rule, f"{path}.reject[{place}]")
+    if config.anchor == Anchor.sampler:
+        _check_sampler_anchor(found, config, path)
+    return list(found)
+
+
+def _check_weight(found: Findings, weight: WeightConfig, path: str) -> None:
+    found.ordered(path, weight.low, weight.high)
+    if weight.level != Level.sequence and weight.aggregate != Aggregate.product:
+        found.add(f"{path}.aggregate", weight.aggregate, f"only {path}.level: sequence aggregates; leave it at product")
+    if weight.level == Level.none:
+        if weight.outside != Outside.truncate:
+            found.add(f"{path}.outside", weight.outside, f"{path}.level is none, so there is no weight; use token")
+        if weight.normalize:
+            found.add(f"{path}.normalize", True, f"{path}.level is none, so every weight is 1; use false")
+    elif weight.outside == Outside.zero and weight.low is None and weight.high is None:
+        found.add(f"{path}.outside", weight.outside, f"nothing is outside without a bound; set {path}.low or high")
+    if weight.target_ess is not None:
+        _check_target(found, weight, path)
+
+
+def _check_target(found: Findings, weight: WeightConfig, path: str) -> None:
+    key, target = f"{path}.target_ess", weight.target_ess
+    if weight.level == Level.none:
+        found.add(key, target, f"{path}.level is none, so there is no cap to solve; use token or sequence")
+    if weight.outside != Outside.truncate:
+        way_out = f"with {path}.outside: zero the sample size is not monotone in the cap; use outside: truncate"
+        found.add(key, target, way_out)
+        return
+    if weight.high is not None and weight.high < 1.0:
+        found.add(f"{path}.high", weight.high, "it is the ceiling of the solved cap, whose floor is 1; use 1 or more")
+    if weight.low is not None and weight.low > 1.0:
+        found.add(f"{path}.low", weight.low, "the solved cap may go down to 1; use at most 1")
+
+
+def _check_rule(found: Findings, rule: RejectRule, path: str) -> None:
+    if rule.level == Level.none:
+        found.add(f"{path}.level", rule.level, "a rule rejects tokens or sequences; use token or sequence")
+    if rule.level == Level.sequence and rule.reduce is None:
+        found.add(f"{path}.reduce", None, f"a sequence rule needs one of {', '.join(Reduce)}")
+    if rule.level == Level.token and rule.reduce is not None:
+        found.add(f"{path}.reduce", rule.reduce, "a token rule reduces nothing; leave it out, or use level: sequence")
+    if rule.stat == Stat.staleness:
+        for key in ("when", "budget"):
+            if getattr(rule, key) is not None:
+                found.add(f"{path}.{key}", getattr(rule, key), "staleness is judged first, by bounds; leave it out")
+    if rule.budget is None:
+        if rule.low is None and rule.high is None:
+            found.add(path, f"{as_written(rule.stat)} without bounds", "give low, high or budget")
+        _check_bounds(found, rule, path)
+        return
+    if rule.low is not None or rule.high is not None:
+        found.add(f"{path}.budget", rule.budget, "a budget sets its own bound; leave out low and high")
+    if rule.when is not None:
+        found.add(f"{path}.when", rule.when, "a budget looks at all tokens; leave out when, or use low / high")
+    floor = FLOOR.get(rule.stat, 0.0)
+    if rule.budget <= floor:
+        found.add(f"{path}.budget", rule.budget, f"use a number above {floor:g}, the mean that survivors may have")
+
+
+def _check_bounds(found: Findings, rule: RejectRule, path: str) -> None:
+    """A bound where the statistic never is is a sign of a misread rule."""
+    found.ordered(path, rule.low, rule.high)
+    floor = FLOOR.get(rule.stat, -math.inf)
+    way_out = f"{rule.stat} is never below {floor:g}; bounds are on the stat itself"
+    if rule.low is not None and rule.low < floor:
+        found.add(f"{path}.low", rule.low, way_out)
+    # a continuous statistic is at its floor nowhere, staleness wherever the sampler is up to date
+    if rule.high is not None and (rule.high < floor or (rule.high == floor and rule.stat != Stat.staleness)):
+        found.add(f"{path}.high", rule.high, way_out)
+
+
+def _check_sampler_anchor(found: Findings, config: CorrectionConfig, path: str) -> None:
+    why = f"it needs the global batch before the loss, which {path}.anchor: sampler does not have; use"
+    if config.weight.normalize:
+        found.add(f"{path}.weight.normalize", True, f"{why} false")
+    if config.weight.target_ess is not None:
+        found.add(f"{path}.weight.target_ess", config.weight.target_ess, f"{why} null")
+    if config.rebaseline:
+        found.add(f"{path}.rebaseline", True, f"{why} false")
+    if config.renormalize:
+        found.add(f"{path}.renormalize", True, f"{why} false")
+    for place, rule in enumerate(config.reject):
+        if rule.budget is not None:
+            found.add(f"{path}.reject[{place}].budget", rule.budget, f"{why} low and high")

@@ -38,6 +38,14 @@ def devices(sampler: SamplerSection) -> list[str]:
     return texts if is_fleet(sampler) else [",".join(texts)]
 
 
+def gpus_of_engines(sampler: SamplerSection) -> set[int]:
+    """The GPUs of every engine of this machine: what is no number is reported elsewhere."""
+    given = devices(sampler)
+    if given:
+        return {int(device) for gpus in given for device in gpus.split(",") if device.isdecimal()}
+    return set(range(sampler.tensor_parallel)) if sampler.fleet.replicas or not is_fleet(sampler) else set()
+
+
 def replica_formats(sampler: SamplerSection, quantization: QuantizationSection) -> tuple[Format, ...]:
     """The weight format of every engine: the started servers, then the given ones; one for an embedded engine."""
     fleet = sampler.fleet

@@ -12,7 +12,7 @@ from inspect import signature
 from typing import Any
 
 from megatron_rl.config import alarms, correction_rules, fleet
-from megatron_rl.config.correction_values import Findings
+from megatron_rl.config.correction_rules import Findings
 from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,
     AdvantageConfig,
@@ -223,13 +223,8 @@ def rate(optim: OptimSection) -> Iterator[str]:
         yield f"optim.min_lr: {optim.min_lr:g} is above optim.lr: {optim.lr:g}, which decays to it; lower it"
 
 
-def virtual_pipeline(learner: LearnerSection) -> int | None:
-    """Chunks of layers per stage; None: one."""
-    return learner.megatron.get("virtual_pipeline_model_parallel_size")
-
-
 def pipeline(learner: LearnerSection) -> Iterator[str]:
-    chunks, stages = virtual_pipeline(learner), learner.pipeline_parallel
+    chunks, stages = learner.virtual_pipeline, learner.pipeline_parallel
     if chunks is not None and not (stages > 1 and chunks > 1):
         yield (
             f"learner.megatron.virtual_pipeline_model_parallel_size: {chunks} with learner.pipeline_parallel={stages}; "

@@ -295,6 +295,11 @@ class LearnerSection:
     # TransformerConfig fields, handed over as is, such as sequence_parallel, fp8
     megatron: Annotated[dict[str, Any], TRANSFORMER] = field(default_factory=dict)
 
+    @property
+    def virtual_pipeline(self) -> int | None:
+        """Chunks of layers per stage; None: one."""
+        return self.megatron.get("virtual_pipeline_model_parallel_size")
+
 
 @dataclass(frozen=True)
 class EvalSet:

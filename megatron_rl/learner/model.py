@@ -30,7 +30,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_rl.config.rules import virtual_pipeline
 from megatron_rl.config.schema import LearnerSection, Precision
 from megatron_rl.learner import limits
 from megatron_rl.learner.layers import UNROUNDED, HostSpecProvider, PackedRows, RMSNorm, add, rotary
@@ -54,7 +53,7 @@ def transformer_config(model: Model, learner: LearnerSection) -> TransformerConf
         raise ValueError(
             f"learner.megatron.fp8={limits.fp8(learner)} needs CUDA and Transformer Engine: leave it out here"
         )
-    chunks = virtual_pipeline(learner)
+    chunks = learner.virtual_pipeline
     dtype = torch.bfloat16 if learner.precision is Precision.bf16 else torch.float32
     fields: dict[str, Any] = {
         **_architecture(shape, model.hf_config),

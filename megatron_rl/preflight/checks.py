@@ -37,7 +37,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.weight_files import is_checkpoint
-from megatron_rl.preflight import engine, files, model_folder, notes, placement
+from megatron_rl.preflight import engine, files, notes, placement
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.preflight.sync_plan import size_problems
@@ -115,7 +115,7 @@ def check_served(model: ModelSection) -> None:
         raise ConfigError(
             str(error) if isinstance(error, ConfigError) else f"model.path={model.path}: {error}"
         ) from None
-    rules = (unquantized, model_folder.weights, model_folder.vocabulary, model_folder.end_of_text)
+    rules = (unquantized, files.weights, files.vocabulary, files.end_of_text)
     if problems := list(findings(rules, facts)):
         raise ConfigError("\n".join(problems))
 
@@ -227,13 +227,13 @@ def set_rewards(sets: Sequence[HeldOut], reward: RewardSection) -> Iterator[str]
 RULES: tuple[Rule, ...] = (
     size_problems, learner_limits, optimizer, unquantized, context, formats, learner_fp8, stop_metric, best_metric,
     reward_function, set_rewards,
-    *engine.RULES, *model_folder.RULES,
+    *engine.RULES, *files.MODEL_RULES,
     placement.ranks, placement.engine_gpus, placement.fleet_gpus, placement.host_memory, placement.reach,
     files.unnamed_data,
 )  # fmt: skip
 ALONE: tuple[Rule, ...] = (
     unquantized, context, formats, reward_function, set_rewards, *engine.RULES,
-    model_folder.vocabulary, model_folder.end_of_text,
+    files.vocabulary, files.end_of_text,
 )  # fmt: skip
 TO_FIND: tuple[Rule, ...] = (files.absent_model, files.absent_data, files.absent_key)
 ABSENT: tuple[Rule, ...] = (*TO_FIND, files.absent_dir, files.absent_servers)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from megatron_rl.config import foreign
 from megatron_rl.config.evaluation import longest_answer
-from megatron_rl.config.fleet import is_fleet, replica_formats
+from megatron_rl.config.fleet import gpus_of_engines, is_fleet, replica_formats
 from megatron_rl.config.rules import OWNED_ARGUMENTS
 from megatron_rl.config.schema import (
     TIES,
@@ -32,7 +32,6 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.machine import Machine
-from megatron_rl.preflight.placement import gpus_of_engines
 from megatron_rl.quantization.formats import FP8_CAPABILITY, is_ignored, is_quantized
 
 EXPERTS_PATTERN = r"re:.*\.experts\..*"  # every expert, for quantization.ignore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config.fleet import HOST_CACHE_BYTES, devices, distant, is_fleet
+from megatron_rl.config.fleet import HOST_CACHE_BYTES, devices, distant, gpus_of_engines, is_fleet
 from megatron_rl.config.schema import Device, LearnerSection, RewardSection, SamplerSection, Sleep, SyncSection
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import Machine, installed_gib
@@ -49,14 +49,6 @@ def engine_gpus(machine: Machine, sampler: SamplerSection, learner: LearnerSecti
             f"sampler.devices: the engine and the learner share GPU {_list(shared)}, and by itself vLLM takes nearly "
             "all memory; name other GPUs, or set sampler.vllm.gpu_memory_utilization (such as 0.3), or sampler.sleep"
         )
-
-
-def gpus_of_engines(sampler: SamplerSection) -> set[int]:
-    """The GPUs of every engine of this machine: what is no number is reported elsewhere."""
-    given = devices(sampler)
-    if given:
-        return {int(device) for gpus in given for device in gpus.split(",") if device.isdecimal()}
-    return set(range(sampler.tensor_parallel)) if sampler.fleet.replicas or not is_fleet(sampler) else set()
 
 
 def fleet_gpus(machine: Machine, sampler: SamplerSection) -> Iterator[str]:

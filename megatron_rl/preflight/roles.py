@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import ConfigError, read
-from megatron_rl.config.fleet import is_fleet, size
+from megatron_rl.config.fleet import gpus_of_engines, is_fleet, size
 from megatron_rl.config.schema import SamplerSection
 from megatron_rl.models.layout import Layout
-from megatron_rl.preflight.placement import gpus_of_engines
 
 
 @dataclass(frozen=True)

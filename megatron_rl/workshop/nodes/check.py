@@ -22,11 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.config import cluster, read
-from megatron_rl.config.fleet import size
+from megatron_rl.config.fleet import gpus_of_engines, size
 from megatron_rl.config.schema import Config, Device
 from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.machine import named
-from megatron_rl.preflight.placement import gpus_of_engines
 from megatron_rl.workshop.nodes import facts
 from megatron_rl.workshop.nodes.attend import ANSWER_S, ARRIVE_S, NO_RESULT, RING_S, Board, attend
 from megatron_rl.workshop.nodes.facts import Facts, Needs, Problem
