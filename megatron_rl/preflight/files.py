@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.checkpoint.torch_dist import places as torch_dist_places
+from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
 from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.load import CONF
@@ -132,7 +132,7 @@ def weights(model: ModelSection, shape: ModelShape) -> Iterator[str]:
     if model.init == ModelInit.pretrained and list(folder.glob("*.safetensors")):
         yield from (f"model.path: {each}" for each in weight_files.misfits(folder, shape))
     elif model.init == ModelInit.pretrained and is_checkpoint(folder):
-        yield from (f"model.path: {each}" for each in torch_dist_places.misfits(folder, shape))
+        yield from (f"model.path: {each}" for each in torch_dist_index.misfits(folder, shape))
 
 
 def vocabulary(model: ModelSection, shape: ModelShape) -> Iterator[str]:
