@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping
 
@@ -69,4 +70,7 @@ def _bounds(rule: Rule) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write({"metrics": metrics, "alarms": alarms}[sys.argv[1]]())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tables = {"metrics": metrics, "alarms": alarms}
+    parser.add_argument("table", choices=tables)
+    sys.stdout.write(tables[parser.parse_args().table]())

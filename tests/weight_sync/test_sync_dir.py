@@ -40,7 +40,8 @@ def leftover(parent: Path, name: str, owner: str = "") -> Path:
 
 
 def test_only_dead_runs_are_cleaned(tmp_path: Path) -> None:
-    alive, dead = SyncDir(str(tmp_path)), leftover(tmp_path, f"{PREFIX}dead")
+    alive = SyncDir(str(tmp_path))
+    dead = leftover(tmp_path, f"{PREFIX}dead", (alive.path / LOCK).read_text())
     left = [alive.path, leftover(tmp_path, "something-else"), leftover(tmp_path, f"{PREFIX}young")]
     os.utime(left[-1])
     age(alive.path)
