@@ -42,9 +42,7 @@ class Sections:
     correction: schema.CorrectionConfig
     rollout: schema.RolloutSection
     quantization: schema.QuantizationSection
-    sampler: (
-        schema.SamplerSection
-    )  # an engine on these devices may give its memory up, and ranks wait for what it answers
+    sampler: schema.SamplerSection  # who sleeps on these devices, and how long ranks wait for its answers
 
     @classmethod
     def of(cls, config: schema.Config) -> Sections:
