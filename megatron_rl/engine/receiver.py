@@ -11,8 +11,6 @@ With `background` the first phase runs in a thread, while the engine goes on gen
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 import traceback
@@ -35,7 +33,7 @@ from megatron_rl.engine.hooks import ModuleOutputs, RouterChoices
 from megatron_rl.engine.readiness import NOTHING_LOADED, SyncState
 from megatron_rl.models.tensors import TensorSpec
 from megatron_rl.processes.process import die_with_spawner
-from megatron_rl.processes.threads import in_thread
+from megatron_rl.processes.threads import in_thread, use_all_cores
 from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
 
 BACKEND = "file"
@@ -217,13 +215,6 @@ class WorkerExtension:
     def seen_routes(self, tokens: int, layers: int) -> bytes:
         """What was seen since `watch_routes`; ends the watch."""
         return self._routes.end(tokens, layers)
-
-
-def use_all_cores() -> None:
-    """Let this thread run wherever some thread of this process may: vLLM ties the main thread to a core of its own."""
-    if sys.platform.startswith("linux"):
-        threads = [int(name) for name in os.listdir("/proc/self/task")]
-        os.sched_setaffinity(0, set().union(*(os.sched_getaffinity(thread) for thread in threads)))
 
 
 # importing twice (a test module and a worker in one process) must not fail

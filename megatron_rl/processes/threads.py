@@ -8,10 +8,13 @@ takes 1.1 s with one that ends; in a learner's rank an operation of 8 us took 65
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -25,6 +28,16 @@ def limit_new_threads_to_one_core() -> None:
     setter = threading.Thread(target=torch.set_num_threads, args=(1,))
     setter.start()
     setter.join()
+
+
+def use_all_cores() -> None:
+    """Let this thread run wherever some thread of this process may: vLLM ties the main thread to a core of its own."""
+    if sys.platform.startswith("linux"):
+        cores: set[int] = set()
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                cores |= os.sched_getaffinity(int(thread))
+        os.sched_setaffinity(0, cores)
 
 
 def in_thread(name: str, work: Callable[[], T]) -> Future[T]:

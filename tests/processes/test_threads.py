@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 
 import pytest
 
-from megatron_rl.processes.threads import in_thread
+from megatron_rl.processes.threads import in_thread, use_all_cores
 
 COUNTS = """
 import os, sys, time, torch
@@ -77,3 +79,20 @@ def test_it_does_not_hold_a_process_back():
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", work], check=True, env=environment, timeout=240)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for threads")
+def test_a_thread_that_ends_meanwhile_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of an engine come and go: one that is listed may be gone when its cores are asked for."""
+    everywhere, gone = os.sched_getaffinity(0), str(2**22)  # larger than any thread's number
+    monkeypatch.setattr(os, "listdir", lambda _: [str(threading.get_native_id()), gone])
+    os.sched_setaffinity(0, {min(everywhere)})
+    monkeypatch.setattr(os, "sched_getaffinity", _asked(os.sched_getaffinity, everywhere))
+    use_all_cores()
+    monkeypatch.undo()
+    assert os.sched_getaffinity(0) == everywhere
+
+
+def _asked(ask: Callable[[int], set[int]], cores: set[int]) -> Callable[[int], set[int]]:
+    """Cores of a thread that may use all, where there is such a thread."""
+    return lambda thread: ask(thread) and cores
