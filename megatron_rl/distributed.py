@@ -36,7 +36,7 @@ _open = False
 
 @contextmanager
 def waited_for() -> Iterator[None]:
-    """On rank 0, around long work of which it sends the result: the others are waiting for that, or will be next."""
+    """Mark long work on rank 0 whose result the other ranks wait for, so that `tell_to_wait` keeps them waiting."""
     global _open
     _open = True
     try:
@@ -54,7 +54,7 @@ def tell_to_wait() -> None:
 
 
 def receive_size() -> int:
-    """On the other ranks: of what rank 0 sends next."""
+    """Receive, on a rank other than 0, the size of what rank 0 sends next."""
     size = torch.tensor([WAIT_ON])
     while int(size) == WAIT_ON:
         dist.broadcast(size, src=0)

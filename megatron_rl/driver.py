@@ -1,4 +1,4 @@
-"""What only one rank does: sampling, scoring, evaluating, recording. The other ranks follow.
+"""The driver, rank 0: sampling, scoring, evaluating, recording. The other ranks follow.
 
 `Driver` and `Follower` have one surface, so that the loop is the same on every rank: whatever a
 follower returns as None arrives from the driver through `learner.broadcast`.

@@ -18,13 +18,13 @@ LONGEST_LINE = 1000
 
 
 def partial_of(path: Path, pid: int) -> Path:
-    """Where that process of this machine writes what is to take the place of `path`."""
+    """Temporary path at which process `pid` of this machine writes the replacement of `path`."""
     return path.with_name(f".{path.name}.{gethostname()}.{pid}.partial")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where to write what takes the place of `path` when the block ends well, and is removed when it does not."""
+    """Yield a temporary path that replaces `path` when the block succeeds, and is removed when it raises."""
     partial = partial_of(path, os.getpid())
     try:
         yield partial
@@ -74,7 +74,7 @@ def read_json(path: Path, largest: int = LARGEST_JSON, expected: str = "keys and
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Of a log that may be large, or gone: what its last 64 KiB hold of them, each cut where it is endless."""
+    """The last lines of a log, out of its last 64 KiB, overlong ones cut; none where it cannot be read."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - TAIL_BYTES))

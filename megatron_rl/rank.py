@@ -91,7 +91,7 @@ def run_rank(config: Config, run_dir: Path) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """For a learner of one rank in this process, whatever job it is in: what a rank does before it imports one."""
+    """Prepare this process for a learner of one rank, whatever job it is in; import the learner inside the block."""
     _leave_out_advice()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MEGATRON_RL_RENDEZVOUS"):
         os.environ.pop(name, None)
@@ -105,7 +105,7 @@ def alone() -> Iterator[None]:
 
 
 def _leave_out_advice() -> None:
-    """To the authors of the engines, repeated by every rank: nothing a user could act on."""
+    """Silence warnings of Megatron and torch.distributed that no user could act on and every rank repeats."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 

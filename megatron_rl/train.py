@@ -1,4 +1,4 @@
-"""The loop. Every rank runs it; rank 0 also drives the sampler and the rewards.
+"""The training loop. Every rank runs it; rank 0 also drives the sampler and the rewards.
 
 prompt -> rollout -> reward -> group filter -> prox logprobs -> rollout_correction -> advantage -> loss
 -> learner step -> weight sync -> next rollout
@@ -320,7 +320,7 @@ def compare_layers(step: int, driver: Driver | Follower, learner: Learner, sync:
 
 
 def flips(batch: Batch, driver: Driver | Follower, learner: Learner) -> dict[str, float]:
-    """Of a mixture of experts, where the engine tells what its routers chose: how often the learner's choose others."""
+    """MoE metrics: how often the learner's routers choose other experts than the engine's, where it reports its own."""
     if not learner.shape.experts:
         return {}
     chosen = ask_driver(learner, lambda: driver.routed(batch, learner.shape.layers))

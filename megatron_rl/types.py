@@ -1,4 +1,4 @@
-"""The nouns on the arrows of the flow: what one part hands to the next.
+"""Data types that one part of the project hands to the next: prompts, rollouts, scored answers, batches.
 
 Shape suffixes: B sequences, T response positions (right-padded), S positions of prompt + response
 (right-padded), N rollouts. Every matrix with T is aligned to responses: column 0 is the first

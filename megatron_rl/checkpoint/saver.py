@@ -183,7 +183,7 @@ class Saver:
             self._learner.restore_measured([_read_tensors(found.path / name)[0] for name in ranks])
 
     def close(self) -> None:
-        """Before the processes part: what is under way is finished."""
+        """Finish the save under way; call it before the process group is destroyed."""
         self.settle(wait=True)
 
     def _publish(self, save: _Save, outcomes: list[dict[str, Any]]) -> None:

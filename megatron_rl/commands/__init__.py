@@ -1,1 +1,1 @@
-"""What `megatron-rl` can be asked for: each module adds one command, and imports its work when it is asked."""
+"""Commands of `megatron-rl`: each module adds one, and imports its implementation only when it is called."""

@@ -1,4 +1,4 @@
-"""The one way up: commands call the workshop by name, and do without it where it is not installed."""
+"""Optional imports of `megatron_rl.workshop`, by name: commands do without it where it is not installed."""
 
 from __future__ import annotations
 

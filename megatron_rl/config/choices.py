@@ -1,4 +1,4 @@
-"""What a key can be where a recipe writes one of a few words."""
+"""Enums of the configuration: the values of keys that take one of a few words."""
 
 from __future__ import annotations
 

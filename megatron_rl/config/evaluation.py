@@ -1,4 +1,4 @@
-"""What the section `eval` comes to: each set with its file, its sampling and its reward. Torch-free."""
+"""Held-out sets resolved from the section `eval`: each set with its file, its sampling and its reward. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class HeldOut:
 
     @property
     def key(self) -> str:
-        """Where a recipe names its file."""
+        """The configuration key that names the file of this set."""
         return f"eval.sets.{self.name}.path" if self.name else "data.eval"
 
     @property
     def prefix(self) -> str:
-        """Of its metrics."""
+        """Prefix of the metrics of this set."""
         return f"eval/{self.name}/" if self.name else "eval/"
 
     @property
     def ks(self) -> list[int]:
-        """Of pass@k: powers of 2, and all samples. pass@1 is the accuracy."""
+        """Values of k for pass@k: powers of 2, and all samples. pass@1 is the accuracy."""
         return sorted({1 << power for power in range(1, self.samples.bit_length())} | {self.samples} - {1})
 
     def metrics(self) -> Iterator[str]:
-        """That it always logs."""
+        """Names of the metrics that this set always logs."""
         yield from (f"{self.prefix}{name}" for name in ("accuracy", "reward_mean"))
         yield from (f"{self.prefix}pass@{k}" for k in self.ks)
         yield from (f"{self.prefix}maj@{k}" for k in self.ks[-1:])
@@ -80,7 +80,7 @@ def _file(path: str) -> str:
 
 
 def longest_answer(rollout: RolloutSection, section: EvalSection) -> int:
-    """That an engine makes room for."""
+    """Most response tokens that training or evaluation asks for; engines reserve context for it."""
     return max(rollout.max_response_tokens, *evaluated_tokens(section))
 
 

@@ -1,4 +1,4 @@
-"""The fields of another package's dataclass, and whether a value fits one, out of the package's source.
+"""Fields of another package's dataclass, read from its source without import, and whether a value fits one.
 
 Importing megatron-core or vLLM takes longer than a mistake should take to be found.
 """

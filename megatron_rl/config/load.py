@@ -126,7 +126,7 @@ def preset_name(section: str, value: Any) -> str | None:
 
 
 def _without_preset_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Beside a name, a resolved section holds all that it stands for."""
+    """Drop each section's `preset`: a resolved section already holds the values that it stands for."""
     resolved = dict(mapping)
     for section in PRESET_SECTIONS:
         if isinstance(resolved.get(section), Mapping):
@@ -145,7 +145,7 @@ def from_base(base: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """The same, to be read with overrides."""
+    """The mapping of a recorded configuration, without preset names and removed keys: a base for overrides."""
     return known(_without_preset_names(_loaded(path)))
 
 

@@ -14,7 +14,7 @@ MARGIN_S = 60.0  # after a limit of its own, in which whoever waits ends the wai
 
 
 def allowed_s(patience_s: float, longest_s: float | None) -> float:
-    """Of a phase whose longest silence is known, or None."""
+    """Seconds of silence allowed in a phase, given the longest that it has shown (None: not known)."""
     most = UNSEEN * patience_s
     return most if longest_s is None else min(most, max(patience_s, USUAL * longest_s))
 

@@ -1,4 +1,4 @@
-"""Whether the learner scores a batch before it updates on it: the one rule.
+"""The one rule for whether the learner scores a batch (the prox pass) before it updates on it.
 
 A single update's own forward pass gives the same logprobs, of the same weights and tokens. It comes too late only for
 what has to be known of the whole batch before the first gradient.
@@ -53,5 +53,5 @@ def is_made(correction: CorrectionConfig, loss: LossConfig, learner: LearnerSect
 
 
 def anchored_to_learner(correction: CorrectionConfig, rollout: RolloutSection) -> bool:
-    """Not to the sampler, nor to a data set's own answers, which have no ratio."""
+    """True where the loss is anchored to the learner's logprobs, not the sampler's; false for a data set's answers."""
     return correction.anchor == Anchor.prox and rollout.source == RolloutSource.sampler

@@ -1,4 +1,4 @@
-"""What two keys of a recipe cannot say together, as far as the recipe alone shows it.
+"""Conflicts between keys of a recipe, as far as the recipe alone shows them.
 
 A rule is a function of the sections (or other facts) that its parameters name. It returns sentences that name the
 key, its value and the way out.

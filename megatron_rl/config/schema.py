@@ -57,7 +57,7 @@ class ModelSection:
 
     @property
     def folder(self) -> Path:
-        """Of config.json and tokenizer."""
+        """The folder that holds config.json and the tokenizer."""
         kept = Path(self.path) / KEPT
         imported = not (Path(self.path) / "config.json").is_file() and (kept / "config.json").is_file()
         return kept if imported else Path(self.path)
@@ -171,7 +171,7 @@ class SyncSection:
 
     @property
     def budget(self) -> float | None:
-        """In nats, where it is not measured."""
+        """The probe's budget in nats; None where it is unset or measured (`auto`)."""
         return None if self.probe_budget in (None, AUTO) else float(self.probe_budget)
 
 

@@ -1,4 +1,4 @@
-"""Whether a mapping fits the dataclasses of `schema.py`: every misfit as a sentence, none of them a surprise later.
+"""Checks that a mapping fits the dataclasses of `schema.py`: every misfit as a sentence.
 
 A sentence names the key's path, its value and the way out. `misfits` is about what a recipe writes: keys and types;
 `sound` about the values of a section that is made: bounds.

@@ -36,7 +36,7 @@ class OpenPrompts:
         return len(self._open)
 
     def add(self, request: int, prompts: list[list[int]], seeds: list[int], **wanted: Any) -> None:
-        """As `LLM.generate` does. `wanted`: the fields of this project's SamplingParams."""
+        """Queue prompts in vLLM as `LLM.generate` does. `wanted`: the fields of this project's SamplingParams."""
         from vllm import SamplingParams as VllmParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind

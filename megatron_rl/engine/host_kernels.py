@@ -129,7 +129,7 @@ class RoundedFp8Kernel(FP8ScaledMMLinearKernel):
     def _onednn_product(
         self, rounded_MK: torch.Tensor, scale_M1: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `host_products.Fp8Weight`'s, but for the order of the sums."""
+        """FP8 product through oneDNN: that of `host_products.Fp8Weight` but for the order of the sums."""
         out_MN = ops.onednn_mm(self.dnnl_handler, rounded_MK.to(torch.bfloat16), None)
         scaled_MN = (out_MN * scale_M1).mul_(self.scale_N)
         if bias is not None:

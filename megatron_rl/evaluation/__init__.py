@@ -1,1 +1,1 @@
-"""How good is a policy? Held-out sets in a run, and models on their own."""
+"""Evaluation of policies: held-out sets in a run, and models on their own."""

@@ -15,7 +15,7 @@ from megatron_rl.types import Prompt, SamplingParams, Verdict
 
 
 class Evaluator:
-    """Of one set. Greedy answers repeat exactly; sampled ones have seeds of their own, the same each time."""
+    """Evaluates a policy on one held-out set. Greedy answers repeat exactly; sampled ones have fixed seeds."""
 
     def __init__(self, about: HeldOut, prompts: Sequence[Prompt], sampler: Generates, scorer: Scorer) -> None:
         self.about = about
@@ -34,7 +34,7 @@ class Evaluator:
         return self.metrics(self._answered(self.prompts, 0, step))
 
     def in_parts(self, answers: int, done: Callable[[int], None]) -> list[Group]:
-        """The same, about so many answers at a time, with a word of how many prompts are `done` after each."""
+        """Sample and score the set, about `answers` at a time; `done` is told the prompts finished after each part."""
         size, groups = max(1, answers // self.about.samples), list[Group]()
         for start in range(0, len(self.prompts), size):
             groups += self._answered(self.prompts[start : start + size], start, 0)

@@ -158,7 +158,7 @@ class Activations:
                 hook.remove()
 
     def hold(self, point: Point) -> None:
-        """Until `release`, let passes go on from the engine's values here: those of the last pass that replaced.
+        """Fix this point at the engine's values, as the last replacing pass had them, until `release`.
 
         The module itself has nothing to compute.
         """

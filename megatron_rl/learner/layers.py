@@ -36,7 +36,7 @@ TURNS = "turns"  # of a pack's angles: their cosines and sines
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each tensor, so many at a time that a computation finds them in the processor's cache."""
+    """Split tensors alike into blocks of rows that fit the processor's cache."""
     rows = max(1, torch.get_num_threads() * BLOCK_ELEMENTS // tensors[0].shape[-1])
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 

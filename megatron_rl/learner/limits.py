@@ -1,4 +1,4 @@
-"""What the learner refuses about a model or its own section, known from config.json and the recipe alone. Torch-free.
+"""Models and settings that the learner refuses, known from config.json and the recipe alone. Torch-free.
 
 Preflight lists all of it before a job is queued; the learner stops at the same list.
 """

@@ -181,7 +181,7 @@ def logprobs_and_entropy(
 def logprobs_alone(
     logits_NV: Tensor, labels_N: Tensor, share: VocabShare, temperature: float = 1.0, kept_NK: Tensor | None = None
 ) -> Tensor:
-    """The same logprobs, for passes that want no entropy: it is one more pass over the FP32 logits."""
+    """The logprobs of `logprobs_and_entropy` without the entropy, which costs one more pass over the FP32 logits."""
     if kept_NK is not None or not temperature > 0:
         return logprobs_and_entropy(logits_NV, labels_N, share, temperature, kept_NK)[0]
     return _Logprobs.apply(logits_NV, labels_N, share, temperature, False)[0]

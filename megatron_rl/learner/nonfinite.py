@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not a number: the update is left out, and written down; or the run ends.
+"""Non-finite losses and gradients: the update is skipped and dumped, or the run ends.
 
 dumps/nonfinite_12/          after 12 optimizer steps
   minibatch_1.safetensors    of the first update in a row that was left out; its metrics are metadata

@@ -136,7 +136,7 @@ class Policy:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """To be called after anything has written to the weights."""
+        """Hook for subclasses; call it after anything has written to the weights."""
 
     # talking to the other ranks
 

@@ -14,7 +14,7 @@ from megatron_rl.config.schema import LearnerSection
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank sits in the layout."""
+    """One rank's coordinates in the parallel layout."""
 
     tp: int = 0
     pp: int = 0

@@ -1,4 +1,4 @@
-"""Which safetensors files hold a folder's weights, and what their headers say. Torch-free: no weight is read.
+"""Index of a folder's safetensors files: which hold its weights, what their headers say. Torch-free, reads no weight.
 
 A folder may come from anywhere: file names stay inside of it, and headers are small, before anything is believed.
 """
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a file holds a tensor."""
+    """One tensor's place in a safetensors file: dtype, shape and byte range."""
 
     file: Path
     dtype: str  # as safetensors calls it
@@ -132,7 +132,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
 
 def placed(raw: bytes, path: Path) -> dict[str, Stored]:
-    """Where the file of this header holds its tensors."""
+    """Tensors of a safetensors file by name, located from the file's raw header."""
     base, entries = 8 + len(raw), header_entries(raw, path)
     return {name: Stored(path, e.dtype, e.shape, base + e.start, e.end - e.start) for name, e in entries.items()}
 

@@ -1,1 +1,1 @@
-"""What can be known before a job is queued."""
+"""Checks and estimates made before a job is queued."""

@@ -1,4 +1,4 @@
-"""What a step's times say beside the work that it was: tokens and operations a second of a device."""
+"""Achieved throughput of a step: tokens and floating-point operations a second of a device, and peak memory."""
 
 from __future__ import annotations
 

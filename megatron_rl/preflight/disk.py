@@ -79,7 +79,7 @@ def writes(
 
 
 def free(root: str) -> int | None:
-    """Where the run's directory will be; None where that cannot be known."""
+    """Free bytes on the disk of the run's directory; None where that cannot be known."""
     place = next((folder for folder in (Path(root), *Path(root).absolute().parents) if folder.is_dir()), None)
     try:
         return shutil.disk_usage(place).free if place else None

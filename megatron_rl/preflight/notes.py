@@ -1,4 +1,4 @@
-"""What may be meant, but surprises: said beside the plan and at the start of a run, and nothing is refused."""
+"""Notes on settings that may surprise: shown beside the plan and at the start of a run; none refuses a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where engines and ranks of the learner would run on a machine, and what does not fit there. Torch-free."""
+"""Placement of engines and the learner's ranks on a machine, and what does not fit there. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Has the kernel ended processes because memory ran out? It counts them for each control group.
+"""Out-of-memory kills by the kernel, read from its counters for each control group.
 
 A group counts whom a limit has ended, and whom the whole machine's shortage has. Where no group counts, nobody knows.
 """

@@ -1,4 +1,4 @@
-"""What the processes of a run have in common: they start sooner, do not wait for each other, end with their parent."""
+"""Process helpers of a run: cores, garbage collection, signals, ending with the parent, reading /proc."""
 
 from __future__ import annotations
 

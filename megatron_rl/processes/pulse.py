@@ -52,8 +52,10 @@ class Waits:
 
 
 class Pulse:
-    """Of this process. Any thread may call `mark` and `own`, and `waiting`, which counts for the process while the main
-    thread stands `delegate_wait`; the rest is for the main thread.
+    """Signs of life of this process: its phase, its progress marks, whom it waits for, which processes it owns.
+
+    Any thread may call `mark` and `own`, and `waiting`, which counts for the process while the main thread stands in
+    `delegate_wait`; the rest is for the main thread.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Right where the response, stripped, is the row's answer."""
+"""Exact match: right where the response, stripped, is the row's answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find what judges an answer: rewards by the names in `reward.name`, several of them added up with weights.
+"""Looks up reward functions: by the names in `reward.name`, several of them added up with weights.
 
 Three ways of writing one are known, by the names of its parameters: ours `(row, answer_key, response)`; verl's
 `(data_source, solution_str, ground_truth, extra_info)`; TRL's `(prompts, completions, **columns)`, where each is a list
@@ -87,7 +87,7 @@ def _metric(family: str, name: str) -> str:
 
 
 def places() -> list[str]:
-    """Where the user's modules lie, after all that is installed: the working folder, and the recipe's."""
+    """Folders searched for the user's reward modules, after installed ones: the working folder, and the recipe's."""
     return list(dict.fromkeys([os.getcwd(), os.environ.get(RECIPE_FOLDER) or os.getcwd()]))
 
 

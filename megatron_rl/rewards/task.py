@@ -1,4 +1,4 @@
-"""What a reward is asked, and what it says."""
+"""Types of a reward function: what it is asked, and what it returns."""
 
 from __future__ import annotations
 

@@ -76,9 +76,10 @@ def correct(
 def completed(
     correction: Correction, logprobs_BT: Tensor, batch: Batch, config: CorrectionConfig, advantage: AdvantageConfig
 ) -> Correction:
-    """The same correction once its only update has found the policy's logprobs, NaN in rows that it did not look at.
+    """Redo a correction, for its metrics, with the policy's logprobs that the batch's only update has computed.
 
-    Those rows are not measured; weights and masks are what the loss has used.
+    They are NaN in rows that the update did not look at; those are not measured. Weights and masks are what
+    the loss has used.
     """
     seen_B1 = filled(correction.mask_BT)[:, None]
     if not seen_B1.any():
@@ -132,7 +133,7 @@ def _check(source: Source, config: CorrectionConfig) -> None:
 
 
 def _without_prox(source: Source, config: CorrectionConfig) -> Correction:
-    """Before the loss only the sampler's own faults can be judged."""
+    """Correction without the learner's logprobs: only non-finite logprobs of the sampler are masked."""
     for key in of_the_whole_batch(config):
         raise ValueError(f"{key} needs the learner's logprobs of the whole batch before the loss; they are None")
     weights_BT = torch.empty(source.mask_BT.shape, dtype=torch.float32, device=source.mask_BT.device)
@@ -179,7 +180,7 @@ def apply_conditional_rules(correction: Correction, advantages_B: Tensor, config
 
 
 def _narrow(correction: Correction, kept_BT: Tensor, config: CorrectionConfig) -> Correction:
-    """The same correction on fewer tokens, with everything that depends on the survivors brought up to date."""
+    """Restrict a correction to `kept_BT`, recomputing what depends on the surviving tokens."""
     gone_BT = correction.mask_BT & ~kept_BT
     if not gone_BT.any():
         return correction

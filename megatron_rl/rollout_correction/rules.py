@@ -57,12 +57,12 @@ def stat_of(rule: RejectRule, ratio: LogRatio) -> Tensor:
 
 
 def judged_BT(rule: RejectRule, ratio: LogRatio) -> Tensor:
-    """Where the statistic exists: [B, T] for token rules, [B, 1] for sequence rules."""
+    """Mask of the places where a rule's statistic exists: [B, T] for token rules, [B, 1] for sequence rules."""
     return ratio.counted_BT if rule.level == Level.token else ratio.counts_B1 > 0
 
 
 def violations(rule: RejectRule, ratio: LogRatio) -> Tensor:
-    """Where a rule with bounds rejects, in the shape of its statistic."""
+    """Mask of what a rule with bounds rejects, in the shape of its statistic."""
     if rule.level == Level.none:
         raise ValueError("level of a reject rule: token or sequence, not none")
     if rule.budget is not None:

@@ -216,7 +216,7 @@ def bound_of(rule: Rule, given: Setting, formats: Sequence[Format]) -> float:
 
 
 def clear_at(bound: float, below: bool) -> float:
-    """Where a standing alarm is cleared: a fifth away from its bound, and for shares at most half of the way to 1."""
+    """Value that clears a standing alarm: a fifth away from its bound; for shares at most half of the way to 1."""
     if not below:
         return 0.8 * bound
     return min(bound / 0.8, (bound + 1) / 2) if bound <= 1 else bound / 0.8

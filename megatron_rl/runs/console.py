@@ -1,5 +1,5 @@
-"""What a person sees: one plain line per step or a live table while a run goes on, tables of text, and
-a few answers of a recorded step.
+"""Console output of a run: one plain line per step or a live table, tables of text, and a few answers of a
+recorded step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run leaves on the disk: kept below `log.disk_gib`, and left out where there is no room, which ends no run.
+"""Disk use of a run: kept below `log.disk_gib`; files are left out where there is no room, which ends no run.
 
 Thinned out are, the oldest first, recorded rollouts, then dumps, then the logs of earlier attempts; the newest of each
 stays, and so does all that a run goes on from: metrics, ledger, checkpoints (they have keys of their own).

@@ -1,4 +1,4 @@
-"""Where a run stands: what it has trained on, what is still to be said of its last step, when that state is saved."""
+"""A run's progress: what it has trained on, what is left to log of its last step, when that state is saved."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Beside what is named here: owner.lock, held by the run's processes; logs/; wandb.id and wandb/ with log.wandb."""
+    """Paths in a run's directory; also there: owner.lock, logs/, and with log.wandb, wandb.id and wandb/."""
 
     path: Path
     lock: FileIO | None = field(default=None, compare=False, repr=False)  # of whoever has claimed it

@@ -13,5 +13,5 @@ from megatron_rl.sampler.fleet.sampler import FleetSampler
 def make_sampler(
     settings: EngineSettings, hf_folder: Path, log_dir: Path, note: Callable[[str], None]
 ) -> EmbeddedSampler | FleetSampler:
-    """Not started yet. `note` receives a line whenever an engine, or a server of the fleet, goes or comes back."""
+    """Make the sampler, not started yet. `note` receives a line whenever an engine or server goes or comes back."""
     return (FleetSampler if settings.is_fleet else EmbeddedSampler)(settings, hf_folder, log_dir, note=note)

@@ -1,4 +1,4 @@
-"""What the engines of a run are told: their share of the configuration, vLLM's arguments, and a folder with the model.
+"""Settings of the engines of a run: their share of the configuration, vLLM's arguments, and a folder with the model.
 
 An engine never reads weights from disk: it starts from dummy weights in the layout that the folder's
 `quantization_config` (compressed-tensors) describes, and the first sync fills them.
@@ -78,7 +78,7 @@ class EngineSettings:
         )
 
     def with_format(self, format: Format) -> EngineSettings:
-        """As one server of a mixed fleet is told."""
+        """These settings with another weight format, for one server of a mixed fleet."""
         return replace(self, quantization=replace(self.quantization, format=format))
 
 

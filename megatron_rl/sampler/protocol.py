@@ -175,13 +175,13 @@ class SleepSchedule:
         self._asleep = False
 
     def sleep(self) -> None:
-        """Once it has started, and after the last request before a sync; an earlier request needs `wake`."""
+        """Put the engine to sleep: once it has started, and after the last request before a sync. See `wake`."""
         if self._level is not None and not self._asleep:
             self._sampler.sleep(self._level)
             self._asleep = True
 
     def wake(self) -> None:
-        """Before a request that no sync has woken the engine for."""
+        """Wake the engine for a request that comes before the next sync does."""
         with self.syncing():
             pass
 

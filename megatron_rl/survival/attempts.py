@@ -1,4 +1,4 @@
-"""A run that fails goes on by itself: `train --attempts N`, and the batch scripts' question whether to queue again.
+"""Automatic restarts of a run that fails: `train --attempts N`, and the batch scripts' question whether to queue again.
 
     python -m megatron_rl.survival.attempts failed RECIPE [key=value ...]           0: another start would go on
     python -m megatron_rl.survival.attempts stopped,failed RECIPE [key=value ...]   of a job that was asked to stop

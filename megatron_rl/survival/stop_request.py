@@ -1,4 +1,4 @@
-"""Somebody wants the run to end: noticed by a thread whatever the main thread is at, obeyed where the loop can.
+"""Stop requests by signal: noticed by a thread whatever the main thread is at, obeyed where the loop can.
 
 USR1            the step is finished, where the job's time limit leaves room for it
 TERM, Ctrl-C    the same, with half a minute to do it in

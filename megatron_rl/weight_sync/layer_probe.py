@@ -1,4 +1,4 @@
-"""Do sampler and learner compute the same at every point of a forward pass, from equal inputs?
+"""Layer probe: compares sampler and learner at every point of a forward pass, from equal inputs.
 
 The learner goes on from the engine's values at each point (learner/activations.py), so that what differs there has
 been made there: by another arithmetic, which is a few hundredths, or by weights that are not the learner's, which is

@@ -1,4 +1,4 @@
-"""Do sampler and learner hold the same weights? Compare their logprobs on tokens the sampler has just sampled.
+"""Probe for equal weights: compares sampler and learner by logprobs of tokens that the sampler has just sampled.
 
 On such tokens healthy engines agree to a few thousandths of a nat; on random tokens ten times worse, which is why
 the probe uses the former. A sampler whose kernels still hold an older version, or garbage, is far off.

@@ -1,4 +1,4 @@
-"""How far sampler and learner may be apart after a sync: so many times what one rounding does to this policy.
+"""The probe's budget: how far sampler and learner may differ after a sync, in multiples of one rounding's effect.
 
 What a format adds grows with the model: with its depth, its width, how sure it is. So does the noise of one rounding
 more, which the learner tells of its own weights (learner/weights.py): a sampler that holds others does not raise it by

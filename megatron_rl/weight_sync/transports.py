@@ -48,7 +48,7 @@ class SamplerClient(Protocol):
 
 @dataclass(frozen=True)
 class SyncSeconds:
-    """Where a sync's time goes. The first four are the slowest writer's.
+    """Seconds of a sync by part. The first four are the slowest writer's.
 
     The driver waits for `load`; an embedded engine on a host generates meanwhile if asked, until it swaps.
     """

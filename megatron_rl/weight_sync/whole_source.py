@@ -117,7 +117,7 @@ class WholeSource:
 
 
 def made_on(home: torch.cuda.Stream, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same pairs, each made on `home`, whatever stream it is asked for on; that stream then waits for it.
+    """Make each (name, tensor) pair on stream `home`, whatever stream asks for it; that stream then waits.
 
     Home is where the optimizer has written the weights. vLLM's packed sender asks on streams of its own in turn, which
     wait for nobody: made there, a tensor could hold weights of two versions, under a checksum that says so too.

@@ -193,7 +193,7 @@ def _is(value: Any, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a checkpoint keeps one parameter: a key, and its index along the leading axes stacked there."""
+    """One parameter's place in a checkpoint: a key, and its index along the leading axes stacked there."""
 
     key: str
     axes: tuple[tuple[int, int], ...]  # (index, length) of each leading axis
@@ -216,7 +216,7 @@ def entries(param: Param, shape: ModelShape, stacked: bool) -> list[Entry]:
 
 
 def prefix(tensors: Mapping[str, IndexedTensor]) -> str:
-    """Before every name: a checkpoint may hold more than a policy."""
+    """Prefix of every parameter name in the keys: a checkpoint may hold more than a policy."""
     return next((key.removesuffix(_ROOT) for key in tensors if key.endswith(_ROOT)), "")
 
 

@@ -104,7 +104,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
-    """After every process has written its blocks."""
+    """Write the index of a checkpoint, after every process has written its blocks."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for block in written:

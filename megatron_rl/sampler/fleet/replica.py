@@ -68,7 +68,7 @@ class Swap:
 
     @property
     def pause(self) -> str:
-        """As a server is told: it stops before its next step, or once what it works on is answered."""
+        """vLLM's pause mode: `keep` stops before the next step, `wait` once requests in flight are answered."""
         return "keep" if self.in_flight == InFlight.continue_ else "wait"
 
     @property

@@ -98,7 +98,7 @@ class Supervisor:
                 return
 
     async def _bring_up(self) -> None:
-        """From a started process, or an address, to a replica that serves the current policy."""
+        """Bring a replica, restarted here or given by address, to serve the current policy."""
         replica, state = self.replica, self._state
         await replica.close()
         if replica.process is None and self._own is not None:

@@ -1,4 +1,4 @@
-"""One update, or one question, to every server of a fleet at once.
+"""Fan-out of one update, or one question, to every server of a fleet at once.
 
 An update has three parts: every server begins it, then every server verifies it, then every server loads it. If one
 refuses it while verifying, none loads it. A server that dies in any part is taken out; its supervisor brings it back
