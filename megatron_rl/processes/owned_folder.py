@@ -90,8 +90,11 @@ def current() -> Path | None:
     return folder if (folder / LOCK).is_file() else None
 
 
-def is_abandoned(folder: Path) -> bool:
-    """Whether it is this user's, and its owner has ended. False where that cannot be known."""
+def is_abandoned(folder: Path, unsigned: bool = False) -> bool:
+    """Whether it is this user's, and its owner has ended. False where that cannot be known.
+
+    `unsigned`: so is one whose owner was killed before it signed the lock.
+    """
     try:
         about = folder.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
@@ -102,7 +105,7 @@ def is_abandoned(folder: Path) -> bool:
         return False
     try:
         boot, host, *_ = [*os.read(lock, 1024).decode(errors="replace").split(), "", ""]
-        if boot != _boot_id():
+        if boot != _boot_id() and (boot or not unsigned):
             return host == gethostname()  # this machine, before it was started again
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -241,7 +241,7 @@ class SyncDir:
 def remove_stale(parent: Path) -> list[Path]:
     """Remove the folders that this user's ended runs have left, and return them; other users' and other kinds stay."""
     old = [folder for folder in parent.glob(PREFIX + "*") if _age(folder) >= GRACE_S]
-    stale = [folder for folder in old if is_abandoned(folder)]
+    stale = [folder for folder in old if is_abandoned(folder, unsigned=True)]
     for folder in stale:
         shutil.rmtree(folder, ignore_errors=True)
     return stale

@@ -41,11 +41,11 @@ def leftover(parent: Path, name: str, owner: str = "") -> Path:
 
 def test_only_dead_runs_are_cleaned(tmp_path: Path) -> None:
     alive = SyncDir(str(tmp_path))
-    dead = leftover(tmp_path, f"{PREFIX}dead", (alive.path / LOCK).read_text())
+    dead = [leftover(tmp_path, f"{PREFIX}dead", (alive.path / LOCK).read_text()), leftover(tmp_path, f"{PREFIX}early")]
     left = [alive.path, leftover(tmp_path, "something-else"), leftover(tmp_path, f"{PREFIX}young")]
     os.utime(left[-1])
     age(alive.path)
-    assert remove_stale(tmp_path) == [dead]
+    assert sorted(remove_stale(tmp_path)) == dead
     assert all(folder.exists() for folder in left)
     alive.close()
 
