@@ -1,4 +1,4 @@
-"""The passes over a batch, slice of rows by slice of rows, that `rollout_correction.py` puts in order.
+"""The passes over a batch, slice of rows by slice of rows, that `correction.py` puts in order.
 
 Shape legend: B sequences, T response positions.
 """
