@@ -59,7 +59,7 @@ class Cell:
         return {one.seed: one.numbers[number] for one in self.finished if number in one.numbers}
 
     def outcome(self) -> tuple[object, ...]:
-        """Of each run all but the time it took: the same in two cells where nothing told them apart."""
+        """What each run came to, but for the time it took: equal in two cells that nothing told apart."""
         return tuple(
             (one.seed, sorted((name, value) for name, value in one.numbers.items() if name != "step_s"), *curve)
             for one in self.results

@@ -42,7 +42,7 @@ def write_docs(comparison: Comparison, pages: list[Path], folder: Path) -> list[
 
 
 def check_pages(pages: Iterable[Path], name: str) -> None:
-    """Before the runs, what would keep their results from being written."""
+    """Find out before the runs what would keep their results from being written."""
     for page in pages:
         if not page.is_file():
             raise ConfigError(f"--write-docs {page}: no such page")

@@ -17,7 +17,7 @@ TEST = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Of the cells that are compared in one place, those that have all their runs."""
+    """One place of a comparison: the cells compared there that have all their runs."""
 
     place: tuple[str, ...]
     best: Cell
@@ -60,7 +60,7 @@ class Finding:
 
 
 def findings(comparison: Comparison) -> list[Finding]:
-    """For each place where something has finished."""
+    """A finding for each place where something has finished."""
     found = []
     for place, cells in comparison.places().items():
         whole = [cell for cell in cells if cell.whole and cell.by_seed(AREA)]

@@ -84,7 +84,7 @@ REFERENCE = {"color": INK, "width": 2, "dash": "dash"}
 
 
 def colour_of(comparison: Comparison, cell: Cell) -> str:
-    """The same for a label wherever it is drawn."""
+    """A label's colour, the same wherever it is drawn."""
     if cell.labels == comparison.reference:
         return INK
     return PALETTE[comparison.compared.index(cell.labels[-1]) % len(PALETTE)]

@@ -24,7 +24,7 @@ JOB_TYPE = "comparison"
 
 
 def log_comparison(comparison: Comparison, runs: Sequence[RunData], folder: Path) -> str:
-    """Where it is to be seen, or how it is sent there; "" where the runs were not logged to W&B."""
+    """Log a comparison at W&B; returns where it is seen or how it is sent there, empty where runs were not logged."""
     asked = {Wandb(run.setting("log.wandb", "none")) for run in runs} - {Wandb.none}
     if not asked:
         return ""
@@ -92,7 +92,7 @@ def _summary(comparison: Comparison) -> dict[str, Any]:
 
 
 def _id(run: RunData | None) -> str:
-    """Of the run itself at W&B."""
+    """The run's own id at W&B."""
     path = run.path / ID if run else None
     return path.read_text(encoding="utf-8").strip() if path and path.is_file() else ""
 

@@ -141,7 +141,7 @@ def _as_it_stood(kept: Path) -> Beside:
 
 
 def _as_imported(weights: Weights, beside: Beside, tied: bool) -> Weights:
-    """And the tensors that the checkpoint itself has no place for: extras, and a second copy of tied embeddings."""
+    """Adds tensors that the checkpoint itself has no place for: extras, and a second copy of tied embeddings."""
     specs, same = dict(weights.specs), dict[str, str]()
     if tied and any(TIED_COPY in header_entries(raw, Path(file)) for file, raw in beside.headers.items()):
         specs[TIED_COPY], same[TIED_COPY] = replace(specs[EMBEDDING], name=TIED_COPY), EMBEDDING

@@ -51,7 +51,7 @@ def part_of(name: str) -> tuple[str, str]:
 
 
 def shape_of(parts: Mapping[str, tuple[str, tuple[int, ...]]], shape: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Of the plain weight. `parts`: suffix -> (dtype, shape). `shape`: what weight_shape holds, where there is one."""
+    """The plain weight's shape. `parts`: suffix -> (dtype, shape). `shape`: what weight_shape holds, if it is there."""
     if "weight_packed" in parts:
         if shape is not None:
             return shape

@@ -33,7 +33,7 @@ class Chat:
         return cls(sampler, FolderTokenizer(stored.folder), config, has_template(stored.folder))
 
     def answer(self, text: str) -> str:
-        """Of a conversation that has become too long, its beginning is forgotten."""
+        """Answer a text; a conversation that has become too long loses its beginning."""
         self.messages.append({"role": "user", "content": text})
         while len(ids := self._encoded(text)) > self.config.rollout.max_prompt_tokens:
             if not self.talks or len(self.messages) == 1:

@@ -115,7 +115,7 @@ class StoredWeights:
         self.groups = ShardGroups()
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """In BF16, from which live updates are quantized too."""
+        """Parameters in BF16, from which live updates are quantized too."""
         shape, layout, get = self.model.shape, self.model.layout, self._getter()
         for param in params(shape):
             if not param.row.copy:

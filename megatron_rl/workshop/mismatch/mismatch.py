@@ -128,7 +128,7 @@ def _described(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _row(name: str, group: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Of one point, or of all points of a kind: the mean of their means, the largest of all."""
+    """A row of the table: of one point, or of all points of a kind (the mean of their means, the largest of all)."""
     sizes = [
         f"{size:.2e}"
         for side in ("apart", "own")

@@ -190,7 +190,7 @@ class _Look:
             self._backward = f"the gradient of the output of {name} holds {_odd(gradient)}{self._place(gradient, pack)}"
 
     def _place(self, tensor: Tensor, pack: Pack | None) -> str:
-        """Of the first odd value: its row, and its token in that row."""
+        """Row, and token in that row, of the first odd value."""
         if pack is None or not pack.rows:
             return ""
         first = (~tensor.isfinite()).nonzero()[0].tolist()

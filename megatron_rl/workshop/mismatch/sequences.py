@@ -29,7 +29,7 @@ class Wanted:
 
 
 def recorded(wanted: Wanted, room: int) -> list[Rollout]:
-    """Of the last step that has been recorded, spread over it, as far as there is room; none without a run."""
+    """Sequences of the last recorded step, spread over it, as far as there is room; none without a run."""
     steps = recorded_steps(RunDir(wanted.run).rollouts) if wanted.run and wanted.prompts is None else []
     if not steps:
         return []
@@ -39,7 +39,7 @@ def recorded(wanted: Wanted, room: int) -> list[Rollout]:
 
 
 def prompts(config: Config, folder: Path, vocab: int, wanted: Wanted, room: int) -> list[Prompt]:
-    """Of the file, or random ones: what the engine makes of them is a text of its own."""
+    """Prompts of the file, or random ones: what the engine makes of them is a text of its own."""
     if wanted.prompts is None:
         draw = torch.Generator().manual_seed(0)
         tokens = torch.randint(vocab, (wanted.count, min(RANDOM_TOKENS, room // 2)), generator=draw).tolist()

@@ -1,4 +1,4 @@
-"""Where the difference between a learner and its engine enters: point by point, on the same tokens.
+"""Point by point through a forward pass: where the difference between a learner and its engine enters.
 
 Three ways to look at a point (models/points.py), for each sequence:
 - apart: each side has computed by itself, from the tokens on;
@@ -26,7 +26,7 @@ LOGITS, LOGPROB = Point(Kind.lm_head), Point(Kind.logprob)
 
 @dataclass
 class Difference:
-    """Of the values of one point, over all sequences."""
+    """How the values of one point differ, over all sequences."""
 
     total: float = 0.0
     count: int = 0
@@ -44,7 +44,7 @@ class Difference:
 
 @dataclass
 class Found:
-    """Of one point."""
+    """What was found at one point."""
 
     apart: Difference = field(default_factory=Difference)
     own: Difference = field(default_factory=Difference)

@@ -1,4 +1,4 @@
-"""Before models load: is each node of a job what the recipe needs? One task on each node, under srun.
+"""Is each node of a job what the recipe needs? Asked before models load, by one task on each node, under srun.
 
 python -m megatron_rl.workshop.nodes.check LEARNING RECIPE [key=value ...]     LEARNING: nodes that hold the learner
 

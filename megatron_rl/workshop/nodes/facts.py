@@ -44,7 +44,7 @@ class Facts:
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Facts:
-        """From JSON."""
+        """Facts from JSON."""
         return cls(**{**said, "gpus": [Gpu(**gpu) for gpu in said.get("gpus", [])]})
 
 
@@ -90,7 +90,7 @@ def _unreached(nodes: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def _unequal(nodes: Sequence[Facts], versions: Callable[[Facts], Mapping[str, str]]) -> Iterator[Problem]:
-    """Against what most nodes have; of two, against the first."""
+    """Nodes whose versions differ from what most nodes have; of two, from the first's."""
     for package in dict.fromkeys(name for one in nodes for name in versions(one)):
         has = {one.node: versions(one).get(package, "none") for one in nodes}
         usual = Counter(has.values()).most_common(1)[0][0]
@@ -154,7 +154,7 @@ def folder_problem(path: Path, mark: str, node: str, first: str) -> tuple[str, b
 
 
 def leave(path: Path, mark: str) -> tuple[str, bool] | None:
-    """On the first node, before the others look."""
+    """Leave a mark in a shared folder: the first node does, before the others look."""
     try:
         (path / mark).mkdir(parents=True)
     except OSError as error:
@@ -163,7 +163,7 @@ def leave(path: Path, mark: str) -> tuple[str, bool] | None:
 
 
 def arrived(path: Path, mark: str, node: str, first: str) -> tuple[str, bool] | None:
-    """On the first node: is there what another has written?"""
+    """Whether the first node sees what another has written."""
     try:
         same = (path / mark / node).read_text() == mark
     except OSError:

@@ -35,7 +35,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Kept:
-    """Of one layer of one rank, for each position of a pack."""
+    """Bytes that one layer of one rank keeps, for each position of a pack."""
 
     layer: float  # all of it
     input: float  # its input alone: what recomputing it begins with

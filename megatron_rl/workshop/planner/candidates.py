@@ -57,7 +57,7 @@ def _in_turns(config: Config, tp: int, near: bool) -> dict[str, Any]:
 
 
 def _servers(config: Config, tp: int, gpus: range, share: float | None) -> dict[str, Any]:
-    """As many engines as fit on these GPUs of the first node."""
+    """Sections for as many engines as fit on these GPUs of the first node."""
     groups = [",".join(map(str, gpus[start : start + tp])) for start in range(0, len(gpus) - tp + 1, tp)]
     sampler = _sampler(config, tp, share)
     fleet = replace(sampler.fleet, replicas=len(groups) if len(groups) > 1 else 0)
@@ -124,7 +124,7 @@ def _learner(config: Config, tp: int, pp: int, dp: int, ep: int, again: dict[str
 
 
 def with_share(candidate: Candidate, base: Config, share: float) -> Candidate:
-    """The same with another part of the memory for engines."""
+    """The candidate with another part of the memory for engines."""
     sampler = candidate.config.sampler
     sampler = replace(sampler, vllm={**sampler.vllm, "gpu_memory_utilization": share})
     config = replace(candidate.config, sampler=sampler)

@@ -36,7 +36,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Of one GPU."""
+    """Bytes of an engine on one GPU."""
 
     context: float  # CUDA and NCCL, beside its share of the memory
     weights: float
@@ -48,7 +48,7 @@ class EngineMemory:
 
     @property
     def tokens(self) -> int:
-        """Of the engine's whole cache: its GPUs hold different heads of the same tokens."""
+        """Tokens in the engine's whole cache: its GPUs hold different heads of the same tokens."""
         return int(max(self.cache, 0) / self.token)
 
 

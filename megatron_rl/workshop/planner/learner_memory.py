@@ -20,7 +20,7 @@ FP8_COPIES = 2  # bytes for each element of a matrix: as it is, and transposed
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """Of the rank that needs the most, of the pipeline stage `stage`."""
+    """Memory of a pipeline stage's fullest rank, bytes."""
 
     stage: int
     weights: float

@@ -33,7 +33,7 @@ BUCKETS = 2 * (64 << 20)  # weight_sync/buckets.py
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one kind of GPU. Part -> bytes, for each phase."""
+    """Memory of one kind of GPU: part -> bytes, for each phase."""
 
     kind: str
     gpus: int
@@ -65,7 +65,7 @@ class Memory:
 def learner_phases(
     memory: LearnerMemory, model: Model, probe: float, host: bool = False, waits: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Of a GPU that works for the learner alone, or of a rank on a host.
+    """Memory by phase of a GPU that works for the learner alone, or of a rank on a host.
 
     `probe`: what comes and goes in its forward pass. `waits`: until an engine that has started sleeps.
     """

@@ -30,7 +30,7 @@ SHARE_KEY = "sampler.vllm.gpu_memory_utilization"
 
 @dataclass(frozen=True)
 class Cache:
-    """Of one engine."""
+    """The KV cache of one engine."""
 
     tokens: int
     at_limits: int  # sequences, all at their longest
@@ -102,7 +102,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
 
 
 def share_problems(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> list[str]:
-    """Of sampler.vllm.gpu_memory_utilization, where GPUs are shared: what a run would find out at its first sync."""
+    """What is wrong with sampler.vllm.gpu_memory_utilization where GPUs are shared, before a sync finds it out."""
     if not machine.gib or not roles(Layout.from_config(config.learner), config.sampler, machine.gpus).shared:
         return []
     made = plan(config, hf_config, machine)
@@ -155,7 +155,7 @@ def _cache(config: Config, engine: EngineMemory, work: Workload) -> Cache:
 
 
 def _shares(config: Config, engine: EngineMemory, memory: Sequence[Memory], work: Workload) -> dict[str, str]:
-    """By kind of GPU: what is wrong with the engine's share of it, where another value would do."""
+    """What is wrong with the engine's share of each kind of GPU, where another value would do."""
     found = {}
     given, least = config.sampler.vllm, engine.weights + engine.runtime + work.longest * engine.token
     for one in memory:
@@ -231,7 +231,7 @@ def pinned(nbytes: float) -> int:
 
 
 def of_first_node(config: Config, roles: Roles, engine: EngineMemory, work: Workload, kept: float) -> dict[str, float]:
-    """By what it is for. `kept`: a checkpoint's bytes, of which each rank copies its share before it writes them."""
+    """Bytes of the first node's memory, by use. `kept`: a checkpoint's; each rank copies its share before writing."""
     ranks, engines = roles.tasks_per_node, len(roles.local)
     shared = config.sync.transport == Transport.file and config.sync.dir is None
     found = {

@@ -83,7 +83,7 @@ def for_submission(script: str, recipe: Path, overrides: Sequence[str]) -> list[
 
 
 def _memory(made: Plan) -> str:
-    """Of each node: 0 is all that it has."""
+    """Memory to ask for on each node: 0 is all that it has."""
     given = os.environ.get("SITE_MEM") or "0"
     return f"{ceil(SPARE * sum(made.host.values()) / GIB)}G" if given == "plan" else given
 

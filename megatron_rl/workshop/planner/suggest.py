@@ -68,7 +68,7 @@ def suggestions(
 def _best_learners(
     config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed: Assumptions, ranks: int
 ) -> list[LearnerSection]:
-    """Of those that fit by themselves the fastest, and those that leave the most to an engine."""
+    """The fastest learners that fit by themselves, and those that leave the most to an engine."""
     assert machine.gpu is not None
     limit, found = machine.gib * GIB * USABLE * (1 - TIGHT), []
     work = Workload.of(config.rollout, config.learner, assumed)

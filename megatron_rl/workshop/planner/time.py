@@ -82,7 +82,7 @@ class Learner:
         return work / peak / slower / self.model.layout.world
 
     def collectives(self, tokens: float, passes: float) -> float:
-        """Of tensor and expert parallel layers; `passes`: 1 forward, 2 with backward, 3 with layers repeated."""
+        """Collectives of parallel layers and experts; `passes`: 1 forward, 2 with backward, 3 with layers repeated."""
         layout, shape = self.model.layout, self.model.shape
         of_rank = tokens / layout.dp / layout.cp
         layers = shape.layers / layout.pp

@@ -58,7 +58,7 @@ def describe(config: Config, hf_config: Mapping[str, Any], request: Request) -> 
 
 
 def numbers(config: Config, hf_config: Mapping[str, Any], request: Request) -> dict[str, Any]:
-    """The same, for programs."""
+    """A sync's traffic as numbers, for programs."""
     model, sampler, plan = _planned(config, hf_config, request)
     return {
         "bytes": plan.nbytes,

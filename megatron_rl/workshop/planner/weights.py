@@ -43,7 +43,7 @@ def held(shape: ModelShape, layout: Layout, stage: int) -> Held:
 def _parts(
     shape: ModelShape, tp: int, expert_tp: int, ep: int, several: bool
 ) -> tuple[Held, tuple[tuple[str, int], ...]]:
-    """Of a rank: one layer, and (end of the pipeline, parameters there)."""
+    """Parameters of a rank: one layer's, and (end of the pipeline, parameters there)."""
     layout, one = Layout(tp=tp, etp=expert_tp, ep=ep), replace(shape, layers=1)
     inside = [param for param in stage_params(one, layout, Place()) if param.layer is not None]
     count = dict.fromkeys(("dense", "experts", "linear"), 0)

@@ -37,7 +37,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Workload:
-    """Of one step."""
+    """The work of one step."""
 
     sequences: int
     prompt: float  # tokens of a prompt
@@ -64,7 +64,7 @@ class Workload:
         )
 
     def waiting_bytes(self, ahead: int) -> float:
-        """Of the driver's host, for batches that wait for the learner."""
+        """Bytes of the driver's host that batches take while they wait for the learner."""
         return ahead * self.sequences * (self.response * WAITING_TOKEN + WAITING_ANSWER)
 
     def packs(self, learner: LearnerSection, model: Model) -> int:

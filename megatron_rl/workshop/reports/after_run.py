@@ -9,7 +9,7 @@ from megatron_rl.workshop.planner.table import keep
 
 
 def finish(run: RunDir, config: Config) -> str:
-    """Where the report lies, or what prevented it; empty where the run has left no line of metrics."""
+    """Write plan and report; returns where the report lies or what prevented it, empty without a line of metrics."""
     if not run.metrics.is_file():
         return ""
     keep(config, detect(config.run.device), run)
@@ -17,7 +17,7 @@ def finish(run: RunDir, config: Config) -> str:
 
 
 def write_own_report(run: RunDir) -> str:
-    """Once there is a line of metrics; returns what prevented it, as nothing may hide how the run itself ended."""
+    """Write the report, once there is a line of metrics; returns what prevented it: nothing hides how the run ended."""
     try:
         if not run.metrics.is_file() or not run.metrics.stat().st_size:
             return ""

@@ -23,7 +23,7 @@ class Episode:
 
 
 def episodes(run: RunData) -> list[Episode]:
-    """In the order in which they were raised."""
+    """Episodes of alarms, in the order in which they were raised."""
     formats = run.setting("sampler.fleet.formats", []) or [run.setting("quantization.format", "none")]
     alarms = Alarms(run.setting("log.alarms", {}), formats, sampled=not supervised(run))
     raised: dict[str, News] = {}

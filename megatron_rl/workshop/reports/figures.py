@@ -218,7 +218,7 @@ def ratio_histogram(runs: Sequence[RunData]) -> go.Figure | None:
 
 
 def weight_bounds(run: RunData) -> list[float | None]:
-    """Where a token's ratio is clamped. The bounds of a sequence weight act on another quantity."""
+    """Bounds at which a token's ratio is clamped; those of a sequence weight act on another quantity."""
     if run.setting("correction.weight.level", "none") != "token":
         return []
     bounds = [run.setting("correction.weight.low"), run.setting("correction.weight.high")]

@@ -38,7 +38,7 @@ def ended(path: Path) -> bool:
 
 
 def watch(paths: Sequence[Path], every_s: float, stream: TextIO | None = None) -> None:
-    """Until all have ended. A terminal is drawn anew; elsewhere what has changed is printed."""
+    """Show how runs stand until all have ended: a terminal is drawn anew, elsewhere what has changed is printed."""
     console = Console(file=stream or sys.stdout)
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:

@@ -84,7 +84,7 @@ class RunData(Curves):
         return readable(self.path / "lanes.jsonl", read_lanes, list[Lane](), self.unreadable)
 
     def logs(self) -> list[Path]:
-        """Of every attempt."""
+        """Logs of every attempt."""
         return sorted((self.path / "logs").glob("attempt_*/*.log"))
 
     def _recorded(self) -> list[tuple[int, Path]]:

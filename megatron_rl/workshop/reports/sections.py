@@ -193,7 +193,7 @@ def _learner(runs: Sequence[RunData]) -> list[Panel]:
 
 
 def _words(runs: Sequence[RunData], about: str, names: Mapping[str, str]) -> str:
-    """With several runs the dash pattern tells quantities apart, and only these words say which is which."""
+    """Words on dash patterns: with several runs these tell quantities apart, and nothing else says which is which."""
     present = [label for name, label in names.items() if any(run.series(name) for run in runs)]
     if len(runs) == 1 or len(present) < 2:
         return f"{about}."

@@ -25,7 +25,7 @@ class Translation(NamedTuple):
 
 
 def keeps_kl(project: str, which: str = "rejected tokens") -> str:
-    """For projects whose reference KL and entropy still count what their correction rejects."""
+    """A note for projects whose reference KL and entropy still count what their correction rejects."""
     return f"{project}'s reference KL and entropy count {which} too; goes with loss.kl_on: counted where either is on"
 
 

@@ -50,7 +50,7 @@ def _refuse_kl(keys: Keys) -> None:
 
 
 def _algorithms(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Of all environments and of each."""
+    """Algorithm settings of all environments together and of each."""
     for path, value in settings.items():
         if path.endswith("algo.type"):
             yield path, value

@@ -126,7 +126,7 @@ def anywhere(
     common: Collection[str] = (),
     old: Mapping[str, str] | None = None,
 ) -> Keys:
-    """For projects whose names say enough without their section; `common` ones are too short to look for typos of."""
+    """Keys of projects whose names say enough without their section; `common` are too short to look for typos of."""
     flat = _read(framework, mapping)
     used = {path for path in flat if last(path) in known}
     values: dict[str, Any] = {}
@@ -152,7 +152,7 @@ def in_section(
     old: Mapping[str, str] | None = None,
     bare: bool = True,
 ) -> Keys:
-    """For a section with dotted name `section`, given in full, from any of its parents on, or (`bare`) as its keys.
+    """Keys of a section `section` (dotted), given in full, from any of its parents on, or (`bare`) as its keys.
 
     `beside` are full dotted names outside it that are read too. Names in `common` may mean something else
     in other sections; any other known name outside is an error.

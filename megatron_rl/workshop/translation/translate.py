@@ -57,7 +57,7 @@ class TranslatedConfig(CorrectionConfig):
         yield self.notes
 
     def __eq__(self, other: object) -> bool:
-        """As configs: what is noted about one does not make it another."""
+        """Equality as configs: what is noted about one does not make it another."""
         return self.config == (other.config if isinstance(other, TranslatedConfig) else other)
 
 
