@@ -58,7 +58,7 @@ def refuse_other_data(recorded: str | None, found: str, allowed: Collection[str]
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(key, old value, new value) of what differs. A key that the older version of the project did not have is new."""
-    before, after = dict(_flat(old)), dict(_flat(new))
+    before, after = dict(flatten(old)), dict(flatten(new))
     for key in sorted(before.keys() & after.keys()):
         if before[key] != after[key]:
             yield key, before[key], after[key]
@@ -125,9 +125,10 @@ def _step(line: bytes) -> float:
         return float("inf")
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf of a configuration."""
     for key, item in value.items():
         if isinstance(item, Mapping) and item:
-            yield from _flat(item, f"{prefix}{key}.")
+            yield from flatten(item, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", item

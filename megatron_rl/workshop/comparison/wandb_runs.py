@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.resume import flatten
 from megatron_rl.config.schema import Wandb
 from megatron_rl.files import write_whole
 from megatron_rl.runs.metrics_file import ACCURACY, AREA, MISMATCH, NUMBERS
@@ -17,7 +18,7 @@ from megatron_rl.workshop.comparison.comparison import Comparison
 from megatron_rl.workshop.comparison.docs import comparison_svg
 from megatron_rl.workshop.comparison.findings import said
 from megatron_rl.workshop.comparison.page import bars, panels
-from megatron_rl.workshop.reports.run_data import RunData, flatten
+from megatron_rl.workshop.reports.run_data import RunData
 from megatron_rl.workshop.reports.sections import UNIT
 
 JOB_TYPE = "comparison"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.machine import detect
 from megatron_rl.runs.run_dir import RunDir
@@ -12,7 +15,8 @@ def finish(run: RunDir, config: Config) -> str:
     """Write plan and report; returns where the report lies or what prevented it, empty without a line of metrics."""
     if not run.metrics.is_file():
         return ""
-    keep(config, detect(config.run.device), run)
+    with suppress(ConfigError):  # its device may be why the run has ended: a page without a plan
+        keep(config, detect(config.run.device), run)
     return write_own_report(run) or (f"report   {run.report}" if run.report.is_file() else "")
 
 

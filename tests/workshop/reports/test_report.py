@@ -9,6 +9,7 @@ import pytest
 from run_factory import make_config, make_run, make_yaml, quiet
 from summary_figure import summary_svg
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config, Format, Level, RolloutSection, RolloutSource
 from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.run_dir import RunDir
@@ -140,6 +141,14 @@ def test_a_failing_report_says_so(tmp_path, monkeypatch):
     assert write_own_report(RunDir(tmp_path)) == ""
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert write_own_report(RunDir(tmp_path)).startswith("report.html was not written: ZeroDivisionError")
+
+
+def test_a_device_that_is_gone_costs_the_plan_alone(runs, monkeypatch):
+    def gone(device):
+        raise ConfigError("run.device: cuda, but no CUDA device is usable here")
+
+    monkeypatch.setattr("megatron_rl.workshop.reports.after_run.detect", gone)
+    assert finish(RunDir(runs[0]), Config()) == f"report   {runs[0]}/report.html"
 
 
 def test_a_supervised_run_shows_no_mismatch(tmp_path):
