@@ -70,10 +70,14 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
         finally:
             ranks.end()
             hold(STOP_AFTER_STEP)  # for the next run of this process, if there is one
-    if status or read_status(run.path).get("state") not in ENDED:
-        conclude(run, ranks, kills, report)
-    elif said := report(run):
-        print(said, flush=True)
+    try:
+        if status or read_status(run.path).get("state") not in ENDED:
+            conclude(run, ranks, kills, report)
+        elif said := report(run):
+            print(said, flush=True)
+    finally:
+        if run.lock is not None:
+            run.lock.close()  # the next attempt is this process's, too
     return status
 
 

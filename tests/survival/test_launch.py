@@ -1,5 +1,6 @@
 """Starting and ending the ranks: which failure is reported, and which signals reach whom."""
 
+import gc
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import Config, LearnerSection, RunSection
+from megatron_rl.processes.owned_folder import held
 from megatron_rl.processes.process import STOP_AFTER_STEP, hold, state_of
 from megatron_rl.runs.status import mark_status, read_status
 from megatron_rl.survival import launch
@@ -57,7 +59,12 @@ def test_the_rank_that_failed_by_itself_is_reported(
     stand_in.chmod(0o755)
     monkeypatch.setattr(launch.sys, "executable", str(stand_in))
     config = Config(run=RunSection(name="run", root=str(tmp_path)), learner=LearnerSection(tensor_parallel=2))
-    assert launch.launch(config) == 1
+    gc.disable()  # what nobody refers to any more may be there for long
+    try:
+        assert launch.launch(config) == 1
+        assert not held(tmp_path / "run"), "another attempt of this process finds the place free"
+    finally:
+        gc.enable()
     assert read_status(tmp_path / "run")["state"] == "failed"
     assert read_status(tmp_path / "run")["reason"] == "rank 1: ValueError: a bad shard"
     said = capsys.readouterr().err
@@ -70,6 +77,7 @@ def test_the_rank_that_failed_by_itself_is_reported(
 STAND_IN = """#!{python}
 import os, signal, sys, time
 from pathlib import Path
+from megatron_rl.processes.owned_folder import held
 from megatron_rl.processes.process import STOP_AFTER_STEP, release
 folder, rank = Path(sys.argv[3]), os.environ["RANK"]
 assert sys.argv[1:3] == ["-m", "megatron_rl.rank"] and int(sys.argv[4]) == os.getppid()
