@@ -5,7 +5,7 @@ B rows of the batch, T response positions, N response tokens of a pack, V column
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ class ForwardPasses(Policy):
         self._forward_clock = ForwardClock(self.device)
         self._activations = ActivationStats(self.shape, self.device)
         self._cache = CacheStats(self.shape, self.device)
+        self.measured = {"activations": self._activations.amax, "cache": self._cache.amax}
         for first_layer, module in self.numbered_modules:
             if quantization.smoothing:
                 self._activations.watch(module, first_layer, self.positions_shard)
@@ -175,14 +176,6 @@ class ForwardPasses(Policy):
     def take_cache_amax(self) -> Tensor:
         """Largest key and value of each layer that this rank saw since the last call: [layer, 2]."""
         return self._cache.take()
-
-    def measured(self) -> dict[str, Tensor]:
-        """Largest magnitudes of forward passes since the last sync: a checkpoint keeps them."""
-        return {"activations": self._activations.amax, "cache": self._cache.amax}
-
-    def measure(self, seen: Mapping[str, Tensor]) -> None:
-        for name, held in self.measured().items():
-            held.copy_(seen[name])
 
     def router_flips(self, batch: Batch, chosen_BSLK: Tensor) -> dict[str, float]:
         """The share of tokens of which some expert differs, in each layer and over all: two policies, not one rounded.

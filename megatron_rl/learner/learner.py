@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.learner.device import in_one_copy
 from megatron_rl.learner.forward import ForwardPasses
 from megatron_rl.learner.logprobs import logprobs_and_entropy, truncation
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, learning_rate
-from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.packing import Pack, in_one_copy
 from megatron_rl.learner.policy import Sections
+from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
@@ -46,7 +46,7 @@ class Learner(ForwardPasses):
     ) -> None:
         super().__init__(model, sections)
         self.loss, self.correction = sections.loss, sections.correction
-        self._nonfinite = NonFiniteUpdates(self, dump_dir, note)
+        self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir, note)
         self._own_pass: OwnPass | None = None
 
     def update(self, targets: Targets) -> dict[str, float]:

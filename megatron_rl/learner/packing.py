@@ -9,15 +9,15 @@ X positions of a pack whose sequences are padded to the length of their bucket.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rl.learner.device import in_one_copy
 from megatron_rl.types import Batch
 
+ALIGNMENT = 64  # bytes: of every tensor's place, so that any dtype may be read there
 # a bucket takes sequences down to this share of its longest one
 BUCKET_SHARE = 0.75
 
@@ -211,3 +211,36 @@ def _padding(spans: Sequence[int], buckets: Sequence[Bucket], starts: Tensor) ->
     real_X = column_X < torch.tensor(spans)[sequence_X]
     padded_index_X = torch.where(real_X, starts[sequence_X] + column_X, 0)
     return padded_index_X, real_X.nonzero().flatten(), (~real_X).nonzero().flatten()
+
+
+def in_one_copy(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The tensors on the device, views of one buffer: a copy each would cost more than what is in it.
+
+    On a host they are there already, and nothing is copied.
+    """
+    if device.type == "cpu":
+        return dict(tensors)
+    return views(buffer(tensors).to(device), tensors)
+
+
+def buffer(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The bytes of all tensors, one after the other."""
+    nbytes = sum(_room(tensor) for tensor in tensors.values())
+    held, start = torch.empty(nbytes, dtype=torch.uint8), 0
+    for tensor in tensors.values():
+        held[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().flatten().view(torch.uint8))
+        start += _room(tensor)
+    return held
+
+
+def views(held: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that `buffer` has put into `held`."""
+    found, start = {}, 0
+    for name, tensor in like.items():
+        found[name] = held[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += _room(tensor)
+    return found
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
