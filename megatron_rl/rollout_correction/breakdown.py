@@ -1,9 +1,8 @@
 """The mismatch of a recorded batch, cut along six lines: where sampler and learner disagree.
 
-A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small
-probabilities, stale weights in the staleness, a stop-token fault in the finish reasons, and a format that a model
-does not suit in the weight formats of a mixed fleet. `mismatch_by_format` and `mismatch_by_age` are logged at every
-step.
+A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small probabilities,
+stale weights in the staleness, a stop-token fault in the finish reasons, a format that does not suit in the weight
+formats.
 
 Shape legend: B sequences, T response positions, N tokens under the mask.
 """
@@ -47,14 +46,13 @@ def breakdowns(
     mask_BT: Tensor,
     *,
     finish_reasons: Sequence[str] | None = None,
-    versions_B: Tensor | None = None,
     versions_BT: Tensor | None = None,
     policy_version: int | None = None,
     formats: Sequence[str] | None = None,
 ) -> list[Slice]:
     """Slices with at least one token, in the order of their labels; tokens without a ratio are left out.
 
-    Staleness is `policy_version` (the newest of the batch where it is None) less the token's version, or its row's.
+    Staleness is `policy_version` (the newest of the batch where it is None) less the token's version.
     """
     d_BT = prox_logprobs_BT.float() - sampler_logprobs_BT.float()
     counted_BT = mask_BT.bool() & torch.isfinite(d_BT)
@@ -76,8 +74,6 @@ def breakdowns(
     names = [f"{2**power} to {2 ** (power + 1) - 1}" for power in range(int(power_B.max()) + 1)] if len(power_B) else []
     found += tokens.slices("length", power_B[tokens.row_N], names)
 
-    if versions_BT is None and versions_B is not None:
-        versions_BT = versions_B[:, None].expand_as(counted_BT)
     if versions_BT is not None and bool(counted_BT.any()):
         versions_N = versions_BT[counted_BT]
         newest = int(versions_N.max()) if policy_version is None else policy_version

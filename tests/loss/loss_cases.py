@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import CorrectionConfig, WeightConfig
+from megatron_rl.rollout_correction import Correction, rollout_correction
 from megatron_rl.types import LossInputs
 
 LOG2 = math.log(2.0)
@@ -30,6 +31,22 @@ def inputs_of(pi_BT: Tensor, anchor_BT: Tensor, mu_BT: Tensor, found: Any, advan
         denominator_mask_BT=found.denominator_mask_BT,
         prompt_ids_B=torch.zeros(len(pi_BT), dtype=torch.int64),
     )
+
+
+def corrected(d: list[list[float]], mask: list[list[int]] | None = None, **config: Any) -> Correction:
+    """The correction for given log-ratios."""
+    d_BT = torch.tensor(d)
+    mask_BT = torch.ones_like(d_BT) if mask is None else torch.tensor(mask)
+    mu_BT = torch.full_like(d_BT, -2.0)
+    return rollout_correction(mu_BT + d_BT, mu_BT, mask_BT.bool(), CorrectionConfig(**config))
+
+
+def inputs_for(correction: Correction, advantages: list[float], **changes: Tensor) -> LossInputs:
+    """A loss's inputs where the policy is the one that the correction was made with."""
+    prox_BT, mu_BT = correction.source.prox_logprobs_BT, correction.source.sampler_logprobs_BT
+    assert prox_BT is not None
+    found = inputs_of(prox_BT.clone().requires_grad_(), prox_BT, mu_BT, correction, torch.tensor(advantages))
+    return replace(found, **{"selected_BT": torch.zeros_like(correction.mask_BT)} | changes)
 
 
 def rows_of(inputs: LossInputs, index: slice | Tensor | list[int], width: int | None = None) -> LossInputs:

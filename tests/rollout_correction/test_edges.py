@@ -5,6 +5,7 @@ Shape legend: B sequences, T response positions.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ from loss_cases import BYPASS, LOG2, inputs_of
 
 from megatron_rl.advantage import AdvantageConfig, group_advantages, overlong_penalty
 from megatron_rl.config.correction_rules import check_correction, check_loss
-from megatron_rl.config.schema import Format, Reduction
+from megatron_rl.config.schema import Format
 from megatron_rl.loss.covariance import select_by_covariance
-from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
+from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
 from megatron_rl.rollout_correction import (
     CorrectionConfig,
     RejectRule,
@@ -41,33 +42,31 @@ def inputs(shift: list[list[float]], advantages: list[float], anchor: float = -2
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
-def fractions(name: str, shift: list[float], advantage: float, **keys: object) -> tuple[float, float]:
-    """What is clipped above and below."""
-    metrics = policy_loss(inputs([shift], [advantage]), LossConfig(name=name, **keys))[1]  # type: ignore[arg-type]
-    return float(metrics["loss/clip_fraction_high"]), float(metrics["loss/clip_fraction_low"])
-
-
 UP_AND_DOWN = [1.0, 1.0, 1.0, -1.0, -1.0, 0.0, 0.0, 0.0]  # three tokens above the band, two below, three inside
+DOUBLED = [LOG2 * size for size in UP_AND_DOWN]  # a probability of 0.135 doubles or halves
+NARROW = {"clip_low": 0.05, "clip_high": 0.05}
 
 
-@pytest.mark.parametrize("name", ["ppo", "gmpo"])
-def test_clip_fractions_of_bounds_that_only_stop_what_gains(name: str) -> None:
-    assert fractions(name, UP_AND_DOWN, 1.0) == (0.375, 0.0)
-    assert fractions(name, UP_AND_DOWN, -1.0) == (0.0, 0.25)
-    assert fractions(name, UP_AND_DOWN, 0.0) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("name", ["cispo", "rollout_is"])
-def test_clip_fractions_of_bounds_on_the_ratio_itself(name: str) -> None:
-    for advantage in (1.0, -1.0):
-        assert fractions(name, UP_AND_DOWN, advantage) == (0.375, 0.25)
-
-
-def test_clip_fractions_of_a_trust_region() -> None:
-    """Probability 0.135, which doubles or halves."""
-    shift = [LOG2, LOG2, LOG2, -LOG2, -LOG2, 0.0, 0.0, 0.0]
-    assert fractions("dppo", shift, 1.0, clip_low=0.05, clip_high=0.05) == (0.375, 0.0)
-    assert fractions("dppo", shift, -1.0, clip_low=0.05, clip_high=0.05) == (0.0, 0.25)
+@pytest.mark.parametrize(
+    ("names", "keys", "shift", "by_advantage"),
+    [
+        # bounds that only stop what gains, bounds on the ratio itself, and a trust region
+        (("ppo", "gmpo"), {}, UP_AND_DOWN, {1.0: (0.375, 0.0), -1.0: (0.0, 0.25), 0.0: (0.0, 0.0)}),
+        (("cispo", "rollout_is"), {}, UP_AND_DOWN, {1.0: (0.375, 0.25), -1.0: (0.375, 0.25)}),
+        (("dppo",), NARROW, DOUBLED, {1.0: (0.375, 0.0), -1.0: (0.0, 0.25)}),
+        # bounds that a ratio of one touches: it is clipped from outside the band, or from an open band's edge on
+        (("cispo", "ppo"), {"clip_low": 0.0, "clip_high": 0.0}, [0.0], {1.0: (0.0, 0.0)}),
+        (("rollout_is",), {"clip_low": 0.0, "clip_high": 0.5}, [0.0], {1.0: (0.0, 1.0)}),
+        (("rollout_is",), {"clip_low": 0.5, "clip_high": 0.0}, [0.0], {1.0: (1.0, 0.0)}),
+    ],
+)
+def test_clip_fractions(
+    names: tuple[str, ...], keys: dict[str, float], shift: list[float], by_advantage: dict[float, tuple[float, float]]
+) -> None:
+    for name, (advantage, wanted) in itertools.product(names, by_advantage.items()):
+        metrics = policy_loss(inputs([shift], [advantage]), LossConfig(name=name, **keys))[1]  # type: ignore[arg-type]
+        found = tuple(float(metrics[f"loss/clip_fraction_{side}"]) for side in ("high", "low"))
+        assert found == wanted, (name, advantage)
 
 
 def test_dual_clip_fraction() -> None:
@@ -77,14 +76,6 @@ def test_dual_clip_fraction() -> None:
         assert float(metrics["loss/dual_clip_fraction"]) == fraction
 
 
-def test_bounds_that_a_ratio_of_one_touches() -> None:
-    """Clipped from outside the band; rollout_is, whose band is open, from its edge on."""
-    assert fractions("cispo", [0.0], 1.0, clip_low=0.0, clip_high=0.0) == (0.0, 0.0)
-    assert fractions("ppo", [0.0], 1.0, clip_low=0.0, clip_high=0.0) == (0.0, 0.0)
-    assert fractions("rollout_is", [0.0], 1.0, clip_low=0.0, clip_high=0.5) == (0.0, 1.0)
-    assert fractions("rollout_is", [0.0], 1.0, clip_low=0.5, clip_high=0.0) == (1.0, 0.0)
-
-
 def test_a_binary_kl_of_certain_tokens() -> None:
     """From 1 to 0.5 it is log 2, from 0.5 to 1 without bound: both leave a region of 0.44."""
     region = {"name": "dppo", "trust_region": "binary_kl", "clip_low": 0.44, "clip_high": 0.44}
@@ -92,17 +83,6 @@ def test_a_binary_kl_of_certain_tokens() -> None:
     assert float(certain["loss/clip_fraction_low"]) == 1.0
     becoming = policy_loss(inputs([[LOG2]], [1.0], anchor=-LOG2), LossConfig(**region))[1]  # type: ignore[arg-type]
     assert float(becoming["loss/clip_fraction_high"]) == 1.0
-
-
-@pytest.mark.parametrize("bypass", [None, BYPASS])
-@pytest.mark.parametrize("reduction", list(Reduction))
-def test_a_batch_of_one_token(reduction: Reduction, bypass: CorrectionConfig | None) -> None:
-    loss, metrics = policy_loss(inputs([[0.1]], [1.0]), LossConfig(reduction=reduction), None, bypass)
-    assert float(loss.detach()) == pytest.approx(-math.exp(0.1))
-    assert float(metrics["loss/ratio_mean"]) == pytest.approx(math.exp(0.1))
-    assert float(metrics["loss/approx_kl"]) == pytest.approx(-0.1)
-    if bypass is not None:
-        assert float(metrics["rollout_corr/kl"]) == pytest.approx(-0.1)
 
 
 def test_an_empty_row_of_a_prompt_that_is_counted_nowhere() -> None:
@@ -135,21 +115,6 @@ def test_before_the_loss_of_the_sampler_anchor_faults_are_counted_and_rows_rejec
     found = rollout_correction(None, mu_BT, mask_BT, replace(BYPASS, non_finite="reject"))
     assert found.metrics == {"rollout_corr/non_finite_sampler": 1.0}
     assert found.rejected_B.tolist() == [False, True, False]
-
-
-def test_bias_and_variance_of_one_weight() -> None:
-    """Ratio 2 under a cap of 1.5, advantage 3."""
-    config = CorrectionConfig(weight=WeightConfig(high=1.5))
-    found = rollout_correction(torch.full((1, 1), LOG2), torch.zeros(1, 1), torch.ones(1, 1), config)
-    metrics = apply_conditional_rules(found, torch.tensor([3.0]), config).metrics
-    assert metrics["rollout_corr/weight_bias"] == pytest.approx(-1.5)
-    assert metrics["rollout_corr/weight_variance"] == pytest.approx(0.0, abs=1e-6)
-
-
-def test_rows_without_columns_are_rows() -> None:
-    found = rollout_correction(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0), CorrectionConfig())
-    assert found.rejected_B.tolist() == [False, False]
-    assert found.baseline_keep_B(CorrectionConfig()).tolist() == [False, False]
 
 
 def test_metrics_are_plain_numbers() -> None:
@@ -189,7 +154,9 @@ def test_a_small_batch_selects_one_token() -> None:
 
 def test_a_row_newer_than_the_policy_is_not_stale() -> None:
     logprobs_BT = -torch.ones(2, 1)
-    slices = breakdowns(logprobs_BT, logprobs_BT, torch.ones(2, 1), versions_B=torch.tensor([3, 5]), policy_version=4)
+    slices = breakdowns(
+        logprobs_BT, logprobs_BT, torch.ones(2, 1), versions_BT=torch.tensor([[3], [5]]), policy_version=4
+    )
     assert [(one.label, one.tokens) for one in slices if one.by == "staleness"] == [("0", 1), ("1", 1)]
 
 
@@ -275,11 +242,6 @@ def test_losses_just_beyond_it(keys: dict) -> None:
     assert found.startswith(f"loss.{next(iter(keys))} is")
 
 
-def test_totals_of_no_prompt() -> None:
-    totals = count_totals(torch.zeros(2, 3).bool(), torch.tensor([1, 2]), horizon=3)
-    assert (totals.tokens, totals.sequences, totals.prompts) == (0, 0, 0)
-
-
 def test_a_cap_counts_tokens_that_weigh_one_whatever_it_is() -> None:
     """Ratios 8, 1/2 and one without a logprob: (1 + c + 1/2)^2 = 0.8 x 3 (1 + c^2 + 1/4) at c = 1.854."""
     mu_BT = torch.tensor([[0.0, 0.0, math.nan]])
@@ -312,3 +274,56 @@ def test_rows_that_leave_later_do_not_move_the_solved_cap(level: str) -> None:
     fewer = keep_rows(found, torch.tensor([True, False, True, True]), config)
     assert torch.equal(fewer.weights_BT[[0, 2, 3]], found.weights_BT[[0, 2, 3]])
     assert fewer.metrics["rollout_corr/rollout_is_max"] == pytest.approx(found.cap)
+
+
+ZEROS_BT, MASK_BT = torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("prox", "mu", "mask", "words"),
+    [
+        (slice(4), slice(4), slice(2), r"proximal logprobs are \[4, 3\] and the mask is \[2, 3\]"),
+        (slice(4), slice(1), slice(4), r"sampler logprobs are \[1, 3\] and the mask is \[4, 3\]"),
+        (slice(1), slice(4), slice(4), r"proximal logprobs are \[1, 3\]"),
+        (None, slice(1), slice(4), r"sampler logprobs are \[1, 3\]"),
+    ],
+)
+def test_every_position_needs_its_own_numbers(prox: slice | None, mu: slice, mask: slice, words: str) -> None:
+    config = BYPASS if prox is None else CorrectionConfig()
+    prox_BT = None if prox is None else ZEROS_BT[prox]
+    with pytest.raises(ValueError, match=words):
+        rollout_correction(prox_BT, ZEROS_BT[mu], MASK_BT[mask], config)
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (4, 1)])
+def test_a_sampler_logprob_per_row_or_position_is_no_matrix(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="one logprob and one mask entry"):
+        rollout_correction(ZEROS_BT, torch.zeros(shape), MASK_BT, CorrectionConfig())
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            CorrectionConfig(weight=WeightConfig(level="sentence")),
+            "correction.weight.level is sentence: use one of none",
+        ),
+        (CorrectionConfig(weight=WeightConfig(aggregate="mean")), "correction.weight.aggregate is mean"),
+        (CorrectionConfig(weight=WeightConfig(outside="mask")), "correction.weight.outside is mask"),
+        (CorrectionConfig(non_finite="ignore"), "correction.non_finite is ignore"),
+        (CorrectionConfig(anchor="rollout"), "correction.anchor is rollout"),
+        (
+            CorrectionConfig(reject=[RejectRule(level="row", stat="k1", high=1.0)]),
+            r"correction.reject\[0\].level is row",
+        ),
+        (CorrectionConfig(reject=[RejectRule(stat="k4", high=1.0)]), r"reject\[0\].stat is k4"),
+        (CorrectionConfig(reject=[RejectRule(stat="k1", reduce="median", high=1.0)]), "reduce is median"),
+        (CorrectionConfig(reject=[RejectRule(stat="k1", reduce="sum", high=1.0, when="always")]), "when is always"),
+    ],
+)
+def test_an_unknown_word_is_no_other_word(config: CorrectionConfig, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rollout_correction(ZEROS_BT, ZEROS_BT, MASK_BT, config)
+    bypass = replace(config, anchor="sampler") if config.anchor == "prox" else config
+    with pytest.raises(ValueError, match=words):
+        rollout_correction(None, ZEROS_BT, MASK_BT, bypass)
