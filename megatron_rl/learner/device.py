@@ -17,11 +17,11 @@ SETTINGS = "expandable_segments:True"
 
 
 def keep_returnable(sleep: Sleep, transport: Transport) -> None:
-    """Let torch return memory, where an engine takes its share back at every sync; to be called before any allocation.
+    """Let torch return memory where an engine takes its share back at every sync; to be called before any allocation.
 
-    Packs differ in length, so that segments of torch's allocator stay half used, and those cannot be returned. Segments
-    that grow and shrink by pages can. The engine's process is not told: vLLM keeps what sleeps in a pool without them.
-    What the environment says of the allocator stays; `ipc` shares plain segments.
+    Packs differ in length, so that plain segments stay half used, and those cannot be returned. Not told to the
+    engine's process, which keeps what sleeps in a pool; not under `ipc`, which shares plain segments; not against the
+    environment.
     """
     if sleep == Sleep.none or transport != Transport.file or any(os.environ.get(name) for name in GIVEN):
         return

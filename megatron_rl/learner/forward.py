@@ -104,9 +104,8 @@ class ForwardPasses(Policy):
     def estimate_bf16_floor(self, batch: Batch) -> Tensor | None:
         """Logprobs as far from the sampler's as if it held BF16 weights; None where that cannot be told.
 
-        No other engine is asked. What the sampler's format does is taken from the learner's own passes: its logprobs
-        with the sampler's arithmetic are as far from the sampler's as the engines differ otherwise. To that comes how
-        far tensor parallelism takes a BF16 learner from an engine on one rank.
+        They come from the learner's own passes: with the sampler's arithmetic they are as far from the sampler's as the
+        engines differ otherwise, and to that comes what tensor parallelism adds to a BF16 engine on one rank.
         """
         if not self._mirrors_engine or self._formats not in ({Format.none}, *MIRRORED):
             return None
@@ -167,10 +166,7 @@ class ForwardPasses(Policy):
     # what passes show
 
     def take_activation_amax(self) -> Tensor:
-        """[layer, norm, channel]: largest output of each norm that this rank saw in `logprobs` since the last call.
-
-        Kept only with quantization.smoothing.
-        """
+        """[layer, norm, channel]: largest output of each norm that this rank saw in `logprobs` since the last call."""
         return self._activations.take()
 
     def take_cache_amax(self) -> Tensor:
@@ -178,9 +174,8 @@ class ForwardPasses(Policy):
         return self._cache.take()
 
     def router_flips(self, batch: Batch, chosen_BSLK: Tensor) -> dict[str, float]:
-        """The share of tokens of which some expert differs, in each layer and over all: two policies, not one rounded.
-
-        `chosen_BSLK` is the engine's choice: -1 where there is no token, or no expert in a layer.
+        """The share of tokens of which some expert differs from `chosen_BSLK` (the engine's; -1: none), by layer and in
+        all.
         """
         counts_L2 = torch.zeros(self.shape.layers, 2)
         hooks: list[Any] = []

@@ -1,8 +1,7 @@
-"""The learner: a policy under megatron-core that gives logprobs and takes optimizer steps.
+"""The learner: a policy under megatron-core that gives logprobs and takes optimizer steps, the same on every rank.
 
-Every rank calls the same methods with the same global batch and gets the same results back.
-One convention for the loss: it is divided by counts over the whole minibatch, known before the step,
-so micro-batches, packs and data-parallel ranks add up and nothing is averaged anywhere.
+The loss is divided by counts over the whole minibatch, known before the step: micro-batches, packs and data-parallel
+ranks add up, and nothing is averaged anywhere.
 
 B rows of the batch, b rows of a micro-batch, T response positions, N response tokens of a pack, V columns of the
 vocabulary share.

@@ -1,9 +1,9 @@
 """Packs made of a batch's rows: which rank trains which rows, in which micro-batches, and how a pack is laid out.
 
-Everything here is a pure function of lengths, so every rank works out the same packs without talking.
+Pure functions of lengths: every rank works out the same packs without talking.
 
-B rows of the batch, T response positions, S positions of a pack, N response tokens of a pack,
-X positions of a pack whose sequences are padded to the length of their bucket.
+B rows of the batch, T response positions, S positions of a pack, N response tokens of a pack, X positions of a pack
+whose sequences are padded to the length of their bucket.
 """
 
 from __future__ import annotations
@@ -73,14 +73,12 @@ def assign_rows(
 ) -> list[list[list[int]]]:  # fmt: skip
     """Row numbers per replica and micro-batch; a micro-batch may be empty.
 
-    A micro-batch holds at most `budget` tokens unless a single row is longer. `at_least` micro-batches are
-    made where there are rows enough, and their number is rounded up to a multiple of `count_multiple`.
-
-    Who waits for whom decides what is balanced. Replicas wait for the slowest of them: they are alike in cost, which
-    is a row's length and `attention` times its square. The micro-batches of a replica wait for nobody and are alike
-    in tokens, which takes the least memory; with `in_step`, where stages wait for each of them, in cost, as far as
-    the budget lets them. With `same_count` replicas wait for each other in every micro-batch: all have equally many,
-    and those that run at the same time are alike in cost.
+    A micro-batch holds at most `budget` tokens unless a single row is longer; `at_least` of them are made where there
+    are rows enough, rounded up to a multiple of `count_multiple`. Replicas wait for the slowest: they are alike in
+    cost, a row's length and `attention` times its square. A replica's micro-batches wait for nobody and are alike in
+    tokens, which takes the least memory; with `in_step`, where stages wait for each, in cost as far as the budget lets
+    them. With `same_count` replicas wait in every micro-batch: all have equally many, and those that run at the same
+    time are alike in cost.
     """
     costs = [length + attention * length**2 for length in lengths]
     rows = range(len(lengths))

@@ -1,7 +1,6 @@
 """A learner's state, to go on exactly where it was: weights, optimizer, random states, what it has measured.
 
-Weights and optimizer are kept as whole tensors (`models/shards.py`), so that any layout can go on. The rest is small,
-and each rank's own.
+Weights and optimizer are kept as whole tensors (`models/shards.py`), so that any layout can go on.
 """
 
 from __future__ import annotations
