@@ -386,20 +386,18 @@ class TestCovariance:
         assert bool(((covariance_BT[draws[0]] > 0.5) & (covariance_BT[draws[0]] < 2.0)).all())
         assert int(draws[0].sum()) == int(0.08 * batch[2].sum())
 
-    def test_rows_and_padding_do_not_matter(self) -> None:
+    def test_order_padding_and_what_a_masked_row_holds_do_not_matter(self) -> None:
         prox_BT, advantages_B, mask_BT = self.batch()
+        mask_BT[4] = False
         order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
         padding = torch.full((12, 3), math.nan)
+        spoiled_B = advantages_B.clone()
+        spoiled_B[4] = math.nan
         for name in ("clip_cov", "kl_cov"):
             config = LossConfig(name=name, cov_fraction=0.1, cov_low=0.2)
             plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
-            moved_BT = select_by_covariance(
-                torch.cat([prox_BT, padding], 1)[order],
-                advantages_B[order],
-                torch.cat([mask_BT, padding.isfinite()], 1)[order],
-                config,
-                seed=3,
-            )
+            wide_BT, wide_mask_BT = torch.cat([prox_BT, padding], 1), torch.cat([mask_BT, padding.isfinite()], 1)
+            moved_BT = select_by_covariance(wide_BT[order], spoiled_B[order], wide_mask_BT[order], config, seed=3)
             assert torch.equal(moved_BT[:, :10], plain_BT[order])
 
     def test_rounding_never_decides(self) -> None:
@@ -419,16 +417,6 @@ class TestCovariance:
             assert int(plain_BT.sum()) == 3
             draws.add(tuple(plain_BT[0].tolist()))
         assert len(draws) > 5  # drawn, not the first ones
-
-    def test_a_masked_row_may_have_no_advantage(self) -> None:
-        prox_BT, advantages_B, mask_BT = self.batch()
-        mask_BT[4] = False
-        for name in ("clip_cov", "kl_cov"):
-            config = LossConfig(name=name, cov_fraction=0.1, cov_low=0.2)
-            plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
-            spoiled_B = advantages_B.clone()
-            spoiled_B[4] = math.nan
-            assert torch.equal(select_by_covariance(prox_BT, spoiled_B, mask_BT, config, seed=3), plain_BT)
 
     def test_other_losses_select_nothing(self) -> None:
         assert select_by_covariance(*self.batch(), LossConfig(), seed=0) is None
