@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import rows_of
+from loss_cases import BYPASS, rows_of
 from loss_oracle import expected
 
 from megatron_rl.config.schema import LossName, Reduction
@@ -263,16 +263,22 @@ def test_masks_of_numbers_are_masks(dtype: torch.dtype) -> None:
         assert float(found.detach()) == float(expected.detach())
 
 
+def test_zero_weights_silence_every_loss() -> None:
+    """No loss ignores the correction."""
+    inputs = replace(example(), weights_BT=torch.zeros(B, T))
+    for config in CONFIGS.values():
+        loss, gradient = loss_and_gradient(inputs, config)
+        assert (loss, bool(gradient.any())) == (0.0, False), config.name
+
+
 class TestAnchorSampler:
     """The correction is formed from the current policy, in the loss."""
 
-    BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False)
-
-    def inputs(self, correction: CorrectionConfig, faults: bool = False) -> LossInputs:
+    def inputs(self, correction: CorrectionConfig, fault: float | None = None) -> LossInputs:
         inputs = example(4)
         mu_BT = inputs.sampler_logprobs_BT.float()
-        if faults:
-            mu_BT[0, 0] = math.nan
+        if fault is not None:
+            mu_BT[0, 0] = fault
         before = rollout_correction(None, mu_BT, inputs.denominator_mask_BT, correction)
         return replace(
             inputs,
@@ -285,14 +291,14 @@ class TestAnchorSampler:
 
     @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo tv", "rollout_is"])
     def test_ratio_losses_use_the_sampler(self, name: str) -> None:
-        inputs = self.inputs(self.BYPASS)
-        loss, _ = policy_loss(inputs, CONFIGS[name], None, self.BYPASS)
+        inputs = self.inputs(BYPASS)
+        loss, _ = policy_loss(inputs, CONFIGS[name], None, BYPASS)
         value, _ = expected(inputs, CONFIGS[name], str(reduction_of(CONFIGS[name])), T)
         assert float(loss.detach()) == pytest.approx(value, abs=1e-7)
 
     @pytest.mark.parametrize("level", ["token", "sequence"])
     def test_reinforce_is_weighted_by_the_current_policy(self, level: str) -> None:
-        correction = replace(self.BYPASS, weight=WeightConfig(level=level, high=1.4))
+        correction = replace(BYPASS, weight=WeightConfig(level=level, high=1.4))
         inputs = self.inputs(correction)
         loss, _ = policy_loss(inputs, CONFIGS["reinforce"], None, correction)
         formed = rollout_correction(inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction)
@@ -303,7 +309,7 @@ class TestAnchorSampler:
 
     def test_micro_batches_add_up(self) -> None:
         rule = RejectRule(stat="ratio", reduce="mean", low=0.8, high=1.3)
-        correction = replace(self.BYPASS, reject=[rule])
+        correction = replace(BYPASS, reject=[rule])
         inputs = self.inputs(correction)
         totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, horizon=T)
         whole, whole_metrics = policy_loss(inputs, LossConfig(), totals, correction)
@@ -325,7 +331,7 @@ class TestAnchorSampler:
     def test_rules_reject_but_leave_the_denominators(self) -> None:
         rule = RejectRule(stat="ratio", reduce="mean", low=0.8, high=1.3)
         conditional = RejectRule(stat="k1", reduce="mean", high=-0.05, when="negative_advantage")
-        correction = replace(self.BYPASS, reject=[rule, conditional])
+        correction = replace(BYPASS, reject=[rule, conditional])
         inputs = self.inputs(correction)
         formed = apply_conditional_rules(
             rollout_correction(inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction),
@@ -339,9 +345,10 @@ class TestAnchorSampler:
         assert float(metrics["loss/trained_fraction"]) < 1
 
     @pytest.mark.parametrize("policy", ["drop", "one", "zero", "reject"])
-    def test_missing_sampler_logprobs(self, policy: str) -> None:
-        correction = replace(self.BYPASS, non_finite=policy)
-        inputs = self.inputs(correction, faults=True)
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_missing_sampler_logprobs(self, policy: str, value: float) -> None:
+        correction = replace(BYPASS, non_finite=policy)
+        inputs = self.inputs(correction, value)
         loss, _ = policy_loss(inputs, LossConfig(), None, correction)
         (gradient,) = torch.autograd.grad(loss, inputs.logprobs_BT)
         assert math.isfinite(float(loss.detach()))

@@ -10,15 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from loss_cases import BYPASS, LOG2, corrected, inputs_for, inputs_of
+from loss_cases import BYPASS, LOG2, batch_of, corrected, inputs_for, inputs_of
 
 from megatron_rl.advantage import AdvantageConfig, group_advantages, overlong_penalty
 from megatron_rl.config.correction_rules import check_correction, check_loss, check_objective
-from megatron_rl.config.schema import Format, LossName, Reduce
+from megatron_rl.config.schema import Format, LossName, Reduce, Reduction
 from megatron_rl.loss.covariance import select_by_covariance
 from megatron_rl.loss.policy_loss import LossConfig, LossInputs, count_totals, policy_loss
 from megatron_rl.rollout_correction import (
@@ -32,7 +33,7 @@ from megatron_rl.rollout_correction import (
 )
 from megatron_rl.rollout_correction.breakdown import breakdowns, mismatch_by_age, mismatch_by_format
 from megatron_rl.rollout_correction.learner_reward import learner_reward
-from megatron_rl.types import Batch
+from megatron_rl.workshop.translation.translate import TranslationError, translate, translate_file
 
 RATIO_LOSSES = [name for name in LossName if name not in ("reinforce", "cross_entropy")]
 
@@ -321,6 +322,30 @@ def test_loss_metrics_count_no_padding() -> None:
     assert float(metrics["loss/selected_fraction"]) == 0.5
 
 
+def test_a_one_sided_bound_of_others_is_translated_or_refused() -> None:
+    (low,) = translate("skyrl", {"outlier_token_is_threshold_low": 0.1}).config.reject
+    (high,) = translate("skyrl", {"outlier_token_is_threshold_high": 9.0}).config.reject
+    assert [(rule.reduce, rule.low, rule.high) for rule in (low, high)] == [("min", 0.1, None), ("max", None, 9.0)]
+    for side in ("low", "high"):
+        with pytest.raises(TranslationError, match="ignores one bound"):
+            translate("skyrl", {f"token_mask_is_threshold_{side}": 0.5})
+
+
+def test_underscores_of_others_are_never_digit_separators(tmp_path: Path) -> None:
+    weight = translate("verl", {"rollout_is": "token", "rollout_is_threshold": "0.5_5"}).config.weight
+    assert (weight.outside, weight.low, weight.high) == ("zero", 0.5, 5.0)
+    source = tmp_path / "verl.yaml"
+    source.write_text("rollout_is: token\nrollout_is_threshold: 0.5_5\n")
+    assert "high: 5.0" in translate_file("verl", source)
+    with pytest.raises(TranslationError, match="expected a number"):
+        translate("skyrl", {"tis_ratio_type": "token", "token_tis_ratio_clip_high": "0.5_5"})
+
+
+def test_a_weight_of_others_that_only_their_metrics_see_is_left_out() -> None:
+    config, _ = translate("verl", {"bypass_mode": True, "rollout_is": "token"})
+    assert config.weight.level == "none"
+
+
 @pytest.mark.parametrize("name", list(LossName))
 def test_no_loss_trains_on_a_rejected_token(name: LossName) -> None:
     """The second token is out of the mask and still in the denominators; its weight is not looked at."""
@@ -355,7 +380,9 @@ def test_no_selection_looks_at_a_rejected_token(name: str, fraction: float) -> N
 def test_no_weight_on_top_of_a_ratio_that_holds_it(name: LossName, level: str) -> None:
     config = replace(BYPASS, weight=WeightConfig(level=level))
     assert "twice" in check_objective(config, LossConfig(name=name), AdvantageConfig())[0]
-    with pytest.raises(ValueError, match="already holds the mismatch"):
+    with pytest.raises(
+        ValueError, match=r"correction\.weight\.level is .* already holds the mismatch; .*loss\.name: reinforce"
+    ):
         policy_loss(inputs_for(corrected([[0.1]]), [1.0]), LossConfig(name=name), None, config)
 
 
@@ -435,6 +462,17 @@ def test_a_binary_kl_of_certain_tokens() -> None:
     assert float(becoming["loss/clip_fraction_high"]) == 1.0
 
 
+@pytest.mark.parametrize("bypass", [None, BYPASS])
+@pytest.mark.parametrize("reduction", list(Reduction))
+def test_a_batch_of_one_token(reduction: Reduction, bypass: CorrectionConfig | None) -> None:
+    loss, metrics = policy_loss(inputs([[0.1]], [1.0]), LossConfig(reduction=reduction), None, bypass)
+    assert float(loss.detach()) == pytest.approx(-math.exp(0.1))
+    assert float(metrics["loss/ratio_mean"]) == pytest.approx(math.exp(0.1))
+    assert float(metrics["loss/approx_kl"]) == pytest.approx(-0.1)
+    if bypass is not None:
+        assert float(metrics["rollout_corr/kl"]) == pytest.approx(-0.1)
+
+
 def test_an_empty_row_of_a_prompt_that_is_counted_nowhere() -> None:
     mask_BT = torch.tensor([[True], [False]])
     two = inputs([[0.0], [0.0]], [1.0, 1.0], mask_BT=mask_BT, denominator_mask_BT=mask_BT)
@@ -465,6 +503,20 @@ def test_before_the_loss_of_the_sampler_anchor_faults_are_counted_and_rows_rejec
     found = rollout_correction(None, mu_BT, mask_BT, replace(BYPASS, non_finite="reject"))
     assert found.metrics == {"rollout_corr/non_finite_sampler": 1.0}
     assert found.rejected_B.tolist() == [False, True, False]
+
+
+def test_bias_and_variance_of_one_weight() -> None:
+    """Ratio 2 under a cap of 1.5, advantage 3."""
+    config = CorrectionConfig(weight=WeightConfig(high=1.5))
+    found = rollout_correction(torch.full((1, 1), LOG2), torch.zeros(1, 1), torch.ones(1, 1), config)
+    metrics = apply_conditional_rules(found, torch.tensor([3.0]), config).metrics
+    assert metrics["rollout_corr/weight_bias"] == pytest.approx(-1.5)
+    assert metrics["rollout_corr/weight_variance"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_totals_of_no_prompt() -> None:
+    totals = count_totals(torch.zeros(2, 3).bool(), torch.tensor([1, 2]), horizon=3)
+    assert (totals.tokens, totals.sequences, totals.prompts) == (0, 0, 0)
 
 
 def test_metrics_are_plain_numbers() -> None:
@@ -512,16 +564,7 @@ def test_a_row_newer_than_the_policy_is_not_stale() -> None:
 
 def test_a_fleet_of_one_format_has_no_mismatch_by_format() -> None:
     logprobs_BT, zeros_B = -torch.ones(2, 1), torch.zeros(2, dtype=torch.int64)
-    one = Batch(
-        tokens_BS=torch.zeros(2, 2, dtype=torch.int64),
-        prompt_lengths_B=zeros_B + 1,
-        response_lengths_B=zeros_B + 1,
-        mask_BT=torch.ones(2, 1, dtype=torch.bool),
-        sampler_logprobs_BT=logprobs_BT,
-        rewards_B=torch.zeros(2),
-        groups_B=zeros_B,
-        versions_B=zeros_B,
-    )
+    one = batch_of(torch.ones(2, 1, dtype=torch.bool), logprobs_BT)
     int8 = list(Format).index(Format.int8)
     assert mismatch_by_format(logprobs_BT, one) == {}
     assert mismatch_by_format(logprobs_BT, replace(one, formats_B=zeros_B + int8)) == {}
