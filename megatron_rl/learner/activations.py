@@ -1,10 +1,8 @@
 """The learner's values at each point of its forward pass (models/points.py), beside an engine's values there.
 
-Each rank looks at what it holds: its own layers, columns and, under sequence parallelism, positions. Where the pass
-goes on from the engine's values, whatever differs at a point has been computed from the engine's own inputs.
-
-megatron-core keeps queries, keys and values interleaved by group, and cuts rows and columns over its ranks: a port
-says which columns of a point's values pass here, in which order.
+Where the pass goes on from the engine's values, whatever differs at a point was computed from the engine's own inputs.
+Each rank looks at its own layers, columns and positions. megatron-core keeps queries, keys and values interleaved by
+group: a port says which columns of a point's values pass here, in which order.
 """
 
 from __future__ import annotations
@@ -144,7 +142,8 @@ class Activations:
     def beside(
         self, values: Mapping[str, Tensor], replace: bool = False, only: Point | None = None
     ) -> Iterator[dict[Point, list[Pair]]]:
-        """Yields what forward passes fill, pairs of values. `values`: the engine's, of the one sequence that is passed.
+        """Yields what forward passes fill, pairs of values, beside the engine's `values` of the one sequence that is
+        passed.
 
         `replace`: the pass goes on from them, at each point.
         """
@@ -158,9 +157,8 @@ class Activations:
                 hook.remove()
 
     def hold(self, point: Point) -> None:
-        """Fix this point at the engine's values, as the last replacing pass had them, until `release`.
-
-        The module itself has nothing to compute.
+        """Fix this point at the engine's values of the last replacing pass until `release`: its module computes
+        nothing.
         """
         for port in self._ports:
             if port.point != point:

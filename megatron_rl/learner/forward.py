@@ -5,7 +5,7 @@ B rows of the batch, T response positions, N response tokens of a pack, V column
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ class ForwardPasses(Policy):
         self._forward_clock = ForwardClock(self.device)
         self._activations = ActivationStats(self.shape, self.device)
         self._cache = CacheStats(self.shape, self.device)
+        self.measured = {"activations": self._activations.amax, "cache": self._cache.amax}
         for first_layer, module in self.numbered_modules:
             if quantization.smoothing:
                 self._activations.watch(module, first_layer, self.positions_shard)
@@ -103,9 +104,8 @@ class ForwardPasses(Policy):
     def estimate_bf16_floor(self, batch: Batch) -> Tensor | None:
         """Logprobs as far from the sampler's as if it held BF16 weights; None where that cannot be told.
 
-        No other engine is asked. What the sampler's format does is taken from the learner's own passes: its logprobs
-        with the sampler's arithmetic are as far from the sampler's as the engines differ otherwise. To that comes how
-        far tensor parallelism takes a BF16 learner from an engine on one rank.
+        They come from the learner's own passes: with the sampler's arithmetic they are as far from the sampler's as the
+        engines differ otherwise, and to that comes what tensor parallelism adds to a BF16 engine on one rank.
         """
         if not self._mirrors_engine or self._formats not in ({Format.none}, *MIRRORED):
             return None
@@ -166,28 +166,16 @@ class ForwardPasses(Policy):
     # what passes show
 
     def take_activation_amax(self) -> Tensor:
-        """[layer, norm, channel]: largest output of each norm that this rank saw in `logprobs` since the last call.
-
-        Kept only with quantization.smoothing.
-        """
+        """[layer, norm, channel]: largest output of each norm that this rank saw in `logprobs` since the last call."""
         return self._activations.take()
 
     def take_cache_amax(self) -> Tensor:
         """Largest key and value of each layer that this rank saw since the last call: [layer, 2]."""
         return self._cache.take()
 
-    def measured(self) -> dict[str, Tensor]:
-        """Largest magnitudes of forward passes since the last sync: a checkpoint keeps them."""
-        return {"activations": self._activations.amax, "cache": self._cache.amax}
-
-    def measure(self, seen: Mapping[str, Tensor]) -> None:
-        for name, held in self.measured().items():
-            held.copy_(seen[name])
-
     def router_flips(self, batch: Batch, chosen_BSLK: Tensor) -> dict[str, float]:
-        """The share of tokens of which some expert differs, in each layer and over all: two policies, not one rounded.
-
-        `chosen_BSLK` is the engine's choice: -1 where there is no token, or no expert in a layer.
+        """The share of tokens of which some expert differs from `chosen_BSLK` (the engine's; -1: none), by layer and in
+        all.
         """
         counts_L2 = torch.zeros(self.shape.layers, 2)
         hooks: list[Any] = []

@@ -1,9 +1,7 @@
-"""Lets megatron-core run where there is no CUDA. Import it before anything of megatron.
+"""Lets megatron-core run where there is no CUDA: the only patches of torch and megatron, to be imported before either.
 
-megatron-core takes CUDA for granted: it asks for the current device, creates tensors on "cuda",
-compares tensor type names and keeps CUDA random states. Here each of these is answered with the
-CPU's equivalent. This is the only place that patches torch or megatron; where CUDA exists
-`install` does nothing.
+megatron-core asks for the current CUDA device, creates tensors on "cuda", compares names of tensor types and keeps CUDA
+random states; each is answered with the CPU's. Where CUDA exists `install` does nothing.
 """
 
 from __future__ import annotations

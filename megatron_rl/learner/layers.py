@@ -1,10 +1,9 @@
-"""The layers that megatron-core's local spec uses where there is no Transformer Engine.
+"""The layers that megatron-core's local spec uses where there is no Transformer Engine, written for a CPU.
 
-Each is written for a CPU, where reading memory costs more than arithmetic: norm and activation walk
-their rows in blocks that stay in cache, and keep FP32 copies only of a block.
+Reading memory costs more than arithmetic there: norm and activation walk their rows in blocks that stay in cache.
 
-S positions of a pack, A attention heads, G key/value heads, D width of a head, H any width,
-N sequences of one bucket, L its longest length.
+S positions of a pack, A attention heads, G key/value heads, D width of a head, H any width, N sequences of one bucket,
+L its longest length.
 """
 
 from __future__ import annotations
@@ -74,10 +73,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in FP32, whose weight says that its gradient is partial under sequence parallelism.
+    """Root-mean-square norm in FP32, rounded where vLLM's is on a host: what is normed, and its product with the
+    weight.
 
-    It rounds where vLLM's norm does on a host: what is normed, and its product with the weight. Of a sum (`add`) it
-    norms what the sum was before it was rounded.
+    Of a sum (`add`) it norms what the sum was before it was rounded.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -138,7 +137,7 @@ def rotary(
     x_S1AD: Tensor, angles: Tensor, config: TransformerConfig, *args: Any, mscale: float = 1.0, **kwargs: Any
 ) -> Tensor:
     """Rotary embedding as vLLM's kernel for hosts, and by it where it is here: cosine and sine in the model's
-    precision, products in FP32. What all layers share is made once.
+    precision.
     """
     width = x_S1AD.shape[-1]
     if config.rotary_interleaved or config.multi_latent_attention or mscale != 1.0 or angles.shape[-1] != width:
@@ -223,9 +222,7 @@ class _Narrowed(torch.autograd.Function):
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each sequence of a pack, by torch's own kernel.
 
-    Sequences of similar length form a bucket and run as one batch, padded on the right: a causal mask
-    already keeps real positions from looking at the padding. The cost is that of the sequences, not
-    of the pack.
+    Sequences of similar length run as one batch, padded on the right, where a causal mask lets no real position look.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""The learner: a policy under megatron-core that gives logprobs and takes optimizer steps.
+"""The learner: a policy under megatron-core that gives logprobs and takes optimizer steps, the same on every rank.
 
-Every rank calls the same methods with the same global batch and gets the same results back.
-One convention for the loss: it is divided by counts over the whole minibatch, known before the step,
-so micro-batches, packs and data-parallel ranks add up and nothing is averaged anywhere.
+The loss is divided by counts over the whole minibatch, known before the step: micro-batches, packs and data-parallel
+ranks add up, and nothing is averaged anywhere.
 
 B rows of the batch, b rows of a micro-batch, T response positions, N response tokens of a pack, V columns of the
 vocabulary share.
@@ -21,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.learner.device import in_one_copy
 from megatron_rl.learner.forward import ForwardPasses
 from megatron_rl.learner.logprobs import logprobs_and_entropy, truncation
 from megatron_rl.learner.nonfinite import NonFiniteUpdates
 from megatron_rl.learner.optimizer import clip, learning_rate
-from megatron_rl.learner.packing import Pack
+from megatron_rl.learner.packing import Pack, in_one_copy
 from megatron_rl.learner.policy import Sections
+from megatron_rl.learner.state import LearnerState
 from megatron_rl.loss.policy_loss import Totals, count_totals, policy_loss, seen_tokens
 from megatron_rl.models.model import Model
 from megatron_rl.rollout_correction.metrics import KEPT_LOG_MASS, OUTSIDE_SUPPORT
@@ -46,7 +45,7 @@ class Learner(ForwardPasses):
     ) -> None:
         super().__init__(model, sections)
         self.loss, self.correction = sections.loss, sections.correction
-        self._nonfinite = NonFiniteUpdates(self, dump_dir, note)
+        self._nonfinite = NonFiniteUpdates(self, LearnerState(self).weights, dump_dir, note)
         self._own_pass: OwnPass | None = None
 
     def update(self, targets: Targets) -> dict[str, float]:

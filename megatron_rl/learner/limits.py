@@ -1,7 +1,4 @@
-"""Models and settings that the learner refuses, known from config.json and the recipe alone. Torch-free.
-
-Preflight lists all of it before a job is queued; the learner stops at the same list.
-"""
+"""Models and settings that the learner refuses, by config.json and the recipe alone; a dry run too. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,18 +1,13 @@
-"""Linear layers in place of megatron-core's: those that compute what the sampler computes, and an output layer in FP32.
+"""Linear layers in place of megatron-core's: those that compute as the sampler does, and an output layer in FP32.
 
-`learner.forward=as_sampler` (docs/one_arithmetic.md):
+`learner.forward=as_sampler` (docs/one_arithmetic.md): weights are quantized as a sync quantizes them, activations per
+token as the engine does. INT8 products are exact, the engine's own to the last bit; FP8 products are summed in FP32,
+the same but for the order of the sums. Gradients are those of the plain layer (straight-through). An engine under
+tensor parallelism quantizes each of its slices of a row-parallel input by itself, rounds what comes out, and adds; so
+does this, whatever the learner's own layout.
 
-Weights are quantized as a sync quantizes them, activations per token as the engine does. INT8 products are exact: the
-outputs are the engine's own to the last bit, whatever the batch and the layout. FP8 products are summed in FP32, as the
-engine's: the same but for the order of the sums. Gradients are those of the plain layer (straight-through): symmetric
-scales from the largest magnitude clip nothing.
-
-An engine under tensor parallelism quantizes each of its slices of a row-parallel input by itself, rounds what comes
-out, and adds. So does this, whatever the learner's own layout: several slices on a rank, or several ranks to a slice.
-
-`model.head_precision=fp32`: the output layer's products are summed in FP32 in any case; rounded to BF16, logits near 20
-lie 0.125 apart. Here the sums stay as they are, in the engine too (sampler/engine_settings.py). The weight stays in
-BF16, and gradients go back through BF16 products as they do without.
+`model.head_precision=fp32`: logits stay in FP32, in the engine too (sampler/engine_settings.py): rounded to BF16 those
+near 20 lie 0.125 apart. The weight stays in BF16, and gradients go back through BF16 products.
 
 M tokens, K input features held here, N output features (of an output layer: this rank's share of the vocabulary).
 """

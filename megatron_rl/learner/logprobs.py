@@ -1,12 +1,10 @@
 """Logprobs and entropy of a policy whose logits are split over the vocabulary, among all tokens or among kept ones.
 
-The logits stay in their own precision; FP32 copies are of a chunk of rows. One collective per call.
+The logits stay in their own precision; FP32 copies are of a chunk of rows. One collective per call. With top_k and
+top_p the policy is renormalised over the tokens that the sampler drew from: a gradient reaches those alone.
 
-With top_k and top_p the sampler draws from a few tokens, and reports logprobs that sum to 1 over those. The policy is
-renormalised over the same ones: a gradient reaches them alone, and a full softmax is needed for metrics only.
-
-S statistics of a token, N tokens, V columns of this rank's share of the vocabulary, R ranks that share it,
-K kept tokens of each token at most.
+S statistics of a token, N tokens, V columns of this rank's share of the vocabulary, R ranks that share it, K kept
+tokens of each token at most.
 """
 
 from __future__ import annotations
@@ -91,9 +89,7 @@ def chunks(logits_NV: Tensor, share: VocabShare, temperature: float) -> Iterator
 
 
 def _local_stats(scaled: Tensor, local_N: Tensor, held_N: Tensor, entropy: bool = True) -> Tensor:
-    """Log of the sum of exponentials, logit of the label (0 where it is another rank's); for entropy the expected
-    logit.
-    """
+    """Log of the sum of exponentials, the label's logit (0 where it is elsewhere); for entropy the expected logit."""
     if scaled.shape[1] == 0:
         blank = scaled.new_zeros(len(scaled))
         return torch.stack((blank - torch.inf, blank, *((blank,) if entropy else ())))

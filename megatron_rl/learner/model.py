@@ -216,8 +216,8 @@ def build(model: Model, config: TransformerConfig, *, first: bool, last: bool, c
 
 
 def mark_experts(policy: torch.nn.Module, shape: ModelShape) -> None:
-    """Mark experts' weights as split, which Transformer Engine's grouped ones are not (2.20): megatron-core would take
-    those of every tensor-parallel rank but the first for copies, and leave them out of the gradient's norm.
+    """Mark experts' weights as split, which Transformer Engine's grouped ones are not (2.20): on all tensor-parallel
+    ranks but the first megatron-core would take them for copies, and leave them out of the gradient's norm.
     """
     for name, parameter in policy.named_parameters():
         if find(global_name(name, 0, 0), shape).row.expert:

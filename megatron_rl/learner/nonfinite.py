@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
+from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config.schema import OnNonFinite
 from megatron_rl.distributed import exchange
-from megatron_rl.learner import state
-from megatron_rl.learner.forward import ForwardPasses
+from megatron_rl.learner.policy import RANDOM, Policy
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.types import Batch, Targets
 
@@ -40,8 +39,14 @@ class NonFiniteError(ArithmeticError):
 class NonFiniteUpdates:
     """One rank's answer to such updates; all ranks meet the same ones: loss and gradient norm are those of all."""
 
-    def __init__(self, learner: ForwardPasses, dump_dir: Path | None, note: Callable[[str], None]) -> None:
-        self._learner, self._dump_dir, self._note = learner, dump_dir, note
+    def __init__(
+        self,
+        learner: Policy,
+        weights: Callable[[], Iterator[Block]],
+        dump_dir: Path | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self._learner, self._weights, self._dump_dir, self._note = learner, weights, dump_dir, note
         self._most = STEPS_IN_A_ROW * learner.learner.n_minibatches
         config = learner.megatron_config
         self._draws = bool(config.hidden_dropout or config.attention_dropout)
@@ -50,7 +55,7 @@ class NonFiniteUpdates:
     def begin(self) -> None:
         """Keep the random states before an update that draws from them: they are part of it."""
         if self._draws:
-            self._random = state.random_tensors(self._learner)
+            self._random = self._learner.random_states()
 
     def met(self, targets: Targets, metrics: Mapping[str, float], norm: float) -> None:
         learner = self._learner
@@ -113,8 +118,7 @@ class NonFiniteUpdates:
     def _write_policy(self, folder: Path) -> str | None:
         """Write each rank's part of the weights; why one of them could not."""
         outcome: dict[str, Any] = {}
-        blocks = state.LearnerState(self._learner).blocks()
-        weights = (replace(one, tensor=one.tensor.cpu()) for one in blocks if not one.key.startswith(state.OPTIMIZER))
+        weights = (replace(one, tensor=one.tensor.cpu()) for one in self._weights())
         try:
             outcome["written"] = write_blocks(folder / f"rank_{self._learner.rank}.distcp", weights)
         except (OSError, RuntimeError) as error:
@@ -131,6 +135,6 @@ def read_minibatch(path: Path) -> tuple[Targets, dict[str, Tensor], dict[str, An
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about = json.loads((file.metadata() or {})["about"])
-    random = {name: tensors.pop(name) for name in list(tensors) if name.startswith(state.RANDOM)}
+    random = {name: tensors.pop(name) for name in list(tensors) if name.startswith(RANDOM)}
     batch = {name.removeprefix(OF_BATCH): tensors.pop(name) for name in list(tensors) if name.startswith(OF_BATCH)}
     return Targets(Batch(**batch), **({"anchor_logprobs_BT": None, "ref_logprobs_BT": None} | tensors)), random, about

@@ -1,8 +1,7 @@
 """What the learner's own forward passes show: norms' outputs, keys and values, and the experts that routers choose.
 
-Each rank keeps what it saw: its stage's layers, its rows of the batch, its positions under sequence parallelism. A
-maximum over all ranks, micro-batches and passes is the same whatever the layout (to the rounding of the forward pass
-itself), because filler positions are left out.
+Each rank keeps what it saw. A maximum over all ranks, micro-batches and passes is the same whatever the layout (to the
+rounding of the forward pass itself), because filler positions are left out.
 
 L layers of the whole model, N norms of a layer, B rows, S positions of the batch or of a pack (of this rank, where they
 are split), H hidden channels, E experts, K experts of each token. A dimension of 2 is (key, value), or (flips, tokens).

@@ -37,9 +37,7 @@ def optimizer_config(optim: OptimSection, precision: Precision, params_dtype: to
 
 
 def replicas_config(optim: OptimSection, replicas: int) -> DistributedDataParallelConfig:
-    """Settings of sums over replicas. On GPUs a bucket travels as soon as backward has filled it; on hosts, where the
-    same cores compute and send, all of them travel at the end.
-    """
+    """Settings of sums over replicas: on GPUs a bucket travels once backward has filled it, on hosts all at the end."""
     given = _those_of(DistributedDataParallelConfig, optim.megatron)
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -1,23 +1,23 @@
 """Packs made of a batch's rows: which rank trains which rows, in which micro-batches, and how a pack is laid out.
 
-Everything here is a pure function of lengths, so every rank works out the same packs without talking.
+Pure functions of lengths: every rank works out the same packs without talking.
 
-B rows of the batch, T response positions, S positions of a pack, N response tokens of a pack,
-X positions of a pack whose sequences are padded to the length of their bucket.
+B rows of the batch, T response positions, S positions of a pack, N response tokens of a pack, X positions of a pack
+whose sequences are padded to the length of their bucket.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rl.learner.device import in_one_copy
 from megatron_rl.types import Batch
 
+ALIGNMENT = 64  # bytes: of every tensor's place, so that any dtype may be read there
 # a bucket takes sequences down to this share of its longest one
 BUCKET_SHARE = 0.75
 
@@ -73,14 +73,12 @@ def assign_rows(
 ) -> list[list[list[int]]]:  # fmt: skip
     """Row numbers per replica and micro-batch; a micro-batch may be empty.
 
-    A micro-batch holds at most `budget` tokens unless a single row is longer. `at_least` micro-batches are
-    made where there are rows enough, and their number is rounded up to a multiple of `count_multiple`.
-
-    Who waits for whom decides what is balanced. Replicas wait for the slowest of them: they are alike in cost, which
-    is a row's length and `attention` times its square. The micro-batches of a replica wait for nobody and are alike
-    in tokens, which takes the least memory; with `in_step`, where stages wait for each of them, in cost, as far as
-    the budget lets them. With `same_count` replicas wait for each other in every micro-batch: all have equally many,
-    and those that run at the same time are alike in cost.
+    A micro-batch holds at most `budget` tokens unless a single row is longer; `at_least` of them are made where there
+    are rows enough, rounded up to a multiple of `count_multiple`. Replicas wait for the slowest: they are alike in
+    cost, a row's length and `attention` times its square. A replica's micro-batches wait for nobody and are alike in
+    tokens, which takes the least memory; with `in_step`, where stages wait for each, in cost as far as the budget lets
+    them. With `same_count` replicas wait in every micro-batch: all have equally many, and those that run at the same
+    time are alike in cost.
     """
     costs = [length + attention * length**2 for length in lengths]
     rows = range(len(lengths))
@@ -211,3 +209,36 @@ def _padding(spans: Sequence[int], buckets: Sequence[Bucket], starts: Tensor) ->
     real_X = column_X < torch.tensor(spans)[sequence_X]
     padded_index_X = torch.where(real_X, starts[sequence_X] + column_X, 0)
     return padded_index_X, real_X.nonzero().flatten(), (~real_X).nonzero().flatten()
+
+
+def in_one_copy(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The tensors on the device, views of one buffer: a copy each would cost more than what is in it.
+
+    On a host they are there already, and nothing is copied.
+    """
+    if device.type == "cpu":
+        return dict(tensors)
+    return views(buffer(tensors).to(device), tensors)
+
+
+def buffer(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The bytes of all tensors, one after the other."""
+    nbytes = sum(_room(tensor) for tensor in tensors.values())
+    held, start = torch.empty(nbytes, dtype=torch.uint8), 0
+    for tensor in tensors.values():
+        held[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().flatten().view(torch.uint8))
+        start += _room(tensor)
+    return held
+
+
+def views(held: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that `buffer` has put into `held`."""
+    found, start = {}, 0
+    for name, tensor in like.items():
+        found[name] = held[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += _room(tensor)
+    return found
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,7 +1,4 @@
-"""The learner's processes: how they find each other, who holds which part, and what they exchange.
-
-What ranks exchange here is tensors and JSON; nothing is ever unpickled.
-"""
+"""The learner's processes: how they find each other, who holds which part, and the tensors and JSON they exchange."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.learner.parallel import LearnerRank, leave  # patches the host before megatron is imported
 
-from megatron.core import parallel_state  # isort: skip
+from megatron.core import parallel_state, tensor_parallel  # isort: skip
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads  # isort: skip
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
@@ -29,6 +29,9 @@ from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
+
+RANDOM = "rng."
+TRACKER = f"{RANDOM}tracker."
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Policy:
         self.place, self.groups = self.ranks.place, self.ranks.groups
         self.steps = 0  # optimizer steps taken
         self.left_out_in_a_row = 0  # updates, that were not finite
+        self.measured: dict[str, Tensor] = {}  # by forward passes since the last sync: a checkpoint keeps them
         self._engine_sleeps = sections.sampler.sleep != Sleep.none
         self.megatron_config = transformer_config(model, self.learner)
         self.modules = [self._chunk(chunk) for chunk in range(self.layout.chunks)]
@@ -137,6 +141,22 @@ class Policy:
 
     def weights_changed(self) -> None:
         """Hook for subclasses; call it after anything has written to the weights."""
+
+    def random_states(self) -> dict[str, Tensor]:
+        """The states that the model's own random numbers come from."""
+        tensors = {"rng.cpu": torch.get_rng_state()}
+        for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+            tensors[f"{TRACKER}{name}"] = state
+        if self.device.type != "cpu":
+            tensors["rng.device"] = torch.cuda.get_rng_state()
+        return {name: value.clone() for name, value in tensors.items()}
+
+    def restore_random(self, tensors: Mapping[str, Tensor]) -> None:
+        torch.set_rng_state(tensors["rng.cpu"])
+        states = {name.removeprefix(TRACKER): value for name, value in tensors.items() if name.startswith(TRACKER)}
+        tensor_parallel.get_cuda_rng_tracker().set_states(states)
+        if "rng.device" in tensors and self.device.type != "cpu":
+            torch.cuda.set_rng_state(tensors["rng.device"])
 
     # talking to the other ranks
 

@@ -1,41 +1,35 @@
 """A learner's state, to go on exactly where it was: weights, optimizer, random states, what it has measured.
 
-Weights and optimizer are kept as whole tensors (`models/shards.py`), so that any layout can go on. The rest is small,
-and each rank's own.
+Weights and optimizer are kept as whole tensors (`models/shards.py`), so that any layout can go on.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.learner.forward import ForwardPasses  # patches the host before megatron is imported
-
-from megatron.core import tensor_parallel  # isort: skip
-
 from megatron_rl.checkpoint.torch_dist.index import entries
 from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
+from megatron_rl.learner.policy import Policy
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import Param, find
 from megatron_rl.models.shards import Region, run_regions, shard_regions
 from megatron_rl.models.table import Split
 
 OPTIMIZER = "optimizer.state."  # as megatron-core names it
-RANDOM = "rng."
-TRACKER = f"{RANDOM}tracker."
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class LearnerState:
     """A learner as a checkpoint saves and restores it (checkpoint/saver.py)."""
 
-    def __init__(self, learner: ForwardPasses) -> None:
+    def __init__(self, learner: Policy) -> None:
         self._learner = learner
         self.rank, self.is_driver = learner.rank, learner.is_driver
         self.layout, self.device = learner.layout, learner.device
@@ -60,6 +54,9 @@ class LearnerState:
                 for at, region in run_regions(regions, tuple(parameter.shape), start, stop):
                     values = run[at : at + torch.Size(region.size).numel()].view(region.size)
                     yield part_of(entry, whole, region.offset, values, f"{OPTIMIZER}{kind}.")
+
+    def weights(self) -> Iterator[Block]:
+        return (block for block in self.blocks() if not block.key.startswith(OPTIMIZER))
 
     def restore(self, reader: Reader, steps: int) -> None:
         """Load weights and optimizer after `steps` optimizer steps, written by a learner of any layout."""
@@ -86,42 +83,27 @@ class LearnerState:
 
     def own(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The small rest of the state, which is this rank's own: tensors, and text."""
-        measured = {name: value.clone() for name, value in self._learner.measured().items()}
+        measured = {name: value.clone() for name, value in self._learner.measured.items()}
         text = {"rng.python": json.dumps(random.getstate()), "nonfinite": str(self._learner.left_out_in_a_row)}
-        return random_tensors(self._learner) | measured, text
+        return self._learner.random_states() | measured, text
 
     def restore_own(self, tensors: dict[str, Tensor], text: dict[str, str]) -> None:
-        self._learner.measure(tensors)
-        restore_random(self._learner, tensors)
+        self._measure(tensors)
+        self._learner.restore_random(tensors)
         version, numbers, gauss = json.loads(text["rng.python"])
         random.setstate((version, tuple(numbers), gauss))
         self._learner.left_out_in_a_row = int(text.get("nonfinite", 0))
 
     def restore_measured(self, ranks: list[dict[str, Tensor]]) -> None:
         """Take over what any rank of another layout has seen. Their random states mean nothing here."""
-        seen = {name: torch.stack([rank[name] for rank in ranks]).amax(0) for name in self._learner.measured()}
-        self._learner.measure(seen)
+        self._measure({name: torch.stack([rank[name] for rank in ranks]).amax(0) for name in self._learner.measured})
+
+    def _measure(self, seen: Mapping[str, Tensor]) -> None:
+        for name, held in self._learner.measured.items():
+            held.copy_(seen[name])
 
 
-def random_tensors(learner: ForwardPasses) -> dict[str, Tensor]:
-    """The states that the model's own random numbers come from."""
-    tensors = {"rng.cpu": torch.get_rng_state()}
-    for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
-        tensors[f"{TRACKER}{name}"] = state
-    if learner.device.type != "cpu":
-        tensors["rng.device"] = torch.cuda.get_rng_state()
-    return {name: value.clone() for name, value in tensors.items()}
-
-
-def restore_random(learner: ForwardPasses, tensors: dict[str, Tensor]) -> None:
-    torch.set_rng_state(tensors["rng.cpu"])
-    states = {name.removeprefix(TRACKER): value for name, value in tensors.items() if name.startswith(TRACKER)}
-    tensor_parallel.get_cuda_rng_tracker().set_states(states)
-    if "rng.device" in tensors and learner.device.type != "cpu":
-        torch.cuda.set_rng_state(tensors["rng.device"])
-
-
-def _writes(learner: ForwardPasses, param: Param) -> bool:
+def _writes(learner: Policy, param: Param) -> bool:
     """Whether this rank is the first of those that hold the same shard in a tensor-parallel group."""
     if param.row.copy:
         return False
@@ -135,7 +117,7 @@ def _part(local: Tensor, region: Region) -> Tensor:
     return local
 
 
-def _fill(learner: ForwardPasses, reader: Reader, param: Param, local: Tensor, kind: str = "") -> None:
+def _fill(learner: Policy, reader: Reader, param: Param, local: Tensor, kind: str = "") -> None:
     """Fill a shard, or what the optimizer keeps for it; a copy of tied embeddings from the embeddings."""
     stored = find(EMBEDDING, learner.shape) if param.row.copy else param
     entry = reader.find(stored, learner.shape)
@@ -143,7 +125,7 @@ def _fill(learner: ForwardPasses, reader: Reader, param: Param, local: Tensor, k
         _part(local, region).copy_(reader.read(entry, region.offset, region.size, kind))
 
 
-def _optimizer_runs(learner: ForwardPasses, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor, int, int]]:
+def _optimizer_runs(learner: Policy, parameter: torch.nn.Parameter) -> Iterator[tuple[str, Tensor, int, int]]:
     """(kind, flat values, from, to) of what this rank's optimizer holds of a shard."""
     for each in learner.optimizer.chained_optimizers:
         if parameter not in each.model_param_group_index_map:

@@ -1,10 +1,4 @@
-"""A policy's weights: Hugging Face tensors into a rank's shards, a random model, and other weights for a while.
-
-How far does one rounding move this policy's logprobs? Told by the learner alone, whatever its sampler does. Two
-programs that compute the same model in BF16 differ by roundings. One more is put on every weight: so many of them move
-by one unit in the last place of BF16 that the mean square is that of a rounding. A last bit that is turned over twice
-is what it was, so that nothing is copied and nothing is left behind.
-"""
+"""A policy's weights: Hugging Face tensors into a rank's shards, a random model, and other weights for a while."""
 
 from __future__ import annotations
 
@@ -35,8 +29,8 @@ def load(named: Iterable[tuple[str, Tensor]], model: Model, place: Place, get_hf
 def random_tensors(model: Model, seed: int) -> Callable[[str], Tensor]:
     """`get_hf` over a random model: each tensor depends on the seed and its own name, on nothing else.
 
-    Linear layers start normal with config.json's initializer_range, those that write into the residual
-    stream narrower with depth; norms start at one and biases at zero.
+    Linear layers start normal with config.json's initializer_range, those that write into the residual stream narrower
+    with depth; norms start at one and biases at zero.
     """
     shape, std = model.shape, float(model.hf_config.get("initializer_range") or 0.02)
     wanted = {name: size for param in params(shape) for name, size in zip(param.hf, param.shapes, strict=True)}
@@ -72,7 +66,11 @@ def _overwrite(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @contextmanager
 def rounded_again(parameters: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """Round once more. The pattern is made from a parameter's name: what several ranks hold alike stays alike."""
+    """Round every weight once more for a while, so that its effect on logprobs can be told.
+
+    So many weights move by one unit in the last place of BF16 that the mean square is that of a rounding. A last bit
+    that is turned over twice is what it was: nothing is copied. What several ranks hold alike stays alike.
+    """
     turned: list[tuple[str, Tensor]] = []
     try:
         for name, parameter in parameters:

@@ -1,7 +1,6 @@
 """Which tokens `clip_cov` and `kl_cov` act on: chosen once, on the global batch, before any update.
 
-The covariance of a token is (A - mean A) (p - mean p): a large one is a confident token with a large
-advantage, the kind that drives entropy down fastest.
+The covariance of a token is (A - mean A) (p - mean p): a large one drives entropy down fastest.
 
 Shape legend: B sequences, T response positions.
 """
@@ -21,9 +20,9 @@ def select_by_covariance(
 ) -> Tensor | None:
     """bool [B, T], or None for losses that select nothing.
 
-    kl_cov takes the highest covariances, and draws among equal ones; clip_cov draws among those between
-    cov_low and cov_high. The draw is a function of the seed and of each token's own numbers, so it does
-    not depend on the order of rows or on how much padding there is.
+    kl_cov takes the highest covariances, and draws among equal ones; clip_cov draws among those between cov_low and
+    cov_high. The draw is a function of the seed and of each token's own numbers, not of the order of rows or of
+    padding.
     """
     selects = LOSSES[config.name].selects
     if not selects:

@@ -63,10 +63,7 @@ def reduction_of(config: LossConfig) -> Reduction:
 
 
 def policy_loss(
-    inputs: LossInputs,
-    config: LossConfig,
-    totals: Totals | None = None,
-    correction: CorrectionConfig | None = None,
+    inputs: LossInputs, config: LossConfig, totals: Totals | None = None, correction: CorrectionConfig | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of some rows and its metrics (0-dim tensors, each a sum over rows, additive like the loss).
 

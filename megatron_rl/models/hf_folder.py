@@ -1,7 +1,6 @@
 """Hugging Face model folders, streamed: one tensor in memory at a time, in or out.
 
-Reads one model.safetensors or an index with many; writes either. The writer knows every name, dtype and shape
-before the first byte, so tensors may arrive in any order and land at their final place in the file.
+The writer knows every name, dtype and shape before the first byte, so that tensors may arrive in any order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""One model's parameters, out of the table: their names, shapes, and which part of them a rank holds.
+"""One model's parameters, out of the table: names, shapes, and which part of them a rank holds. Pure integers.
 
-Pure integers: neither torch nor megatron is imported here. Megatron names in this project are global: layer and expert
-numbers count over the whole model, whatever stage or expert-parallel rank holds them (`global_name` makes them so).
+Megatron names in this project are global: layer and expert numbers count over the whole model (`global_name`).
 """
 
 from __future__ import annotations

@@ -80,33 +80,30 @@ class ModelShape:
     def has(self, feature: str, layer: int | None = None) -> bool:
         """Whether the model (or this layer of it) has what a row of the mapping table asks for."""
         moe = "moe" in self.features and layer not in self.dense_layers
-        if feature == "tied":
-            return self.tied
-        if feature == "untied":
-            return not self.tied
-        if feature == "dense_mlp":
-            return not moe
-        if feature in ("joined_qkv", "separate_qkv"):
-            return ("joined" in self.features) == (feature == "joined_qkv")
-        if feature in ("joined_mlp", "separate_mlp"):
-            return not moe and ("joined" in self.features) == (feature == "joined_mlp")
-        if feature == "dense_mlp_bias":
-            return not moe and "mlp_bias" in self.features
         if feature in ("moe", "swiglu_experts", "w123_experts"):
             return moe and feature in self.features
-        return feature in self.features
+        joined = "joined" in self.features
+        derived = {
+            "tied": self.tied,
+            "untied": not self.tied,
+            "dense_mlp": not moe,
+            "dense_mlp_bias": not moe and "mlp_bias" in self.features,
+            "joined_qkv": joined,
+            "separate_qkv": not joined,
+            "joined_mlp": not moe and joined,
+            "separate_mlp": not moe and not joined,
+        }
+        return derived.get(feature, feature in self.features)
 
     def size(self, dim: str) -> int:
         """The length of a named dimension in the mapping table."""
-        if dim == "q":
-            return self.heads * self.head_dim
-        if dim == "kv":
-            return self.kv_heads * self.head_dim
-        if dim == "qkv":
-            return (self.heads + 2 * self.kv_heads) * self.head_dim
-        if dim == "gate_up":
-            return 2 * self.ffn
-        return int(getattr(self, dim))
+        derived = {
+            "q": self.heads * self.head_dim,
+            "kv": self.kv_heads * self.head_dim,
+            "qkv": (self.heads + 2 * self.kv_heads) * self.head_dim,
+            "gate_up": 2 * self.ffn,
+        }
+        return derived[dim] if dim in derived else int(getattr(self, dim))
 
 
 _REQUIRED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")

@@ -1,7 +1,4 @@
-"""Named tensors: name, dtype, shape, bytes, the memory that they are read into, and how they are written.
-
-Torch-free, as is the one table of dtypes.
-"""
+"""Named tensors: name, dtype, shape, bytes, the memory they are read into, and how they are written. Torch-free."""
 
 from __future__ import annotations
 
@@ -73,10 +70,9 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[s
 
 
 def reuse_memory() -> None:
-    """Let this thread's `empty_tensor` take, until the thread ends, the pages of large tensors that are gone.
+    """Let this thread's `empty_tensor` take the pages of large tensors that are gone, until the thread ends.
 
-    An allocator gives those pages back, and has new ones cleared for the next tensor: that takes longer than to read a
-    tensor, and hash it.
+    An allocator gives those back, and has new ones cleared: that takes longer than to read a tensor, and hash it.
     """
     if not hasattr(_THREAD, "blocks"):
         _THREAD.blocks = []

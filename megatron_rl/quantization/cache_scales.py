@@ -1,8 +1,7 @@
 """The scales of an FP8 key-value cache: two numbers per layer, in the same update as the weights they belong to.
 
-vLLM divides what it caches by the scale and multiplies it back; FP8 then has to express up to amax / scale. The scale
-is the largest magnitude that the learner has seen since the sync before, over what FP8 can express. What is larger
-later saturates, until the next sync measures it.
+A scale is the largest magnitude that the learner has seen since the sync before, over what FP8 can express. What is
+larger later saturates, until the next sync.
 
 L layers of the whole model; the last dimension is (key, value).
 """

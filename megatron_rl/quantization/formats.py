@@ -1,5 +1,5 @@
-"""What each weight format is: which layers it holds quantized, what tensors they become, where it runs, and how vLLM is
-told of it. Torch-free.
+"""What each weight format is: which layers it holds quantized, as what tensors, where it runs, how vLLM is told.
+Torch-free.
 
 Runs are (start, length) along the split dimension of a full tensor. O output features, I input features.
 """

@@ -1,12 +1,8 @@
-"""Matrix products on processors that lack the instructions: BF16 and INT8, multiplied in FP32.
+"""Matrix products on processors that lack the instructions: BF16, INT8 and FP8, multiplied in FP32.
 
-BF16: exact products, sums in FP32, one rounding. Where the processor cannot do it by itself, torch multiplies BF16 ten
-times slower than FP32 (docs/decisions/host_kernels.md has the figures).
-
-INT8: sums of INT8 products are exact whatever their order, in FP32 as well, as long as they stay below 2^24.
-
-FP8: every value is exact in BF16 and in FP32, and so is every product; sums in FP32, rounded to BF16 once. Their order
-shows where a sum falls beside the middle between two BF16 values: in one output of ten thousand or fewer.
+BF16: exact products, sums in FP32, one rounding; torch by itself would be ten times slower than in FP32
+(docs/decisions/host_kernels.md). INT8: sums are exact whatever their order, as long as they stay below 2^24. FP8:
+products are exact; the order of the sums shows in one output of ten thousand or fewer.
 
 Shapes: M tokens, K input features, N output features.
 """
@@ -98,8 +94,7 @@ def int8_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def int8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of activations and a scale per token, as vLLM's kernel for hosts makes them: products of the reciprocal,
-    which differ from quotients in one code of two thousand.
+    """Codes of activations and a scale per token, as vLLM's kernel for hosts makes them: products of the reciprocal.
 
     `amax_M1`: the largest magnitude of each token, where others hold more of its features.
     """
@@ -117,8 +112,7 @@ def int8_codes(x_MK: torch.Tensor, amax_M1: torch.Tensor | None = None) -> tuple
 class Int8Weight:
     """A weight of INT8 codes with a scale per output feature, for INT8 activations with one per token.
 
-    Multiplied by the engine's kernel where it is here and outputs are BF16; else by torch, and in FP32 where torch has
-    no INT8 products worth the name.
+    Multiplied by the engine's kernel where it is here and outputs are BF16; else by torch, or in FP32.
     """
 
     codes, scale = staticmethod(int8_codes), staticmethod(int8_scale)

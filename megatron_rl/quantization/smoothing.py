@@ -1,15 +1,10 @@
 """Smoothing: outliers of the activations move into the weights that multiply them, before both become INT8.
 
-The output x of a norm feeds linear layers W. For any scale s per channel, x / s times W * s is the same product; so
-the norm's own weight is divided by s and the columns of all its readers are multiplied by it. The sampler receives
-an ordinary model that computes the same function with calmer activations. SmoothQuant's choice of the scale,
-
-    s = amax(x)^alpha / amax(W)^(1 - alpha),
-
-is taken relative to its median over the layer's channels and cut to a power of two. Folding powers of two is exact in
-BF16, for what stays unquantized (norms, routers, ignored layers) too. Channels within a factor of two of the median
-are left as they are, so a layer without outliers loses nothing, and the rounding differences between layouts of the
-learner all but vanish.
+For any scale s per channel, x / s times W * s is the same product: a norm's own weight is divided by s and the columns
+of all its readers are multiplied by it. SmoothQuant's choice, s = amax(x)^alpha / amax(W)^(1 - alpha), is taken
+relative to its median over the layer's channels and cut to a power of two. Folding those is exact in BF16, for what
+stays unquantized too; channels near the median stay as they are, so that rounding differences between layouts all but
+vanish.
 
 L layers, N norms of a layer (`table.Norm`), H hidden channels.
 """
@@ -35,8 +30,8 @@ FLOAT32_FRACTION_BITS = 23
 class Smoothing:
     """The present scales, equal on every rank of the learner, and how they come about.
 
-    A first sync before any activation was seen smooths nothing. Afterwards the scales stay as they are for `every`
-    syncs: each change of a scale changes every quantized byte of its columns.
+    A first sync before any activation was seen smooths nothing. Afterwards the scales stay for `every` syncs: each
+    change of a scale changes every quantized byte of its columns.
     """
 
     def __init__(
@@ -101,10 +96,7 @@ def column_amax(weight_OH: Tensor) -> Tensor:
 
 
 def scales(activations: Tensor, weights: Tensor, alpha: float) -> Tensor:
-    """Powers of two for the channels (last dimension) of each norm.
-
-    1 for channels that nothing was seen of, or that no weight reads.
-    """
+    """Powers of two for each norm's channels (last dimension); 1 where nothing was seen, or no weight reads."""
     known = (activations > 0) & (weights > 0) & torch.isfinite(activations) & torch.isfinite(weights)
     wanted = torch.where(known, alpha * activations.log2() - (1 - alpha) * weights.log2(), torch.nan)
     exponent = (wanted - wanted.nanmedian(-1, keepdim=True).values).trunc_().nan_to_num_(0.0)

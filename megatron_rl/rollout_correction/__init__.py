@@ -9,7 +9,7 @@ from megatron_rl.rollout_correction.correction import (
     keep_rows,
     rollout_correction,
 )
-from megatron_rl.rollout_correction.staleness import without_stale
+from megatron_rl.rollout_correction.rules import without_stale
 
 __all__ = [
     "Correction",

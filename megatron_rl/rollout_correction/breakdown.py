@@ -1,9 +1,8 @@
 """The mismatch of a recorded batch, cut along six lines: where sampler and learner disagree.
 
-A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small
-probabilities, stale weights in the staleness, a stop-token fault in the finish reasons, and a format that a model
-does not suit in the weight formats of a mixed fleet. `mismatch_by_format` and `mismatch_by_age` are logged at every
-step.
+A kernel that is wrong for long contexts shows in the position deciles, a quantized head in the small probabilities,
+stale weights in the staleness, a stop-token fault in the finish reasons, a format that does not suit in the weight
+formats.
 
 Shape legend: B sequences, T response positions, N tokens under the mask.
 """
@@ -47,18 +46,16 @@ def breakdowns(
     mask_BT: Tensor,
     *,
     finish_reasons: Sequence[str] | None = None,
-    versions_B: Tensor | None = None,
     versions_BT: Tensor | None = None,
     policy_version: int | None = None,
     formats: Sequence[str] | None = None,
 ) -> list[Slice]:
     """Slices with at least one token, in the order of their labels; tokens without a ratio are left out.
 
-    Staleness is `policy_version` (the newest of the batch where it is None) less the token's version, or its row's.
+    Staleness is `policy_version` (the newest of the batch where it is None) less the token's version.
     """
-    d_BT = prox_logprobs_BT.float() - sampler_logprobs_BT.float()
-    counted_BT = mask_BT.bool() & torch.isfinite(d_BT)
-    tokens = _Tokens(d_BT[counted_BT], counted_BT.nonzero()[:, 0])
+    tokens, counted_BT = _Tokens.of(prox_logprobs_BT, sampler_logprobs_BT, mask_BT)
+    device = counted_BT.device
     lengths_B = mask_BT.bool().sum(dim=1)
     order_BT = mask_BT.bool().cumsum(dim=1) - 1  # a token's place among the row's own tokens
 
@@ -66,7 +63,7 @@ def breakdowns(
     names = [f"{10 * decile}-{10 * decile + 10} %" for decile in range(10)]
     found = list(tokens.slices("position", decile_BT[counted_BT], names))
 
-    edges = torch.tensor(PROBABILITY_EDGES, device=d_BT.device)
+    edges = torch.tensor(PROBABILITY_EDGES, device=device)
     bucket_N = torch.bucketize(sampler_logprobs_BT[counted_BT].float().exp(), edges)
     bounds = ("0", *map(str, PROBABILITY_EDGES), "1")
     names = [f"{low} to {high}" for low, high in pairwise(bounds)]
@@ -76,22 +73,17 @@ def breakdowns(
     names = [f"{2**power} to {2 ** (power + 1) - 1}" for power in range(int(power_B.max()) + 1)] if len(power_B) else []
     found += tokens.slices("length", power_B[tokens.row_N], names)
 
-    if versions_BT is None and versions_B is not None:
-        versions_BT = versions_B[:, None].expand_as(counted_BT)
     if versions_BT is not None and bool(counted_BT.any()):
         versions_N = versions_BT[counted_BT]
         newest = int(versions_N.max()) if policy_version is None else policy_version
         staleness_N = (newest - versions_N).clamp(min=0)
         names = [str(age) for age in range(int(staleness_N.max()) + 1)]
         found += tokens.slices("staleness", staleness_N, names)
-    if finish_reasons is not None:
-        names = sorted(set(finish_reasons))
-        reason_B = torch.tensor([names.index(reason) for reason in finish_reasons], dtype=torch.int64)
-        found += tokens.slices("finish", reason_B.to(d_BT.device)[tokens.row_N], names)
-    if formats is not None and len(set(formats)) > 1:
-        names = sorted(set(formats))
-        format_B = torch.tensor([names.index(format) for format in formats], dtype=torch.int64)
-        found += tokens.slices("format", format_B.to(d_BT.device)[tokens.row_N], names)
+    for by, words, least in (("finish", finish_reasons, 1), ("format", formats, 2)):
+        names = sorted(set(words or ()))
+        if words is not None and len(names) >= least:
+            number_B = torch.tensor([names.index(word) for word in words], dtype=torch.int64, device=device)
+            found += tokens.slices(by, number_B[tokens.row_N], names)
     return found
 
 
@@ -101,11 +93,8 @@ def mismatch_by_format(prox_logprobs_BT: Tensor | None, batch: Batch) -> dict[st
     formats_B = batch.formats_B
     if prox_logprobs_BT is None or formats_B is None or len(formats_B.unique()) < 2:
         return {}
-    d_BT = prox_logprobs_BT.float() - batch.sampler_logprobs_BT.float()
-    counted_BT = batch.mask_BT & torch.isfinite(d_BT)
-    tokens = _Tokens(d_BT[counted_BT], counted_BT.nonzero()[:, 0])
-    formats_N = formats_B[tokens.row_N]
-    return _metrics(tokens, tokens.slices("format", formats_N, [format.value for format in Format]))
+    tokens, _ = _Tokens.of(prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT)
+    return _metrics(tokens, tokens.slices("format", formats_B[tokens.row_N], [format.value for format in Format]))
 
 
 @torch.no_grad()
@@ -117,9 +106,7 @@ def mismatch_by_age(prox_logprobs_BT: Tensor | None, batch: Batch, version: int)
     old_BT = batch.token_versions_BT < version
     if prox_logprobs_BT is None or not bool((old_BT & batch.mask_BT).any()):
         return {}
-    d_BT = prox_logprobs_BT.float() - batch.sampler_logprobs_BT.float()
-    counted_BT = batch.mask_BT & torch.isfinite(d_BT)
-    tokens = _Tokens(d_BT[counted_BT], counted_BT.nonzero()[:, 0])
+    tokens, counted_BT = _Tokens.of(prox_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT)
     return _metrics(tokens, tokens.slices("staleness", old_BT[counted_BT].long(), AGES))
 
 
@@ -138,8 +125,17 @@ def _metrics(tokens: _Tokens, parts: Iterable[Slice]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Tokens:
+    """The tokens with a ratio: their d, and the row of each."""
+
     d_N: Tensor
     row_N: Tensor
+
+    @classmethod
+    def of(cls, prox_BT: Tensor, sampler_BT: Tensor, mask_BT: Tensor) -> tuple[_Tokens, Tensor]:
+        """The tokens, and where they are."""
+        d_BT = prox_BT.float() - sampler_BT.float()
+        counted_BT = mask_BT.bool() & torch.isfinite(d_BT)
+        return cls(d_BT[counted_BT], counted_BT.nonzero()[:, 0]), counted_BT
 
     def slices(self, by: str, bucket_N: Tensor, names: Sequence[str]) -> Iterator[Slice]:
         for bucket, label in enumerate(names):

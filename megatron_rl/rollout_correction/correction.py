@@ -1,17 +1,11 @@
 """rollout_correction: from two policies' logprobs to importance weights, a mask, and what to log.
 
-The sampler that wrote a response (mu) and the learner that trains on it (p) disagree about every
-token's probability. With d = p - mu and rho = exp(d) this module
-1. decides what happens to tokens without a ratio (`non_finite`),
-2. rejects tokens and sequences by rules on d (`reject`),
-3. weighs what is left (`weight`),
-4. measures the disagreement (`metrics`, all under `rollout_corr/`).
+The sampler that wrote a response (mu) and the learner that trains on it (p) disagree about every token's probability.
+With d = p - mu and rho = exp(d), tokens without a ratio are dealt with (`non_finite`), tokens and sequences rejected by
+rules on d (`reject`), the rest weighed (`weight`), and the disagreement measured (`metrics`, under `rollout_corr/`).
 
-`correct` puts that and the advantages in order: what the loop does with a batch, and replay with a recorded one.
-It is pure: no distributed state, the caller hands over the global batch. Rows are worked on in slices
-that fit a core's cache; only `budget`, `target_ess` and `normalize` look at all of them together.
-The passes are in `batch.py`, what they compute in `rules.py`, `weights.py` and `metrics.py`
-beside it; `docs/corrections.md` explains how to choose.
+Pure: the caller hands over the global batch. Rows are worked on in slices that fit a core's cache; only `budget`,
+`target_ess` and `normalize` look at all of them together. `docs/corrections.md` explains how to choose.
 
 Shape legend: B sequences, T response positions (right-padded).
 """
@@ -62,9 +56,8 @@ def correct(
     """A batch's correction and its advantages, float32 [B].
 
     Correction first, so that rejected answers can leave their group's baseline; then the advantages; then the rules
-    that look at them. An answer without a score is in neither the mask nor the baseline, whatever the correction says.
-    Tokens that are too old have left the batch's mask before (`without_stale`).
-    Without an anchor the loss completes the correction, and `completed` says afterwards what it did.
+    that look at them. An answer without a score is in neither the mask nor the baseline. Without an anchor the loss
+    completes the correction, and `completed` says afterwards what it did.
     """
     prox_BT = None if config.anchor == Anchor.sampler else anchor_logprobs_BT
     correction = rollout_correction(prox_BT, batch.sampler_logprobs_BT, batch.mask_BT, config)

@@ -1,7 +1,7 @@
 """The mean reward that the learner would have earned on what the sampler wrote.
 
-The logged reward is the sampler's: a quantized sampler that answers worse lowers it while the policy is
-as good as before. Weighing each answer by the product of its ratios turns it into the learner's.
+A quantized sampler that answers worse lowers the logged reward while the policy is as good as before; weighing each
+answer by the product of its ratios turns it into the learner's.
 
 Shape legend: N rollouts, T response positions.
 """
@@ -35,7 +35,4 @@ def learner_reward(
     weights_N = weights_N / weights_N.sum()
     estimate = (weights_N * rewards).sum()
     error = (weights_N * (rewards - estimate)).square().sum().sqrt()
-    return {
-        "reward/learner_estimate": float(estimate),
-        "reward/learner_estimate_stderr": float(error),
-    }
+    return {"reward/learner_estimate": float(estimate), "reward/learner_estimate_stderr": float(error)}

@@ -1,7 +1,7 @@
 """What `rollout_corr/` logs about the mismatch and about the weights that were applied.
 
-Shape legend: B sequences, T response positions. Sums are collected slice by slice, in float64 across
-slices, and turned into metrics once. Masked positions hold 0 in every tensor that is summed here.
+Shape legend: B sequences, T response positions. Sums are collected slice by slice, in float64 across slices. Masked
+positions hold 0 in every tensor that is summed here.
 """
 
 from __future__ import annotations

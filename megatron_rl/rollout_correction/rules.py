@@ -1,4 +1,4 @@
-"""Reject rules: a statistic per token or per row, and its bounds.
+"""Reject rules: a statistic per token or per row, and its bounds; those on staleness come first, and see no logprob.
 
 Shape legend: B sequences, T response positions. All rules see the same mask, so their order is
 irrelevant. d = p - mu, and rho = exp(d) is always learner over sampler.
@@ -7,12 +7,15 @@ irrelevant. d = p - mu, and rho = exp(d) is always learner over sampler.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import Level, Reduce, RejectRule, Stat
+from megatron_rl.config.schema import CorrectionConfig, Level, Reduce, RejectRule, Stat
+from megatron_rl.rollout_correction.metrics import PREFIX
 from megatron_rl.rollout_correction.ratio import EXPONENT_LIMIT, LogRatio, bounded_exp
+from megatron_rl.types import Batch
 
 
 def token_stat(stat: Stat, d_BT: Tensor) -> Tensor:
@@ -30,7 +33,7 @@ def token_stat(stat: Stat, d_BT: Tensor) -> Tensor:
     if stat == Stat.abs:
         return bounded_exp(d_BT.abs())
     if stat == Stat.staleness:
-        return d_BT  # `staleness.py` hands ages over in place of differences
+        return d_BT  # `without_stale` hands ages over in place of differences
     raise ValueError(f"unknown stat {stat!r}: one of {', '.join(Stat)}")
 
 
@@ -86,3 +89,22 @@ def budget_cutoff(values: Tensor, budget: float) -> float:
     running_mean = ascending.double().cumsum(0) / torch.arange(1, len(ascending) + 1, device=values.device)
     survivors = int((running_mean <= budget).sum())
     return math.inf if survivors == len(ascending) else float(ascending[survivors])
+
+
+@torch.no_grad()
+def without_stale(batch: Batch, config: CorrectionConfig, version: int) -> tuple[Batch, dict[str, float]]:
+    """The batch without the tokens that rules on staleness reject, and the share that they were.
+
+    What they reject is in no row's statistic, weight or denominator. `version`: the learner's.
+    """
+    rules = [rule for rule in config.reject if rule.stat == Stat.staleness]
+    if not rules:
+        return batch, {}
+    mask_BT = batch.mask_BT
+    age_BT = (version - batch.token_versions_BT).clamp(min=0).float() * mask_BT
+    ages = LogRatio(age_BT, mask_BT, mask_BT, None, 0, 0)
+    young_BT = mask_BT
+    for rule in rules:
+        young_BT = young_BT & ~violations(rule, ages)
+    rejected = 1.0 - int(young_BT.sum()) / max(1, int(mask_BT.sum()))
+    return replace(batch, mask_BT=young_BT), {PREFIX + "stale_masked_fraction": rejected}

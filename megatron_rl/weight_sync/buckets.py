@@ -62,10 +62,7 @@ def make_buckets(
     shape, layout, place = model.shape, model.layout, groups.place
     params = [param for param in stage_params(shape, layout, place) if not param.row.copy]
     buckets: list[Bucket] = []
-    for expert, replica, group in (
-        (False, place.dp, groups.tensor),
-        (True, place.edp, groups.expert_tensor),
-    ):
+    for expert, replica, group in ((False, place.dp, groups.tensor), (True, place.edp, groups.expert_tensor)):
         size, rank = (layout.expert_tp, place.etp) if expert else (layout.tp, place.tp)
         jobs: list[Job] = []
         filled = 0

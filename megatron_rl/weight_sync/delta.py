@@ -1,7 +1,6 @@
 """Patches: a tensor's bytes as what changed since the version before. Pure functions of bytes, and the sender's memory.
 
-A patch is the distance of every changed byte from the one before it (16 bits each), then the new bytes. Quantized
-weights change less than the BF16 weights they come from: an update has to carry a value over a rounding boundary.
+A patch is the distance of every changed byte from the one before it (16 bits each), then the new bytes.
 """
 
 from __future__ import annotations

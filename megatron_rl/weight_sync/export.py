@@ -10,8 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-import torch.distributed as dist
-
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.distributed import exchange
 from megatron_rl.files import replacing
@@ -19,7 +17,7 @@ from megatron_rl.models.hf_folder import INDEX, copy_companions, packed
 from megatron_rl.models.tensors import write_tensors
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import LearnerWeights
+from megatron_rl.weight_sync.transports import LearnerWeights, this_rank
 
 FILE_BYTES = 4 << 30
 
@@ -39,7 +37,7 @@ def leave_models(
 ) -> None:
     """Export the last policy, and the best one where `best` names a metric: at the end of a run, on every rank.
 
-    The learner has the best one's weights after that. What there is no time for is left to whoever wants it.
+    The learner has the best one's weights after that.
     """
     run = RunDir(run_dir)
     if not has_time():
@@ -71,7 +69,7 @@ def export_hf(learner: LearnerWeights, origin: Path, folder: Path) -> None:
 
     `origin`: where the model came from, for its config.json and tokenizer.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = this_rank()
     with ExitStack() as first:
         partial = folder
         if rank == 0:

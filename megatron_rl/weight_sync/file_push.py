@@ -7,16 +7,15 @@ import queue
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.config.schema import Format, SyncSection
 from megatron_rl.distributed import exchange
 from megatron_rl.quantization.formats import BY_FORMAT
-from megatron_rl.quantization.quantize import summarize
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.delta import Lineage, Sent
 from megatron_rl.weight_sync.file_transport import (
@@ -29,7 +28,7 @@ from megatron_rl.weight_sync.file_transport import (
 )
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import Contribution, SamplerClient, SyncSeconds
+from megatron_rl.weight_sync.transports import Contribution, SamplerClient, this_rank
 
 WRITE_AHEAD = 16  # tensors between gathering and writing
 WRITER_POLL_S = 0.5
@@ -45,7 +44,7 @@ class FilePush:
         self, sources: dict[Format, ShardSource], sampler: SamplerClient | None, sync: SyncSection, fleet: bool
     ) -> None:
         self._sources, self._sampler, self._sync, self._fleet = sources, sampler, sync, fleet
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = this_rank()
         self._kept: list[int] = []  # rank 0: versions that engines may still ask for, or that patches build on
         self._lineage = Lineage(sync.full_every)
         self._sent = {format: Sent() for format in sources} if sync.full_every > 1 else {}
@@ -57,7 +56,7 @@ class FilePush:
         self._engine_ready = False
 
     def send(self, version: int, parameters: Mapping[str, torch.Tensor]) -> Contribution:
-        contribution = Contribution.sum([self._write(version, format, parameters) for format in self._sources])
+        contribution = Contribution.merge([self._write(version, format, parameters) for format in self._sources], sum)
         self._lineage.add(version)
         return contribution
 
@@ -152,23 +151,11 @@ class FilePush:
             passing = isinstance(cause, OSError) and cause.errno not in FULL
         for _ in tensors:  # the other ranks of the group are still in the middle of it
             pass
-        elapsed = time.perf_counter() - started
-        seconds = SyncSeconds(
-            quantize=source.seconds.quantize,
-            gather=source.seconds.gather,
-            transfer=max(0.0, elapsed - source.seconds.quantize - source.seconds.gather) if source.writes else 0.0,
-        )
+        elapsed = time.perf_counter() - started if source.writes else 0.0
         sent = self._sent.get(format, Sent())
-        return Contribution(
-            source.failure or failure,
-            nbytes,
-            count,
-            seconds,
-            summarize(source.errors),
-            sent.values,
-            sent.changed,
-            passing=passing and source.failure is None,
-        )
+        counts = {"nbytes": nbytes, "tensors": count, "values": sent.values, "changed": sent.changed}
+        told = Contribution.of(source, elapsed, failure, **counts)
+        return replace(told, passing=passing and source.failure is None)
 
     def _write_alongside(self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:
         """Write in a thread of its own, while this one quantizes and gathers the next tensors."""

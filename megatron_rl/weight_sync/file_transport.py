@@ -1,13 +1,11 @@
 """The sending half of the `file` transport: bucket files and a manifest in a directory both sides can see.
 
-On one host the directory is shared memory, across hosts a shared file system. Each writer (one per pipeline
-stage) writes its own buckets and then, last and atomically, its manifest: a version is complete when all its
-manifests exist. With `delta` a version may hold patches of the version before (`delta.py`), which then has to stay
-beside it. The receiving half is `engine/receiver.py`.
+Each writer (one per pipeline stage) writes its own buckets and then, last and atomically, its manifest: a version is
+complete when all its manifests exist. With `delta` a version may hold patches of the version before (`delta.py`), which
+then has to stay beside it. The receiving half is `engine/receiver.py`.
 
-The directory is a private folder, made for one run and removed at its end. A lock, not a process number, says whether
-the run of a folder is still alive: it holds across containers that share memory, and the kernel drops it however the
-run ends (owned_folder.py).
+The directory is a private folder of one run. A lock, not a process number, says whether that run is still alive: it
+holds across containers that share memory, and the kernel drops it however the run ends (owned_folder.py).
 """
 
 from __future__ import annotations
@@ -117,10 +115,7 @@ def remove_version(directory: Path, policy_version: int) -> None:
 
 
 def write_over(directory: Path, policy_version: int) -> None:
-    """Let the next version take this one's files, which is much cheaper in shared memory than new ones.
-
-    Until then it is there for an engine that is started again.
-    """
+    """Let the next version take this one's files, which is much cheaper in shared memory than new ones."""
     spare = directory / SPARE
     spare.unlink(missing_ok=True)
     spare.symlink_to(version_directory(directory, policy_version).name)

@@ -1,8 +1,8 @@
 """Layer probe: compares sampler and learner at every point of a forward pass, from equal inputs.
 
-The learner goes on from the engine's values at each point (learner/activations.py), so that what differs there has
-been made there: by another arithmetic, which is a few hundredths, or by weights that are not the learner's, which is
-about one. A list of names cannot see two tensors of one shape that have changed places, or heads in another order.
+The learner goes on from the engine's values at each point (learner/activations.py), so that what differs there was made
+there: by another arithmetic, a few hundredths, or by other weights, about one. A list of names cannot see two tensors
+of one shape that have changed places, or heads in another order.
 """
 
 from __future__ import annotations

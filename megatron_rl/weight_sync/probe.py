@@ -1,7 +1,6 @@
 """Probe for equal weights: compares sampler and learner by logprobs of tokens that the sampler has just sampled.
 
-On such tokens healthy engines agree to a few thousandths of a nat; on random tokens ten times worse, which is why
-the probe uses the former. A sampler whose kernels still hold an older version, or garbage, is far off.
+On such tokens healthy engines agree to a few thousandths of a nat; on random tokens ten times worse.
 
 B sequences, T response positions (right-padded).
 """
@@ -53,11 +52,7 @@ class ProbeResult:
         return self.tokens > 0 and few_missing and self.mean_abs <= nats  # false for NaN too
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "sync/probe_abs_diff": self.mean_abs,
-            "sync/probe_diff": self.mean,
-            "sync/probe_budget": self.budget,
-        }
+        return {"sync/probe_abs_diff": self.mean_abs, "sync/probe_diff": self.mean, "sync/probe_budget": self.budget}
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ def check(
     """Raises SyncMismatch with a diagnosis when the difference exceeds what the format can do.
 
     That is its budget; of integers, whose difference outliers enlarge, the end of it where nothing tells that it is not
-    theirs: then the alarm `probe` says so. Both logprobs must be of the version just synced.
+    theirs. Both logprobs must be of the version just synced.
     """
     budget = probe.budget_of(format)
     result = compare(sampler_logprobs_BT, learner_logprobs_BT, mask_BT, budget.nats)
@@ -152,10 +147,7 @@ def check_batch(batch: Batch, learner_logprobs_BT: torch.Tensor, format: Format,
 def check_formats(
     batch: Batch, learner_logprobs_BT: torch.Tensor, formats: Sequence[Format], probe: Probe
 ) -> dict[str, float]:
-    """`check_batch` of every weight format of the sampler by itself, under its own budget; its metrics.
-
-    A format whose servers are all away has no rows, and is checked when they are back.
-    """
+    """`check_batch` of every weight format of the sampler under its own budget, where it has rows."""
     results: dict[Format, ProbeResult] = {}
     for format in map(Format, formats):  # names, where they came from another rank
         rows_B = torch.ones(len(batch), dtype=torch.bool)

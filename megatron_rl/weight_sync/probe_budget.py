@@ -1,12 +1,8 @@
 """The probe's budget: how far sampler and learner may differ after a sync, in multiples of one rounding's effect.
 
-What a format adds grows with the model: with its depth, its width, how sure it is. So does the noise of one rounding
-more, which the learner tells of its own weights (learner/weights.py): a sampler that holds others does not raise it by
-what is wrong with them. It may answer with tokens that the policy finds odd, and odd tokens are noisier: hence an end
-to every budget, whatever the noise.
-
-Integers add more where activations have outliers, which the largest of a token sets the step for: between a budget and
-its end sampler and learner may be right (docs/weight_sync.md).
+The noise of one rounding more grows with a model as what a format adds does; the learner tells it of its own weights
+(learner/weights.py), so that a wrong sampler does not raise it. Odd tokens are noisier: hence an end to every budget.
+Of integers, which outliers of the activations enlarge, both may be right up to that end (docs/weight_sync.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One weight sync, from the learner's shards to a sampler that serves the new version.
 
-Every rank of the learner calls `push`; rank 0 also drives the sampler. What the sampler refuses is sent once more.
-Whatever else goes wrong on any rank, or in the sampler, is raised on all of them, and the sampler keeps serving the
-version before; with `sync.staged: false` it may be left without one, and then refuses to generate.
+Every rank of the learner calls `push`; rank 0 also drives the sampler. What goes wrong on any rank, or in the sampler,
+is raised on all of them, and the sampler keeps serving the version before; with `sync.staged: false` it may be left
+without one, and then refuses to generate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import msgspec
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.fleet import distinct_formats, is_fleet
@@ -28,29 +27,16 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.distributed import exchange
 from megatron_rl.quantization.cache_scales import CacheScales
-from megatron_rl.quantization.quantize import ErrorSummary
 from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing
 from megatron_rl.weight_sync import buckets
 from megatron_rl.weight_sync.file_push import FilePush
 from megatron_rl.weight_sync.manifest import UpdateRefused, WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import (
-    Contribution,
-    LearnerWeights,
-    Push,
-    SamplerClient,
-    SyncReport,
-    SyncSeconds,
-)
-
-PHASES = ("quantize", "gather", "transfer")
+from megatron_rl.weight_sync.transports import Contribution, LearnerWeights, Push, SamplerClient, SyncReport, this_rank
 
 
 class WeightSync:
-    """Sends policies to a sampler; made on every rank.
-
-    `sampler` is rank 0's; None elsewhere, or where only the writing is wanted.
-    """
+    """Sends policies to a sampler; made on every rank. `sampler` is rank 0's; None where only the writing is wanted."""
 
     def __init__(
         self,
@@ -88,7 +74,7 @@ class WeightSync:
         }
         self._learner = learner
         self._scales: tuple[Smoothing | CacheScales, ...] = tuple(filter(None, (smoothing, cache_scales)))
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = this_rank()
         self.transport = _transport(sources, sampler, sync, engines, fleet)
         self._again = False  # whether the last version failed in a way that sending it again can mend
         self._plan_seconds = time.perf_counter() - started
@@ -131,23 +117,17 @@ class WeightSync:
         with _lost_ranks_named(version):
             mine = self.transport.send(version, dict(self._learner.named_parameters()))
             parts = msgspec.convert(exchange(asdict(mine)), list[Contribution])
+        whole = Contribution.merge(parts, max)  # the slowest rank's seconds
         failures = [f"rank {rank}: {part.failure}" for rank, part in enumerate(parts) if part.failure]
         if failures:
-            self._again = all(part.passing for part in parts if part.failure)
+            self._again = whole.passing
             if self._rank == 0:
                 self.transport.forget(version)
             raise WeightSyncError(f"policy version {version} was not sent: " + "; ".join(failures[:3]))
         load_seconds = self._load(version)
-        slowest = {name: max(getattr(part.seconds, name) for part in parts) for name in PHASES}
-        seconds = SyncSeconds(plan=plan_seconds, load=load_seconds, total=time.perf_counter() - started, **slowest)
-        return SyncReport(
-            version,
-            sum(part.nbytes for part in parts),
-            sum(part.tensors for part in parts),
-            seconds,
-            ErrorSummary.merge(part.error for part in parts),
-            sum(part.changed for part in parts) / values if (values := sum(part.values for part in parts)) else None,
-        )
+        seconds = replace(whole.seconds, plan=plan_seconds, load=load_seconds, total=time.perf_counter() - started)
+        changed = whole.changed / whole.values if whole.values else None
+        return SyncReport(version, whole.nbytes, whole.tensors, seconds, whole.error, changed)
 
     def state(self) -> dict[str, Tensor]:
         """What the next sync builds on, the same on every rank: for a checkpoint."""
@@ -161,7 +141,7 @@ class WeightSync:
         self.transport.close()
 
     def _load(self, version: int) -> float:
-        """Have the sampler load the version; every rank raises its refusal. Returns the seconds that rank 0 waited."""
+        """Have the sampler load the version; every rank raises its refusal. The seconds that rank 0 waited."""
         started, waited, outcome = time.perf_counter(), 0.0, None
         if self._rank == 0:
             try:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rl.quantization.quantize import ErrorSummary
+import torch.distributed as dist
+
+from megatron_rl.quantization.quantize import ErrorSummary, summarize
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_rl.models.model import Model
     from megatron_rl.models.shards import ShardGroups
+    from megatron_rl.weight_sync.source import ShardSource
+
+
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 class LearnerWeights(Protocol):
@@ -48,10 +55,7 @@ class SamplerClient(Protocol):
 
 @dataclass(frozen=True)
 class SyncSeconds:
-    """Seconds of a sync by part. The first four are the slowest writer's.
-
-    The driver waits for `load`; an embedded engine on a host generates meanwhile if asked, until it swaps.
-    """
+    """Seconds of a sync by part; the first four are the slowest writer's. The driver waits for `load`."""
 
     plan: float = 0.0
     quantize: float = 0.0
@@ -104,14 +108,21 @@ class Contribution:
     passing: bool = False  # the failure is one that may not come again
 
     @classmethod
-    def sum(cls, parts: Sequence[Contribution]) -> Contribution:
-        """One rank's parts of a version in several formats."""
+    def of(cls, source: ShardSource, elapsed: float, failure: str | None, **sent: int) -> Contribution:
+        """After a pass over the source that took `elapsed` seconds, sending included."""
+        quantize, gather = source.seconds.quantize, source.seconds.gather
+        seconds = SyncSeconds(quantize=quantize, gather=gather, transfer=max(0.0, elapsed - quantize - gather))
+        return cls(source.failure or failure, seconds=seconds, error=summarize(source.errors), **sent)
+
+    @classmethod
+    def merge(cls, parts: Sequence[Contribution], seconds: Callable[[Iterable[float]], float]) -> Contribution:
+        """Several ranks' parts of a version, or one rank's in several formats; `seconds`: `max` or `sum`."""
         names = ("quantize", "gather", "transfer")
         return cls(
             next((part.failure for part in parts if part.failure), None),
             sum(part.nbytes for part in parts),
             sum(part.tensors for part in parts),
-            SyncSeconds(**{name: sum(getattr(part.seconds, name) for part in parts) for name in names}),
+            SyncSeconds(**{name: seconds(getattr(part.seconds, name) for part in parts) for name in names}),
             ErrorSummary.merge(part.error for part in parts),
             sum(part.values for part in parts),
             sum(part.changed for part in parts),

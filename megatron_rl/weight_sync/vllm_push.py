@@ -1,10 +1,8 @@
-"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, through its trainer API.
+"""vLLM's own transports on the learner's ranks: `ipc`, `nccl`, through its trainer API. Not yet run on a GPU.
 
-The only module that imports vLLM on a rank that learns, and only when such a transport is chosen.
-vLLM's trainer engine moves the tensors; `Relay` stands between it and the sampler, so that the announcement goes first
-and the seal last (see `wire`), and so that a refusal on rank 0 is raised after the collectives that others are in.
-
-Not yet run on a GPU.
+The only module that imports vLLM on a rank that learns, and only when such a transport is chosen. `Relay` stands
+between vLLM's trainer engine and the sampler, so that the announcement goes first and the seal last (see `wire`), and
+so that a refusal on rank 0 is raised after the collectives that others are in.
 """
 
 from __future__ import annotations
@@ -19,13 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from vllm.distributed.weight_transfer.base import (
-    ParamMeta,
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
-    WeightSource,
-)
+from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -33,24 +25,26 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from megatron_rl.config.schema import SamplerSection, SyncSection, Transport
 from megatron_rl.distributed import exchange
 from megatron_rl.models.tensors import torch_dtype
-from megatron_rl.quantization.quantize import summarize
 from megatron_rl.weight_sync import buckets, wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import Contribution, SamplerClient, SyncSeconds
+from megatron_rl.weight_sync.transports import Contribution, Push, SamplerClient, this_rank
 from megatron_rl.weight_sync.whole_source import WholeSource
 from megatron_rl.weight_sync.wire import Announcement, Seal
 
 LOOPBACK = "127.0.0.1"  # the embedded engine lives on the host of rank 0
 
 
-class VllmPush:
-    """The sending half of `ipc` and `nccl`. Rank 0 is vLLM's sender; every rank takes part."""
+class VllmPush(Push):
+    """The sending half of `ipc` and `nccl`. Rank 0 is vLLM's sender; every rank takes part.
+
+    There is nothing to tidy or to start over: every version is sent whole, and lies nowhere.
+    """
 
     def __init__(
         self, source: ShardSource, sampler: SamplerClient | None, sync: SyncSection, engine: SamplerSection
     ) -> None:
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = this_rank()
         missing = self._rank == 0 and sampler is None
         if any(exchange(missing)):
             raise WeightSyncError(f"sync.transport={sync.transport} needs a sampler to send to; take file")
@@ -73,17 +67,9 @@ class VllmPush:
         except Exception as error:  # of vLLM's, of NCCL's: the other ranks wait for this one's outcome
             failure = f"{type(error).__name__}: {error}"
         self._source.drain()
-        source = self._source.shards
-        quantize, gather = source.seconds.quantize, source.seconds.gather
-        rest = max(0.0, time.perf_counter() - started - quantize - gather)
         sent = self._source.tensors if self._rank == 0 else ()
-        return Contribution(
-            source.failure or failure,
-            sum(tensor.nbytes for tensor in sent),
-            len(sent),
-            SyncSeconds(quantize=quantize, gather=gather, transfer=rest),
-            summarize(source.errors),
-        )
+        nbytes, elapsed = sum(tensor.nbytes for tensor in sent), time.perf_counter() - started
+        return Contribution.of(self._source.shards, elapsed, failure, nbytes=nbytes, tensors=len(sent))
 
     def load(self, version: int) -> None:
         self._relay.seal(Seal(version, wire.read_checksums(self._source.sums)))
@@ -91,12 +77,6 @@ class VllmPush:
 
     def forget(self, version: int) -> None:
         self._relay.abandon(f"policy version {version} was not sent by every rank")
-
-    def start_over(self) -> None:
-        pass  # every version is sent whole
-
-    def tidy(self, version: int, taken: bool) -> None:
-        pass  # nothing lies anywhere
 
     def close(self) -> None:
         if self._engine is not None:
@@ -136,10 +116,7 @@ class VllmPush:
 
 @contextmanager
 def bounded(seconds: float, what: str) -> Iterator[None]:
-    """End this process when it takes longer: a collective whose peer has died waits on the device, uninterruptibly.
-
-    The launcher notices that a rank has ended, and ends the run with this one's last words.
-    """
+    """End this process when it takes longer: a collective whose peer has died waits on the device, uninterruptibly."""
 
     def give_up() -> None:
         print(f"{what} did not end within sampler.request_timeout_s={seconds:g}", file=sys.stderr, flush=True)

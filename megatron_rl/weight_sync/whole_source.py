@@ -1,12 +1,9 @@
 """The tensors of all writers in one place and one order, for transports that have a single sender.
 
-The `file` transport lets every pipeline stage and expert rank write its own tensors. vLLM's `nccl` sends from rank 0
-alone, its `ipc` shares a copy on every rank's device with the engine worker beside it. So the quantized tensors of
-the other writers travel once more: to rank 0, or to all ranks. What is gathered over tensor parallelism stays as it
-is; with one stage and one expert rank `nccl` moves nothing extra.
-
-Buckets are walked in one order that every rank knows, (stage, dense before experts, expert rank, number), which is
-each rank's own order too: no rank can wait for one that waits for it.
+vLLM's `nccl` sends from rank 0 alone, its `ipc` shares a copy on every rank's device: the quantized tensors of the
+other pipeline stages and expert ranks travel once more, to rank 0 or to all. Buckets are walked in one order that every
+rank knows, (stage, dense before experts, expert rank, number), which is each rank's own order too: no rank can wait for
+one that waits for it.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from megatron_rl.distributed import exchange
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
+from megatron_rl.weight_sync.transports import this_rank
 from megatron_rl.weight_sync.wire import checksum
 
 Key = tuple[int, ...]
@@ -37,15 +35,14 @@ class Step:
 
 
 class WholeSource:
-    """Every rank makes one (collective) and iterates it in lockstep, each sync anew.
-
-    `everywhere`: all ranks get the tensors; otherwise rank 0 does and the others yield nothing.
+    """Every rank makes one (collective) and iterates it in lockstep, each sync anew: for all ranks, or for rank 0
+    alone.
     """
 
     def __init__(self, source: ShardSource, everywhere: bool) -> None:
         self.sums: dict[str, torch.Tensor] = {}  # checksums of what this rank has yielded
         self.shards, self._everywhere = source, everywhere
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = this_rank()
         self._mine = source.bucket_keys
         self._steps = self._agree()
         self._parameters: Mapping[str, torch.Tensor] = {}
@@ -119,8 +116,8 @@ class WholeSource:
 def made_on(home: torch.cuda.Stream, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Make each (name, tensor) pair on stream `home`, whatever stream asks for it; that stream then waits.
 
-    Home is where the optimizer has written the weights. vLLM's packed sender asks on streams of its own in turn, which
-    wait for nobody: made there, a tensor could hold weights of two versions, under a checksum that says so too.
+    Home is where the optimizer has written the weights. vLLM's packed sender asks on streams of its own, which wait for
+    nobody: made there, a tensor could hold weights of two versions, under a checksum that says so too.
     """
     while True:
         with torch.cuda.stream(home):

@@ -1,11 +1,9 @@
 """What travels beside the tensors of vLLM's own transports: an announcement before them, a seal after them.
 
-vLLM's engines carry names, dtypes and shapes. The announcement adds the policy version and is compared with what the
-engine expects before anything moves; the seal adds a checksum of every tensor, and is compared with what arrived
-before anything is served. Both are plain data, and travel as `update_weights` messages of their own. So are the
-handles of shared device memory that `ipc` hands over: nothing on the way is ever unpickled.
-
-Checksums are computed where the tensor lies: a copy to the host to hash it would cost more than the transfer.
+The announcement adds the policy version to names, dtypes and shapes, and is compared with what the engine expects
+before anything moves; the seal adds a checksum of every tensor, computed where it lies, and is compared before anything
+is served. Both travel as `update_weights` messages of their own. So do the handles of shared device memory that `ipc`
+hands over: nothing on the way is ever unpickled.
 """
 
 from __future__ import annotations

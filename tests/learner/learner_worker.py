@@ -25,25 +25,8 @@ from saver_worker import saves
 
 from megatron_rl.checkpoint.torch_dist.reader import Reader
 from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
-from megatron_rl.config import to_yaml
-from megatron_rl.config.schema import (
-    AdvantageConfig,
-    Config,
-    Format,
-    Forward,
-    KlOn,
-    KvCache,
-    LearnerSection,
-    LossConfig,
-    LossName,
-    ModelSection,
-    OnNonFinite,
-    OptimSection,
-    Precision,
-    QuantizationSection,
-    RolloutSection,
-    SamplerSection,
-)
+from megatron_rl.config import from_mapping, to_yaml
+from megatron_rl.config.schema import AdvantageConfig, Config, ModelSection, Precision
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import logprobs, state
 from megatron_rl.learner.learner import Learner
@@ -56,40 +39,38 @@ from megatron_rl.quantization import host_products
 from megatron_rl.rollout_correction import correct
 from megatron_rl.types import Targets
 
+# keys of a job, and of the configuration
+KEYS = {
+    "precision": "learner.precision", "on_nonfinite": "learner.on_nonfinite", "forward": "learner.forward",
+    "engine_tp": "sampler.tensor_parallel", "format": "quantization.format", "smoothing": "quantization.smoothing",
+    "kv_cache": "quantization.kv_cache", "ignore": "quantization.ignore", "loss": "loss.name",
+    "entropy_coef": "loss.entropy_coef", "kl_coef": "loss.kl_coef", "kl_on": "loss.kl_on", "optim": "optim.megatron",
+}  # fmt: skip
+
+
+def config_of(job: dict[str, Any]) -> Config:
+    sections: dict[str, dict[str, Any]] = {
+        "learner": {"precision": "fp32", **job.get("layout", {})},
+        "optim": {"lr": 1e-3, "warmup_steps": 2},
+        "rollout": {"temperature": 0.8, **({"top_k": 5, "top_p": 0.7} if job.get("kept") else {})},
+        "quantization": {"format": "int8"},
+    }
+    for key in KEYS.keys() & job.keys():
+        section, _, name = KEYS[key].partition(".")
+        sections.setdefault(section, {})[name] = job[key]
+    return from_mapping(sections)
+
 
 def build(job: dict[str, Any]) -> Learner:
     os.environ[RENDEZVOUS] = job["meeting"]
-    learner = LearnerSection(
-        precision=Precision(job.get("precision", "fp32")),
-        on_nonfinite=OnNonFinite(job.get("on_nonfinite", "raise")),
-        forward=Forward(job.get("forward", "bf16")),
-        **job.get("layout", {}),
-    )
-    config = Config(
-        sampler=SamplerSection(tensor_parallel=job.get("engine_tp", 1)),
-        quantization=QuantizationSection(
-            Format(job.get("format", "int8")),
-            smoothing=job.get("smoothing"),
-            kv_cache=KvCache(job.get("kv_cache", "none")),
-            ignore=job.get("ignore", []),
-        ),
-        learner=learner,
-        loss=LossConfig(
-            name=LossName(job.get("loss", "ppo")),
-            entropy_coef=job.get("entropy_coef", 0.0),
-            kl_coef=job.get("kl_coef", 0.0),
-            kl_on=KlOn(job.get("kl_on", "trained")),
-        ),
-        optim=OptimSection(lr=1e-3, warmup_steps=2, megatron=job.get("optim", {})),
-        rollout=RolloutSection(temperature=0.8, **({"top_k": 5, "top_p": 0.7} if job.get("kept") else {})),
-    )
+    config = config_of(job)
     dumps = Path(job["dump"]) if "dump" in job else None
     if dumps and os.environ["RANK"] == "0":  # what a run leaves beside its dumps
         dumps.parent.mkdir(parents=True, exist_ok=True)
         (dumps.parent / "config.json").write_text(json.dumps(job["hf"]))
         whole = replace(config, model=ModelSection(path=str(dumps.parent)))
         (dumps.parent / "config.yaml").write_text(to_yaml(whole))
-    model = Model.of(job["hf"], Layout.from_config(learner), Precision(job.get("head", "bf16")))
+    model = Model.of(job["hf"], Layout.from_config(config.learner), Precision(job.get("head", "bf16")))
     made = Learner(model, Sections.of(config), dumps)
     if "folder" in job:
         made.load_hf(job["folder"])

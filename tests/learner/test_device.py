@@ -15,9 +15,9 @@ from learner_cases import make_batch, make_targets, with_kept
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.schema import Sleep, Transport
-from megatron_rl.learner.device import ALIGNMENT, GIVEN, buffer, in_one_copy, keep_returnable, views
+from megatron_rl.learner.device import GIVEN, keep_returnable
 from megatron_rl.learner.learner import loss_inputs
-from megatron_rl.learner.packing import pack
+from megatron_rl.learner.packing import ALIGNMENT, buffer, in_one_copy, pack, views
 
 HOST, DEVICE = torch.device("cpu"), torch.device("meta")  # the latter has shapes and no content
 OF_HOSTS = ("padded_index_X", "packed_index_S", "blanks")

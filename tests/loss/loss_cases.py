@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import CorrectionConfig, WeightConfig
-from megatron_rl.types import LossInputs
+from megatron_rl.rollout_correction import Correction, rollout_correction
+from megatron_rl.types import Batch, LossInputs
 
 LOG2 = math.log(2.0)
 BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False)
@@ -30,6 +31,37 @@ def inputs_of(pi_BT: Tensor, anchor_BT: Tensor, mu_BT: Tensor, found: Any, advan
         denominator_mask_BT=found.denominator_mask_BT,
         prompt_ids_B=torch.zeros(len(pi_BT), dtype=torch.int64),
     )
+
+
+def corrected(d: list[list[float]], mask: list[list[int]] | None = None, **config: Any) -> Correction:
+    """The correction for given log-ratios."""
+    d_BT = torch.tensor(d)
+    mask_BT = torch.ones_like(d_BT) if mask is None else torch.tensor(mask)
+    mu_BT = torch.full_like(d_BT, -2.0)
+    return rollout_correction(mu_BT + d_BT, mu_BT, mask_BT.bool(), CorrectionConfig(**config))
+
+
+def inputs_for(correction: Correction, advantages: list[float], **changes: Tensor) -> LossInputs:
+    """A loss's inputs where the policy is the one that the correction was made with."""
+    prox_BT, mu_BT = correction.source.prox_logprobs_BT, correction.source.sampler_logprobs_BT
+    assert prox_BT is not None
+    found = inputs_of(prox_BT.clone().requires_grad_(), prox_BT, mu_BT, correction, torch.tensor(advantages))
+    return replace(found, **{"selected_BT": torch.zeros_like(correction.mask_BT)} | changes)
+
+
+def batch_of(mask_BT: Tensor, sampler_BT: Tensor, **fields: Tensor) -> Batch:
+    """Answers to one prompt of one token, by version 0 of the policy, where `fields` say nothing else."""
+    rows, columns = mask_BT.shape
+    zeros_B = torch.zeros(rows, dtype=torch.int64)
+    plain = {
+        "tokens_BS": torch.zeros(rows, columns + 1, dtype=torch.int64),
+        "prompt_lengths_B": zeros_B + 1,
+        "response_lengths_B": zeros_B + columns,
+        "rewards_B": torch.zeros(rows),
+        "groups_B": zeros_B,
+        "versions_B": zeros_B,
+    }
+    return Batch(mask_BT=mask_BT, sampler_logprobs_BT=sampler_BT, **plain | fields)
 
 
 def rows_of(inputs: LossInputs, index: slice | Tensor | list[int], width: int | None = None) -> LossInputs:

@@ -138,19 +138,7 @@ def cross_entropy(token: Token, config: LossConfig) -> Pair:
 
 FORMULAS: dict[str, Callable[[Token, LossConfig], Pair]] = {
     formula.__name__: formula
-    for formula in (
-        ppo,
-        gspo,
-        cispo,
-        sapo,
-        gmpo,
-        dppo,
-        clip_cov,
-        kl_cov,
-        reinforce,
-        rollout_is,
-        cross_entropy,
-    )
+    for formula in (ppo, gspo, cispo, sapo, gmpo, dppo, clip_cov, kl_cov, reinforce, rollout_is, cross_entropy)
 }
 
 

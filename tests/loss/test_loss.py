@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import rows_of
+from loss_cases import BYPASS, rows_of
 from loss_oracle import expected
 
 from megatron_rl.config.schema import LossName, Reduction
@@ -216,8 +216,9 @@ def test_all_masked_is_zero_with_zero_gradients_and_a_counter(name: str, reducti
         entropy_BT=poison_BT,
         weights_BT=poison_BT,
     )
-    for denominators_BT in (nothing_BT, inputs.denominator_mask_BT):
-        loss, metrics = policy_loss(replace(inputs, denominator_mask_BT=denominators_BT), config)
+    elsewhere = count_totals(torch.ones(1, 2).bool(), torch.zeros(1), horizon=2)  # the tokens of other micro-batches
+    for denominators_BT, totals in ((nothing_BT, None), (inputs.denominator_mask_BT, None), (nothing_BT, elsewhere)):
+        loss, metrics = policy_loss(replace(inputs, denominator_mask_BT=denominators_BT), config, totals)
         (gradient,) = torch.autograd.grad(loss, logprobs_BT)
         assert float(loss.detach()) == 0.0
         assert not gradient.any()
@@ -270,23 +271,14 @@ def test_zero_weights_silence_every_loss() -> None:
         assert (loss, bool(gradient.any())) == (0.0, False), config.name
 
 
-def test_rejected_rows_stay_silent_in_every_loss() -> None:
-    inputs = example()
-    for config in CONFIGS.values():
-        _, gradient = loss_and_gradient(inputs, config)
-        assert not gradient[~inputs.mask_BT].any(), config.name
-
-
 class TestAnchorSampler:
     """The correction is formed from the current policy, in the loss."""
 
-    BYPASS = CorrectionConfig(anchor="sampler", weight=WeightConfig(level="none"), rebaseline=False, renormalize=False)
-
-    def inputs(self, correction: CorrectionConfig, faults: bool = False) -> LossInputs:
+    def inputs(self, correction: CorrectionConfig, fault: float | None = None) -> LossInputs:
         inputs = example(4)
         mu_BT = inputs.sampler_logprobs_BT.float()
-        if faults:
-            mu_BT[0, 0] = math.nan
+        if fault is not None:
+            mu_BT[0, 0] = fault
         before = rollout_correction(None, mu_BT, inputs.denominator_mask_BT, correction)
         return replace(
             inputs,
@@ -299,14 +291,14 @@ class TestAnchorSampler:
 
     @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "sapo", "gmpo", "dppo tv", "rollout_is"])
     def test_ratio_losses_use_the_sampler(self, name: str) -> None:
-        inputs = self.inputs(self.BYPASS)
-        loss, _ = policy_loss(inputs, CONFIGS[name], None, self.BYPASS)
+        inputs = self.inputs(BYPASS)
+        loss, _ = policy_loss(inputs, CONFIGS[name], None, BYPASS)
         value, _ = expected(inputs, CONFIGS[name], str(reduction_of(CONFIGS[name])), T)
         assert float(loss.detach()) == pytest.approx(value, abs=1e-7)
 
     @pytest.mark.parametrize("level", ["token", "sequence"])
     def test_reinforce_is_weighted_by_the_current_policy(self, level: str) -> None:
-        correction = replace(self.BYPASS, weight=WeightConfig(level=level, high=1.4))
+        correction = replace(BYPASS, weight=WeightConfig(level=level, high=1.4))
         inputs = self.inputs(correction)
         loss, _ = policy_loss(inputs, CONFIGS["reinforce"], None, correction)
         formed = rollout_correction(inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction)
@@ -317,7 +309,7 @@ class TestAnchorSampler:
 
     def test_micro_batches_add_up(self) -> None:
         rule = RejectRule(stat="ratio", reduce="mean", low=0.8, high=1.3)
-        correction = replace(self.BYPASS, reject=[rule])
+        correction = replace(BYPASS, reject=[rule])
         inputs = self.inputs(correction)
         totals = count_totals(inputs.denominator_mask_BT, inputs.prompt_ids_B, horizon=T)
         whole, whole_metrics = policy_loss(inputs, LossConfig(), totals, correction)
@@ -336,15 +328,10 @@ class TestAnchorSampler:
                 assert float(value) == pytest.approx(direct[key], abs=1e-6), key
         assert float(whole_metrics["rollout_corr/rollout_rs_masked_fraction"]) > 0
 
-    def test_a_weight_on_top_of_the_ratio_is_refused(self) -> None:
-        correction = replace(self.BYPASS, weight=WeightConfig(level="token"))
-        with pytest.raises(ValueError, match=r"correction\.weight\.level is token .* loss\.name: reinforce"):
-            policy_loss(self.inputs(correction), LossConfig(), None, correction)
-
     def test_rules_reject_but_leave_the_denominators(self) -> None:
         rule = RejectRule(stat="ratio", reduce="mean", low=0.8, high=1.3)
         conditional = RejectRule(stat="k1", reduce="mean", high=-0.05, when="negative_advantage")
-        correction = replace(self.BYPASS, reject=[rule, conditional])
+        correction = replace(BYPASS, reject=[rule, conditional])
         inputs = self.inputs(correction)
         formed = apply_conditional_rules(
             rollout_correction(inputs.logprobs_BT.detach(), inputs.sampler_logprobs_BT, inputs.mask_BT, correction),
@@ -358,9 +345,10 @@ class TestAnchorSampler:
         assert float(metrics["loss/trained_fraction"]) < 1
 
     @pytest.mark.parametrize("policy", ["drop", "one", "zero", "reject"])
-    def test_missing_sampler_logprobs(self, policy: str) -> None:
-        correction = replace(self.BYPASS, non_finite=policy)
-        inputs = self.inputs(correction, faults=True)
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_missing_sampler_logprobs(self, policy: str, value: float) -> None:
+        correction = replace(BYPASS, non_finite=policy)
+        inputs = self.inputs(correction, value)
         loss, _ = policy_loss(inputs, LossConfig(), None, correction)
         (gradient,) = torch.autograd.grad(loss, inputs.logprobs_BT)
         assert math.isfinite(float(loss.detach()))
@@ -405,20 +393,18 @@ class TestCovariance:
         assert bool(((covariance_BT[draws[0]] > 0.5) & (covariance_BT[draws[0]] < 2.0)).all())
         assert int(draws[0].sum()) == int(0.08 * batch[2].sum())
 
-    def test_rows_and_padding_do_not_matter(self) -> None:
+    def test_order_padding_and_what_a_masked_row_holds_do_not_matter(self) -> None:
         prox_BT, advantages_B, mask_BT = self.batch()
+        mask_BT[4] = False
         order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
         padding = torch.full((12, 3), math.nan)
+        spoiled_B = advantages_B.clone()
+        spoiled_B[4] = math.nan
         for name in ("clip_cov", "kl_cov"):
             config = LossConfig(name=name, cov_fraction=0.1, cov_low=0.2)
             plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
-            moved_BT = select_by_covariance(
-                torch.cat([prox_BT, padding], 1)[order],
-                advantages_B[order],
-                torch.cat([mask_BT, padding.isfinite()], 1)[order],
-                config,
-                seed=3,
-            )
+            wide_BT, wide_mask_BT = torch.cat([prox_BT, padding], 1), torch.cat([mask_BT, padding.isfinite()], 1)
+            moved_BT = select_by_covariance(wide_BT[order], spoiled_B[order], wide_mask_BT[order], config, seed=3)
             assert torch.equal(moved_BT[:, :10], plain_BT[order])
 
     def test_rounding_never_decides(self) -> None:
@@ -438,16 +424,6 @@ class TestCovariance:
             assert int(plain_BT.sum()) == 3
             draws.add(tuple(plain_BT[0].tolist()))
         assert len(draws) > 5  # drawn, not the first ones
-
-    def test_a_masked_row_may_have_no_advantage(self) -> None:
-        prox_BT, advantages_B, mask_BT = self.batch()
-        mask_BT[4] = False
-        for name in ("clip_cov", "kl_cov"):
-            config = LossConfig(name=name, cov_fraction=0.1, cov_low=0.2)
-            plain_BT = select_by_covariance(prox_BT, advantages_B, mask_BT, config, seed=3)
-            spoiled_B = advantages_B.clone()
-            spoiled_B[4] = math.nan
-            assert torch.equal(select_by_covariance(prox_BT, spoiled_B, mask_BT, config, seed=3), plain_BT)
 
     def test_other_losses_select_nothing(self) -> None:
         assert select_by_covariance(*self.batch(), LossConfig(), seed=0) is None

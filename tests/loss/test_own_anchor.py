@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from loss_cases import rows_of
+from loss_cases import batch_of, rows_of
 from test_loss import CONFIGS, example
 
 from megatron_rl.config import prox_pass
@@ -47,7 +47,7 @@ CASES = [
 ]
 
 
-def batch_of(inputs: LossInputs, seed: int) -> Batch:
+def scored(inputs: LossInputs, seed: int) -> Batch:
     """Some answers have no score, some tokens no logprob of the sampler's, one group a lone survivor."""
     random = torch.Generator().manual_seed(seed)
     rows, columns = inputs.mask_BT.shape
@@ -55,16 +55,7 @@ def batch_of(inputs: LossInputs, seed: int) -> Batch:
     sampler_BT[torch.rand(rows, columns, generator=random) < 0.05] = math.nan
     rewards_B = torch.rand(rows, generator=random)
     rewards_B[[1, 3]] = math.nan
-    return Batch(
-        tokens_BS=torch.zeros(rows, columns + 1, dtype=torch.int64),
-        prompt_lengths_B=torch.ones(rows, dtype=torch.int64),
-        response_lengths_B=torch.full((rows,), columns),
-        mask_BT=inputs.mask_BT,
-        sampler_logprobs_BT=sampler_BT,
-        rewards_B=rewards_B,
-        groups_B=inputs.prompt_ids_B,
-        versions_B=torch.zeros(rows, dtype=torch.int64),
-    )
+    return batch_of(inputs.mask_BT, sampler_BT, rewards_B=rewards_B, groups_B=inputs.prompt_ids_B)
 
 
 def update(
@@ -107,7 +98,7 @@ def test_the_same_update(loss: str, correction: str) -> None:
     moved = False
     for seed, advantage in enumerate(ADVANTAGES):
         inputs = example(seed, torch.float32)
-        batch, pi_BT = batch_of(inputs, seed), inputs.logprobs_BT
+        batch, pi_BT = scored(inputs, seed), inputs.logprobs_BT
         given = (CONFIGS[loss], CORRECTIONS[correction], advantage)
         value, gradient, metrics, _ = update(batch, pi_BT, pi_BT.detach(), *given)
         own_value, own_gradient, own_metrics, measured = update(batch, pi_BT, None, *given)
@@ -147,7 +138,7 @@ def test_what_looks_at_the_whole_batch_reads_the_proximal_logprobs(key: str, cor
     assert key in prox_pass.readers(correction, LossConfig(), LEARNER)
     inputs = example()
     with pytest.raises(ValueError, match="needs the learner's logprobs of the whole batch"):
-        correct(None, batch_of(inputs, 0), correction, AdvantageConfig())
+        correct(None, scored(inputs, 0), correction, AdvantageConfig())
 
 
 def test_what_else_reads_them() -> None:

@@ -26,12 +26,7 @@ TOKEN_STATS = {
     "m2": lambda d: d * d,
     "abs": lambda d: exp(abs(d)),
 }
-REDUCERS: dict[str, Any] = {
-    "sum": sum,
-    "mean": lambda xs: sum(xs) / len(xs),
-    "max": max,
-    "min": min,
-}
+REDUCERS: dict[str, Any] = {"sum": sum, "mean": lambda xs: sum(xs) / len(xs), "max": max, "min": min}
 
 
 def row_stat(rule: RejectRule, ds: list[float]) -> float:

@@ -20,6 +20,7 @@ from megatron_rl.workshop.reports.run_data import recorded_breakdowns
 ROWS, COLUMNS = 6, 20
 REASONS = ["stop", "length", "stop", "stop", "abort", "length"]
 VERSIONS = torch.tensor([7, 7, 6, 4, 7, 6])
+VERSIONS_BT = VERSIONS[:, None].expand(ROWS, COLUMNS)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -31,7 +32,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def cut(prox_BT: torch.Tensor, mu_BT: torch.Tensor, mask_BT: torch.Tensor) -> dict[str, list[Slice]]:
-    slices = breakdowns(prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_B=VERSIONS)
+    slices = breakdowns(prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_BT=VERSIONS_BT)
     return {by: [one for one in slices if one.by == by] for by in dict.fromkeys(one.by for one in slices)}
 
 
@@ -101,7 +102,7 @@ def test_a_recorded_step(tmp_path: Path) -> None:
     ]
     path = tmp_path / "step_8.parquet"
     write_rollouts(path, scored, prox_logprobs_BT=prox_BT)
-    direct = breakdowns(prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_B=VERSIONS, policy_version=8)
+    direct = breakdowns(prox_BT, mu_BT, mask_BT, finish_reasons=REASONS, versions_BT=VERSIONS_BT, policy_version=8)
     assert recorded_breakdowns(path, policy_version=8) == direct
     assert [one.label for one in direct if one.by == "staleness"] == ["1", "2", "4"]
     write_rollouts(path, scored)
@@ -141,7 +142,7 @@ def test_several_batches_are_pooled_as_one() -> None:
             sampler_BT[rows],
             mask_BT[rows],
             finish_reasons=reasons[rows],
-            versions_B=versions_B[rows],
+            versions_BT=versions_B[rows, None].expand(-1, 40),
             policy_version=12,
         )
 

@@ -236,11 +236,7 @@ def gradient(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
 @EXAMPLES
 @given(batches(), configs(), losses(), st.randoms(use_true_random=False), st.integers(1, 3))
 def test_losses_ignore_split_order_and_padding(
-    batch: Batch,
-    config: CorrectionConfig,
-    loss_config: LossConfig,
-    random,
-    parts: int,
+    batch: Batch, config: CorrectionConfig, loss_config: LossConfig, random, parts: int
 ) -> None:
     """The whole path: correction, baselines over survivors, conditional rules, loss; then cut, shuffled and padded."""
     rows, columns = batch[0].shape

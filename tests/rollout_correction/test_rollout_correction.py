@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ import yaml
 from correction_oracle import correct
 
 from megatron_rl.config.correction_rules import check_correction
-from megatron_rl.config.schema import Reduce
 from megatron_rl.rollout_correction import (
     CorrectionConfig,
     RejectRule,
@@ -299,20 +297,6 @@ def test_bfloat16_logprobs_are_subtracted_in_float32() -> None:
     prox_BT, mu_BT, mask_BT = example(12)
     prox_BT, mu_BT = prox_BT.bfloat16(), mu_BT.bfloat16()
     assert_matches(CorrectionConfig(weight=WEIGHTS["unbounded"]), prox_BT, mu_BT, mask_BT)
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (1, 1)])
-def test_degenerate_shapes(shape: tuple[int, int]) -> None:
-    rules = [RejectRule(stat="ratio", reduce=reduce, low=0.9, high=1.1) for reduce in Reduce]
-    rules += [replace(rule, when="negative_advantage") for rule in rules]
-    budget = RejectRule(level="token", stat="m2", budget=0.1)
-    for config in (
-        CorrectionConfig(reject=rules),
-        CorrectionConfig(weight=WeightConfig(target_ess=0.9), reject=[budget]),
-    ):
-        found = rollout_correction(torch.zeros(shape), torch.zeros(shape), torch.ones(shape, dtype=torch.bool), config)
-        assert found.weights_BT.shape == shape
-        apply_conditional_rules(found, -torch.ones(shape[0]), config)
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)

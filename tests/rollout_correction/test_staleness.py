@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from loss_cases import batch_of
 
 from megatron_rl.config.prox_pass import of_the_whole_batch
 from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, Estimator, RejectRule, Stat, WeightConfig
@@ -21,19 +22,10 @@ MASK_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0]])
 MASKED = "rollout_corr/stale_masked_fraction"
 
 
-def batch_of(seed: int = 0) -> Batch:
+def aged(seed: int = 0) -> Batch:
     mu_BT = -torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))
-    return Batch(
-        tokens_BS=torch.zeros(4, 5, dtype=torch.int64),
-        prompt_lengths_B=torch.ones(4, dtype=torch.int64),
-        response_lengths_B=torch.tensor([4, 4, 4, 3]),
-        mask_BT=MASK_BT,
-        sampler_logprobs_BT=mu_BT,
-        rewards_B=torch.tensor([1.0, 0.0, 0.0, 1.0]),
-        groups_B=torch.zeros(4, dtype=torch.int64),
-        versions_B=VERSIONS_BT[:, 0],
-        versions_BT=VERSIONS_BT,
-    )
+    rewards_B = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    return batch_of(MASK_BT, mu_BT, rewards_B=rewards_B, versions_B=VERSIONS_BT[:, 0], versions_BT=VERSIONS_BT)
 
 
 def stale(level: str = "token", reduce: str | None = None, **bounds: float) -> CorrectionConfig:
@@ -52,14 +44,14 @@ def stale(level: str = "token", reduce: str | None = None, **bounds: float) -> C
     ],
 )
 def test_which_tokens_are_too_old(config: CorrectionConfig, kept: list[list[int]]) -> None:
-    batch, metrics = without_stale(batch_of(), config, version=5)
+    batch, metrics = without_stale(aged(), config, version=5)
     assert torch.equal(batch.mask_BT, torch.tensor(kept).bool())
     share = 1 - float(batch.mask_BT.sum() / MASK_BT.sum())
     assert metrics == ({MASKED: pytest.approx(share)} if config.reject else {})
 
 
 def test_an_age_for_each_row_where_no_update_came_between_tokens() -> None:
-    batch, _ = without_stale(replace(batch_of(), versions_BT=None), stale(high=1), version=5)
+    batch, _ = without_stale(replace(aged(), versions_BT=None), stale(high=1), version=5)
     assert batch.mask_BT.any(dim=1).tolist() == [False, True, False, True]
 
 
@@ -72,7 +64,7 @@ def test_a_stale_token_is_in_no_row_s_statistic_and_no_denominator(renormalize: 
     ruled = replace(plain, reject=[*stale(high=0).reject, *others])
     advantage = AdvantageConfig(Estimator.dr_grpo)
     for seed in range(8):
-        whole = batch_of(seed)
+        whole = aged(seed)
         noise_BT = 0.15 * torch.randn(4, 4, generator=torch.Generator().manual_seed(seed + 50))
         prox_BT = whole.sampler_logprobs_BT + noise_BT
         young, _ = without_stale(whole, ruled, version=5)

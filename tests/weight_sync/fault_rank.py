@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from push_rank import Receiver, Weights, error_of, join_pair
+from push_rank import Receiver, Weights, error_of, join_pair, sync_of
 
-from megatron_rl.config.schema import Config, Format, QuantizationSection, SyncSection
 from megatron_rl.weight_sync import source
 from megatron_rl.weight_sync.file_transport import version_directory
-from megatron_rl.weight_sync.push import WeightSync
 
 WHOLE_TENSORS = source.full_tensors
 
@@ -55,9 +53,8 @@ def run_rank(rank: int, rendezvous: str, folder: str, victim: str) -> dict[str, 
 
 def full_disk(folder: Path) -> None:
     """On a file system that is a little larger than one version: once full before the start, once in the middle."""
-    config = Config(quantization=QuantizationSection(format=Format.int8), sync=SyncSection(dir=str(folder)))
     receiver, filler, errors = Receiver(), folder / "filler", []
-    sync = WeightSync.from_config(Weights(0, 1), receiver, config)
+    sync = sync_of(Weights(0, 1), receiver, folder)
 
     def fill() -> None:
         with filler.open("wb", buffering=0) as file:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from simulated import hf_config, local_parameters, random_hf
 
-from megatron_rl.config.schema import Config, Format, LearnerSection, QuantizationSection, SyncSection
+from megatron_rl.config.schema import Config, Format, QuantizationSection, SamplerSection, SyncSection
 from megatron_rl.engine.file_reader import stage
 from megatron_rl.models.layout import Layout, Place
 from megatron_rl.models.model import Model
@@ -80,6 +80,15 @@ class Receiver:
         self.calls.append(f"finish {weight_version}")
 
 
+def sync_of(
+    learner: Weights, receiver: Receiver | None, folder: Path, format: Format = Format.int8, full_every: int = 1,
+    **sampler: Any,
+) -> WeightSync:  # fmt: skip
+    quantization, sync = QuantizationSection(format), SyncSection(dir=str(folder), full_every=full_every)
+    config = Config(quantization=quantization, sync=sync, sampler=SamplerSection(**sampler))
+    return WeightSync.from_config(learner, receiver, config)
+
+
 def meet(rank: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=PATIENCE)
@@ -89,13 +98,8 @@ def join_pair(rank: int, rendezvous: str, folder: str) -> tuple[WeightSync, Weig
     """Become one of two tensor-parallel ranks that send INT8; the receiver is rank 0's sampler."""
     meet(rank, rendezvous)
     buckets.BUCKET_BYTES = 1 << 20  # several of them
-    config = Config(
-        learner=LearnerSection(tensor_parallel=2),
-        quantization=QuantizationSection(format=Format.int8),
-        sync=SyncSection(dir=folder),
-    )
     receiver, learner = Receiver(), Weights(rank, 2)
-    return WeightSync.from_config(learner, receiver if rank == 0 else None, config), learner, receiver
+    return sync_of(learner, receiver if rank == 0 else None, Path(folder)), learner, receiver
 
 
 def error_of(sync: WeightSync, version: int) -> str:

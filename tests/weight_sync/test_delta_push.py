@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from push_rank import HF_CONFIG, NAME, SHARD, Receiver, Weights
+from push_rank import HF_CONFIG, NAME, SHARD, Receiver, Weights, sync_of
 from simulated import assert_same_bits, quantized_whole, random_hf
 
-from megatron_rl.config.schema import Config, Format, QuantizationSection, SyncSection
+from megatron_rl.config.schema import Format
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.weight_sync.file_transport import version_directory
-from megatron_rl.weight_sync.push import WeightSync
 
 
 class Training:
@@ -19,10 +18,7 @@ class Training:
 
     def __init__(self, folder: Path, format: Format = Format.int8) -> None:
         self.receiver, self.weights = Receiver(), Weights(0, 1)
-        config = Config(
-            quantization=QuantizationSection(format=format), sync=SyncSection(dir=str(folder), full_every=4)
-        )
-        self.sync = WeightSync.from_config(self.weights, self.receiver, config)
+        self.sync = sync_of(self.weights, self.receiver, folder, format, full_every=4)
 
     def push(self, version: int):
         self.weights.parameters[SHARD][:, version] *= -1

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from push_rank import NAME, Receiver, Weights, run_rank
+from push_rank import NAME, Receiver, Weights, run_rank, sync_of
 from spawned import run_ranks
 
-from megatron_rl.config.schema import Config, FleetSection, Format, SamplerSection, SyncSection
+from megatron_rl.config.schema import FleetSection, Format
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.weight_sync import manifest
 from megatron_rl.weight_sync.file_transport import manifest_path
 from megatron_rl.weight_sync.manifest import WeightSyncError
-from megatron_rl.weight_sync.push import WeightSync
 
 
 @pytest.mark.ranks
@@ -48,9 +47,8 @@ def test_no_space_is_refused_before_writing(tmp_path: Path, monkeypatch: pytest.
     real = os.statvfs(tmp_path)
     full = os.statvfs_result((*real[:4], 0, *real[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    config = Config(sync=SyncSection(dir=str(tmp_path)))
     with pytest.raises(WeightSyncError, match=r"has 0 MiB free: free space there, or set sync\.dir"):
-        WeightSync.from_config(Weights(0, 1), None, config)
+        sync_of(Weights(0, 1), None, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -73,10 +71,8 @@ class Fleet(Receiver):
 
 def test_a_mixed_fleet_gets_every_format_and_can_read_the_last_version_until_the_next(tmp_path: Path) -> None:
     formats = [Format.int8, Format.none, Format.int8]
-    fleet = FleetSection(replicas=3, formats=formats)
-    config = Config(sync=SyncSection(dir=str(tmp_path)), sampler=SamplerSection(fleet=fleet))
     client = Fleet()
-    sync = WeightSync.from_config(Weights(0, 1), client, config)
+    sync = sync_of(Weights(0, 1), client, tmp_path, fleet=FleetSection(replicas=3, formats=formats))
     report = sync.push(1)
     found = client.manifests()
     assert {name: one.format for name, one in found.items()} == {"none": "none", "int8": "int8"}

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from push_rank import SHARD, Receiver, Weights
+from push_rank import SHARD, Receiver, Weights, sync_of
 
-from megatron_rl.config.schema import Config, FleetSection, Format, QuantizationSection, SamplerSection, SyncSection
+from megatron_rl.config.schema import FleetSection, Format
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.weight_sync import file_push
 from megatron_rl.weight_sync.file_transport import version_directory, write_version
@@ -55,14 +55,9 @@ class Unlucky(Receiver):
         super().take(info)
 
 
-def embedded(folder: Path, full_every: int = 1, **sampler: Any) -> tuple[Unlucky, WeightSync]:
-    config = Config(
-        quantization=QuantizationSection(format=Format.int8),
-        sync=SyncSection(dir=str(folder), full_every=full_every),
-        sampler=SamplerSection(**sampler),
-    )
+def embedded(folder: Path, **settings: Any) -> tuple[Unlucky, WeightSync]:
     receiver = Unlucky()
-    return receiver, WeightSync.from_config(Weights(0, 1), receiver, config)
+    return receiver, sync_of(Weights(0, 1), receiver, folder, **settings)
 
 
 def fleet(folder: Path) -> tuple[Unlucky, WeightSync]:

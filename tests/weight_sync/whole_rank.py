@@ -20,10 +20,7 @@ from megatron_rl.weight_sync import wire
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.weight_sync.whole_source import WholeSource
 
-CASES = {
-    "stages": ("qwen3", Layout(pp=2)),
-    "experts": ("qwen3_moe", Layout(dp=2, ep=2)),
-}
+CASES = {"stages": ("qwen3", Layout(pp=2)), "experts": ("qwen3_moe", Layout(dp=2, ep=2))}
 VICTIM = "decoder.layers.3.mlp.linear_fc2.weight"  # of the second stage
 
 

@@ -49,7 +49,7 @@ def main() -> None:
     learner = make_learner(options.hidden, options.layers)
     targets = make_targets(options.rows, options.tokens)
     learner.update(targets)
-    nbytes = sum(block.tensor.nbytes for block in state.blocks(learner))
+    nbytes = sum(block.tensor.nbytes for block in state.LearnerState(learner).blocks())
     parameters = sum(parameter.numel() for _, parameter in learner.named_parameters())
     with tempfile.TemporaryDirectory(prefix="megatron-rl-bench-") as folder:
         sync = WeightSync(

@@ -57,7 +57,7 @@ def rerun(dump: Path) -> str:
     state.LearnerState(learner).restore(Reader(path.parent / POLICY), steps=0)
     same = layout == learner.layout
     if random and same:
-        state.restore_random(learner, random)
+        learner.restore_random(random)
     found = [*_weights(learner), *_values(targets)]
     look = _Look(learner, targets)
     metrics = learner.update(targets)
