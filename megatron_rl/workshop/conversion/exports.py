@@ -61,7 +61,7 @@ def write_folder(
     options: Mapping[str, Any] | None = None,
     **about: Any,
 ) -> None:
-    """`options`: what decides the bytes beside the sources. `about`: for parity.json."""
+    """`options`: what else than the sources decides the bytes. `about`: for parity.json."""
     copied = [name for name in companions(beside.folder) if name not in beside.without]
     headers = _headers(weights, beside)
     entries = {file: header_entries(raw, Path(file)).values() for file, raw in headers.items()}

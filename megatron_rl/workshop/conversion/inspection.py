@@ -1,4 +1,4 @@
-"""What a folder of weights is: its kind, model, precision and quantization, and what can be done with it."""
+"""A folder of weights inspected: its kind, model, precision and quantization, and what can be done with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights that a command line means: of a run, of one of its steps, of a checkpoint, of a Hugging Face folder."""
+"""Weights that a command line names: of a run, of one of its steps, of a checkpoint, of a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof that two folders hold one model: every tensor, and what a program computes with them."""
+"""Proof that two folders hold one model: every tensor, and what a program computes with them."""
 
 from __future__ import annotations
 

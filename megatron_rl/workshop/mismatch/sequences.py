@@ -1,4 +1,4 @@
-"""Which tokens are passed through both engines: a run's recorded rollouts, or prompts that the engine answers."""
+"""Tokens that are passed through both engines: a run's recorded rollouts, or prompts that the engine answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each node of a job does while the first one judges: says what it has, tries others and shared folders."""
+"""Each node's part while the first one judges: it says what it has, tries others and shared folders."""
 
 from __future__ import annotations
 

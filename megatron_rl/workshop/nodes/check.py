@@ -1,4 +1,4 @@
-"""Is each node of a job what the recipe needs? Asked before models load, by one task on each node, under srun.
+"""Check of each node of a job against the recipe, before models load, by one task on each node, under srun.
 
 python -m megatron_rl.workshop.nodes.check LEARNING RECIPE [key=value ...]     LEARNING: nodes that hold the learner
 

@@ -17,7 +17,7 @@ from translation_cases import (
     verl_in_loss,
     verl_rs,
     verl_run,
-)  # isort: skip  # fmt: skip
+)
 
 from megatron_rl.workshop.translation.settings import LEFT_OUT_NAMES, may_correct
 from megatron_rl.workshop.translation.translate import FRAMEWORKS, TranslationError, translate

@@ -34,7 +34,7 @@ from translation_cases import (
     verl_in_loss,
     verl_rs,
     verl_run,
-)  # isort: skip  # fmt: skip
+)
 
 from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, LossConfig, LossName, NonFinite, Reduction
 from megatron_rl.loss.policy_loss import policy_loss
