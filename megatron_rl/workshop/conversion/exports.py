@@ -73,7 +73,9 @@ def write_folder(
         for name in copied:
             shutil.copyfile(beside.folder / name, work.path / name)
         if beside.changes:
-            _change_config(work.path / "config.json", beside.changes)
+            told = json.loads((work.path / "config.json").read_text()) | dict(beside.changes)
+            left = {key: value for key, value in told.items() if value is not None}
+            write_whole(work.path / "config.json", json.dumps(left, indent=2) + "\n")
         if beside.index is not None:
             shutil.copyfile(beside.index, work.path / INDEX)
         elif not beside.headers and (index := index_of(packed(weights.specs.values(), FILE_BYTES))) is not None:
@@ -121,11 +123,6 @@ def _write_file(path: Path, raw: bytes, weights: Weights, verb: str) -> dict[str
 
         side_by_side(verb, write, shared_out(held), sum(held.values()))
     return digests
-
-
-def _change_config(path: Path, changes: Mapping[str, Any]) -> None:
-    config = json.loads(path.read_text()) | dict(changes)
-    write_whole(path, json.dumps({key: value for key, value in config.items() if value is not None}, indent=2) + "\n")
 
 
 def _as_it_stood(kept: Path) -> Beside:

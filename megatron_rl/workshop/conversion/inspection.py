@@ -103,8 +103,8 @@ def _quantization(source: Source) -> str:
 
 def _checksum(source: Source, wanted: bool) -> str:
     if wanted:
-        get, specs = source.weights.open(), source.weights.specs
-        return content_digest({name: digest(get(name)) for name in specs})
+        get = source.weights.open()
+        return content_digest({name: digest(get(name)) for name in source.weights.specs})
     if not (source.path / PARITY).is_file():
         return "not read (--checksum)"
     output = read_json(source.path / PARITY).get("output")

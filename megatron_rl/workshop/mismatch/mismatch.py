@@ -51,27 +51,24 @@ class _Seen:
 def measure(config: Config, stored: StoredModel, wanted: Wanted, folder: Path, note: Callable[[str], None]) -> str:
     """The table. `folder` gets the numbers and a page."""
     model = Model.read(stored.folder, config.learner, config.model.head_precision)
+    # the temperature at which an engine says what a prompt was worth
+    whole = replace(config, rollout=replace(config.rollout, temperature=1.0))
     room = min(wanted.tokens, EngineSettings.from_config(config).max_tokens - 1)  # to which the engine adds a token
     rollouts = recorded(wanted, room)
     asked = [] if rollouts else prompts(config, stored.folder, model.shape.vocab, wanted, room)
     folder.mkdir(parents=True, exist_ok=True)
     with served(config, stored, note, folder) as sampler:
-        seen = _Seen(Walk(_learner(config, stored, model)))
+        learner = Learner(model, Sections.of(whole))
+        learner.load_hf(stored.weights)
+        seen = _Seen(Walk(learner))
         for rollout in rollouts or answered(sampler, asked, room):
             seen.add(sampler, rollout, fresh=bool(asked))
             note(f"{seen.sequences} of {len(rollouts or asked)} sequences")
     result = _summary(config, stored, seen)
     write_whole(folder / RESULT, json.dumps(result, indent=1) + "\n")
-    write_whole(folder / PAGE, page(result))
+    drawn = figure(result).to_html(include_plotlyjs=True, config={"displayModeBar": False, "responsive": True})
+    write_whole(folder / PAGE, str(drawn))
     return "\n".join(_described(result))
-
-
-def _learner(config: Config, stored: StoredModel, model: Model) -> Learner:
-    # at which an engine says what a prompt was worth
-    config = replace(config, rollout=replace(config.rollout, temperature=1.0))
-    learner = Learner(model, Sections.of(config))
-    learner.load_hf(stored.weights)
-    return learner
 
 
 def _summary(config: Config, stored: StoredModel, seen: _Seen) -> dict[str, Any]:
@@ -129,22 +126,15 @@ def _described(result: Mapping[str, Any]) -> Iterator[str]:
 
 def _row(name: str, group: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """A row of the table: of one point, or of all points of a kind (the mean of their means, the largest of all)."""
-    sizes = [
-        f"{size:.2e}"
-        for side in ("apart", "own")
-        for size in (
-            sum(point[side]["mean"] for point in group) / len(group),
-            max(point[side]["max"] for point in group),
-        )
-    ]
-    return name, *sizes, f"{sum(point['kl_enters'] for point in group):.2e}", f"{sum(p['share'] for p in group):.1%}"
+    sizes: list[float] = []
+    for side in ("apart", "own"):
+        sizes.append(sum(point[side]["mean"] for point in group) / len(group))
+        sizes.append(max(point[side]["max"] for point in group))
+    enters, share = (sum(point[key] for point in group) for key in ("kl_enters", "share"))
+    return name, *(f"{size:.2e}" for size in (*sizes, enters)), f"{share:.1%}"
 
 
 LEAST = 1e-12  # what a logarithmic axis shows of zero
-
-
-def page(result: Mapping[str, Any]) -> str:
-    return str(figure(result).to_html(include_plotlyjs=True, config={"displayModeBar": False, "responsive": True}))
 
 
 def figure(result: Mapping[str, Any]) -> go.Figure:
@@ -153,21 +143,13 @@ def figure(result: Mapping[str, Any]) -> go.Figure:
     names = [point["point"] for point in points]
     titles = ("KL that enters, nats a token", "mean |difference| of the values")
     drawn = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08, subplot_titles=titles)
-    drawn.add_bar(
-        x=names,
-        y=[point["kl_enters"] for point in points],
-        customdata=[point["share"] for point in points],
-        hovertemplate="%{y:.3g} (%{customdata:.1%})",
-        marker={"color": PALETTE[1]},
-        showlegend=False,
-        name="enters",
-    )
+    enters, shares = ([point[key] for point in points] for key in ("kl_enters", "share"))
+    about = {"marker": {"color": PALETTE[1]}, "showlegend": False, "hovertemplate": "%{y:.3g} (%{customdata:.1%})"}
+    drawn.add_bar(x=names, y=enters, customdata=shares, name="enters", **about)
     for side, label, colour in (("apart", "each by itself", PALETTE[0]), ("own", "from equal inputs", PALETTE[1])):
         means = [max(point[side]["mean"], LEAST) for point in points]
-        line = {"color": colour, "width": 1.5}
-        drawn.add_scatter(
-            x=names, y=means, name=label, mode="lines+markers", line=line, hovertemplate="%{y:.3g}", row=2, col=1
-        )
+        look = {"mode": "lines+markers", "line": {"color": colour, "width": 1.5}, "hovertemplate": "%{y:.3g}"}
+        drawn.add_scatter(x=names, y=means, name=label, row=2, col=1, **look)
     layout(drawn, legend=True)
     drawn.update_layout(height=760, margin={"t": 90, "b": 140}, title={"text": _title(result), "font": {"size": 15}})
     drawn.update_xaxes(title={"text": ""}, tickangle=-60)

@@ -61,15 +61,10 @@ def answered(sampler: Sampler, prompts: Sequence[Prompt], room: int) -> list[Rol
 def _cut(rollout: Rollout, room: int) -> Rollout:
     prompt = _shortened(rollout.prompt, max(room // 2, room - len(rollout.token_ids)))
     length = min(len(rollout.token_ids), room - len(prompt.token_ids))
-    return replace(
-        rollout,
-        prompt=prompt,
-        token_ids=rollout.token_ids[:length],
-        logprobs=rollout.logprobs[:length],
-        loss_mask=written(length),
-    )
+    ids, logprobs = rollout.token_ids[:length], rollout.logprobs[:length]
+    return replace(rollout, prompt=prompt, token_ids=ids, logprobs=logprobs, loss_mask=written(length))
 
 
 def _shortened(prompt: Prompt, most: int) -> Prompt:
-    """Its end."""
+    """The prompt's end."""
     return replace(prompt, token_ids=prompt.token_ids[-most:])

@@ -100,7 +100,7 @@ def _sum(board: Board, nodes: Mapping[str, str], wanted: Needs, learning: int) -
     world, address = sum(each.values()), next(iter(nodes.values()))
     if world == 1:
         return []
-    meeting = {"address": address, "port": _free_port(address), "world": world, "cuda": wanted.cuda}
+    meeting = {"address": address, "port": free_port(address), "world": world, "cuda": wanted.cuda}
     places, rank = {}, 0
     for node, count in each.items():
         places[node] = {**meeting, "rank": rank, "count": count}
@@ -116,7 +116,7 @@ def _sum(board: Board, nodes: Mapping[str, str], wanted: Needs, learning: int) -
     return [Problem(node, f"the sum over {over} failed there: {failed[node][1]}", False) for node in names]
 
 
-def _free_port(address: str) -> int:
+def free_port(address: str) -> int:
     with socket.socket() as place:
         place.bind((address, 0))
         return int(place.getsockname()[1])
