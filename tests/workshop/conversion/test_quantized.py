@@ -18,7 +18,6 @@ from megatron_rl.quantization.formats import quantization_config
 from megatron_rl.quantization.smoothing import Smoothing
 from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.workshop.conversion import calibration
-from megatron_rl.workshop.conversion.sources import find
 from megatron_rl.workshop.evaluation import stored_model
 from megatron_rl.workshop.evaluation.stored_model import StoredWeights
 
@@ -82,14 +81,11 @@ def test_smoothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_what_is_not_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = made(tmp_path / "hf", config_of("llama"))
     done("quantize", source, tmp_path / "int8", "--format", "int8")
-    for words in (["import"], ["export"], ["quantize", "--format", "fp8"]):
-        command, *options = words
+    for command, *options in (["import"], ["export"], ["quantize", "--format", "fp8"]):
         assert f"dequantize {tmp_path / 'int8'}" in fails(capsys, command, tmp_path / "int8", tmp_path / "x", *options)
-    weights = source / "model.safetensors"
-    opened = find(str(source)).weights
-    stored = opened.open()("model.layers.1.mlp.up_proj.weight")
-    content = weights.read_bytes()
-    weights.write_bytes(content.replace(stored.view(torch.uint8).numpy().tobytes()[:64], b"\xff" * 64))
+    weights, stored = source / "model.safetensors", tensors_of(source)["model.layers.1.mlp.up_proj.weight"]
+    numbers = stored.view(torch.uint8).numpy().tobytes()[:64]
+    weights.write_bytes(weights.read_bytes().replace(numbers, b"\xff" * 64))
     said = fails(capsys, "quantize", source, tmp_path / "x", "--format", "int8")
     assert "model.layers.1.mlp.up_proj.weight: the weight holds NaN" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "int8"]

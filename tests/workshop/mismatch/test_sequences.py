@@ -10,7 +10,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_toy
 from megatron_rl.runs.rollout_file import write_rollouts
-from megatron_rl.workshop.mismatch.sequences import Wanted, prompts, recorded
+from megatron_rl.workshop.mismatch.mismatch import Wanted, prompts, recorded
 
 
 @pytest.fixture
