@@ -19,19 +19,19 @@ from translation_cases import (
     verl_run,
 )
 
+from megatron_rl.workshop.translation.keys import Native
 from megatron_rl.workshop.translation.settings import LEFT_OUT_NAMES, may_correct
 from megatron_rl.workshop.translation.translate import FRAMEWORKS, TranslationError, translate
 
-Mapping = dict[str, Any]
 OLD = "mask_offpolicy_in_partial_rollout"
 TOKEN_MASK = {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}
 
 
-def verl_is(**keys: Any) -> Mapping:
+def verl_is(**keys: Any) -> dict[str, Any]:
     return {"rollout_is": "token", **keys}
 
 
-REFUSED: dict[str, list[tuple[Mapping, str]]] = {
+REFUSED: dict[str, list[tuple[Native, str]]] = {
     "verl": [
         ({"rollout_is": "group"}, "rollout_is"),
         ({"rollout_is_treshold": 2.0}, "did you mean rollout_is_threshold"),
@@ -170,12 +170,12 @@ REFUSED: dict[str, list[tuple[Mapping, str]]] = {
 @pytest.mark.parametrize(
     ("framework", "mapping", "words"), [(name, *case) for name, cases in REFUSED.items() for case in cases]
 )
-def test_refused(framework: str, mapping: Mapping, words: str) -> None:
+def test_refused(framework: str, mapping: Native, words: str) -> None:
     with pytest.raises(TranslationError, match=words):
         translate(framework, mapping)
 
 
-REQUIRED: dict[str, Mapping] = {"prime_rl": {"trainer.loss.kl_tau": 0}}  # without which nothing translates
+REQUIRED = {"prime_rl": {"trainer.loss.kl_tau": 0}}  # without which nothing translates
 SUSPECTS = ["vllm_enable_is_correction", "actor.newTisCap", "my-icepop", "x.rs_settings.level", "staleness_limit"]
 
 

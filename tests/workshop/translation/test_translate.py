@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -36,24 +35,24 @@ from translation_cases import (
     verl_run,
 )
 
-from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, LossConfig, LossName, NonFinite, Reduction
+from megatron_rl.config.schema import Level, LossConfig, LossName, NonFinite, Reduction
 from megatron_rl.loss.policy_loss import policy_loss
 from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction, without_stale
 from megatron_rl.types import Prompt, Rollout, Scored, collate
+from megatron_rl.workshop.translation.keys import Native
 from megatron_rl.workshop.translation.translate import translate
 
-Mapping = dict[str, Any]
 OLD = "mask_offpolicy_in_partial_rollout"
 TOKEN_MASK = {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}
-names = {"ids": lambda x: x if isinstance(x, str) else ""}
+IDS = {"ids": lambda x: x if isinstance(x, str) else ""}
 
 
 @pytest.mark.parametrize(
     ("framework", "what", "mapping", "formula"),
     [(framework, *case) for framework, cases in CASES.items() for case in cases],
-    **names,
+    **IDS,
 )
-def test_same_as_theirs(framework: str, what: str, mapping: Mapping, formula: Formula) -> None:
+def test_same_as_theirs(framework: str, what: str, mapping: Native, formula: Formula) -> None:
     config, _ = translate(framework, mapping)
     assert not config.rebaseline
     acted = False
@@ -94,15 +93,15 @@ def test_m2po(band_high: float | None) -> None:
     assert "micro-batch" in notes[0]
 
 
-@pytest.mark.parametrize(("framework", "mapping"), BYPASSES, **names)
-def test_bypass(framework: str, mapping: Mapping) -> None:
+@pytest.mark.parametrize(("framework", "mapping"), BYPASSES, **IDS)
+def test_bypass(framework: str, mapping: Native) -> None:
     config, _ = translate(framework, mapping)
     assert (config.anchor, config.weight.level, config.renormalize) == ("sampler", "none", False)
 
 
-@pytest.mark.parametrize(("framework", "mapping", "name", "native"), TWO_POLICIES, **names)
+@pytest.mark.parametrize(("framework", "mapping", "name", "native"), TWO_POLICIES, **IDS)
 def test_losses_with_two_policies(
-    framework: str, mapping: Mapping, name: str, native: Callable[[Theirs], Tensor]
+    framework: str, mapping: Native, name: str, native: Callable[[Theirs], Tensor]
 ) -> None:
     config, _ = translate(framework, mapping)
     reduction = "seq_mean_token_mean" if name == "gspo" else "token_mean"
@@ -155,7 +154,8 @@ def test_verl_losses_that_divide_by_all_rows(mode: str, name: str, tokens: Calla
 
 ERROR = {"grpo.seq_logprob_error_threshold": 1.4}
 IN_LOSS = {**verl_rs("seq_mean_k1", "1.1"), "loss_type": "reinforce", "rollout_is": "token"}
-# of these two each is the same correction
+COVARIANCE = [{"policy_loss_type": loss} for loss in ("clip_cov", "kl_cov")]
+# two ways to say one correction
 SAME = [
     ("verl", {"rollout_is": "token", "use_policy_gradient": False, "debug_rollout_actor_probs": False},
      {"rollout_is": "token"}),
@@ -166,6 +166,7 @@ SAME = [
     ("verl", verl_run({"bypass_mode": True}, use_v1=False) | verl_in_loss(**IN_LOSS), {"bypass_mode": True}),
     ("verl", verl_run({"bypass_mode": True, **verl_rs("token_k2", "1")}, loss="gspo", use_v1=False),
      {"bypass_mode": True, **verl_rs("token_k2", "1")}),  # the legacy trainer puts its loss in place
+    *(("skyrl", skyrl(loss, outlier_token_is_threshold_low=0.5, **TOKEN_MASK), {}) for loss in COVARIANCE),
     ("trl", {"beta": 0.0}, {}),
     ("trl", {"beta": 0.04, "use_bias_correction_kl": False}, {}),
     ("areal", {"actor": {"use_decoupled_loss": True, "prox_logp_method": "reuse_train_logp", **areal(upper=2.0)}},
@@ -180,18 +181,8 @@ SAME = [
 
 
 @pytest.mark.parametrize(("framework", "one", "other"), SAME)
-def test_what_is_the_same(framework: str, one: Mapping, other: Mapping) -> None:
+def test_what_is_the_same(framework: str, one: Native, other: Native) -> None:
     assert translate(framework, one).config == translate(framework, other).config
-
-
-COVARIANCE = [{"policy_loss_type": loss} for loss in ("clip_cov", "kl_cov")]
-NOTHING = CorrectionConfig(Anchor.prox, weight=translate("verl", {}).config.weight, rebaseline=False,
-                           renormalize=False, non_finite=NonFinite.one)  # fmt: skip
-
-
-@pytest.mark.parametrize("loss", COVARIANCE)
-def test_skyrl_s_covariance_losses_ignore_masks(loss: Mapping) -> None:
-    assert translate("skyrl", skyrl(loss, outlier_token_is_threshold_low=0.5, **TOKEN_MASK)).config == NOTHING
 
 
 def test_anchors() -> None:
@@ -211,7 +202,7 @@ GSPO = verl_run(verl_rs("seq_mean_k1", "0.8_1.25"), loss="gspo")
 SLIME_RS = slime_mis(tis_upper_bound=2.0, use_rs=True)
 AREAL_M2 = {"actor": {**areal(upper=2.0), "use_decoupled_loss": True, "m2_threshold": 0.1}}
 ICEPOP_ABOVE, ICEPOP_BELOW = {"tis": {"cap": 1.2, "icepop_threshold": 2.0}}, {"tis": {"icepop_threshold": 2.0}}
-NOTES: dict[str, list[tuple[str, Mapping, Mapping | None]]] = {
+NOTES: dict[str, list[tuple[str, Native, Native | None]]] = {
     # the words of a note, settings that have it, and settings of the same project that have it not
     "verl": [
         ("20", verl_rs("seq_sum_k1", "2"), verl_rs("token_k1", "2")),
@@ -288,7 +279,7 @@ NOTES: dict[str, list[tuple[str, Mapping, Mapping | None]]] = {
 @pytest.mark.parametrize(
     ("framework", "words", "mapping", "other"), [(name, *case) for name, cases in NOTES.items() for case in cases]
 )
-def test_notes(framework: str, words: str, mapping: Mapping, other: Mapping | None) -> None:
+def test_notes(framework: str, words: str, mapping: Native, other: Native | None) -> None:
     """Conditions, guesses at what is not given, and sections that are not there."""
     assert any(words in note for note in translate(framework, mapping).notes)
     assert other is None or not any(words in note for note in translate(framework, other).notes)
@@ -309,7 +300,7 @@ FAULTY_BT = torch.tensor([[-1.0, math.nan, -1.0], [-1.0, -1.0, -math.inf], [-1.0
 PROX_BT, MASK_BT = torch.full((3, 3), -1.0), torch.ones(3, 3, dtype=torch.bool)
 SOUND_BT, WHOLE_BT = FAULTY_BT.isfinite(), FAULTY_BT.isfinite().all(1, keepdim=True).expand(3, 3)
 AREAL_BAND = {"use_decoupled_loss": True, "m2_threshold": 0.05}
-MISSING: list[tuple[str, Mapping, Tensor, Tensor]] = [  # weights, and what is divided by
+MISSING: list[tuple[str, Native, Tensor, Tensor]] = [  # weights, and what is divided by
     *(("verl", {}, MASK_BT, MASK_BT), ("skyrl", {}, MASK_BT, MASK_BT)),
     ("trl", {"use_vllm": False}, MASK_BT, MASK_BT),
     ("trl", trl(mode="token_truncate", clip_max=1.0), MASK_BT, MASK_BT),
@@ -327,7 +318,7 @@ MISSING: list[tuple[str, Mapping, Tensor, Tensor]] = [  # weights, and what is d
 
 @pytest.mark.parametrize(("framework", "mapping", "weights_BT", "denominator_BT"), MISSING)
 def test_tokens_without_a_sampler_logprob(
-    framework: str, mapping: Mapping, weights_BT: Tensor, denominator_BT: Tensor
+    framework: str, mapping: Native, weights_BT: Tensor, denominator_BT: Tensor
 ) -> None:
     """They are trained, zeroed or left out where theirs are, alone or with their row."""
     found = rollout_correction(PROX_BT, FAULTY_BT, MASK_BT, translate(framework, mapping).config)
@@ -339,7 +330,7 @@ def test_tokens_without_a_sampler_logprob(
     ("framework", "mapping", "total"),
     [("trl", {}, 0.6), ("areal", areal(level="sequence", action="clamp", upper=9.0), 0.2)],
 )
-def test_a_token_without_a_sampler_logprob_in_a_weighted_row(framework: str, mapping: Mapping, total: float) -> None:
+def test_a_token_without_a_sampler_logprob_in_a_weighted_row(framework: str, mapping: Native, total: float) -> None:
     """It counts as d = 0 in the row, as theirs does; its own weight is the row's there and 1 here."""
     mu_BT = torch.tensor([[-1.4, math.nan, -1.2]])
     weights_BT = rollout_correction(PROX_BT[:1], mu_BT, MASK_BT[:1], translate(framework, mapping).config).weights_BT
