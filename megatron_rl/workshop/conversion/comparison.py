@@ -20,15 +20,7 @@ from megatron_rl.models.shape import FAMILIES, ModelShape
 from megatron_rl.models.table import Norm
 from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, TIED_COPY
 from megatron_rl.quantization.smoothing import LARGEST_EXPONENT, folded
-from megatron_rl.workshop.conversion.dequantized import (
-    Meaning,
-    dequantized,
-    meaning,
-    modules_of,
-    part_of,
-    portions,
-    restore,
-)
+from megatron_rl.workshop.conversion import dequantized
 from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest
 
 ROUNDING = 2.0**-8  # of a plain weight that is BF16, relative
@@ -61,9 +53,9 @@ class Model:
     def __init__(self, source: Source) -> None:
         config = source.quantization
         self.source, self.stored = source, source.weights
-        self.quantized = {} if config is None else modules_of(self.stored)  # module -> the tensors of its weight
-        self.meaning = Meaning() if config is None else meaning(config)
-        self.plain = self.stored if config is None else dequantized(self.stored, config)
+        self.quantized = {} if config is None else dequantized.modules_of(self.stored)  # by module
+        self.meaning = dequantized.Meaning() if config is None else dequantized.meaning(config)
+        self.plain = self.stored if config is None else dequantized.dequantized(self.stored, config)
 
     def smooth_as(self, other: Model) -> None:
         """Fold a plain model that is held against a quantized one of a family that is smoothed here."""
@@ -85,7 +77,7 @@ def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared
     both = [name for name in a.plain.specs if name in b.plain.specs]
     for name in track(both, "compare", console=Console(stderr=True)):
         shapes = [list(model.plain.specs[name].shape) for model in (a, b)]
-        module = part_of(name)[0]
+        module = dequantized.part_of(name)[0]
         held = [name.endswith(".weight") and module in model.quantized for model in (a, b)]
         if shapes[0] != shapes[1]:
             yield Compared(name, Verdict.differs, 1.0, f"shapes {shapes[0]} and {shapes[1]}")
@@ -93,7 +85,7 @@ def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared
             yield _plain(name, gets[0][1](name), gets[1][1](name), bound)
         else:
             model, (get, _), (_, other_get) = (a, gets[0], gets[1]) if held[0] else (b, gets[1], gets[0])
-            parts = {part_of(part)[1]: get(part) for part in model.quantized[module]}
+            parts = {dequantized.part_of(part)[1]: get(part) for part in model.quantized[module]}
             yield _within(name, other_get(name), parts, model.meaning, bound)
 
 
@@ -108,12 +100,12 @@ def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> C
 
 
 def _within(
-    name: str, plain_OI: torch.Tensor, parts: Mapping[str, torch.Tensor], known: Meaning, bound: float
+    name: str, plain_OI: torch.Tensor, parts: Mapping[str, torch.Tensor], known: dequantized.Meaning, bound: float
 ) -> Compared:
     squared = whole = torch.zeros(())
     beyond = 0
-    for some in portions(tuple(plain_OI.shape), known):
-        values_OI, half_steps = restore(parts, some, tuple(plain_OI.shape), known)
+    for some in dequantized.portions(tuple(plain_OI.shape), known):
+        values_OI, half_steps = dequantized.restore(parts, some, tuple(plain_OI.shape), known)
         original_OI = plain_OI[some].float()
         distance_OI = (values_OI - original_OI).abs()
         allowed_OI = half_steps() * 1.0001 + original_OI.abs() * ROUNDING
