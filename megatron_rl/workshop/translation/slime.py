@@ -39,7 +39,8 @@ def slime(mapping: Native) -> Translation:
         keys.note_gspo("slime")
     if keys.flag("use_opsm", False):
         delta = keys.number("opsm_delta", 1e-4)
-        assert delta is not None
+        if delta is None:
+            raise keys.error("opsm_delta", "slime needs a number")
         rules.append(opsm(delta))
         if by_sampler:
             keys.note("use_opsm: each micro-batch judges by the current policy, as slime does")

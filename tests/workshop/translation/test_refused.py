@@ -123,6 +123,7 @@ REFUSED: dict[str, list[tuple[Native, str]]] = {
         (slime_mis(tis_level="token"), "tis_upper_bound"),
         ({"use_rs": True, "tis_upper_bound": 2.0}, "use_rs"),
         ({"use_unbiased_kl": True}, "use_unbiased_kl"),
+        ({"use_opsm": True, "opsm_delta": None}, "opsm_delta is None: slime needs a number"),
         ({"use_tis": True, "tis_level": "token", **ICEPOP}, "tis_level"),
         ({"use_rollout_logprobs": True, "get_mismatch_metrics": True, **ICEPOP}, "get_mismatch_metrics"),
         ({OLD: True, "partial_rollout": False}, f"{OLD} is True: slime ignores it without partial_rollout"),

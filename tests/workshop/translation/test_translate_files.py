@@ -166,18 +166,6 @@ def test_a_file_of_toml(tmp_path: Path) -> None:
         translate_file("prime-rl", source)
 
 
-def test_an_empty_or_broken_file(tmp_path: Path) -> None:
-    source = tmp_path / "empty.yaml"
-    source.write_text("")
-    assert "sequence" in translate_file("trl", source)
-    source.write_text("a: [1")
-    with pytest.raises(TranslationError, match="not valid YAML"):
-        translate_file("trl", source)
-    source.write_text("- 1")
-    with pytest.raises(TranslationError, match="expected keys and values"):
-        translate_file("trl", source)
-
-
 def test_the_command_prints_a_recipe_s_section(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
