@@ -46,7 +46,7 @@ DROPPED = (
 
 @dataclass(frozen=True)
 class Meaning:
-    """What the folder's config.json says of all of its quantized weights."""
+    """The words of a folder's config.json on all of its quantized weights."""
 
     block: tuple[int, int] = (BLOCK, BLOCK)
     bits: int = 8  # of packed integers

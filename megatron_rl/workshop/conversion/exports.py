@@ -34,7 +34,7 @@ HEADERS, EXTRAS = "headers", "extras"  # of what an import keeps: imports.py
 
 @dataclass(frozen=True)
 class Beside:
-    """What stands beside the weights. `changes`: to config.json; None takes a key away."""
+    """Files beside the weights. `changes`: to config.json; None takes a key away."""
 
     folder: Path  # of config.json, tokenizer, chat template, generation defaults
     changes: Mapping[str, Any] = field(default_factory=dict)

@@ -87,7 +87,7 @@ def _model(source: Source, shape: ModelShape) -> Rows:
 
 
 def _quantization(source: Source) -> str:
-    """How, and by whom, as far as config.json says."""
+    """Form and maker, as far as config.json says."""
     if (config := source.quantization) is None:
         return "none"
     method = str(config.get("quant_method", "unknown"))

@@ -36,7 +36,7 @@ FORMATS = (Format.int8.value, Format.fp8.value, Format.fp8_block.value, AS_SAMPL
 
 @dataclass(frozen=True)
 class Recipe:
-    """How weights become those of an engine."""
+    """The way from weights to those of an engine."""
 
     format: Format
     ignore: Sequence[str] = ()
@@ -93,7 +93,7 @@ def quantize_as_asked(
 
 
 def _recipe_of_run(source: Source) -> Recipe:
-    """How the run's sampler held the policy of one of its checkpoints: its format, the scales of its last sync.
+    """The way in which a run's sampler held a checkpoint's policy: its format, the scales of its last sync.
 
     ConfigError where the run's sampler held no quantized weights, or the checkpoint does not say what it had.
     """

@@ -112,7 +112,7 @@ def refuse_target(target: Path, sources: Sequence[Source]) -> None:
 
 
 def _finished(path: Path, journal: FileIO, job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What of an earlier attempt at the same is whole; the rest of it goes."""
+    """Whole files of an earlier attempt at the same; the rest of it goes."""
     journal.seek(0)
     whole = journal.readall().rpartition(b"\n")[0]  # a kill may have cut off a line
     try:

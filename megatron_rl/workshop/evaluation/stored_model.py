@@ -104,7 +104,7 @@ def _of(path: Path) -> str:
 
 
 class StoredWeights:
-    """What `weight_sync` calls a learner, of one rank that never changes; read anew at each sync."""
+    """A learner to `weight_sync`, of one rank that never changes; read anew at each sync."""
 
     def __init__(self, stored: StoredModel) -> None:
         self._stored = stored

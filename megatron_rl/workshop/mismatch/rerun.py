@@ -153,7 +153,7 @@ class _Look:
         self._pack = kwargs.get("pack", args[0] if args else None)
 
     def _before(self, name: str, module: torch.nn.Module, args: Any) -> None:
-        """What lies between two modules, such as a sum, shows in what the next one is given."""
+        """Check the input, in which a sum or the like between two modules shows."""
         self._check(args, f"the input of {name}")
 
     def _after(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:

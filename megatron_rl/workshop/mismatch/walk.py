@@ -26,7 +26,7 @@ LOGITS, LOGPROB = Point(Kind.lm_head), Point(Kind.logprob)
 
 @dataclass
 class Difference:
-    """How the values of one point differ, over all sequences."""
+    """Differences of the values of one point, over all sequences."""
 
     total: float = 0.0
     count: int = 0
@@ -44,7 +44,7 @@ class Difference:
 
 @dataclass
 class Found:
-    """What was found at one point."""
+    """Findings at one point."""
 
     apart: Difference = field(default_factory=Difference)
     own: Difference = field(default_factory=Difference)

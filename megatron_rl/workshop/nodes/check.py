@@ -64,7 +64,7 @@ def lead(nodes: Mapping[str, str], port: int, wanted: Needs, folders: Folders, l
 
 
 def _compared(board: Board, nodes: Mapping[str, str], wanted: Needs, folders: Folders) -> list[Problem]:
-    """What is wrong with the nodes that have spoken, and which have not."""
+    """Problems of the nodes that have spoken, and the nodes that have not."""
     first, mark = next(iter(nodes)), f".nodes-{secrets.token_hex(8)}"  # a folder in each of those that are shared
     board.say("mark", mark)
     about = board.hear_all("about", nodes, ARRIVE_S)

@@ -205,7 +205,7 @@ def _unknown(keys: Keys, name: str, known: Iterable[str], old: Removed) -> Trans
 def _leave_out(
     keys: Keys, flat: Native, used: Collection[str], telling: Collection[str], old: Removed, elsewhere: Collection[str]
 ) -> None:
-    """What was not looked at goes into a note; names in `elsewhere` are known without being looked for."""
+    """Note what was not looked at; names in `elsewhere` are known without being looked for."""
     shown: dict[str, None] = {}
     for path in flat:
         if path in used:

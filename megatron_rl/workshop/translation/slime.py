@@ -57,7 +57,7 @@ def slime(mapping: Native) -> Translation:
 
 
 def _fresh(keys: Keys) -> RejectRule:
-    """What was written before the call that finished the batch is not trained on."""
+    """Leave out what was written before the call that finished the batch."""
     if not keys.flag(PARTIAL, True):
         raise keys.error(MASK_OLD, f"slime ignores it without {PARTIAL}; set that, or leave this out")
     keys.taken_as_true(PARTIAL, "without it slime masks nothing here")

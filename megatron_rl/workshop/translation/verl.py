@@ -144,7 +144,7 @@ def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:
 
 
 def _reduction(keys: Keys) -> str:
-    """What verl's loss divides by: some losses have a reduction of their own."""
+    """The denominator of verl's loss: some losses have a reduction of their own."""
     mode = keys.text("loss_mode")
     if mode not in ROW_MODES:
         return keys.text(AGG) or "token-mean"
@@ -218,7 +218,7 @@ def _note_unquoted(keys: Keys, name: str, text: str) -> None:
 
 
 def _words(keys: Keys, name: str) -> list[str]:
-    """What is listed, in YAML or between commas."""
+    """Words listed in YAML, or between commas."""
     value = keys.raw(name)
     listed = value if isinstance(value, list | tuple) else (keys.text(name) or "").split(",")
     return [word for word in (str(each).strip() for each in listed) if word]
