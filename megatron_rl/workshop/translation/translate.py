@@ -86,8 +86,8 @@ def _is_ours(mapping: Native) -> bool:
 
 
 def _comment(text: str) -> str:
-    indents = {"initial_indent": "# ", "subsequent_indent": "#   "}
-    return textwrap.fill(text, width=100, break_long_words=False, break_on_hyphens=False, **indents)
+    wrapper = textwrap.TextWrapper(100, "# ", "#   ", break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text)
 
 
 def yaml_text(config: CorrectionConfig) -> str:
