@@ -158,8 +158,7 @@ def _mismatch(options: argparse.Namespace) -> int:
         check_watched(config)
         folder = options.out or Path("mismatch") / f"{stored.label}-{options.format}-{config.learner.forward}"
         with alone():
-            from megatron_rl.workshop.mismatch.mismatch import measure
-            from megatron_rl.workshop.mismatch.sequences import Wanted
+            from megatron_rl.workshop.mismatch.mismatch import Wanted, measure
 
             wanted = Wanted(options.sequences, options.tokens, options.prompts, run)
             print(measure(config, stored, wanted, folder, lambda line: print(line, file=sys.stderr, flush=True)))

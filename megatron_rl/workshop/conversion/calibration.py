@@ -1,7 +1,6 @@
-"""What runs a model on texts: the learner, whose activations smoothing follows, and nvidia-modelopt.
+"""Models run on texts: by the learner, whose activations smoothing follows, and by nvidia-modelopt.
 
-modelopt holds the model in memory whole, in BF16, runs it with transformers, and writes its unified form. INT8 is not
-among its formats here: its export has none.
+modelopt holds the model in memory whole, in BF16, runs it with transformers, and writes its unified form, without INT8.
 """
 
 from __future__ import annotations
@@ -64,9 +63,8 @@ def batch_of(rows: Rows) -> Batch:
 
 
 def _coverage(given: str, rows: Rows, seen: float) -> str:
-    """How much was looked at, and of what share of the places to measure anything was seen."""
-    tokens = sum(map(len, rows))
-    said = f"{given}: {len(rows)} samples, {tokens} tokens, {seen:.1%} of the places to measure were reached"
+    counts = f"{len(rows)} samples, {sum(map(len, rows))} tokens"
+    said = f"{given}: {counts}, {seen:.1%} of the places to measure were reached"
     note(f"calibrated on {said}")
     return said
 
@@ -87,7 +85,7 @@ def learner_at(source: Source, quantization: QuantizationSection | None = None) 
 
 
 def activation_amax(source: Source, given: str) -> tuple[torch.Tensor, str]:
-    """[layer, norm, channel]: the largest magnitude of each norm's output; and what was looked at."""
+    """[layer, norm, channel]: the largest magnitude of each norm's output; and how much was looked at."""
     rows = token_rows(given, source.folder)
     with learner_at(source, QuantizationSection(smoothing=0.5)) as learner:  # any: it is what makes a learner look
         learner.logprobs(batch_of(rows))

@@ -8,7 +8,7 @@ Smoothing, which divides norms by powers of two and multiplies what reads them, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -20,9 +20,8 @@ from megatron_rl.models.shape import FAMILIES, ModelShape
 from megatron_rl.models.table import Norm
 from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, TIED_COPY
 from megatron_rl.quantization.smoothing import LARGEST_EXPONENT, folded
-from megatron_rl.workshop.conversion.dequantized import dequantized, meaning, modules_of, portions
+from megatron_rl.workshop.conversion import dequantized
 from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest
-from megatron_rl.workshop.conversion.stored_forms import Meaning, part_of, restore
 
 ROUNDING = 2.0**-8  # of a plain weight that is BF16, relative
 
@@ -54,12 +53,12 @@ class Model:
     def __init__(self, source: Source) -> None:
         config = source.quantization
         self.source, self.stored = source, source.weights
-        self.quantized = {} if config is None else modules_of(self.stored)  # module -> the tensors of its weight
-        self.meaning = Meaning() if config is None else meaning(config)
-        self.plain = self.stored if config is None else dequantized(self.stored, config)
+        self.quantized = {} if config is None else dequantized.modules_of(self.stored)  # by module
+        self.meaning = dequantized.Meaning() if config is None else dequantized.meaning(config)
+        self.plain = self.stored if config is None else dequantized.dequantized(self.stored, config)
 
     def smooth_as(self, other: Model) -> None:
-        """Folds a plain model that is held against a quantized one of a family that is smoothed here."""
+        """Fold a plain model that is held against a quantized one of a family that is smoothed here."""
         if not self.quantized and other.quantized and self.source.hf_config.get("model_type") in FAMILIES:
             self.plain = _smoothed_as(self.plain, other.stored, self.source.shape)
 
@@ -78,7 +77,7 @@ def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared
     both = [name for name in a.plain.specs if name in b.plain.specs]
     for name in track(both, "compare", console=Console(stderr=True)):
         shapes = [list(model.plain.specs[name].shape) for model in (a, b)]
-        module = part_of(name)[0]
+        module = dequantized.part_of(name)[0]
         held = [name.endswith(".weight") and module in model.quantized for model in (a, b)]
         if shapes[0] != shapes[1]:
             yield Compared(name, Verdict.differs, 1.0, f"shapes {shapes[0]} and {shapes[1]}")
@@ -86,7 +85,7 @@ def compare(one: Source, other: Source, bound: float = 0.0) -> Iterator[Compared
             yield _plain(name, gets[0][1](name), gets[1][1](name), bound)
         else:
             model, (get, _), (_, other_get) = (a, gets[0], gets[1]) if held[0] else (b, gets[1], gets[0])
-            parts = {part_of(part)[1]: get(part) for part in model.quantized[module]}
+            parts = {dequantized.part_of(part)[1]: get(part) for part in model.quantized[module]}
             yield _within(name, other_get(name), parts, model.meaning, bound)
 
 
@@ -97,31 +96,29 @@ def _plain(name: str, one: torch.Tensor, other: torch.Tensor, bound: float) -> C
         narrow = min((one.dtype, other.dtype), key=lambda dtype: torch.finfo(dtype).bits)
         if torch.equal(one.to(narrow), other.to(narrow)):
             return Compared(name, Verdict.rounded, said=f"{one.dtype} and {other.dtype}")
-    error = _relative((one.float() - other.float()).square().sum(), one.float().square().sum())
-    return Compared(name, Verdict.within_the_bound if error <= bound else Verdict.differs, error)
+    return _by_error(name, (one.float() - other.float()).square().sum(), one.float().square().sum(), bound)
 
 
 def _within(
-    name: str, plain_OI: torch.Tensor, parts: Mapping[str, torch.Tensor], known: Meaning, bound: float
+    name: str, plain_OI: torch.Tensor, parts: Mapping[str, torch.Tensor], known: dequantized.Meaning, bound: float
 ) -> Compared:
     squared = whole = torch.zeros(())
     beyond = 0
-    for some in portions(tuple(plain_OI.shape), known):
-        values_OI, half_steps = restore(parts, some, tuple(plain_OI.shape), known)
+    for some in dequantized.portions(tuple(plain_OI.shape), known):
+        values_OI, half_steps = dequantized.restore(parts, some, tuple(plain_OI.shape), known)
         original_OI = plain_OI[some].float()
         distance_OI = (values_OI - original_OI).abs()
         allowed_OI = half_steps() * 1.0001 + original_OI.abs() * ROUNDING
         beyond += int((~(distance_OI <= allowed_OI)).sum())  # a NaN is beyond
         squared, whole = squared + distance_OI.square().sum(), whole + original_OI.square().sum()
-    error = _relative(squared, whole)
-    if beyond:
-        said = f"{beyond} of {plain_OI.numel()} values are further off than rounding takes them"
-        return Compared(name, Verdict.within_the_bound if error <= bound else Verdict.differs, error, said)
-    return Compared(name, Verdict.within_a_step, error)
+    said = f"{beyond} of {plain_OI.numel()} values are further off than rounding takes them" if beyond else ""
+    found = _by_error(name, squared, whole, bound, said)
+    return found if beyond else replace(found, verdict=Verdict.within_a_step)
 
 
-def _relative(squared: torch.Tensor, whole: torch.Tensor) -> float:
-    return float((squared / whole.clamp(min=1e-24)).sqrt())
+def _by_error(name: str, squared: torch.Tensor, whole: torch.Tensor, bound: float, said: str = "") -> Compared:
+    error = float((squared / whole.clamp(min=1e-24)).sqrt())
+    return Compared(name, Verdict.within_the_bound if error <= bound else Verdict.differs, error, said)
 
 
 def _smoothed_as(plain: Weights, quantized: Weights, shape: ModelShape) -> Weights:

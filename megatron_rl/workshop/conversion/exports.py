@@ -34,7 +34,7 @@ HEADERS, EXTRAS = "headers", "extras"  # of what an import keeps: imports.py
 
 @dataclass(frozen=True)
 class Beside:
-    """What stands beside the weights. `changes`: to config.json; None takes a key away."""
+    """Files beside the weights. `changes`: to config.json; None takes a key away."""
 
     folder: Path  # of config.json, tokenizer, chat template, generation defaults
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def write_folder(
     options: Mapping[str, Any] | None = None,
     **about: Any,
 ) -> None:
-    """`options`: what decides the bytes beside the sources. `about`: for parity.json."""
+    """`options`: what else than the sources decides the bytes. `about`: for parity.json."""
     copied = [name for name in companions(beside.folder) if name not in beside.without]
     headers = _headers(weights, beside)
     entries = {file: header_entries(raw, Path(file)).values() for file, raw in headers.items()}
@@ -73,7 +73,9 @@ def write_folder(
         for name in copied:
             shutil.copyfile(beside.folder / name, work.path / name)
         if beside.changes:
-            _change_config(work.path / "config.json", beside.changes)
+            told = json.loads((work.path / "config.json").read_text()) | dict(beside.changes)
+            left = {key: value for key, value in told.items() if value is not None}
+            write_whole(work.path / "config.json", json.dumps(left, indent=2) + "\n")
         if beside.index is not None:
             shutil.copyfile(beside.index, work.path / INDEX)
         elif not beside.headers and (index := index_of(packed(weights.specs.values(), FILE_BYTES))) is not None:
@@ -121,11 +123,6 @@ def _write_file(path: Path, raw: bytes, weights: Weights, verb: str) -> dict[str
 
         side_by_side(verb, write, shared_out(held), sum(held.values()))
     return digests
-
-
-def _change_config(path: Path, changes: Mapping[str, Any]) -> None:
-    config = json.loads(path.read_text()) | dict(changes)
-    write_whole(path, json.dumps({key: value for key, value in config.items() if value is not None}, indent=2) + "\n")
 
 
 def _as_it_stood(kept: Path) -> Beside:

@@ -10,14 +10,15 @@ Beside files of whole parameters and their index, CHECKPOINT/hf/ keeps what an e
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from megatron_rl.checkpoint.torch_dist import reader as torch_dist
 from megatron_rl.checkpoint.torch_dist.index import CheckpointError
-from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
+from megatron_rl.checkpoint.torch_dist.writer import write_blocks, write_index
 from megatron_rl.config.schema import KEPT
 from megatron_rl.models.hf_folder import HfFolder, copy_companions, write_folder
 from megatron_rl.models.mapping import Param, params
@@ -25,7 +26,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.tensors import reuse_memory
 from megatron_rl.models.weight_files import EMBEDDING, HARMLESS, INDEX, TIED_COPY, companions, refuse_links_out
 from megatron_rl.workshop.conversion.exports import EXTRAS, HEADERS
-from megatron_rl.workshop.conversion.sources import Get, Source, Weights, digest, of_checkpoint
+from megatron_rl.workshop.conversion.sources import Source, Weights, digest, of_checkpoint
 from megatron_rl.workshop.conversion.work import Done, begun, side_by_side
 
 FILE_BYTES = 1 << 28  # what each thread of an interrupted conversion does again at most
@@ -57,7 +58,8 @@ def import_folder(source: Source, target: Path) -> None:
                 done(tensor.nbytes)
                 return tensor
 
-            written = write_blocks(work.path / file, _blocks(files[file], shape, taken))
+            blocks = (torch_dist.blocks(param, shape, map(taken, param.hf)) for param in files[file])
+            written = write_blocks(work.path / file, chain.from_iterable(blocks))
             work.finish(file, digests, written=written)
 
         left = [file for file in files if file not in work.finished]
@@ -69,28 +71,23 @@ def import_folder(source: Source, target: Path) -> None:
 
 def _files(weights: Weights, shape: ModelShape) -> dict[str, list[Param]]:
     """Whole parameters, as many in a file as fit."""
-    groups: list[list[Param]] = [[]]
+    groups: list[list[Param]] = []
     size = 0
     for param in params(shape):
         if param.row.copy:
             continue
         if len({weights.specs[name].dtype for name in param.hf}) > 1:
             raise CheckpointError(f"{', '.join(param.hf)} have different dtypes but share one megatron parameter")
-        if groups[-1] and size + _nbytes(param, weights) > FILE_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(param)
         size += _nbytes(param, weights)
+        if not groups or size > FILE_BYTES:
+            groups.append([])
+            size = _nbytes(param, weights)
+        groups[-1].append(param)
     return {f"weights_{number}.distcp": group for number, group in enumerate(groups)}
 
 
 def _nbytes(param: Param, weights: Weights) -> int:
     return sum(weights.specs[name].nbytes for name in param.hf)
-
-
-def _blocks(held: Sequence[Param], shape: ModelShape, get: Get) -> Iterator[Block]:
-    for param in held:
-        yield from torch_dist.blocks(param, shape, map(get, param.hf))
 
 
 def _keep(folder: HfFolder, extras: Sequence[str], source: Source, kept: Path) -> None:

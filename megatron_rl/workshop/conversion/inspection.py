@@ -1,4 +1,4 @@
-"""What a folder of weights is: its kind, model, precision and quantization, and what can be done with it."""
+"""A folder of weights inspected: its kind, model, precision and quantization, and what can be done with it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _model(source: Source, shape: ModelShape) -> Rows:
 
 
 def _quantization(source: Source) -> str:
-    """How, and by whom, as far as config.json says."""
+    """Form and maker, as far as config.json says."""
     if (config := source.quantization) is None:
         return "none"
     method = str(config.get("quant_method", "unknown"))
@@ -103,8 +103,8 @@ def _quantization(source: Source) -> str:
 
 def _checksum(source: Source, wanted: bool) -> str:
     if wanted:
-        get, specs = source.weights.open(), source.weights.specs
-        return content_digest({name: digest(get(name)) for name in specs})
+        get = source.weights.open()
+        return content_digest({name: digest(get(name)) for name in source.weights.specs})
     if not (source.path / PARITY).is_file():
         return "not read (--checksum)"
     output = read_json(source.path / PARITY).get("output")

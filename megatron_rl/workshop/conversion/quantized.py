@@ -19,15 +19,8 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.table import Norm
 from megatron_rl.models.tensors import TensorSpec, torch_dtype
 from megatron_rl.models.weight_files import stored_tensors
+from megatron_rl.quantization import formats
 from megatron_rl.quantization.cache_scales import CacheScales
-from megatron_rl.quantization.formats import (
-    QUANTIZED,
-    SCALE_DTYPE,
-    is_quantized,
-    quantization_config,
-    scale_name,
-    scale_shape,
-)
 from megatron_rl.quantization.quantize import quantize
 from megatron_rl.quantization.smoothing import SCALES_STAY, Smoothing, column_amax
 from megatron_rl.runs.run_dir import RunDir
@@ -43,7 +36,7 @@ FORMATS = (Format.int8.value, Format.fp8.value, Format.fp8_block.value, AS_SAMPL
 
 @dataclass(frozen=True)
 class Recipe:
-    """How weights become those of an engine."""
+    """The way from weights to those of an engine."""
 
     format: Format
     ignore: Sequence[str] = ()
@@ -52,7 +45,7 @@ class Recipe:
     cache: Mapping[str, torch.Tensor] = field(default_factory=dict)  # scales of an FP8 cache, by name
 
     def quantizes(self, name: str) -> bool:
-        return is_quantized(name, self.format, self.ignore)
+        return formats.is_quantized(name, self.format, self.ignore)
 
     def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch_dtype(DTYPE)) if self.rounds_first else tensor
@@ -100,7 +93,7 @@ def quantize_as_asked(
 
 
 def _recipe_of_run(source: Source) -> Recipe:
-    """How the run's sampler held the policy of one of its checkpoints: its format, the scales of its last sync.
+    """The way in which a run's sampler held a checkpoint's policy: its format, the scales of its last sync.
 
     ConfigError where the run's sampler held no quantized weights, or the checkpoint does not say what it had.
     """
@@ -134,7 +127,7 @@ def _quantize_folder(source: Source, target: Path, recipe: Recipe, options: Mapp
     """`options`: what the recipe was made from, as far as it decides the bytes. `about`: for parity.json."""
     plain, shape = source.plain, source.shape
     source.refuse_misfits()
-    layout = quantization_config(recipe.format, recipe.ignore, KvCache.fp8 if recipe.cache else KvCache.none)
+    layout = formats.quantization_config(recipe.format, recipe.ignore, KvCache.fp8 if recipe.cache else KvCache.none)
     key = "dtype" if "dtype" in source.hf_config else "torch_dtype"
     beside = Beside(source.folder, {"quantization_config": layout, key: DTYPE})
     made = _quantized(plain, shape, recipe)
@@ -171,10 +164,10 @@ def _quantized(weights: Weights, shape: ModelShape, recipe: Recipe) -> Weights:
 def _specs(spec: TensorSpec, recipe: Recipe) -> list[TensorSpec]:
     if not recipe.quantizes(spec.name):
         return [TensorSpec(spec.name, DTYPE, spec.shape)]
-    kind = QUANTIZED[recipe.format]
+    kind = formats.QUANTIZED[recipe.format]
     rows, columns = spec.shape
-    scale = TensorSpec(scale_name(spec.name), SCALE_DTYPE, scale_shape(rows, columns, kind.blocks))
-    return [TensorSpec(spec.name, kind.dtype, spec.shape), scale]
+    name, shape = formats.scale_name(spec.name), formats.scale_shape(rows, columns, kind.blocks)
+    return [TensorSpec(spec.name, kind.dtype, spec.shape), TensorSpec(name, formats.SCALE_DTYPE, shape)]
 
 
 def _made(name: str, tensor: torch.Tensor, param: Param, recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -187,7 +180,7 @@ def _made(name: str, tensor: torch.Tensor, param: Param, recipe: Recipe) -> dict
         result = quantize(tensor, recipe.format)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    return {name: result["weight"], scale_name(name): result["weight_scale"]}
+    return {name: result["weight"], formats.scale_name(name): result["weight_scale"]}
 
 
 def _weight_amax(weights: Weights, shape: ModelShape, recipe: Recipe) -> torch.Tensor:

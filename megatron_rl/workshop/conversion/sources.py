@@ -1,4 +1,4 @@
-"""The weights that a command line means: of a run, of one of its steps, of a checkpoint, of a Hugging Face folder."""
+"""Weights that a command line names: of a run, of one of its steps, of a checkpoint, of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Source:
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """What its config.json says of quantized weights; None where they are plain."""
+        """The words of config.json on quantized weights; None where they are plain."""
         found = (self.hf_config.get(key) for key in QUANTIZATION_KEYS)
         given = next((value for value in found if value), None)
         if given is None and (self.folder / QUANTIZATION_FILE).is_file() and self.is_folder:
@@ -100,7 +100,7 @@ class Source:
 
     @property
     def misfits(self) -> list[str]:
-        """How the weights differ from what config.json promises."""
+        """Differences between the weights and what config.json promises."""
         room = weight_files if self.is_folder else torch_dist_index
         return list(room.misfits(self.path, self.shape))
 

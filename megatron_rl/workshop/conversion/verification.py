@@ -1,4 +1,4 @@
-"""The proof that two folders hold one model: every tensor, and what a program computes with them."""
+"""Proof that two folders hold one model: every tensor, and what a program computes with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.runs.console import table
 from megatron_rl.weight_sync.probe import ProbeResult
 from megatron_rl.weight_sync.probe import compare as compare_logprobs
 from megatron_rl.workshop.conversion.calibration import Rows, batch_of, learner_at, token_rows, transformers_model
-from megatron_rl.workshop.conversion.comparison import Compared, Verdict, compare
+from megatron_rl.workshop.conversion.comparison import Compared, compare
 from megatron_rl.workshop.conversion.sources import Source, note
 
 PLAIN_GATE, QUANTIZED_GATE = 0.02, 0.08  # nats, mean |d|
@@ -45,7 +45,7 @@ class Verified:
         return "\n".join([*lines, "", "verified" if self.ok else "NOT VERIFIED"])
 
     def worst(self) -> list[Compared]:
-        odd = [one for one in self.tensors if one.verdict is not Verdict.equal and (one.error or not one.ok)]
+        odd = (one for one in self.tensors if one.error or not one.ok)
         return sorted(odd, key=lambda one: (one.ok, -one.error))[:WORST]
 
     def write(self, path: Path, sources: Sequence[Source], **asked: Any) -> None:

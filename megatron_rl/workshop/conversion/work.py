@@ -1,8 +1,7 @@
 """A folder that a conversion makes file by file: whole under its name or not there, and gone on with after a kill.
 
-Until then it is called .TARGET.partial. Its journal says first what is being made of what, then which files are whole,
-and what is to be known of each. The same command writes what is missing, reads every tensor back, and gives the folder
-its name.
+Until then it is called .TARGET.partial. Its journal says first what is made of what, then which files are whole. The
+same command writes what is missing, reads every tensor back, and gives the folder its name.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def refuse_target(target: Path, sources: Sequence[Source]) -> None:
 
 
 def _finished(path: Path, journal: FileIO, job: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What of an earlier attempt at the same is whole; the rest of it goes."""
+    """Whole files of an earlier attempt at the same; the rest of it goes."""
     journal.seek(0)
     whole = journal.readall().rpartition(b"\n")[0]  # a kill may have cut off a line
     try:
@@ -142,13 +141,11 @@ def _add_line(journal: FileIO, line: Mapping[str, Any]) -> None:
 
 def _refuse_full_disk(path: Path, finished: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     needed = sum(size for name, size in sizes.items() if name not in finished)
-    free = shutil.disk_usage(path).free
-    if needed <= free:
-        return
-    if not finished:
-        remove(path)
-    said = f"{needed / 1e9:.1f} GB are still to be written, {free / 1e9:.1f} GB are free"
-    raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {said}", str(path.parent))
+    if needed > (free := shutil.disk_usage(path).free):
+        if not finished:
+            remove(path)
+        said = f"{needed / 1e9:.1f} GB are still to be written, {free / 1e9:.1f} GB are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {said}", str(path.parent))
 
 
 def _read_back(output: Weights, known: Mapping[str, str], where: Path) -> dict[str, str]:

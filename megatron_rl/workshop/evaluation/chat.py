@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron_rl.config.evaluation import longest_answer
@@ -58,9 +57,7 @@ class Chat:
 
     def _encoded(self, text: str) -> list[int]:
         if self.talks:
-            text = self.tokenizer.text([*self._system(), *self.messages], self.config.data.template)
+            said = self.config.data.system_prompt
+            system = [] if said is None else [{"role": "system", "content": said}]
+            text = self.tokenizer.text([*system, *self.messages], self.config.data.template)
         return self.tokenizer.encode(text)
-
-    def _system(self) -> Iterator[dict[str, str]]:
-        if self.config.data.system_prompt is not None:
-            yield {"role": "system", "content": self.config.data.system_prompt}

@@ -34,11 +34,9 @@ SUMMARY = "summary.json"
 def with_sets(config: Config, words: Sequence[str]) -> Config:
     """Only the sets that --set names: one of the configuration, a file, NAME=FILE, or a preset of conf/data."""
     if not words:
-        if not held_out(config):
-            raise ConfigError(
-                "--set: nothing to evaluate on; name a file of prompts, such as --set data/math500.parquet"
-            )
-        return config
+        if held_out(config):
+            return config
+        raise ConfigError("--set: nothing to evaluate on; name a file of prompts, such as --set data/math500.parquet")
     known, chosen, plain = config.eval.sets or {}, dict[str, EvalSet](), None
     for word in dict.fromkeys(words):
         name, _, file = word.rpartition("=")
@@ -77,8 +75,9 @@ def measure(config: Config, stored: StoredModel, folder: Path, note: Callable[[s
             lines = [json.dumps(pass_rate(group)) for group in groups]
             write_whole(folder / f"{_name(one)}.jsonl", "\n".join([*lines, ""]))
             rows.append(_row(one, own))
-    about = {"model": str(stored.weights), "format": config.quantization.format, "metrics": metrics}
-    about["sets"] = {_name(one): _settings(one) for one in sets}
+    names = ("path", "samples", "temperature", "top_p", "max_tokens")
+    asked = {_name(one): {name: getattr(one, name) for name in names} | {"reward": one.reward.name} for one in sets}
+    about = {"model": str(stored.weights), "format": config.quantization.format, "metrics": metrics, "sets": asked}
     write_whole(folder / SUMMARY, json.dumps(about, indent=1) + "\n")
     head = ("set", "prompts", "k", "avg@k", "pass@k", "maj@k", "tokens", "truncated")
     return "\n".join(table(head, rows))
@@ -103,11 +102,6 @@ def _name(one: HeldOut) -> str:
     return one.name or "eval"
 
 
-def _settings(one: HeldOut) -> dict[str, Any]:
-    names = ("path", "samples", "temperature", "top_p", "max_tokens")
-    return {name: getattr(one, name) for name in names} | {"reward": one.reward.name}
-
-
 def _row(one: HeldOut, metrics: dict[str, float]) -> tuple[str, ...]:
     def value(name: str, form: str = ".3f") -> str:
         found, error = metrics.get(one.prefix + name), metrics.get(f"{one.prefix}{name}_stderr")
@@ -115,14 +109,8 @@ def _row(one: HeldOut, metrics: dict[str, float]) -> tuple[str, ...]:
 
     k = one.samples
     estimates = (value("accuracy"), value(f"pass@{k}"), value(f"maj@{k}"))
-    return (
-        _name(one),
-        value("n", ".0f"),
-        str(k),
-        *estimates,
-        value("response_tokens_mean", ".0f"),
-        value("truncated_fraction", ".1%"),
-    )
+    lengths = (value("response_tokens_mean", ".0f"), value("truncated_fraction", ".1%"))
+    return (_name(one), value("n", ".0f"), str(k), *estimates, *lengths)
 
 
 def _progress(one: HeldOut, evaluator: Evaluator) -> Callable[[int], None]:

@@ -1,4 +1,4 @@
-"""A model that lies on disk, whatever left it there, and its weights as a sync wants them: no learner, no megatron."""
+"""A model on disk, whatever left it there, and its weights as a sync wants them: no learner, no megatron."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StoredModel:
 
 
 def run_of(path: Path) -> Path | None:
-    """The run's directory that MODEL is, or lies in: runs/NAME/model, runs/NAME/checkpoints/step_N."""
+    """The run that MODEL is, or lies in: runs/NAME/model, runs/NAME/checkpoints/step_N."""
     path = path.resolve()
     path = path.parent if path.name == checkpoints.POLICY else path
     for place in (path, path.parent, path.parents[1]):
@@ -104,7 +104,7 @@ def _of(path: Path) -> str:
 
 
 class StoredWeights:
-    """What `weight_sync` calls a learner, of one rank that never changes; read anew at each sync."""
+    """A learner to `weight_sync`, of one rank that never changes; read anew at each sync."""
 
     def __init__(self, stored: StoredModel) -> None:
         self._stored = stored

@@ -13,17 +13,21 @@ import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
 
+from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config
+from megatron_rl.data.dataset import Source
+from megatron_rl.data.prompts import FolderTokenizer
 from megatron_rl.files import write_whole
 from megatron_rl.learner.learner import Learner
 from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.runs.console import table
+from megatron_rl.runs.rollout_file import load_recorded, recorded_steps
+from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import Sampler
-from megatron_rl.types import Rollout, Scored, collate
+from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, collate, written
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
-from megatron_rl.workshop.mismatch.sequences import Wanted, answered, prompts, recorded
 from megatron_rl.workshop.mismatch.walk import LOGPROB, Difference, Walk
 from megatron_rl.workshop.reports.figures import PALETTE, layout
 
@@ -31,6 +35,15 @@ RESULT, PAGE = "mismatch.json", "mismatch.html"
 HEAD = ("point", "apart: mean", "max", "own: mean", "max", "KL that enters", "share")
 WHOLE = 100  # points, above which the terminal shows them by kind, and those by themselves that matter most
 MOST = 20
+RANDOM_TOKENS = 8  # of a prompt, where nothing else is named
+
+
+@dataclass(frozen=True)
+class Wanted:
+    count: int
+    tokens: int  # of each at most, prompt and answer
+    prompts: Path | None = None  # a file
+    run: Path | None = None
 
 
 @dataclass
@@ -51,27 +64,66 @@ class _Seen:
 def measure(config: Config, stored: StoredModel, wanted: Wanted, folder: Path, note: Callable[[str], None]) -> str:
     """The table. `folder` gets the numbers and a page."""
     model = Model.read(stored.folder, config.learner, config.model.head_precision)
+    # the temperature at which an engine says what a prompt was worth
+    whole = replace(config, rollout=replace(config.rollout, temperature=1.0))
     room = min(wanted.tokens, EngineSettings.from_config(config).max_tokens - 1)  # to which the engine adds a token
     rollouts = recorded(wanted, room)
     asked = [] if rollouts else prompts(config, stored.folder, model.shape.vocab, wanted, room)
     folder.mkdir(parents=True, exist_ok=True)
     with served(config, stored, note, folder) as sampler:
-        seen = _Seen(Walk(_learner(config, stored, model)))
+        learner = Learner(model, Sections.of(whole))
+        learner.load_hf(stored.weights)
+        seen = _Seen(Walk(learner))
         for rollout in rollouts or answered(sampler, asked, room):
             seen.add(sampler, rollout, fresh=bool(asked))
             note(f"{seen.sequences} of {len(rollouts or asked)} sequences")
     result = _summary(config, stored, seen)
     write_whole(folder / RESULT, json.dumps(result, indent=1) + "\n")
-    write_whole(folder / PAGE, page(result))
+    drawn = figure(result).to_html(include_plotlyjs=True, config={"displayModeBar": False, "responsive": True})
+    write_whole(folder / PAGE, str(drawn))
     return "\n".join(_described(result))
 
 
-def _learner(config: Config, stored: StoredModel, model: Model) -> Learner:
-    # at which an engine says what a prompt was worth
-    config = replace(config, rollout=replace(config.rollout, temperature=1.0))
-    learner = Learner(model, Sections.of(config))
-    learner.load_hf(stored.weights)
-    return learner
+def recorded(wanted: Wanted, room: int) -> list[Rollout]:
+    """Sequences of the last recorded step, spread over it, as far as there is room; none without a run."""
+    steps = recorded_steps(RunDir(wanted.run).rollouts) if wanted.run and wanted.prompts is None else []
+    if not steps:
+        return []
+    whole = [one.rollout for one in load_recorded(steps[-1][1]).scored]
+    every = [rollout for rollout in whole if rollout.token_ids]
+    return [_cut(rollout, room) for rollout in every[:: max(1, len(every) // wanted.count)][: wanted.count]]
+
+
+def prompts(config: Config, folder: Path, vocab: int, wanted: Wanted, room: int) -> list[Prompt]:
+    """Prompts of the file, or random ones: what the engine makes of them is a text of its own."""
+    if wanted.prompts is None:
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(vocab, (wanted.count, min(RANDOM_TOKENS, room // 2)), generator=draw).tolist()
+        return [Prompt(number, tuple(ids), "", {}) for number, ids in enumerate(tokens)]
+    longest = config.rollout.max_prompt_tokens
+    source = Source("--prompts", wanted.prompts, config.data, FolderTokenizer(folder), needs_answer=False)
+    found = source.load(longest, None).prompts[: wanted.count]
+    if not found:
+        raise ConfigError(f"--prompts {wanted.prompts}: it has no prompt of up to {longest} tokens; name another file")
+    return [_shortened(prompt, room // 2) for prompt in found]
+
+
+def answered(sampler: Sampler, prompts: Sequence[Prompt], room: int) -> list[Rollout]:
+    """One answer each, as far as there is room, at temperature 1."""
+    left = room - max(len(prompt.token_ids) for prompt in prompts)
+    return sampler.generate(prompts, SamplingParams(1, left), seed=0, first_group=0, step=0)
+
+
+def _cut(rollout: Rollout, room: int) -> Rollout:
+    prompt = _shortened(rollout.prompt, max(room // 2, room - len(rollout.token_ids)))
+    length = min(len(rollout.token_ids), room - len(prompt.token_ids))
+    ids, logprobs = rollout.token_ids[:length], rollout.logprobs[:length]
+    return replace(rollout, prompt=prompt, token_ids=ids, logprobs=logprobs, loss_mask=written(length))
+
+
+def _shortened(prompt: Prompt, most: int) -> Prompt:
+    """The prompt's end."""
+    return replace(prompt, token_ids=prompt.token_ids[-most:])
 
 
 def _summary(config: Config, stored: StoredModel, seen: _Seen) -> dict[str, Any]:
@@ -129,22 +181,15 @@ def _described(result: Mapping[str, Any]) -> Iterator[str]:
 
 def _row(name: str, group: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """A row of the table: of one point, or of all points of a kind (the mean of their means, the largest of all)."""
-    sizes = [
-        f"{size:.2e}"
-        for side in ("apart", "own")
-        for size in (
-            sum(point[side]["mean"] for point in group) / len(group),
-            max(point[side]["max"] for point in group),
-        )
-    ]
-    return name, *sizes, f"{sum(point['kl_enters'] for point in group):.2e}", f"{sum(p['share'] for p in group):.1%}"
+    sizes: list[float] = []
+    for side in ("apart", "own"):
+        sizes.append(sum(point[side]["mean"] for point in group) / len(group))
+        sizes.append(max(point[side]["max"] for point in group))
+    enters, share = (sum(point[key] for point in group) for key in ("kl_enters", "share"))
+    return name, *(f"{size:.2e}" for size in (*sizes, enters)), f"{share:.1%}"
 
 
 LEAST = 1e-12  # what a logarithmic axis shows of zero
-
-
-def page(result: Mapping[str, Any]) -> str:
-    return str(figure(result).to_html(include_plotlyjs=True, config={"displayModeBar": False, "responsive": True}))
 
 
 def figure(result: Mapping[str, Any]) -> go.Figure:
@@ -153,21 +198,13 @@ def figure(result: Mapping[str, Any]) -> go.Figure:
     names = [point["point"] for point in points]
     titles = ("KL that enters, nats a token", "mean |difference| of the values")
     drawn = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08, subplot_titles=titles)
-    drawn.add_bar(
-        x=names,
-        y=[point["kl_enters"] for point in points],
-        customdata=[point["share"] for point in points],
-        hovertemplate="%{y:.3g} (%{customdata:.1%})",
-        marker={"color": PALETTE[1]},
-        showlegend=False,
-        name="enters",
-    )
+    enters, shares = ([point[key] for point in points] for key in ("kl_enters", "share"))
+    about = {"marker": {"color": PALETTE[1]}, "showlegend": False, "hovertemplate": "%{y:.3g} (%{customdata:.1%})"}
+    drawn.add_bar(x=names, y=enters, customdata=shares, name="enters", **about)
     for side, label, colour in (("apart", "each by itself", PALETTE[0]), ("own", "from equal inputs", PALETTE[1])):
         means = [max(point[side]["mean"], LEAST) for point in points]
-        line = {"color": colour, "width": 1.5}
-        drawn.add_scatter(
-            x=names, y=means, name=label, mode="lines+markers", line=line, hovertemplate="%{y:.3g}", row=2, col=1
-        )
+        look = {"mode": "lines+markers", "line": {"color": colour, "width": 1.5}, "hovertemplate": "%{y:.3g}"}
+        drawn.add_scatter(x=names, y=means, name=label, row=2, col=1, **look)
     layout(drawn, legend=True)
     drawn.update_layout(height=760, margin={"t": 90, "b": 140}, title={"text": _title(result), "font": {"size": 15}})
     drawn.update_xaxes(title={"text": ""}, tickangle=-60)

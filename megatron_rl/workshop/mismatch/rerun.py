@@ -1,7 +1,6 @@
 """An update that was not finite, repeated on this machine by one rank: where the first value appears that is no number.
 
-Looked at in the order of the computation: the weights, what the minibatch holds, the outputs of the model's modules,
-the loss, and the gradients on their way back.
+Looked at in the order of the computation: weights, minibatch, outputs of modules, loss, gradients on their way back.
 
 S positions of a pack, N response tokens of a pack.
 """
@@ -36,7 +35,7 @@ PARALLEL = (
     *("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
-# what a row of the minibatch holds, and what it is called
+# fields of a minibatch, and what they are called
 VALUES = {
     "advantages_B": "the advantage",
     "weights_BT": "the weight of rollout_correction",
@@ -53,20 +52,23 @@ def rerun(dump: Path) -> str:
         layout = Layout(**about["layout"])
     except (OSError, ValueError, TypeError, LookupError, SafetensorError) as error:
         raise ConfigError(f"{path}: no minibatch of a dump ({type(error).__name__}: {error})") from None
-    learner = _learner(_one_rank(recorded_config(path.parent / CONFIG)))
+    config = _one_rank(recorded_config(path.parent / CONFIG))
+    model = Model.read(config.model.folder, config.learner, config.model.head_precision)
+    learner = Learner(model, Sections.of(config))
     state.LearnerState(learner).restore(Reader(path.parent / POLICY), steps=0)
     same = layout == learner.layout
     if random and same:
         learner.restore_random(random)
-    found = [*_weights(learner), *_values(targets)]
+    weights = ((name, parameter) for name, parameter in learner.named_parameters() if not parameter.isfinite().all())
+    found = [f"the weight {name} holds {_odd(parameter)}" for name, parameter in weights] + list(_values(targets))
     look = _Look(learner, targets)
     metrics = learner.update(targets)
     loss, norm = metrics.get("loss/total", 0.0), metrics["optim/grad_norm"]
     found += look.found
     if not look.found and not math.isfinite(loss):
-        found += _loss(learner, targets)
+        found.append(_loss(learner, targets))
     if not math.isfinite(norm):
-        found += _gradients(learner)
+        found.append(_gradients(learner))
     return _describe(path, targets, about, (loss, norm), found, same)
 
 
@@ -82,32 +84,18 @@ def _minibatch(dump: Path) -> Path:
 
 def _one_rank(config: Config) -> Config:
     learner = config.learner
+    alone = replace(learner, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1, data_parallel=1)
     return replace(
         config,
         run=replace(config.run, device=Device.auto),  # a dump may have come from another machine
         learner=replace(
-            learner,
-            tensor_parallel=1,
-            pipeline_parallel=1,
-            expert_parallel=1,
-            data_parallel=1,
+            alone,
             on_nonfinite=OnNonFinite.skip,
             megatron={name: value for name, value in learner.megatron.items() if name not in PARALLEL},
         ),
         quantization=replace(config.quantization, smoothing=None, kv_cache=KvCache.none),  # measured for the sampler
         sampler=SamplerSection(),
     )
-
-
-def _learner(config: Config) -> Learner:
-    model = Model.read(config.model.folder, config.learner, config.model.head_precision)
-    return Learner(model, Sections.of(config))
-
-
-def _weights(learner: Learner) -> Iterator[str]:
-    for name, parameter in learner.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            yield f"the weight {name} holds {_odd(parameter)}"
 
 
 def _values(targets: Targets) -> Iterator[str]:
@@ -121,31 +109,25 @@ def _values(targets: Targets) -> Iterator[str]:
             yield f"{what} of row {row}{place} is {float(values[row, *token])}"
 
 
-def _loss(learner: Learner, targets: Targets) -> Iterator[str]:
+def _loss(learner: Learner, targets: Targets) -> str:
     """All that went into it was finite: the ratio of policy and anchor, as far as it may be."""
     if targets.anchor_logprobs_BT is None:
-        yield "the loss, of finite logprobs; its ratio is 1, as the policy is its own anchor"
-        return
+        return "the loss, of finite logprobs; its ratio is 1, as the policy is its own anchor"
     ratio_BT = (learner.logprobs(targets.batch) - targets.anchor_logprobs_BT).abs()
     ratio_BT = torch.where(targets.mask_BT, ratio_BT, 0.0)
     row, token = divmod(int(ratio_BT.argmax()), ratio_BT.shape[1])
-    yield (
-        f"the loss, of finite logprobs; policy and anchor differ most, by {float(ratio_BT[row, token]):.4g}, at row "
-        f"{row}, token {token} of the response"
-    )
+    most = f"by {float(ratio_BT[row, token]):.4g}, at row {row}, token {token} of the response"
+    return f"the loss, of finite logprobs; policy and anchor differ most, {most}"
 
 
-def _gradients(learner: Learner) -> Iterator[str]:
+def _gradients(learner: Learner) -> str:
     """The last in the order of the model is the first in the order of the backward pass."""
-    held: list[tuple[str, Any]] = [
-        (name, vars(parameter)["main_grad"]) for name, parameter in learner.named_parameters()
-    ]
-    odd = [name for name, gradient in held if not bool(gradient.isfinite().all())]
+    held: dict[str, Any] = {name: vars(parameter)["main_grad"] for name, parameter in learner.named_parameters()}
+    odd = [name for name, gradient in held.items() if not bool(gradient.isfinite().all())]
     if odd:
-        yield f"the gradients of {len(odd)} of {len(held)} weights, {odd[-1]} the first of them on the way back"
-    else:
-        name, largest = max(((name, float(gradient.abs().max())) for name, gradient in held), key=lambda pair: pair[1])
-        yield f"no weight's gradient; the largest value of all is {largest:.4g}, of {name}"
+        return f"the gradients of {len(odd)} of {len(held)} weights, {odd[-1]} the first of them on the way back"
+    largest, name = max((float(gradient.abs().max()), name) for name, gradient in held.items())
+    return f"no weight's gradient; the largest value of all is {largest:.4g}, of {name}"
 
 
 class _Look:
@@ -171,7 +153,7 @@ class _Look:
         self._pack = kwargs.get("pack", args[0] if args else None)
 
     def _before(self, name: str, module: torch.nn.Module, args: Any) -> None:
-        """What lies between two modules, such as a sum, shows in what the next one is given."""
+        """Check the input, in which a sum or the like between two modules shows."""
         self._check(args, f"the input of {name}")
 
     def _after(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -26,7 +26,7 @@ LOGITS, LOGPROB = Point(Kind.lm_head), Point(Kind.logprob)
 
 @dataclass
 class Difference:
-    """How the values of one point differ, over all sequences."""
+    """Differences of the values of one point, over all sequences."""
 
     total: float = 0.0
     count: int = 0
@@ -44,7 +44,7 @@ class Difference:
 
 @dataclass
 class Found:
-    """What was found at one point."""
+    """Findings at one point."""
 
     apart: Difference = field(default_factory=Difference)
     own: Difference = field(default_factory=Difference)
@@ -53,7 +53,7 @@ class Found:
 
 @dataclass
 class Walk:
-    """Through the forward passes of one learner beside those of one engine."""
+    """A walk through the forward passes of one learner beside those of one engine."""
 
     learner: Learner
     tokens: int = 0
@@ -70,18 +70,16 @@ class Walk:
         for replace in (False, True):
             with self._activations.beside(values, replace) as seen:
                 logprobs_N = self.learner.logprobs(batch)[0, : len(engine_N)]
+            side = {point: found.own if replace else found.apart for point, found in self.points.items()}
             for point, pairs in seen.items():
                 for pair in pairs:
-                    self._side(point, replace).add(pair.learner_SH.double() - pair.engine_SH.double())
-            self._side(LOGPROB, replace).add(logprobs_N - engine_N)
+                    side[point].add(pair.learner_SH.double() - pair.engine_SH.double())
+            side[LOGPROB].add(logprobs_N - engine_N)
             if not replace:
                 self.tokens += len(engine_N)
                 self.kl += kl(seen[LOGITS])
                 self.signed += float((logprobs_N.double() - engine_N).sum())
         self._go_over(batch, values)
-
-    def _side(self, point: Point, own: bool) -> Difference:
-        return self.points[point].own if own else self.points[point].apart
 
     def _go_over(self, batch: Batch, values: Mapping[str, Tensor]) -> None:
         """Point by point, from the learner's values to the engine's. What is the engine's need not be computed."""

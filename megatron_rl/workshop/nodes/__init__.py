@@ -1,1 +1,1 @@
-"""Whether the nodes of a job are what its recipe needs: looked at by each, judged by the first, before models load."""
+"""Nodes of a job against the needs of its recipe: looked at by each, judged by the first, before models load."""

@@ -1,4 +1,4 @@
-"""What each node of a job does while the first one judges: says what it has, tries others and shared folders."""
+"""Each node's part while the first one judges: it says what it has, tries others and shared folders."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Board:
             self._store.set(name, json.dumps(about))
 
     def hear(self, name: str, seconds: float) -> Any:
-        """What was said under this name; None where nothing was in time."""
+        """The words under this name; None where nothing was said in time."""
         try:
             self._store.wait([name], timedelta(seconds=max(seconds, 0.001)))
             return json.loads(self._store.get(name))
@@ -62,7 +62,7 @@ class Board:
             return None
 
     def hear_all(self, name: str, nodes: Collection[str], seconds: float) -> dict[str, Any]:
-        """What each node has said under this name by then."""
+        """Words of each node under this name by then."""
         end = time.monotonic() + seconds
         said = {node: self.hear(f"{name}/{node}", end - time.monotonic()) for node in nodes}
         return {node: about for node, about in said.items() if about is not None}
@@ -75,7 +75,7 @@ class Board:
 
 
 def attend(node: str, nodes: Mapping[str, str], port: int) -> None:
-    """What each node does: the first one listens at `port`."""
+    """Do a node's part of the check: the first one listens at `port`."""
     first = next(iter(nodes))
     try:
         board = Board.reach(nodes[first], port)

@@ -1,4 +1,4 @@
-"""Is each node of a job what the recipe needs? Asked before models load, by one task on each node, under srun.
+"""Check of each node of a job against the recipe, before models load, by one task on each node, under srun.
 
 python -m megatron_rl.workshop.nodes.check LEARNING RECIPE [key=value ...]     LEARNING: nodes that hold the learner
 
@@ -64,7 +64,7 @@ def lead(nodes: Mapping[str, str], port: int, wanted: Needs, folders: Folders, l
 
 
 def _compared(board: Board, nodes: Mapping[str, str], wanted: Needs, folders: Folders) -> list[Problem]:
-    """What is wrong with the nodes that have spoken, and which have not."""
+    """Problems of the nodes that have spoken, and the nodes that have not."""
     first, mark = next(iter(nodes)), f".nodes-{secrets.token_hex(8)}"  # a folder in each of those that are shared
     board.say("mark", mark)
     about = board.hear_all("about", nodes, ARRIVE_S)
@@ -100,7 +100,7 @@ def _sum(board: Board, nodes: Mapping[str, str], wanted: Needs, learning: int) -
     world, address = sum(each.values()), next(iter(nodes.values()))
     if world == 1:
         return []
-    meeting = {"address": address, "port": _free_port(address), "world": world, "cuda": wanted.cuda}
+    meeting = {"address": address, "port": free_port(address), "world": world, "cuda": wanted.cuda}
     places, rank = {}, 0
     for node, count in each.items():
         places[node] = {**meeting, "rank": rank, "count": count}
@@ -116,7 +116,7 @@ def _sum(board: Board, nodes: Mapping[str, str], wanted: Needs, learning: int) -
     return [Problem(node, f"the sum over {over} failed there: {failed[node][1]}", False) for node in names]
 
 
-def _free_port(address: str) -> int:
+def free_port(address: str) -> int:
     with socket.socket() as place:
         place.bind((address, 0))
         return int(place.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What the nodes of a job have, and which of them is not what the recipe needs.
+"""Facts that the nodes of a job tell of themselves, and the nodes that are not what the recipe needs.
 
 A problem is lasting where another try would find the same: a version, a folder that nobody may write.
 """
@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Problem:
 
 def judge(nodes: Sequence[Facts], needs: Needs) -> list[Problem]:
     """`nodes`: those that have spoken, the first one first."""
-    found = [*_unreached(nodes), *_unequal(nodes, lambda one: one.versions)]
+    found = [*_unreached(nodes), *_unequal(nodes)]
     for one in nodes:
         found += [Problem(one.node, f"{folder} {what}", lasting) for folder, (what, lasting) in one.folders.items()]
         found += _gpus(one, needs)
@@ -89,16 +89,14 @@ def _unreached(nodes: Sequence[Facts]) -> Iterator[Problem]:
         broken = {pair for pair in broken if worst not in pair}
 
 
-def _unequal(nodes: Sequence[Facts], versions: Callable[[Facts], Mapping[str, str]]) -> Iterator[Problem]:
+def _unequal(nodes: Sequence[Facts]) -> Iterator[Problem]:
     """Nodes whose versions differ from what most nodes have; of two, from the first's."""
-    for package in dict.fromkeys(name for one in nodes for name in versions(one)):
-        has = {one.node: versions(one).get(package, "none") for one in nodes}
+    for package in dict.fromkeys(name for one in nodes for name in one.versions):
+        has = {one.node: one.versions.get(package, "none") for one in nodes}
         usual = Counter(has.values()).most_common(1)[0][0]
-        yield from (
-            Problem(node, f"{package} is {version}, on the other nodes {usual}", True)
-            for node, version in has.items()
-            if version != usual
-        )
+        for node, version in has.items():
+            if version != usual:
+                yield Problem(node, f"{package} is {version}, on the other nodes {usual}", True)
 
 
 def _gpus(one: Facts, needs: Needs) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Do the nodes of a job reach each other as a learner needs it? They sum a tensor, again and again.
+"""A sum over the nodes of a job, again and again: they reach each other as a learner needs it.
 
 python -m megatron_rl.workshop.nodes.ring [cuda]     one process for each GPU, or for each node without; started by
                                                      attend.py. cuda: where torch sees no GPU, an end

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from megatron_rl.config.schema import Aggregate, Level, NonFinite, Outside, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import BYPASS, NO_WEIGHT, Keys, Translation, gspo_tokens
+from megatron_rl.config.schema import Level, NonFinite, Outside, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import in_section
 
 SECTION = "actor.rejection_sampling"
@@ -22,15 +20,15 @@ REMOVED = dict.fromkeys(("behav_imp_weight_cap", "behave_imp_weight_cap", "behav
 NEEDS_DECOUPLED = "AReaL ignores it without use_decoupled_loss; set that, or leave this out"
 
 
-def areal(mapping: Mapping[str, Any]) -> Translation:
+def areal(mapping: Native) -> Translation:
     beside = [f"actor.{name}" for name in BESIDE]
     keys = in_section("areal", mapping, SECTION, KEYS, beside, common=KEYS, old=REMOVED, bare=False)
     rejects = keys.present
     decoupled = keys.flag("use_decoupled_loss", default=rejects)
     if rejects and not decoupled:
         raise keys.error("use_decoupled_loss", "AReaL ignores rejection_sampling without it; set it, or leave that out")
-    if rejects and not keys.given("use_decoupled_loss"):
-        keys.note("use_decoupled_loss is not given and taken as true; without it AReaL corrects nothing")
+    if rejects:
+        keys.taken_as_true("use_decoupled_loss", "without it AReaL corrects nothing")
     sapo = keys.flag("use_sapo_loss", False)
     if sapo and decoupled:
         raise keys.error("use_sapo_loss", "AReaL refuses it with use_decoupled_loss; leave one of them out")
@@ -44,7 +42,7 @@ def areal(mapping: Mapping[str, Any]) -> Translation:
     if threshold is not None and not decoupled:
         raise keys.error("m2_threshold", NEEDS_DECOUPLED)
     if not decoupled and not by_itself and not keys.flag("recompute_logprob", False):
-        return Translation(BYPASS, keys.notes)
+        return keys.bypass()
 
     weight, rules, non_finite = _rejection(keys) if rejects else (NO_WEIGHT, [], NonFinite.one)
     renormalize = False
@@ -57,7 +55,7 @@ def areal(mapping: Mapping[str, Any]) -> Translation:
             # a band of token ratios keeps the denominators as a weight that is zero outside it
             weight = replace(weight, outside=Outside.zero, low=rules[0].low, high=rules[0].high)
             if keys.text("importance_sampling_level") == "sequence":
-                keys.note(f"{gspo_tokens('AReaL', 'those inside the band')} by m2_threshold")
+                keys.note_gspo("AReaL", "those inside the band", " by m2_threshold")
         rules = [RejectRule(level=Level.token, stat=Stat.m2, budget=threshold)]
         renormalize = True
         non_finite = NonFinite.drop  # a second moment that is NaN is the largest of all
@@ -90,25 +88,24 @@ def _rejection(keys: Keys) -> tuple[WeightConfig, list[RejectRule], NonFinite]:
         rule = RejectRule(level=level, stat=Stat.k1, reduce=reduce, low=-upper, high=None if lower is None else -lower)
     # a KL that is NaN is out of bounds; a ratio that is NaN counts as 1
     if level == Level.token:
-        return WeightConfig(level=Level.token, high=None), [rule], NonFinite.zero
+        return UNWEIGHTED, [rule], NonFinite.zero
     keys.note("a row that lacks a sampler logprob leaves the denominators here, not AReaL's")
-    return WeightConfig(level=Level.token, high=None), [rule], NonFinite.reject
+    return UNWEIGHTED, [rule], NonFinite.reject
 
 
-def _by_ratio(
-    keys: Keys, level: Level, action: str | None, agg: str, upper: float
-) -> tuple[WeightConfig, list[RejectRule]]:
+Found = tuple[WeightConfig, list[RejectRule]]
+
+
+def _by_ratio(keys: Keys, level: Level, action: str | None, agg: str, upper: float) -> Found:
     """Ratios of a sequence weigh it by their geometric mean, whatever `agg` decides by."""
     lower = keys.lower("lower")
     if upper <= 1:
         raise keys.error("upper", "AReaL refuses a ratio of 1 or less")
     per_row = level == Level.sequence
-    aggregate = Aggregate.geometric if per_row else Aggregate.product
     if action == "clamp":
         if per_row and agg == "max" and lower is not None:
             raise keys.error("agg", "with a lower bound AReaL leaves some means below it unclamped")
         if per_row and agg == "sum" and lower is not None and lower > 1:
             raise keys.error("lower", "above 1 AReaL leaves some means below it unclamped")
-        return WeightConfig(level=level, aggregate=aggregate, low=lower, high=upper), []
-    rule = RejectRule(level=level, stat=Stat.ratio, reduce=Reduce(agg) if per_row else None, low=lower, high=upper)
-    return WeightConfig(level=level, aggregate=aggregate, high=None), [rule]
+        return weigh(lower, upper, level, mean=per_row), []
+    return weigh(None, None, level, mean=per_row), [ratio_rule(lower, upper, Reduce(agg) if per_row else None)]

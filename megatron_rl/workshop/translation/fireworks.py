@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from megatron_rl.config.schema import Aggregate, Level, Outside, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import BYPASS, Translation, TranslationError, gspo_tokens, keeps_kl
+from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import flatten, in_section
 
 KEYS = ("cap", "level", "icepop_threshold")
@@ -14,7 +10,7 @@ FORMER = {"tis_cap": "cap", "tis_level": "level"}  # in `is_correction`, beside 
 CLIPS = ("eps_clip", "eps_clip_high")
 
 
-def fireworks(mapping: Mapping[str, Any]) -> Translation:
+def fireworks(mapping: Native) -> Translation:
     place, section = _place(mapping)
     known = KEYS if section == "tis" else (*FORMER, *CLIPS)
     keys = in_section("fireworks", mapping, place + section, known, (f"{place}anchor_logp",), ("cap", "level", *CLIPS))
@@ -22,32 +18,29 @@ def fireworks(mapping: Mapping[str, Any]) -> Translation:
     if any(keys.given(name) for name in CLIPS):
         keys.note("eps_clip and eps_clip_high are the loss's; they go with loss.clip_low and loss.clip_high")
     if keys.choice("anchor_logp", "old_policy", "old_policy", "rollout") == "rollout":
-        return Translation(BYPASS, keys.notes)
+        return keys.bypass()
     if not keys.present:
         keys.note("there is no tis section: the cookbook's default is a cap of 5 per token")
     cap = keys.positive("cap", 5.0) or 5.0
     level = keys.choice("level", "token", "token", "sequence")
     band = keys.positive("icepop_threshold")
-    rules = []
     if level == "sequence":
         if band is not None:
             raise keys.error("icepop_threshold", "the cookbook refuses it with level: sequence")
         keys.note("the cookbook clamps each log-ratio to +-20 before its mean: the same unless one exceeds that")
-        weight = WeightConfig(level=Level.sequence, aggregate=Aggregate.geometric, high=cap)
-    elif band is None:
-        weight = WeightConfig(level=Level.token, high=cap)
-    elif band <= 1:
+        return keys.translation(weigh(None, cap, "sequence", mean=True), [])
+    if band is None:
+        return keys.translation(weigh(None, cap), [])
+    if band <= 1:
         raise keys.error("icepop_threshold", "expected a threshold above 1")
-    elif cap >= band:
-        weight = WeightConfig(level=Level.token, outside=Outside.zero, low=1.0 / band, high=band)
-    else:
-        weight = WeightConfig(level=Level.token, high=cap)
-        rules.append(RejectRule(level=Level.token, stat=Stat.ratio, low=1.0 / band, high=band))
-        keys.notes += [keeps_kl("the cookbook"), gspo_tokens("the cookbook")]
-    return keys.translation(weight, rules)
+    if cap >= band:
+        return keys.translation(weigh(1.0 / band, band, mask=True), [])
+    keys.note_kl("the cookbook")
+    keys.note_gspo("the cookbook")
+    return keys.translation(weigh(None, cap), [ratio_rule(1.0 / band, band)])
 
 
-def _place(mapping: Mapping[str, Any]) -> tuple[str, str]:
+def _place(mapping: Native) -> tuple[str, str]:
     """The dotted sections above the settings, such as `recipe.rl.` in a provision file, and their section's name."""
     found, sections = set(), set()
     for path in flatten(mapping):

@@ -1,4 +1,4 @@
-"""The values of another project's settings by name, and what several projects' settings come down to."""
+"""Values of another project's settings by name, and what several projects' settings come down to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, Reduce, RejectRule, Stat, WeightConfig, When
+from megatron_rl.config.schema import (
+    Aggregate,
+    Anchor,
+    CorrectionConfig,
+    Level,
+    Outside,
+    Reduce,
+    RejectRule,
+    Stat,
+    WeightConfig,
+    When,
+)
 
+Native = Mapping[str, Any]  # another project's settings, however they are nested
 NO_WEIGHT = WeightConfig(level=Level.none)
+UNWEIGHTED = WeightConfig(level=Level.token, high=None)  # by the bare ratio
 BYPASS = CorrectionConfig(anchor=Anchor.sampler, weight=NO_WEIGHT, rebaseline=False, renormalize=False)
 
 
@@ -18,19 +31,24 @@ class TranslationError(ValueError):
 
 
 class Translation(NamedTuple):
-    """Our config, and under which conditions it does the same."""
+    """Our config, and the conditions under which it does the same."""
 
     config: CorrectionConfig
     notes: list[str]
 
 
-def keeps_kl(project: str, which: str = "rejected tokens") -> str:
-    """A note for projects whose reference KL and entropy still count what their correction rejects."""
-    return f"{project}'s reference KL and entropy count {which} too; goes with loss.kl_on: counted where either is on"
+def weigh(
+    low: float | None, high: float | None, level: str = "token", mask: bool = False, mean: bool = False
+) -> WeightConfig:
+    """The ratio of each token or row (of which `mean`: geometric); out of bounds nothing (`mask`) or the bound."""
+    aggregate, outside = Aggregate.geometric if mean else Aggregate.product, Outside.zero if mask else Outside.truncate
+    return WeightConfig(Level(level), aggregate, outside, low, high)
 
 
-def gspo_tokens(project: str, which: str = "all tokens of a row") -> str:
-    return f"with GSPO {project} averages the ratio over {which}, ours over the tokens that are left"
+def ratio_rule(low: float | None, high: float | None, reduce: Reduce | None = None) -> RejectRule:
+    """Rows whose ratio, reduced this way, is out of bounds leave; without `reduce`, tokens."""
+    level = Level.token if reduce is None else Level.sequence
+    return RejectRule(level=level, stat=Stat.ratio, reduce=reduce, low=low, high=high)
 
 
 def opsm(delta: float) -> RejectRule:
@@ -45,7 +63,7 @@ def is_null(value: Any) -> bool:
 class Keys:
     """The values of one project's settings, by name."""
 
-    def __init__(self, framework: str, values: Mapping[str, Any], present: bool = True) -> None:
+    def __init__(self, framework: str, values: Native, present: bool = True) -> None:
         self.framework, self._values = framework, dict(values)
         self.present = present  # whether the project's section is there at all
         self.replaced = False  # whether the values are those of another section
@@ -58,11 +76,18 @@ class Keys:
     def note(self, condition: str) -> None:
         self.notes.append(condition)
 
+    def note_kl(self, project: str, which: str = "rejected tokens") -> None:
+        """Note that the reference KL and the entropy of a project still count what its correction rejects."""
+        theirs = f"{project}'s reference KL and entropy count {which} too"
+        self.note(f"{theirs}; goes with loss.kl_on: counted where either is on")
+
+    def note_gspo(self, project: str, which: str = "all tokens of a row", by: str = "") -> None:
+        self.note(f"with GSPO {project} averages the ratio over {which}, ours over the tokens that are left{by}")
+
     def raw(self, name: str, default: Any = None) -> Any:
         value = self._values.get(name, default)
-        if isinstance(value, str):
-            if "${" in value:
-                raise self.error(name, "an interpolation; write the value it stands for")
+        if isinstance(value, str) and "${" in value:
+            raise self.error(name, "an interpolation; write the value it stands for")
         return None if is_null(value) else value
 
     def rename(self, former: Mapping[str, str]) -> None:
@@ -86,6 +111,11 @@ class Keys:
     def null(self, name: str) -> bool:
         """Whether the key is there to say that there is no value."""
         return name in self._values and not self.given(name)
+
+    def taken_as_true(self, name: str, otherwise: str) -> None:
+        """Note what a switch that is not given is read as."""
+        if not self.given(name):
+            self.note(f"{name} is not given and taken as true; {otherwise}")
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.raw(name)
@@ -133,6 +163,10 @@ class Keys:
         if not math.isfinite(number):
             raise self.error(name, "expected a number")
         return number
+
+    def bypass(self) -> Translation:
+        """The loss's ratio is to the sampler, which is the whole correction."""
+        return Translation(BYPASS, self.notes)
 
     def translation(
         self, weight: WeightConfig, rules: list[RejectRule], renormalize: bool = False, **more: Any

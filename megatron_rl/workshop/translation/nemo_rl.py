@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from megatron_rl.config.schema import Level, NonFinite, Outside, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, keeps_kl
+from megatron_rl.config.schema import NonFinite, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import anywhere
 
 CORRECTION, ERROR_KEY = "use_importance_sampling_correction", "seq_logprob_error_threshold"
@@ -17,7 +14,7 @@ COMMON = ("reference_policy_kl_penalty",)
 KEYS = (CORRECTION, KIND, HIGH, LOW, PER_SEQUENCE, ERROR_KEY, "force_on_policy_ratio", KL_KEY, *COMMON)
 
 
-def nemo_rl(mapping: Mapping[str, Any]) -> Translation:
+def nemo_rl(mapping: Native) -> Translation:
     keys = anywhere("nemo_rl", mapping, KEYS, COMMON)
     penalty = keys.number(*COMMON)
     if keys.flag(KL_KEY, False) and penalty != 0:
@@ -31,10 +28,8 @@ def nemo_rl(mapping: Mapping[str, Any]) -> Translation:
     threshold = keys.positive(ERROR_KEY)
     if threshold is not None:
         if not renormalize:
-            raise keys.error(
-                ERROR_KEY,
-                "it takes rows out of the denominators and seq-mask-tis leaves them in: ours does one or the other",
-            )
+            why = "it takes rows out of the denominators and seq-mask-tis leaves them in: ours does one or the other"
+            raise keys.error(ERROR_KEY, why)
         rules.append(RejectRule(stat=Stat.abs, reduce=Reduce.mean, high=threshold))
     # a row's error that is NaN is above any threshold
     non_finite = NonFinite.zero if threshold is None else NonFinite.reject
@@ -47,8 +42,8 @@ def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
     per_sequence = keys.flag(PER_SEQUENCE, False)
     if kind is None and high is not None:
         raise keys.error(HIGH, f"NeMo-RL needs {KIND} with it")
-    if kind is not None and not keys.given(CORRECTION):
-        keys.note(f"{CORRECTION} is not given and taken as true; NeMo-RL refuses {KIND} without it")
+    if kind is not None:
+        keys.taken_as_true(CORRECTION, f"NeMo-RL refuses {KIND} without it")
     if not keys.flag(CORRECTION, default=kind is not None):
         if kind is not None:
             raise keys.error(KIND, f"NeMo-RL needs {CORRECTION}: true with it")
@@ -61,16 +56,10 @@ def _weight(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
     floor = f", in NeMo-RL {faulty} has {LOW}" if kind == "tis" and low else f", {faulty} in NeMo-RL" * per_sequence
     if not keys.given(ERROR_KEY):  # which rejects the row
         keys.note(f"a token without a sampler logprob has weight 0{floor}")
-    level = Level.sequence if per_sequence else Level.token
     if kind == "seq-mask-tis":
         if per_sequence:
             raise keys.error(KIND, f"NeMo-RL refuses it with {PER_SEQUENCE}")
-        keys.note(keeps_kl("NeMo-RL"))
-        return WeightConfig(level=level, high=None), [
-            RejectRule(stat=Stat.ratio, reduce=Reduce.mean, low=low, high=high)
-        ]
-    if kind is None:
-        low = None
-    return WeightConfig(
-        level=level, outside=Outside.zero if kind == "icepop" else Outside.truncate, low=low, high=high
-    ), []
+        keys.note_kl("NeMo-RL")
+        return UNWEIGHTED, [ratio_rule(low, high, Reduce.mean)]
+    level = "sequence" if per_sequence else "token"
+    return weigh(None if kind is None else low, high, level, mask=kind == "icepop"), []

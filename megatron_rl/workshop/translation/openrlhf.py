@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from megatron_rl.config.schema import Level, Outside, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import BYPASS, NO_WEIGHT, Keys, Translation, keeps_kl
+from megatron_rl.config.schema import Reduce
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, UNWEIGHTED, Keys, Native, Translation, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import anywhere
 
 BOUNDS = "is_correction_threshold"
@@ -21,7 +18,7 @@ KEYS = (LEVEL, MODE, GATING, BOUNDS, ENABLE, KIND, "policy_loss_type", KL_KEY, *
 SCHEMES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
 
 
-def openrlhf(mapping: Mapping[str, Any]) -> Translation:
+def openrlhf(mapping: Native) -> Translation:
     keys = anywhere("openrlhf", mapping, KEYS, COMMON, old=REMOVED)
     keys.rename(FORMER)
     if keys.flag(KL_KEY, False) and keys.flag("use_loss", True):
@@ -31,18 +28,13 @@ def openrlhf(mapping: Mapping[str, Any]) -> Translation:
         return keys.translation(NO_WEIGHT, [])
     if keys.choice("policy_loss_type", "ppo", "ppo", "gspo") == "gspo":
         keys.note("with gspo OpenRLHF takes the sampler's logprobs as the anchor; goes with loss.name: gspo")
-        return Translation(BYPASS, keys.notes)
+        return keys.bypass()
     level, mode = scheme
     low, high = _bounds(keys)
-    rules = []
-    if level == "seq":
-        weight = WeightConfig(level=Level.token, high=None)
-        rules.append(RejectRule(stat=Stat.ratio, reduce=Reduce.mean, low=low, high=high))
-        keys.note(keeps_kl("OpenRLHF"))
-    else:
-        outside = Outside.zero if mode == "mask" else Outside.truncate
-        weight = WeightConfig(level=Level.token, outside=outside, low=low, high=high)
-    return keys.translation(weight, rules)
+    if level == "token":
+        return keys.translation(weigh(low, high, mask=mode == "mask"), [])
+    keys.note_kl("OpenRLHF")
+    return keys.translation(UNWEIGHTED, [ratio_rule(low, high, Reduce.mean)])
 
 
 def _scheme(keys: Keys) -> tuple[str, str] | None:
@@ -72,8 +64,8 @@ def _former_scheme(keys: Keys) -> tuple[str, str] | None:
     if keys.given(BOUNDS) and not keys.given(ENABLE) and not keys.given(KIND):
         raise keys.error(BOUNDS, f"OpenRLHF corrects nothing by it alone; add {LEVEL}, or {ENABLE} before 0.11.2")
     kind = keys.choice(KIND, "tis", *SCHEMES) or "tis"
-    if keys.given(KIND) and not keys.given(ENABLE):
-        keys.note(f"{ENABLE} is not given and taken as true; without it OpenRLHF corrects nothing")
+    if keys.given(KIND):
+        keys.taken_as_true(ENABLE, "without it OpenRLHF corrects nothing")
     return SCHEMES[kind] if keys.flag(ENABLE, default=keys.given(KIND)) else None
 
 

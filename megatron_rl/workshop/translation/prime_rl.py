@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.workshop.translation.keys import BYPASS, Keys, Translation, TranslationError
+from megatron_rl.workshop.translation.keys import Keys, Native, Translation, TranslationError
 from megatron_rl.workshop.translation.settings import flatten, in_section
 
 SECTION = "trainer.loss"
@@ -17,7 +17,7 @@ OTHER_LOSSES = ("echo", "opd", "opsd", "sft")  # algorithms, of which some token
 KL_DEFAULT = 1e-3
 
 
-def prime_rl(mapping: Mapping[str, Any]) -> Translation:
+def prime_rl(mapping: Native) -> Translation:
     settings = {path: value for path, value in flatten(mapping).items() if ".kwargs." not in f".{path}"}
     for path, algorithm in _algorithms(settings):
         if algorithm in OTHER_LOSSES:
@@ -36,7 +36,7 @@ def prime_rl(mapping: Mapping[str, Any]) -> Translation:
         "the ratio is to the sampler; goes with loss.name: dppo, loss.trust_region: total_variation, "
         f"loss.clip_low: {low:g}, loss.clip_high: {high:g}, loss.reduction: token_mean"
     )
-    return Translation(BYPASS, keys.notes)
+    return keys.bypass()
 
 
 def _refuse_kl(keys: Keys) -> None:
@@ -49,7 +49,7 @@ def _refuse_kl(keys: Keys) -> None:
     raise keys.error(KL, reason)
 
 
-def _algorithms(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _algorithms(settings: Native) -> Iterator[tuple[str, Any]]:
     """Algorithm settings of all environments together and of each."""
     for path, value in settings.items():
         if path.endswith("algo.type"):

@@ -12,8 +12,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from megatron_rl.workshop.translation.keys import Keys, TranslationError, is_null
+from megatron_rl.workshop.translation.keys import Keys, Native, TranslationError, is_null
 
+Removed = Mapping[str, str]  # a name that is no longer there -> what has taken its place
 # what a removed setting holds when it is switched off
 OFF = (None, False, -1, "", "null", "none", "disabled")
 LEFT_OUT = "left out, as not about correction: "
@@ -85,7 +86,7 @@ def may_correct(name: str) -> bool:
     return any(SUSPECT.fullmatch(word.lower()) for word in WORD.findall(name))
 
 
-def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(mapping: Native, prefix: str = "") -> dict[str, Any]:
     """Sections, dotted names and command-line flags as dotted names with underscores."""
     flat: dict[str, Any] = {}
     for name, value in mapping.items():
@@ -103,16 +104,15 @@ def last(path: str) -> str:
 
 
 def _switched_off(value: Any) -> bool:
-    """Whether a removed setting asks for nothing."""
     return (value.strip().lower() if isinstance(value, str) else value) in OFF
 
 
-def _removed(framework: str, path: str, old: Mapping[str, str]) -> bool:
-    """Whether it is a name that is no longer there; under the section of another loss it is that section's own."""
+def _removed(framework: str, path: str, old: Removed) -> bool:
+    """Whether it is a removed name; under the section of another loss it is that section's own."""
     return last(path) in old and LEFT_OUT_NAMES[framework].isdisjoint(path.split(".")[:-1])
 
 
-def _read(framework: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+def _read(framework: str, mapping: Native) -> dict[str, Any]:
     flat = flatten(mapping)
     if flat and all(path == "defaults" or path.startswith("hydra.") for path in flat):
         raise TranslationError(f"{framework}: {', '.join(flat)}: what the files it names set is not read; {RESOLVE}")
@@ -120,11 +120,7 @@ def _read(framework: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def anywhere(
-    framework: str,
-    mapping: Mapping[str, Any],
-    known: Collection[str],
-    common: Collection[str] = (),
-    old: Mapping[str, str] | None = None,
+    framework: str, mapping: Native, known: Collection[str], common: Collection[str] = (), old: Removed | None = None
 ) -> Keys:
     """Keys of projects whose names say enough without their section; `common` are too short to look for typos of."""
     flat = _read(framework, mapping)
@@ -144,12 +140,12 @@ def _set(framework: str, values: dict[str, Any], name: str, value: Any, path: st
 
 def in_section(
     framework: str,
-    mapping: Mapping[str, Any],
+    mapping: Native,
     section: str,
     known: Collection[str],
     beside: Collection[str] = (),
     common: Collection[str] = (),
-    old: Mapping[str, str] | None = None,
+    old: Removed | None = None,
     bare: bool = True,
 ) -> Keys:
     """Keys of a section `section` (dotted), given in full, from any of its parents on, or (`bare`) as its keys.
@@ -198,7 +194,7 @@ def in_section(
     return keys
 
 
-def _unknown(keys: Keys, name: str, known: Iterable[str], old: Mapping[str, str]) -> TranslationError:
+def _unknown(keys: Keys, name: str, known: Iterable[str], old: Removed) -> TranslationError:
     if name in old:
         return keys.error(name, f"no longer there; {old[name]}")
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
@@ -207,14 +203,9 @@ def _unknown(keys: Keys, name: str, known: Iterable[str], old: Mapping[str, str]
 
 
 def _leave_out(
-    keys: Keys,
-    flat: Mapping[str, Any],
-    used: Collection[str],
-    telling: Collection[str],
-    old: Mapping[str, str],
-    elsewhere: Collection[str],
+    keys: Keys, flat: Native, used: Collection[str], telling: Collection[str], old: Removed, elsewhere: Collection[str]
 ) -> None:
-    """What was not looked at goes into a note; names in `elsewhere` are known without being looked for."""
+    """Note what was not looked at; names in `elsewhere` are known without being looked for."""
     shown: dict[str, None] = {}
     for path in flat:
         if path in used:
@@ -230,7 +221,7 @@ def _leave_out(
 
 
 def _refuse_unread(
-    framework: str, path: str, value: Any, telling: Collection[str], old: Mapping[str, str], elsewhere: Collection[str]
+    framework: str, path: str, value: Any, telling: Collection[str], old: Removed, elsewhere: Collection[str]
 ) -> None:
     """Refuses what looks like a mistyped, removed or new setting of the correction."""
     if _removed(framework, path, old) and not _switched_off(value):
@@ -239,8 +230,7 @@ def _refuse_unread(
     for part in path.split("."):
         if part in known:
             continue
-        close = difflib.get_close_matches(part, telling, n=1, cutoff=0.85)
-        if close:
+        if close := difflib.get_close_matches(part, telling, n=1, cutoff=0.85):
             raise TranslationError(f"{framework}: {path}: unknown; did you mean {close[0]}?")
         if may_correct(part) and not is_null(value):
             near = difflib.get_close_matches(part, telling, n=1, cutoff=0.0)

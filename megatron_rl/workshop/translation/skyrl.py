@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, gspo_tokens, keeps_kl
+from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import in_section
 
 ALGORITHM = "trainer.algorithm"
@@ -24,7 +21,7 @@ WITHOUT_CORRECTION = ("importance_sampling", "cross_entropy")
 BY_OLD_POLICY = ("regular", "dual_clip", "gspo", "cispo", "sapo")
 
 
-def skyrl(mapping: Mapping[str, Any]) -> Translation:
+def skyrl(mapping: Native) -> Translation:
     keys = in_section("skyrl", mapping, f"{ALGORITHM}.off_policy_correction", KEYS, BESIDE)
     if not keys.present and not keys.flag("use_tis", False):
         keys.note(f"there is no {ALGORITHM}.off_policy_correction, so SkyRL corrects nothing")
@@ -39,9 +36,9 @@ def skyrl(mapping: Mapping[str, Any]) -> Translation:
         rules = []
         keys.note(f"with {loss} SkyRL ignores outlier_token_is_* and token_mask_is_*, and so does this")
     if rules:
-        keys.note(keeps_kl("SkyRL"))
+        keys.note_kl("SkyRL")
     if loss == "gspo" and any(rule.level == Level.token for rule in rules):
-        keys.note(gspo_tokens("SkyRL"))
+        keys.note_gspo("SkyRL")
     anchor = Anchor.prox
     if loss in BY_SAMPLER or (loss == "cispo" and keys.text("cispo_anchor") == "rollout"):
         anchor = Anchor.sampler
@@ -58,16 +55,14 @@ def _weight(keys: Keys) -> WeightConfig:
     if keys.flag("use_tis", False):
         if not keys.given("tis_imp_ratio_cap"):
             raise keys.error("tis_imp_ratio_cap", "use_tis needs a cap")
-        return WeightConfig(level=Level.token, high=keys.positive("tis_imp_ratio_cap"))
+        return weigh(None, keys.positive("tis_imp_ratio_cap"))
     if level is None:
         return NO_WEIGHT
-    name, default = {"token": ("token_tis_ratio_clip_high", 2.0), "sequence": ("sequence_tis_ratio_clip_high", 5.0)}[
-        level
-    ]
-    cap = keys.positive(name, default)
+    name = f"{level}_tis_ratio_clip_high"
+    cap = keys.positive(name, 2.0 if level == "token" else 5.0)
     if cap is None:
         raise keys.error(name, "SkyRL needs a number")
-    return WeightConfig(level=Level(level), high=cap)
+    return weigh(None, cap, level)
 
 
 def _sequence_rules(keys: Keys) -> list[RejectRule]:
@@ -75,16 +70,14 @@ def _sequence_rules(keys: Keys) -> list[RejectRule]:
     metric = keys.choice(MASK, None, "geometric", "product")
     if metric == "geometric":
         low, high = keys.lower("geo_mask_low", 0.99), keys.positive("geo_mask_high", 1.01)
-        rules.append(RejectRule(stat=Stat.ratio, reduce=Reduce.mean, low=low, high=high))
+        rules.append(ratio_rule(low, high, Reduce.mean))
     elif metric == "product":
         low, high = keys.lower("product_mask_low", 0.5), keys.positive("product_mask_high", 2.0)
-        rules.append(RejectRule(stat=Stat.ratio, reduce=Reduce.sum, low=low, high=high))
-    low = keys.lower("outlier_token_is_threshold_low")
-    if low is not None:
-        rules.append(RejectRule(stat=Stat.ratio, reduce=Reduce.min, low=low))
-    high = keys.positive("outlier_token_is_threshold_high")
-    if high is not None:
-        rules.append(RejectRule(stat=Stat.ratio, reduce=Reduce.max, high=high))
+        rules.append(ratio_rule(low, high, Reduce.sum))
+    if (low := keys.lower("outlier_token_is_threshold_low")) is not None:
+        rules.append(ratio_rule(low, None, Reduce.min))
+    if (high := keys.positive("outlier_token_is_threshold_high")) is not None:
+        rules.append(ratio_rule(None, high, Reduce.max))
     return rules
 
 
@@ -99,4 +92,4 @@ def _token_rules(keys: Keys, weight: WeightConfig) -> list[RejectRule]:
         raise keys.error(MASK, "SkyRL evaluates it on what token_mask_is_threshold_* left, ours on all")
     if weight.level == Level.sequence:
         raise keys.error("tis_ratio_type", "SkyRL takes the product over what token_mask_is_threshold_* left")
-    return [RejectRule(level=Level.token, stat=Stat.ratio, low=keys.lower(low_key), high=keys.positive(high_key))]
+    return [ratio_rule(keys.lower(low_key), keys.positive(high_key))]

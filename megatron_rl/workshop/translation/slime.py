@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
-from megatron_rl.config.schema import Aggregate, Anchor, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, gspo_tokens, keeps_kl, opsm
+from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, opsm, ratio_rule, weigh
 from megatron_rl.workshop.translation.settings import anywhere
 
 FUNCTION = "custom_tis_function_path"
@@ -26,7 +25,7 @@ LEVELS = ("token", "sequence", "geometric")
 REDUCE = {"sequence": Reduce.sum, "geometric": Reduce.mean}
 
 
-def slime(mapping: Mapping[str, Any]) -> Translation:
+def slime(mapping: Native) -> Translation:
     keys = anywhere("slime", mapping, FLAGS + MIS, COMMON)
     if keys.flag("use_unbiased_kl", False) and keys.flag("use_kl_loss", True):
         raise keys.error("use_unbiased_kl", "our KL term takes no importance weight")
@@ -37,10 +36,11 @@ def slime(mapping: Mapping[str, Any]) -> Translation:
     if by_sampler and weight.level != Level.none:
         raise keys.error(METRICS, "with icepop_function slime weighs a ratio that holds the weight already")
     if keys.text("advantage_estimator") == "gspo" and any(rule.level == Level.token for rule in rules):
-        keys.note(gspo_tokens("slime"))
+        keys.note_gspo("slime")
     if keys.flag("use_opsm", False):
         delta = keys.number("opsm_delta", 1e-4)
-        assert delta is not None
+        if delta is None:
+            raise keys.error("opsm_delta", "slime needs a number")
         rules.append(opsm(delta))
         if by_sampler:
             keys.note("use_opsm: each micro-batch judges by the current policy, as slime does")
@@ -50,18 +50,17 @@ def slime(mapping: Mapping[str, Any]) -> Translation:
                 "with one update per batch; ours compares the sampler's with the proximal ones, which is slime's rule "
                 "under use_rollout_logprobs"
             )
-        keys.note(keeps_kl("slime", "what use_opsm, not what use_rs, rejects"))
+        keys.note_kl("slime", "what use_opsm, not what use_rs, rejects")
     if keys.flag(MASK_OLD, False):
         rules.insert(0, _fresh(keys))
     return keys.translation(weight, rules, anchor=Anchor.sampler if by_sampler else Anchor.prox)
 
 
 def _fresh(keys: Keys) -> RejectRule:
-    """What was written before the call that finished the batch is not trained on."""
+    """Leave out what was written before the call that finished the batch."""
     if not keys.flag(PARTIAL, True):
         raise keys.error(MASK_OLD, f"slime ignores it without {PARTIAL}; set that, or leave this out")
-    if not keys.given(PARTIAL):
-        keys.note(f"{PARTIAL} is not given and taken as true; without it slime masks nothing here")
+    keys.taken_as_true(PARTIAL, "without it slime masks nothing here")
     keys.note(
         f"{MASK_OLD}: the call that completes a batch has the learner's weights in slime's train.py, and those of one "
         "update before in train_async.py: raise the rule's high to 1 for that"
@@ -90,9 +89,7 @@ def _correction(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
         return NO_WEIGHT, []
     if function and not function.endswith("icepop_function"):
         raise keys.error(FUNCTION, "what a custom function computes is not known here")
-    outside = Outside.zero if function else Outside.truncate
-    low, high = keys.lower("tis_clip_low"), keys.positive("tis_clip", 2.0)
-    return WeightConfig(level=Level.token, outside=outside, low=low, high=high), []
+    return weigh(keys.lower("tis_clip_low"), keys.positive("tis_clip", 2.0), mask=bool(function)), []
 
 
 def _mis(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
@@ -111,31 +108,15 @@ def _mis(keys: Keys) -> tuple[WeightConfig, list[RejectRule]]:
     if high is None:
         raise keys.error("tis_upper_bound", "slime needs it")
     low = keys.positive("tis_lower_bound") or 1.0 / high
-    weight = WeightConfig(
-        level=Level.token if level == "token" else Level.sequence,
-        aggregate=Aggregate.geometric if level == "geometric" else Aggregate.product,
-        outside=Outside.zero if mode == "mask" else Outside.truncate,
-        low=None if mode == "truncate" else low,
-        high=high,
-        normalize=normalize,
-    )
+    kind, low_cap = "token" if level == "token" else "sequence", None if mode == "truncate" else low
+    weight = weigh(low_cap, high, kind, mask=mode == "mask", mean=level == "geometric")
     if mode == "mask":
         keys.note("tis_mode: mask: slime's reference KL and entropy leave out masked tokens, ours keep them")
-    return weight, _rejection(keys, low, high) if rejects else []
+    return replace(weight, normalize=normalize), _rejection(keys, low, high) if rejects else []
 
 
 def _rejection(keys: Keys, low: float, high: float) -> list[RejectRule]:
     level = keys.choice("rs_level", "token", *LEVELS) or "token"
-    rules = [
-        RejectRule(
-            level=Level.token if level == "token" else Level.sequence,
-            stat=Stat.ratio,
-            reduce=REDUCE.get(level),
-            low=keys.positive("rs_lower_bound") or low,
-            high=keys.positive("rs_upper_bound") or high,
-        )
-    ]
-    veto = keys.positive("rs_veto_threshold")
-    if veto is not None:
-        rules.append(RejectRule(stat=Stat.ratio, reduce=Reduce.min, low=veto))
-    return rules
+    low, high = keys.positive("rs_lower_bound") or low, keys.positive("rs_upper_bound") or high
+    rules, veto = [ratio_rule(low, high, REDUCE.get(level))], keys.positive("rs_veto_threshold")
+    return rules if veto is None else [*rules, ratio_rule(veto, None, Reduce.min)]

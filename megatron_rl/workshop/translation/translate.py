@@ -11,10 +11,9 @@ import difflib
 import sys
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -25,7 +24,7 @@ from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite
 from megatron_rl.config.shape import misfits
 from megatron_rl.workshop.translation.areal import areal
 from megatron_rl.workshop.translation.fireworks import fireworks
-from megatron_rl.workshop.translation.keys import Translation, TranslationError
+from megatron_rl.workshop.translation.keys import Native, Translation, TranslationError
 from megatron_rl.workshop.translation.nemo_rl import nemo_rl
 from megatron_rl.workshop.translation.openrlhf import openrlhf
 from megatron_rl.workshop.translation.prime_rl import prime_rl
@@ -35,33 +34,14 @@ from megatron_rl.workshop.translation.slime import slime
 from megatron_rl.workshop.translation.trl import trl
 from megatron_rl.workshop.translation.verl import verl
 
-__all__ = ["FRAMEWORKS", "TranslatedConfig", "TranslationError", "translate", "translate_file", "yaml_text"]
+__all__ = ["FRAMEWORKS", "TranslationError", "translate", "translate_file", "yaml_text"]
 
-FRAMEWORKS: dict[str, Callable[[Mapping[str, Any]], Translation]] = {
+FRAMEWORKS: dict[str, Callable[[Native], Translation]] = {
     one.__name__: one for one in (verl, skyrl, trl, nemo_rl, areal, slime, openrlhf, fireworks, prime_rl)
 }
 
 
-@dataclass(frozen=True, eq=False)
-class TranslatedConfig(CorrectionConfig):
-    """A correction config with the conditions under which it does the same. Unpacks into (config, notes)."""
-
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def config(self) -> CorrectionConfig:
-        return CorrectionConfig(**{each.name: getattr(self, each.name) for each in fields(CorrectionConfig)})
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self.config
-        yield self.notes
-
-    def __eq__(self, other: object) -> bool:
-        """Equality as configs: what is noted about one does not make it another."""
-        return self.config == (other.config if isinstance(other, TranslatedConfig) else other)
-
-
-def translate(framework: str, mapping: Mapping[str, Any]) -> TranslatedConfig:
+def translate(framework: str, mapping: Native) -> Translation:
     """The native keys of a project as our config: the section or a whole file; nested, dotted or as flags."""
     name = framework.lower().replace("-", "_")
     if name not in FRAMEWORKS:
@@ -70,17 +50,14 @@ def translate(framework: str, mapping: Mapping[str, Any]) -> TranslatedConfig:
         raise TranslationError(f"framework is {framework!r}: known are {', '.join(FRAMEWORKS)}{hint}")
     if not isinstance(mapping, Mapping):
         raise TranslationError(f"{framework}: expected keys and values, got {type(mapping).__name__}")
-    found = FRAMEWORKS[name](mapping)
-    config = found.config
+    config, notes = FRAMEWORKS[name](mapping)
     rules = [rule for rule in config.reject if rule.stat != Stat.staleness]
     if config.anchor == Anchor.prox and config.weight.level == Level.none and not rules:
         # who corrects nothing trains tokens without a sampler logprob like all others
         config = replace(config, non_finite=NonFinite.one)
-    problems = check_correction(config)
-    if problems:
+    if problems := check_correction(config):
         raise TranslationError(f"{framework}: these settings make no valid correction: " + "; ".join(problems))
-    conditions_first = sorted(found.notes, key=lambda note: note.startswith(LEFT_OUT))
-    return TranslatedConfig(**vars(config), notes=conditions_first)
+    return Translation(config, sorted(notes, key=lambda note: note.startswith(LEFT_OUT)))  # conditions first
 
 
 def translate_file(framework: str, path: str | Path) -> str:
@@ -94,23 +71,23 @@ def translate_file(framework: str, path: str | Path) -> str:
         mapping = read(text)
     except (yaml.YAMLError, ValueError) as error:
         raise TranslationError(f"{path}: not valid {form} ({error})") from None
-    found = translate(framework, {} if mapping is None else mapping)
-    if mapping and _is_ours(mapping) and found == translate(framework, {}):
+    config, notes = translate(framework, {} if mapping is None else mapping)
+    if mapping and _is_ours(mapping) and config == translate(framework, {}).config:
         raise TranslationError(
             f"{path}: this is a recipe of ours, without any setting of {framework}; name a file of {framework}'s"
         )
-    lines = [f"{framework}: {Path(path).name}", *found.notes]
-    return "".join(f"{_comment(line)}\n" for line in lines) + yaml_text(found.config)
+    lines = [f"{framework}: {Path(path).name}", *notes]
+    return "".join(f"{_comment(line)}\n" for line in lines) + yaml_text(config)
 
 
-def _is_ours(mapping: Mapping[str, Any]) -> bool:
+def _is_ours(mapping: Native) -> bool:
     """Whether it fits our own schema; presets and bases are names there."""
     return not any(misfits({key: value for key, value in mapping.items() if key not in ("base", *PRESET_SECTIONS)}))
 
 
 def _comment(text: str) -> str:
-    lines = textwrap.wrap(text, width=98, break_long_words=False, break_on_hyphens=False)
-    return "\n#   ".join(["# " + lines[0], *lines[1:]])
+    wrapper = textwrap.TextWrapper(100, "# ", "#   ", break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text)
 
 
 def yaml_text(config: CorrectionConfig) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from megatron_rl.config.schema import Level, NonFinite, Outside, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation, keeps_kl, opsm
+from megatron_rl.config.schema import Level, NonFinite, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, opsm, weigh
 from megatron_rl.workshop.translation.settings import anywhere, flatten, last
 
 MODE, MASK_KEY = "vllm_importance_sampling_mode", "off_policy_mask_threshold"
@@ -25,7 +22,7 @@ LATER = (
 )
 
 
-def trl(mapping: Mapping[str, Any]) -> Translation:
+def trl(mapping: Native) -> Translation:
     keys = anywhere("trl", mapping, KEYS, COMMON)
     undated = SINCE_0_26.isdisjoint(map(last, flatten(mapping)))
     early = undated and keys.given(OLD_HIGH)
@@ -34,7 +31,7 @@ def trl(mapping: Mapping[str, Any]) -> Translation:
     by_vllm = keys.flag("use_vllm", True)
     weight = NO_WEIGHT
     if by_vllm and keys.flag(CORRECTION, True):
-        weight = WeightConfig(level=Level.token, high=keys.positive(OLD_HIGH)) if early else _weight(keys)
+        weight = weigh(None, keys.positive(OLD_HIGH)) if early else _weight(keys)
         if undated:
             keys.note(EARLY if early else LATER)
         if keys.text("loss_type") == "vespo":
@@ -48,12 +45,11 @@ def trl(mapping: Mapping[str, Any]) -> Translation:
         )
         if not by_vllm:
             keys.note(f"{MASK_KEY}: without vLLM TRL compares with the learner's own old logprobs")
-    if rules:
-        keys.note(keeps_kl("TRL"))
+        keys.note_kl("TRL")
     if weight.level == Level.sequence:
         keys.note("a token without a sampler logprob has the row's ratio in TRL, weight 1 here")
-    if weight.level != Level.none and not keys.given("use_vllm"):
-        keys.note("use_vllm is not given and taken as true; without vLLM TRL corrects nothing")
+    if weight.level != Level.none:
+        keys.taken_as_true("use_vllm", "without vLLM TRL corrects nothing")
     return keys.translation(weight, rules, non_finite=NonFinite.one)
 
 
@@ -67,5 +63,4 @@ def _weight(keys: Keys) -> WeightConfig:
         if action == "truncate":
             raise keys.error(HIGH, f"TRL needs a bound with {mode}; set {HIGH} or {LOW}")
         action = "truncate"
-    outside = Outside.zero if action == "mask" else Outside.truncate
-    return WeightConfig(level=Level(level), outside=outside, low=low, high=high)
+    return weigh(low, high, level, mask=action == "mask")

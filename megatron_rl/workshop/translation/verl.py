@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from megatron_rl.config.schema import Anchor, Level, Outside, Reduce, RejectRule, Stat, WeightConfig
-from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Translation
+from megatron_rl.config.schema import Anchor, Level, Reduce, RejectRule, Stat, WeightConfig
+from megatron_rl.workshop.translation.keys import NO_WEIGHT, Keys, Native, Translation, weigh
 from megatron_rl.workshop.translation.settings import flatten, in_section
 
 NORMALIZE = "rollout_is_batch_normalize"
@@ -51,7 +49,7 @@ RULES = {f"token_{name}": RejectRule(level=Level.token, stat=stat) for name, sta
 }
 
 
-def verl(mapping: Mapping[str, Any]) -> Translation:
+def verl(mapping: Native) -> Translation:
     flat = flatten(mapping)
     in_loss = {path: flat.pop(path) for path in list(flat) if ".policy_loss.rollout_correction." in f".{path}."}
     keys = in_section("verl", flat, "algorithm.rollout_correction", KEYS, BESIDE, common=COMMON, old=REMOVED)
@@ -98,15 +96,11 @@ def _bypasses(keys: Keys) -> bool:
     if keys.text("loss_mode") != "bypass_mode":
         return keys.flag("bypass_mode", False)
     if not keys.flag("bypass_mode", True):
-        raise keys.error(
-            "loss_mode",
-            "without algorithm.rollout_correction.bypass_mode verl compares the learner with itself; set it",
-        )
+        why = "without algorithm.rollout_correction.bypass_mode verl compares the learner with itself; set it"
+        raise keys.error("loss_mode", why)
     if not keys.given("bypass_mode"):
-        keys.note(
-            "algorithm.rollout_correction.bypass_mode is not given and taken as true; without it verl compares the "
-            "learner with itself"
-        )
+        said = "is not given and taken as true; without it verl compares the learner with itself"
+        keys.note(f"algorithm.rollout_correction.bypass_mode {said}")
     return True
 
 
@@ -150,7 +144,7 @@ def _renormalize(keys: Keys, rules: list[RejectRule]) -> bool:
 
 
 def _reduction(keys: Keys) -> str:
-    """What verl's loss divides by: some losses have a reduction of their own."""
+    """The denominator of verl's loss: some losses have a reduction of their own."""
     mode = keys.text("loss_mode")
     if mode not in ROW_MODES:
         return keys.text(AGG) or "token-mean"
@@ -191,8 +185,8 @@ def _weight(keys: Keys) -> WeightConfig:
         low, high = (keys.as_number(name, part) for part in text.split("_", 1))
         if not 0 < low < high:
             raise keys.error(name, "expected lo_hi with 0 < lo < hi")
-        return WeightConfig(level=Level(level), outside=Outside.zero, low=low, high=high, normalize=normalize)
-    return WeightConfig(level=Level(level), high=keys.positive(name, 2.0), normalize=normalize)
+        return replace(weigh(low, high, level, mask=True), normalize=normalize)
+    return replace(weigh(None, keys.positive(name, 2.0), level), normalize=normalize)
 
 
 def _rules(keys: Keys) -> list[RejectRule]:
@@ -224,7 +218,7 @@ def _note_unquoted(keys: Keys, name: str, text: str) -> None:
 
 
 def _words(keys: Keys, name: str) -> list[str]:
-    """What is listed, in YAML or between commas."""
+    """Words listed in YAML, or between commas."""
     value = keys.raw(name)
     listed = value if isinstance(value, list | tuple) else (keys.text(name) or "").split(",")
     return [word for word in (str(each).strip() for each in listed) if word]

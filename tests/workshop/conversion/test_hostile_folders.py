@@ -23,8 +23,8 @@ class Attack:
 
 
 def in_pickle(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Attack()}))
+    weights = (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    weights.write_bytes(pickle.dumps({"model.norm.weight": Attack()}))
 
 
 def leads_out(folder: Path) -> None:
@@ -32,9 +32,8 @@ def leads_out(folder: Path) -> None:
 
 
 def link(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.rename(folder.parent / "elsewhere")
-    file.symlink_to(folder.parent / "elsewhere")
+    elsewhere = (folder / "model.safetensors").rename(folder.parent / "elsewhere")
+    (folder / "model.safetensors").symlink_to(elsewhere)
 
 
 def weights(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -69,22 +68,17 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "quantized": (quantized, "holds quantized weights (fp8)"),
     "a tensor less": (config(num_hidden_layers=3), "num_hidden_layers of config.json is 3"),
 }  # fmt: skip
-# what these do not need to know
-LET_PASS = {("export", "another family"), ("export", "a tensor less")} | {
-    (command, attack)
-    for command in ("inspect", "verify", "dequantize")
-    for attack in ("another family", "quantized", "a tensor less")
-}
+# commands that need to know the model; export needs to know whether it is quantized
+ASKED = dict.fromkeys(("another family", "a tensor less"), ("import", "quantize"))
+ASKED["quantized"] = ("import", "quantize", "export")
+CASES = [(command, name) for name in ATTACKS for command in ASKED.get(name, COMMANDS)]
 
 
 @pytest.mark.fault("a hostile model folder", "every command says what is wrong in one line, and writes nothing")
-@pytest.mark.parametrize("name", ATTACKS)
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("command", "name"), CASES)
 def test_an_attack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, name: str
 ) -> None:
-    if (command, name) in LET_PASS:
-        return
     attack, expected = ATTACKS[name]
     monkeypatch.chdir(tmp_path)
     source = made(tmp_path / "hf", config_of("llama"))

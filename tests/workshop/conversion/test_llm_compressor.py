@@ -82,8 +82,7 @@ def test_what_its_own_library_reads(tmp_path: Path, plain: Path, preset: str) ->
     expected = published(plain, folder, preset)
     said = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert said.keys() == KEYS
-    assert said["format"] == PUBLISHED[preset]
-    assert said["ignore"] == ["lm_head"]
+    assert (said["format"], said["ignore"]) == (PUBLISHED[preset], ["lm_head"])
     done("inspect", folder)
     done("dequantize", folder, tmp_path / "plain")
     got = tensors_of(tmp_path / "plain")
@@ -101,7 +100,5 @@ def test_transformers_runs_what_is_quantized_here(tmp_path: Path, plain: Path, f
     done("quantize", plain, tmp_path / "quantized", "--format", format)
     source = find(str(tmp_path / "quantized"))
     refuse_unscored(source)
-    got = torch.cat(score(source, ROWS))
-    whole = torch.cat(score(find(str(plain)), ROWS))
-    print("DISTANCE", format, (got - whole).abs().mean())
+    got, whole = (torch.cat(score(one, ROWS)) for one in (source, find(str(plain))))
     assert 0 < float((got - whole).abs().mean()) < 0.08

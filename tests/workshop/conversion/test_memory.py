@@ -1,4 +1,7 @@
-"""A conversion holds a few tensors, not the model."""
+"""A conversion holds a few tensors, not the model.
+
+Each is measured in a fork of one process, as the tool is: this file, run as a script that reads lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ from pathlib import Path
 import pytest
 from models import config_of, convert, done, made
 
-WORKER = Path(__file__).parent / "memory_worker.py"
+from megatron_rl.workshop.conversion import exports, imports, work
+
 CONVERSIONS = {
-    "import": (["import"], ["hf"]),
-    "export": (["export"], ["checkpoint"]),
-    "quantize to int8": (["quantize", "--format", "int8"], ["hf"]),
-    "quantize to fp8": (["quantize", "--format", "fp8"], ["hf"]),
-    "quantize to fp8_block": (["quantize", "--format", "fp8_block"], ["checkpoint"]),
-    "dequantize int8": (["dequantize"], ["int8"]),
-    "dequantize fp8_block": (["dequantize"], ["fp8_block"]),
+    "import": (["import"], "hf"),
+    "export": (["export"], "checkpoint"),
+    "quantize to int8": (["quantize", "--format", "int8"], "hf"),
+    "quantize to fp8": (["quantize", "--format", "fp8"], "hf"),
+    "quantize to fp8_block": (["quantize", "--format", "fp8_block"], "checkpoint"),
+    "dequantize int8": (["dequantize"], "int8"),
+    "dequantize fp8_block": (["dequantize"], "fp8_block"),
 }
 MOST = 100e6  # of each of two threads: what megatron joins, what that is made of, and the steps of rounding
 
@@ -29,10 +33,8 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Of a model of 136 MB, whose largest tensor has 8.4 MB, and 17 MB as megatron joins it."""
     folder = tmp_path_factory.mktemp("sizes")
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1000, "head_dim": 64}
-    for name, config in {
-        "large": config_of("llama", **wide) | {"num_hidden_layers": 5},
-        "small": config_of("llama"),
-    }.items():
+    configs = {"large": config_of("llama", **wide) | {"num_hidden_layers": 5}, "small": config_of("llama")}
+    for name, config in configs.items():
         made(folder / name / "hf", config)
         done("import", folder / name / "hf", folder / name / "checkpoint")
         for form in ("int8", "fp8_block"):
@@ -40,13 +42,12 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     assert sum(file.stat().st_size for file in (folder / "large" / "hf").iterdir()) > 130e6
 
     def words(name: str, size: str) -> list[str]:
-        (command, *options), sources = CONVERSIONS[name]
-        target = folder / size / f"of {name}"
-        return [command, *(str(folder / size / source) for source in sources), str(target), *options]
+        (command, *options), source = CONVERSIONS[name]
+        return [command, str(folder / size / source), str(folder / size / f"of {name}"), *options]
 
     asked = "".join(json.dumps([words(name, "small"), words(name, "large")]) + "\n" for name in CONVERSIONS)
     told = subprocess.run(
-        [sys.executable, str(WORKER)], input=asked, capture_output=True, text=True, check=False,
+        [sys.executable, __file__], input=asked, capture_output=True, text=True, check=False,
         env=os.environ | convert.LARGE_PAGES | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
@@ -56,3 +57,36 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_memory(peaks: dict[str, int], name: str) -> None:
     assert peaks[name] < MOST, peaks
+
+
+def main() -> None:
+    imports.FILE_BYTES = exports.FILE_BYTES = 20 << 20
+    work.THREADS = 2
+    for line in sys.stdin:
+        first, words = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(peak(first, words))
+        if os.waitpid(pid, 0)[1]:
+            raise SystemExit(f"{words} failed")
+
+
+def peak(first: list[str], words: list[str]) -> int:
+    """Of `words`; `first` goes before, since what it imports is not what a conversion holds."""
+    answer, sys.stdout = sys.stdout, sys.stderr
+    failed = convert.main(first)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = held("VmRSS")
+    failed |= convert.main(words)
+    print(held("VmHWM") - before, file=answer, flush=True)
+    return failed
+
+
+def held(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) << 10
+
+
+if __name__ == "__main__":
+    convert.tune_memory()
+    main()

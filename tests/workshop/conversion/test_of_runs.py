@@ -1,8 +1,10 @@
-"""A run's checkpoint as its sampler had it: the format, the smoothing and the cache's scales of the last sync."""
+"""A run's checkpoints, also as its sampler had them; and the commands of tools/README.md, which begin with runs."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import config_of, done, fails, made, tensors_of, verdicts
+from models import ROOT, config_of, convert, done, fails, made, tensors_of, verdicts
 from safetensors.torch import save_file
 from simulated import assert_same_bits
 
@@ -27,7 +29,14 @@ from megatron_rl.weight_sync.source import ShardSource
 from megatron_rl.workshop.evaluation import stored_model
 from megatron_rl.workshop.evaluation.stored_model import StoredWeights
 
+JOURNEYS = re.findall(r"```bash journey\n(.*?)```", (ROOT / "tools" / "README.md").read_text(), re.DOTALL)
 Run = tuple[Path, dict[str, torch.Tensor]]
+
+
+def leave_run(run: Path, model: Path, **quantization: Any) -> None:
+    run.mkdir(parents=True)
+    about = {"model": {"path": str(model)}, "quantization": {"format": "int8", **quantization}}
+    (run / "config.yaml").write_text(to_yaml(from_mapping(about)))
 
 
 def leave_step(run: Path, imported: Path, step: int, state: dict[str, torch.Tensor]) -> None:
@@ -56,10 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     weights = StoredWeights(stored_model.find(source, None, None))
     sync = ShardSource(weights.model, weights.groups, Format.int8, ["lm_head"], smoothing=smoothing, cache_scales=cache)
     sent = dict(sync.tensors(dict(weights.named_parameters())))
-    quantization = {"format": "int8", "smoothing": 0.5, "kv_cache": "fp8"}
-    (folder / "run").mkdir()
-    recorded = from_mapping({"model": {"path": str(source)}, "quantization": quantization})
-    (folder / "run" / "config.yaml").write_text(to_yaml(recorded))
+    leave_run(folder / "run", source, smoothing=0.5, kv_cache="fp8")
     leave_step(folder / "run", folder / "imported", 3, smoothing.state() | cache.state())
     return folder / "run", sent
 
@@ -75,14 +81,11 @@ def test_as_its_sampler_had_it(tmp_path: Path, run: Run, capsys: pytest.CaptureF
 
 def test_a_step_and_a_run(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = run
-    source = folder.parent / "hf"
     done("export", f"{folder}@3", tmp_path / "of_step")
     done("export", folder, tmp_path / "of_run")
     capsys.readouterr()
     for name in ("of_step", "of_run"):
-        got, want = tensors_of(tmp_path / name), tensors_of(source)
-        assert got.keys() == want.keys()
-        assert all(torch.equal(got[key], want[key]) for key in want)
+        assert_same_bits(list(tensors_of(tmp_path / name).items()), tensors_of(folder.parent / "hf"))
     done("inspect", f"{folder}@3")
     said = capsys.readouterr().out
     assert "checkpoint of step 3 of the run run, saved under tp=2 dp=2" in said
@@ -100,3 +103,36 @@ def test_a_torn_step(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
     assert f"{data} was changed after it was written" in fails(capsys, "export", f"{folder}@3", tmp_path / "x")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands name."""
+    folder = tmp_path_factory.mktemp("journeys")
+    config, run = config_of("qwen3", tie_word_embeddings=True), folder / "runs" / "dapo"
+    policy = made(folder / "models" / "policy", config)
+    done("quantize", policy, folder / "models" / "released-fp8", "--format", "fp8_block")
+    leave_run(run, policy)
+    for step in (100, 120):
+        made(folder / "steps" / str(step), config, seed=step)
+        done("import", folder / "steps" / str(step), folder / "imported" / str(step))
+        leave_step(run, folder / "imported" / str(step), step, {"none": torch.zeros(1)})
+    return folder
+
+
+def test_the_commands_as_they_stand_there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    assert len(JOURNEYS) == 4
+    for line in "".join(JOURNEYS).splitlines():
+        program, tool, *words = shlex.split(line)
+        assert (program, tool) == ("python", "tools/convert.py")
+        assert convert.main(words) == 0, line
+    sampled, int8 = (tensors_of(place / "served" / name) for name in ("dapo-sampled", "dapo-int8"))
+    assert all(torch.equal(tensor, int8[name]) for name, tensor in sampled.items())
+
+
+def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in convert.COMMANDS:
+        with pytest.raises(SystemExit):
+            convert.main([name, "--help"])
+        assert f"example: python tools/convert.py {name}" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A learner in this process beside live engines in processes of their own: leaves what it found as JSON."""
+"""A learner in this process beside live engines in processes of their own; what is found is left as JSON."""
 
 import json
 import sys
@@ -39,6 +39,7 @@ THEIRS = {
 
 class Case:
     def __init__(self, folder: Path, format: Format, head: Precision = Precision.bf16) -> None:
+        folder.mkdir()
         self.head = head
         self.live: Live = make_live(folder, format, tied=True, head=head)
         with startable():
@@ -56,23 +57,25 @@ class Case:
             yield learner
 
     def walk(self, learner: Learner) -> dict[str, Any]:
-        walk, before = Walk(learner), [learner.logprobs(_batch(one)).tolist() for one in self.rollouts]
-        for rollout in self.rollouts:
-            walk.add(_batch(rollout), self.values(rollout))
+        batches = [collate([Scored(rollout, reward=0.0)]) for rollout in self.rollouts]
+        walk, before = Walk(learner), [learner.logprobs(batch).tolist() for batch in batches]
+        for batch, rollout in zip(batches, self.rollouts, strict=True):
+            walk.add(batch, self.values(rollout))
+        logits = self.values(self.rollouts[0])["lm_head"]
         return {
             "kl": walk.kl / walk.tokens,
             "entered": {str(point): entered for point, entered in walk.entered().items()},
             "own": {str(point): found.own.max for point, found in walk.points.items()},
             "apart": {str(point): found.apart.max for point, found in walk.points.items()},
-            "rounded logits": _rounded(self.values(self.rollouts[0])["lm_head"]),
-            "left alone": before == [learner.logprobs(_batch(one)).tolist() for one in self.rollouts],
+            "rounded logits": bool((logits == logits.bfloat16()).all()),
+            "left alone": before == [learner.logprobs(batch).tolist() for batch in batches],
         }
 
     def probe(self, learner: Learner) -> str:
         """What the probe of layers says of the engine as it is."""
         (rollout, *_) = self.rollouts
         with Activations(learner).beside(self.values(rollout), replace=True) as seen:
-            learner.logprobs(_batch(rollout))
+            learner.logprobs(collate([Scored(rollout, reward=0.0)]))
         try:
             return f"{layer_probe.check(seen, learner.shape, self.live.format, 1)['sync/probe_layer_error']:.3f}"
         except SyncMismatch as error:
@@ -100,8 +103,7 @@ class Case:
             model(torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids]]))
         found = {}
         for point, engine in self.values(rollout).items():
-            _, _, rest = point.partition("layers.")
-            layer, _, kind = rest.partition(".")
+            layer, _, kind = point.partition("layers.")[2].partition(".")
             if kind not in THEIRS:
                 continue
             parts = [passed[f"model.layers.{layer}.{name}"].flatten(2)[0] for name in THEIRS[kind]]
@@ -112,18 +114,9 @@ class Case:
         return found
 
 
-def _rounded(values: torch.Tensor) -> bool:
-    return bool((values == values.bfloat16()).all())
-
-
-def _batch(rollout: Rollout) -> Any:
-    return collate([Scored(rollout, reward=0.0)])
-
-
 def main() -> None:
     out, found = Path(sys.argv[1]), dict[str, Any]()
     for format in (Format.int8, Format.fp8):
-        (out / format.value).mkdir()
         case = Case(out / format.value, format)
         with closing(case.live.sampler):
             for forward in Forward:
@@ -131,14 +124,12 @@ def main() -> None:
                     found[f"{format} {forward}"] = case.walk(learner)
                     if (format, forward) == (Format.int8, Forward.bf16):
                         found["faults"] = case.faults(learner)
-    (out / "wide").mkdir()
     wide = Case(out / "wide", Format.none, Precision.fp32)
     with closing(wide.live.sampler), wide.learner(Forward.bf16) as learner:
         found["fp32 logits"] = wide.walk(learner)
         wide.live.update(SEED + 1)
         wide.live.update(SEED)
         found["fp32 logits, again"] = wide.walk(learner)
-    (out / "none").mkdir()
     bf16 = Case(out / "none", Format.none)
     with closing(bf16.live.sampler), bf16.learner(Forward.bf16) as learner:
         found["bf16"] = bf16.walk(learner)

@@ -12,27 +12,24 @@ import pytest
 from preloaded import run
 
 pytestmark = pytest.mark.ranks
-TP2 = {"tensor_parallel": 2}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     work = tmp_path_factory.mktemp("nonfinite")
 
-    def job(name: str, **more: Any) -> dict[str, Any]:
+    def job(name: str, on_nonfinite: str = "skip_and_dump", **more: Any) -> dict[str, Any]:
         place = {"name": name, "kind": "nonfinite", "hf": cases.QWEN3, "dump": str(work / name / "dumps")}
-        return place | {"on_nonfinite": "skip_and_dump"} | more
+        return place | {"on_nonfinite": on_nonfinite} | more
 
-    dropout = {"megatron": {"hidden_dropout": 0.2}}
     one = [
-        job("twice", times=2, layout=dropout),
+        job("twice", times=2, layout={"megatron": {"hidden_dropout": 0.2}}),
         job("a layer", spoilt="a layer"),
-        job("all advantages", spoilt="all advantages", on_nonfinite="raise"),
-        job("for ever", times=12, on_nonfinite="skip"),
+        job("all advantages", "raise", spoilt="all advantages"),
+        job("for ever", "skip", times=12),
     ]
-    found = cases.run_ranks(1, one, work)
-    found |= cases.run_ranks(2, [job("two ranks", spoilt="a layer", layout=TP2)], work)
-    return {**found, "work": work}
+    two = [job("two ranks", spoilt="a layer", layout={"tensor_parallel": 2})]
+    return {**cases.run_ranks(1, one, work), **cases.run_ranks(2, two, work), "work": work}
 
 
 def rerun(dump: Path) -> dict[str, str]:
@@ -72,9 +69,7 @@ def test_a_gradient_whose_square_is_too_large_ends_the_run_with_a_dump(results: 
     assert said["repeats"] == "yes"
 
 
-@pytest.mark.fault(
-    "update after update is not finite", "after those of ten steps the run ends, by a sentence and a dump"
-)
+@pytest.mark.fault("update after update is not finite", "after ten steps the run ends, by a sentence and a dump")
 def test_they_are_left_out_so_many_times(results: dict[str, Any]) -> None:
     found = results["for ever"]
     assert found["unchanged"]

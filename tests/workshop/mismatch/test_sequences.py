@@ -10,7 +10,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config
 from megatron_rl.data.toy import write_toy
 from megatron_rl.runs.rollout_file import write_rollouts
-from megatron_rl.workshop.mismatch.sequences import Wanted, prompts, recorded
+from megatron_rl.workshop.mismatch.mismatch import Wanted, prompts, recorded
 
 
 @pytest.fixture
@@ -27,15 +27,14 @@ def test_the_last_recorded_rollouts_spread_over_the_step(run: Path) -> None:
     found = recorded(Wanted(4, 128, run=run), 128)
     scored, _ = make_scored(40, length=30, seed=2)
     assert [list(one.token_ids) for one in found] == [list(one.rollout.token_ids) for one in scored[::10]]
-    assert recorded(Wanted(99, 128, run=run), 128)[0].token_ids
-    assert len(recorded(Wanted(99, 128, run=run), 128)) == 40
+    every = recorded(Wanted(99, 128, run=run), 128)
+    assert len(every) == 40 and all(one.token_ids for one in every)
 
 
 @pytest.mark.parametrize("room", [4, 7, 31])
 def test_prompt_and_answer_fit_the_room(run: Path, room: int) -> None:
-    for one, whole in zip(
-        recorded(Wanted(40, room, run=run), room), recorded(Wanted(40, 128, run=run), 128), strict=True
-    ):
+    cut, uncut = (recorded(Wanted(40, most, run=run), most) for most in (room, 128))
+    for one, whole in zip(cut, uncut, strict=True):
         tokens, answer = len(one.prompt.token_ids), len(one.token_ids)
         assert tokens >= 1 and 1 <= answer == len(one.logprobs) == len(one.loss_mask)
         assert tokens + answer == min(room, len(whole.prompt.token_ids) + len(whole.token_ids))
@@ -49,9 +48,9 @@ def test_without_a_run_or_with_a_file_there_are_prompts(run: Path, tmp_path: Pat
     assert recorded(file, 16) == recorded(Wanted(3, 16), 16) == []
     folder = tmp_path / "toy" / "model"
     assert [len(one.token_ids) <= 8 for one in prompts(Config(), folder, 50, file, 16)] == [True] * 3
-    random = prompts(Config(), folder, 50, Wanted(3, 16), 16)
+    random, again = (prompts(Config(), folder, 50, Wanted(3, 16), 16) for _ in range(2))
     assert [len(one.token_ids) for one in random] == [8] * 3
     assert max(token for one in random for token in one.token_ids) < 50
-    assert random == prompts(Config(), folder, 50, Wanted(3, 16), 16)
+    assert random == again
     with pytest.raises(ConfigError, match="no file"):
         prompts(Config(), folder, 50, replace(file, prompts=tmp_path / "none.jsonl"), 16)

@@ -24,36 +24,24 @@ H100 = Gpu("NVIDIA H100 80GB HBM3", 79.6, 0.5)
 
 
 def path_with(tmp_path: Path, node: str, driver: str) -> dict[str, str]:
-    """The environment of a node of two GPUs under this driver."""
+    """The environment of a node of two GPUs."""
     (tmp_path / node).mkdir()
     nvidia_smi(tmp_path / node, 2, driver)
     return {"PATH": f"{tmp_path / node}:{os.environ['PATH']}"}
 
 
-def free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
-
-
 def looks(tmp_path: Path, learning: int, *overrides: str, **nodes: dict[str, str]) -> tuple[int, str, str]:
     """A process for each node, with the environment that is its own; `cwd` is where it runs."""
-    common = {
-        "MEGATRON_RL_NODES": ",".join(f"{node}=127.0.0.1" for node in nodes),
-        "MEGATRON_RL_PORT": str(free_port()),
-    }
+    addresses, port = ",".join(f"{node}=127.0.0.1" for node in nodes), str(check.free_port("127.0.0.1"))
+    common = {"PYTHONPATH": str(ROOT), "MEGATRON_RL_NODES": addresses, "MEGATRON_RL_PORT": port}
     command = [sys.executable, "-m", "megatron_rl.workshop.nodes.check", str(learning), str(QUICKSTART)]
-    started = []
-    for node, own in nodes.items():
-        own = {"PYTHONPATH": str(ROOT), **own}
-        cwd = own.pop("cwd", str(tmp_path))
-        environment = os.environ | common | own | {"SLURMD_NODENAME": node}
-        started.append(
-            subprocess.Popen(
-                [*command, "run.root=shared/runs", *overrides], cwd=cwd, env=environment, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [*command, "run.root=shared/runs", *overrides], cwd=own.get("cwd", tmp_path), text=True,
+            env=os.environ | common | own | {"SLURMD_NODENAME": node}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for node, own in nodes.items()
+    ]  # fmt: skip
     said = [one.communicate(timeout=300) for one in started]
     assert [one.returncode for one in started[1:]] == [0] * (len(nodes) - 1)
     return started[0].returncode, *said[0]
@@ -68,13 +56,11 @@ def test_two_nodes_as_they_should_be(tmp_path: Path) -> None:
 
 @pytest.mark.fault("a node does not share a folder, another one has a library of its own", "both are named, status 2")
 def test_bad_nodes_are_named(tmp_path: Path) -> None:
-    (tmp_path / "own" / "torch-9.9.dist-info").mkdir(parents=True)
-    (tmp_path / "own" / "torch-9.9.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n"
-    )
-    elsewhere = tmp_path / "elsewhere"
+    about, elsewhere = tmp_path / "own" / "torch-9.9.dist-info", tmp_path / "elsewhere"
+    about.mkdir(parents=True)
     elsewhere.mkdir()
-    other = {"PYTHONPATH": f"{tmp_path / 'own'}:{ROOT}"}
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    other = {"PYTHONPATH": f"{about.parent}:{ROOT}"}
     status, names, said = looks(tmp_path, 1, n1={}, n2={"cwd": str(elsewhere)}, n3=other)
     assert (status, names) == (2, "n3,n2\n")
     usual = facts.versions()["torch"]
@@ -89,13 +75,13 @@ def test_bad_nodes_are_named(tmp_path: Path) -> None:
 def test_a_node_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "ARRIVE_S", 2.0)
     nodes = {"n1": "127.0.0.1", "n2": "127.0.0.1"}
-    (problem,) = check.lead(nodes, free_port(), Needs(), [("run.root", tmp_path)], 2)
+    (problem,) = check.lead(nodes, check.free_port("127.0.0.1"), Needs(), [("run.root", tmp_path)], 2)
     assert str(problem) == "node n2: nothing heard of it on n1 within 2 s"
     assert not problem.lasting
 
 
 def test_a_stranger_is_nobody(tmp_path: Path) -> None:
-    nodes, port = {"n1": "127.0.0.1"}, free_port()
+    nodes, port = {"n1": "127.0.0.1"}, check.free_port("127.0.0.1")
 
     def talk() -> None:
         for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b""):
@@ -118,44 +104,29 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert str(problem) == f"node n1: cannot listen at 127.0.0.1:{port}: Address already in use"
 
 
-CASES = {
-    "node n3: no TCP connection between it and n1, n2 (slurm/network.env)": (
-        [Facts("n1", unreached=["n3"]), Facts("n2", unreached=["n3"]), Facts("n3")],
-        False,
-    ),
-    "node n2: no TCP connection between it and n1 (slurm/network.env)": (
-        [Facts("n1"), Facts("n2", unreached=["n1"])],
-        False,
-    ),
-    "node n2: its clock is 7.2 s ahead of n1's": ([Facts("n1"), Facts("n2", ahead_s=7.2)], False),
-    "node n2: its clock is 7.2 s behind n1's": ([Facts("n1"), Facts("n2", ahead_s=-7.2)], False),
-    "node n2: vllm is none, on the other nodes 0.32.0": (
-        [Facts("n1", versions={"vllm": "0.32.0"}), Facts("n2")],
-        True,
-    ),
-    "node n2: 1 GPUs, the recipe needs 2 here": ([Facts("n1", gpus=[H100] * 2), Facts("n2", gpus=[H100])], True),
-    "node n2: GPU 1 (NVIDIA A100) has 40 GiB, the recipe's cluster 80": (
-        [Facts("n1", gpus=[H100] * 2), Facts("n2", gpus=[H100, Gpu("NVIDIA A100", 40, 0)])],
-        True,
-    ),
-    "node n2: the NVIDIA driver is 550.127.08, and torch needs a newer one": (
-        [Facts("n1", gpus=[H100] * 2), Facts("n2", gpus=[replace(H100, unfit=OLD)] * 2)],
-        True,
-    ),
-    "node n2: GPU 1 has 40 GiB in use by another process": (
-        [Facts("n1", gpus=[H100] * 2), Facts("n2", gpus=[H100, Gpu(H100.name, 79.6, 40)])],
-        False,
-    ),
-    "node n2: sync.dir=s cannot be written: Stale file handle": (
-        [Facts("n1"), Facts("n2", folders={"sync.dir=s": ("cannot be written: Stale file handle", False)})],
-        False,
-    ),
-}
+N1, N2, TWO = Facts("n1"), Facts("n2"), Facts("n1", gpus=[H100] * 2)
+STALE = ("cannot be written: Stale file handle", False)
+# what is said of a node, whether it lasts, and what the nodes have told
+CASES: list[tuple[str, bool, list[Facts]]] = [
+    ("node n3: no TCP connection between it and n1, n2 (slurm/network.env)", False,
+     [replace(N1, unreached=["n3"]), replace(N2, unreached=["n3"]), Facts("n3")]),
+    ("node n2: no TCP connection between it and n1 (slurm/network.env)", False, [N1, replace(N2, unreached=["n1"])]),
+    ("node n2: its clock is 7.2 s ahead of n1's", False, [N1, replace(N2, ahead_s=7.2)]),
+    ("node n2: its clock is 7.2 s behind n1's", False, [N1, replace(N2, ahead_s=-7.2)]),
+    ("node n2: vllm is none, on the other nodes 0.32.0", True, [replace(N1, versions={"vllm": "0.32.0"}), N2]),
+    ("node n2: 1 GPUs, the recipe needs 2 here", True, [TWO, replace(N2, gpus=[H100])]),
+    ("node n2: GPU 1 (NVIDIA A100) has 40 GiB, the recipe's cluster 80", True,
+     [TWO, replace(N2, gpus=[H100, Gpu("NVIDIA A100", 40, 0)])]),
+    ("node n2: the NVIDIA driver is 550.127.08, and torch needs a newer one", True,
+     [TWO, replace(N2, gpus=[replace(H100, unfit=OLD)] * 2)]),
+    ("node n2: GPU 1 has 40 GiB in use by another process", False,
+     [TWO, replace(N2, gpus=[H100, replace(H100, used_gib=40)])]),
+    ("node n2: s=s cannot be written: Stale file handle", False, [N1, replace(N2, folders={"s=s": STALE})]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("sentence", CASES)
-def test_sentences(sentence: str) -> None:
-    nodes, lasting = CASES[sentence]
+@pytest.mark.parametrize(("sentence", "lasting", "nodes"), CASES)
+def test_sentences(sentence: str, lasting: bool, nodes: list[Facts]) -> None:
     needs = Needs({"n1": 2, "n2": 2}, 80, cuda=True) if any(one.gpus for one in nodes) else Needs()
     (problem,) = judge(nodes, needs)
     assert (str(problem), problem.lasting) == (sentence, lasting)
@@ -197,18 +168,15 @@ def test_what_each_node_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_a_file_system_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert facts.leave(tmp_path, "mark") is None
-    assert facts.folder_problem(tmp_path, "mark", "n2", "n1") is None
+    another = ("is another folder than on n1: it has to be shared", True)
+    assert facts.leave(tmp_path, "mark") is facts.folder_problem(tmp_path, "mark", "n2", "n1") is None
     assert facts.arrived(tmp_path, "mark", "n2", "n1") is None
-    assert facts.arrived(tmp_path, "mark", "n3", "n1") == ("is another folder than on n1: it has to be shared", True)
-    assert facts.folder_problem(tmp_path, "other", "n2", "n1") == (
-        "is another folder than on n1: it has to be shared",
-        True,
-    )
+    assert facts.arrived(tmp_path, "mark", "n3", "n1") == another
+    assert facts.folder_problem(tmp_path, "other", "n2", "n1") == another
 
     def stale(*_: object, **__: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     assert facts.leave(Path("/proc/nothing"), "mark")[1]
     monkeypatch.setattr(Path, "mkdir", stale)
-    assert facts.leave(tmp_path, "again") == ("cannot be written: Stale file handle", False)
+    assert facts.leave(tmp_path, "again") == STALE

@@ -1,7 +1,4 @@
-"""Every row of the table of other projects: their formula, as they compute it, against ours.
-
-A case (`translation_cases_*.py`) holds native keys and a function of (prox, mu, mask) that gives the multiplier of
-every token's loss and the tokens that count. Equality is checked on random data.
+"""Every row of the table of other projects: their formula, as they compute it, against ours, on random data.
 
 Shape legend: B sequences, T response positions.
 """
@@ -10,42 +7,66 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from loss_cases import inputs_of
 from torch import Tensor
-from translation_cases_flat import CASES as FLAT_CASES
-from translation_cases_sections import CASES as SECTION_CASES
-from translation_cases_two_policies import BYPASSES, TWO_POLICIES
-from translation_oracle import ADVANTAGES, Native, data, rho, row_mean, slime_mis, verl_rs
+from translation_cases import (
+    ADVANTAGES,
+    BYPASSES,
+    CASES,
+    LOSS,
+    NEMO_OFF,
+    NEMO_ON,
+    TWO_POLICIES,
+    Formula,
+    Theirs,
+    areal,
+    band,
+    data,
+    nemo,
+    openrlhf,
+    skyrl,
+    slime_mis,
+    trl,
+    verl_in_loss,
+    verl_rs,
+    verl_run,
+)
 
-from megatron_rl.config.schema import CorrectionConfig, LossName, Reduction
-from megatron_rl.loss.policy_loss import LossConfig, policy_loss
-from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction
-from megatron_rl.workshop.translation.translate import TranslationError, translate
+from megatron_rl.config.schema import Level, LossConfig, LossName, NonFinite, Reduction
+from megatron_rl.loss.policy_loss import policy_loss
+from megatron_rl.rollout_correction import apply_conditional_rules, rollout_correction, without_stale
+from megatron_rl.types import Prompt, Rollout, Scored, collate
+from megatron_rl.workshop.translation.keys import Native
+from megatron_rl.workshop.translation.translate import translate
 
-CASES = SECTION_CASES + FLAT_CASES
-CASES_BY_NAME = {what: mapping for _, what, mapping, _ in CASES}
+OLD = "mask_offpolicy_in_partial_rollout"
+TOKEN_MASK = {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}
+IDS = {"ids": lambda x: x if isinstance(x, str) else ""}
 
 
 @pytest.mark.parametrize(
-    ("framework", "what", "mapping", "native"), CASES, ids=lambda x: x if isinstance(x, str) else ""
+    ("framework", "what", "mapping", "formula"),
+    [(framework, *case) for framework, cases in CASES.items() for case in cases],
+    **IDS,
 )
-def test_same_as_theirs(framework: str, what: str, mapping: dict[str, Any], native: Native) -> None:
+def test_same_as_theirs(framework: str, what: str, mapping: Native, formula: Formula) -> None:
     config, _ = translate(framework, mapping)
     assert not config.rebaseline
     acted = False
     for seed in range(4):
-        prox_BT, mu_BT, mask_BT = data(seed, spread=0.3)
+        prox_BT, mu_BT, mask_BT = data(seed)
         found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
         found = apply_conditional_rules(found, ADVANTAGES, config)
-        multiplier_BT, counted_BT = native(prox_BT, mu_BT, mask_BT)
-        torch.testing.assert_close(found.weights_BT, multiplier_BT.float(), rtol=1e-5, atol=1e-6)
+        theirs = formula(Theirs(prox_BT, mu_BT, mask_BT))
+        weights, counted_BT = theirs if isinstance(theirs, tuple) else (theirs, mask_BT)
+        counted_BT = counted_BT & mask_BT
+        multiplier_BT = (weights * counted_BT).float()
+        torch.testing.assert_close(found.weights_BT, multiplier_BT, rtol=1e-5, atol=1e-6)
         assert int(found.denominator_mask_BT.sum()) == int(counted_BT.sum())
-        acted |= not torch.allclose(multiplier_BT[mask_BT].float(), torch.ones(()))
+        acted |= not torch.allclose(multiplier_BT[mask_BT], torch.ones(()))
     assert acted == (what not in ("off", "decoupled, nothing else"))
 
 
@@ -55,16 +76,15 @@ def test_m2po(band_high: float | None) -> None:
 
     A band of token ratios then zeroes weights among the rest and leaves the denominators alone.
     """
-    actor: dict[str, Any] = {"use_decoupled_loss": True, "m2_threshold": 0.04}
-    if band_high is not None:
-        actor["rejection_sampling"] = {"metric": "ratio", "upper": band_high}
+    rejection = {} if band_high is None else areal(metric="ratio", upper=band_high)
+    actor = {"use_decoupled_loss": True, "m2_threshold": 0.04, **rejection}
     config, notes = translate("areal", {"actor": actor})
-    prox_BT, mu_BT, mask_BT = data(0, spread=0.3)
+    prox_BT, mu_BT, mask_BT = data(0)
     m2_BT = (prox_BT - mu_BT).square()
     ordered = m2_BT[mask_BT].sort(descending=True).values
     masked = next(k for k in range(len(ordered)) if ordered[k:].mean() < 0.04)
     counted_BT = mask_BT & (m2_BT <= ordered[masked])
-    rho_BT = rho(prox_BT, mu_BT)
+    rho_BT = (prox_BT - mu_BT).exp()
     multiplier_BT = counted_BT * (1.0 if band_high is None else rho_BT * (rho_BT <= band_high))
     found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
     assert 0 < masked < len(ordered)
@@ -73,216 +93,248 @@ def test_m2po(band_high: float | None) -> None:
     assert "micro-batch" in notes[0]
 
 
-@pytest.mark.parametrize(("framework", "mapping"), BYPASSES, ids=lambda x: x if isinstance(x, str) else "")
-def test_bypass(framework: str, mapping: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("framework", "mapping"), BYPASSES, **IDS)
+def test_bypass(framework: str, mapping: Native) -> None:
     config, _ = translate(framework, mapping)
-    assert config.anchor == "sampler"
-    assert config.weight.level == "none"
-    assert not config.renormalize
+    assert (config.anchor, config.weight.level, config.renormalize) == ("sampler", "none", False)
 
 
-@pytest.mark.parametrize(
-    ("framework", "mapping", "name", "native"), TWO_POLICIES, ids=lambda x: x if isinstance(x, str) else ""
-)
+@pytest.mark.parametrize(("framework", "mapping", "name", "native"), TWO_POLICIES, **IDS)
 def test_losses_with_two_policies(
-    framework: str, mapping: dict[str, Any], name: str, native: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    framework: str, mapping: Native, name: str, native: Callable[[Theirs], Tensor]
 ) -> None:
     config, _ = translate(framework, mapping)
     reduction = "seq_mean_token_mean" if name == "gspo" else "token_mean"
     loss_config = LossConfig(name=LossName(name), clip_low=0.2, clip_high=0.2, reduction=Reduction(reduction))
     for seed in range(4):
-        pi_BT, mu_BT, mask_BT = data(seed, spread=0.3)
-        advantages_B = ADVANTAGES.double()
-        start = rollout_correction(None, mu_BT, mask_BT, config)
-        inputs = inputs_of(pi_BT, mu_BT, mu_BT, start, advantages_B)
+        pi_BT, mu_BT, mask_BT = data(seed)
+        start, theirs = rollout_correction(None, mu_BT, mask_BT, config), Theirs(pi_BT, mu_BT, mask_BT)
+        inputs = inputs_of(pi_BT, mu_BT, mu_BT, start, ADVANTAGES.double())
         loss, _ = policy_loss(inputs, loss_config, correction=config)
-        per_token_BT = native(pi_BT - mu_BT, pi_BT, advantages_B[:, None], mask_BT) * mask_BT
-        expected = per_token_BT.sum() / mask_BT.sum()
-        if name == "gspo":
-            expected = row_mean(per_token_BT, mask_BT).mean()
+        losses_BT = native(theirs)
+        expected = theirs.average(losses_BT).mean() if name == "gspo" else theirs.sum(losses_BT).sum() / mask_BT.sum()
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_verl_bypass_with_reinforce_keeps_its_weight() -> None:
-    config, notes = translate("verl", {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"})
-    assert (config.anchor, config.weight.level, config.weight.high) == ("sampler", "sequence", 2.0)
-    assert "goes with loss.name: reinforce" in notes
+def geo_mean_rows(x: Theirs, pi: Theirs) -> Tensor:
+    sign = pi.a.sign()
+    row = pi.average(sign * torch.minimum(sign * pi.d, sign * pi.d.clamp(-0.2, 0.2)))
+    return (-pi.a * row.exp() * x.average(x.rho.clamp(max=2.0).log()).exp()).expand_as(x.d)
+
+
+def sapo_tokens(x: Theirs, pi: Theirs) -> Tensor:
+    tau = torch.where(pi.a > 0, 1.0, 1.05)
+    return -pi.a * torch.sigmoid(tau * (pi.rho - 1)) * 4 / tau * x.rho.clamp(max=2.0)
+
+
+def gspo_tokens(x: Theirs, pi: Theirs) -> Tensor:
+    return pi.surrogate(pi.mean.log()).expand_as(x.d) * x.rho.clamp(max=2.0)
 
 
 @pytest.mark.parametrize(
-    ("framework", "mapping", "key"),
-    [
-        ("verl", {"rollout_is": "group"}, "rollout_is"),
-        ("verl", {"rollout_is_treshold": 2.0}, "did you mean rollout_is_threshold"),
-        ("verl", {"rollout_is": "token", "rollout_is_threshold": "5_0.5"}, "rollout_is_threshold"),
-        ("verl", {"rollout_is": "token", "rollout_is_threshold": True}, "rollout_is_threshold"),
-        ("verl", verl_rs("seq_max_k1", "2"), "no rule seq_max_k1"),
-        ("verl", verl_rs("token_k2", "0.1_0.2"), "one upper bound"),
-        ("verl", verl_rs("token_k2,token_k3,seq_sum_k1", "0.1,0.2"), "expected one threshold, or 3"),
-        ("verl", {"rollout_rs": "token_k2"}, "rollout_rs_threshold"),
-        ("verl", {"rollout_rs": ""}, "rollout_rs"),
-        ("verl", {"rollout_is": "token", "rollout_is_threshold": "0.5_"}, "rollout_is_threshold"),
-        ("verl", {"rollout_is": "token", "rollout_is_threshold": "${cap}"}, "interpolation"),
-        ("verl", {"rollout_is": "token", "rollout_is_threshold": 10**400}, "rollout_is_threshold"),
-        ("verl", {"algorithm": {"rollout_correction": True}}, "expected keys and values"),
-        ("verl", {"algorithm": {"rollout_corection": {"rollout_is": "token"}}}, "did you mean rollout_correction"),
-        ("verl", {"algorithm": {"rollout_is": "token"}}, "under algorithm.rollout_correction only"),
-        ("verl", {"rollout_is": "token", "algorithm.rollout_correction.rollout_is": "sequence"}, "rollout_is"),
-        ("verl", {"rollout_is": "token", "lr": 1e-6}, "lr is 1e-06: unknown"),
-        ("verl", {"lr": 1e-6}, "lr is 1e-06: unknown"),
-        ("verl", {"actor_rollout_ref": {"actor": {"tis_imp_ratio_cap": 2.0}}}, "tis_imp_ratio_cap: no longer there"),
-        ("verl", {"rollout_is": "token", "rollout_is_veto_threshold": 1e-4}, "rollout_is_veto_threshold"),
-        ("verl", {"rollout_is": "token", "loss_type": "gspo"}, "loss_type"),
-        ("verl",
-         {"algorithm.rollout_correction.rollout_is": "token", "actor_rollout_ref.rollout.calculate_log_probs": False},
-         "calculate_log_probs"),
-        ("verl",
-         {"algorithm.rollout_correction": {**verl_rs("token_k2", "1"), "bypass_mode": True}, "trainer.use_v1": True},
-         "rollout_rs"),
-        ("verl", {"algorithm.rollout_correction": verl_rs("token_k2", "1"),
-         "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean"}, "loss_agg_mode"),
-        ("verl", verl_rs("seq_mean_k1", "0.5"), "would keep nothing"),
-        ("verl", {**verl_rs("token_k2", "1"), "rollout_is": "token", "rollout_is_batch_normalize": True},
-         "rollout_is_batch_normalize"),
-        ("verl", {"bypass_mode": True, "rollout_is": "token", "rollout_is_batch_normalize": True},
-         "rollout_is_batch_normalize"),
-        ("skyrl", {"token_mask_is_threshold_low": 0.5}, "token_mask_is_threshold_low"),
-        ("skyrl",
-         {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0, "sequence_mask_metric": "geometric"},
-         "sequence_mask_metric"),
-        ("skyrl",
-         {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0, "tis_ratio_type": "sequence"},
-         "tis_ratio_type"),
-        ("skyrl", {"trainer.algorithm": {"policy_loss_type": "dppo", "off_policy_correction.tis_ratio_type": "token"}},
-         "tis_ratio_type"),
-        ("skyrl", {"policy_loss_type": "cross_entropy", "tis_ratio_type": "token"}, "policy_loss_type"),
-        ("skyrl", {"trainer": {"tis_ratio_type": "token"}}, "under trainer.algorithm.off_policy_correction only"),
-        ("skyrl", {"use_tis": True}, "tis_imp_ratio_cap"),
-        ("skyrl", {"outlier_token_is_threshold_low": -1}, "never negative"),
-        ("trl", {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
-         "vllm_importance_sampling_clip_max"),
-        ("trl", {"loss_type": "vespo"}, "loss_type"),
-        ("trl", {"vllm_importance_samplng_mode": "token_mask"}, "did you mean vllm_importance_sampling_mode"),
-        ("nemo_rl", {"loss_fn": {"truncated_importance_sampling_ratio": 2.0}}, "truncated_importance_sampling_type"),
-        ("nemo_rl", {"loss_fn": {"use_on_policy_kl_approximation": True}}, "use_on_policy_kl_approximation"),
-        ("nemo_rl", {"grpo.seq_logprob_error_threshold": 1.5, "ppo.seq_logprob_error_threshold": 2.0},
-         "seq_logprob_error_threshold is given twice"),
-        ("nemo_rl", {"use_importance_sampling_correction": True, "use-importance-sampling-correction": False}, "twice"),
-        ("trl", {"vllm_importance_sampling_mode": "token_clip"}, "vllm_importance_sampling_mode"),
-        ("trl", {"use_bias_correction_kl": True}, "use_bias_correction_kl"),
-        ("nemo_rl", {"truncated_importance_sampling_type": "tis"}, "truncated_importance_sampling_type"),
-        ("nemo_rl", {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "seq-mask-tis",
-         "truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_ratio_min": 0.8,
-         "seq_logprob_error_threshold": 1.5}, "seq_logprob_error_threshold"),
-        ("areal", {"rejection_sampling": {"metric": "kl_k3"}}, "metric"),
-        ("areal", {"rejection_sampling": {"action": "clamp", "metric": "kl_k2"}}, "action"),
-        ("areal", {"rejection_sampling": {"level": "sequence", "action": "clamp", "agg": "max", "lower": 0.5}}, "agg"),
-        ("areal", {"rejection_sampling": {"level": "sequence"}, "m2_threshold": 0.1}, "m2_threshold"),
-        ("areal", {"rejection_sampling": {"level": "sequence", "action": "clamp"}, "m2_threshold": 0.1},
-         "m2_threshold"),
-        ("areal", {"rejection_sampling": {"metric": "kl_k2"}, "m2_threshold": 0.1}, "m2_threshold"),
-        ("areal", {"recompute_logprob": True, "m2_threshold": 0.1}, "m2_threshold"),
-        ("areal", {"rejection_sampling": {"upper": 0.9}}, "upper"),
-        ("areal", {"actor": {"behave_imp_weight_cap": 5.0}}, "behave_imp_weight_cap: no longer there"),
-        ("areal", {"behav_imp_weight_cap": 5.0}, "behav_imp_weight_cap"),
-        ("areal", {"metric": "ratio", "upper": 5.0}, "metric"),
-        ("areal", {"rejection_sampling": {}, "use_decoupled_loss": False}, "use_decoupled_loss"),
-        ("areal", {"use_decoupled_loss": True, "prox_logp_method": "loglinear"}, "prox_logp_method"),
-        ("slime", {"use_tis": True, "custom_tis_function_path": "my.function"}, "custom_tis_function_path"),
-        ("slime", slime_mis(tis_batch_normalize=True, use_rs=True), "tis_batch_normalize"),
-        ("slime", {"use_tis": True, "use_rollout_logprobs": True}, "use_tis"),
-        ("slime", slime_mis(), "custom_tis_function_path"),
-        ("slime", slime_mis(tis_level="token"), "tis_upper_bound"),
-        ("slime", {"use_rs": True, "tis_upper_bound": 2.0}, "use_rs"),
-        ("slime", {"use_unbiased_kl": True}, "use_unbiased_kl"),
-        ("slime", {"use_tis": True, "tis_level": "token", "custom_tis_function_path": "slime.loss.icepop_function"},
-         "tis_level"),
-        ("slime", {"use_rollout_logprobs": True, "get_mismatch_metrics": True,
-         "custom_tis_function_path": "slime.loss.icepop_function"}, "get_mismatch_metrics"),
-        ("openrlhf", {"use_icepop": True}, "use_icepop: no longer there"),
-        ("openrlhf", {"is_correction_type": "tis", "vllm_is_correction_type": "icepop"}, "vllm_is_correction_type"),
-        ("openrlhf", {"is_correction_enable": True, "policy_loss_type": "cispo"}, "policy_loss_type"),
-        ("fireworks", {"recipe": {"a": {"tis": {"cap": 1.0}}, "b": {"tis": {"cap": 2.0}}}}, "several places"),
-        ("fireworks", {"cap": 2.0, "kl_beta": 0.0}, "kl_beta"),
-        ("verll", {}, "did you mean verl"),
-        ("openrlhf", {"is_correction_enable": True, "is_correction_threshold": [0.5]}, "is_correction_threshold"),
-        ("fireworks", {"tis": {"level": "sequence", "icepop_threshold": 2.0}}, "icepop_threshold"),
-        ("fireworks", {"tis": {"capp": 2.0}}, "did you mean cap"),
-        ("fireworks", {"tis": {"cap": -1.0}}, "cap"),
-        ("miles", {}, "known are verl, skyrl"),
+    ("mode", "name", "tokens"),
+    [("gspo", "gspo", gspo_tokens), ("sapo", "sapo", sapo_tokens), ("geo_mean", "gmpo", geo_mean_rows)],
+)
+def test_verl_losses_that_divide_by_all_rows(mode: str, name: str, tokens: Callable[..., Tensor]) -> None:
+    """Each row by its own tokens, then by every row of the batch, rejected ones among them."""
+    section = {"rollout_is": "token", **verl_rs("seq_mean_k1", "0.8_1.25")}
+    config, notes = translate("verl", {**verl_run(section, loss=mode), "loss_agg_mode": "token-mean"})
+    assert any(f"loss.name: {name}" in note and "seq_mean_token_mean" in note for note in notes)
+    loss_config = LossConfig(name=LossName(name), clip_low=0.2, clip_high=0.2, reduction=Reduction.seq_mean_token_mean)
+    prox_BT, mu_BT, mask_BT = data(0)
+    pi_BT = prox_BT + 0.3 * torch.randn(mask_BT.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    found = rollout_correction(prox_BT, mu_BT, mask_BT, config)
+    assert 0 < int(found.rejected_B.sum()) < len(mask_BT)
+    loss, _ = policy_loss(inputs_of(pi_BT, prox_BT, mu_BT, found, ADVANTAGES.double()), loss_config)
+    correction = Theirs(prox_BT, mu_BT, mask_BT)
+    losses_B1 = correction.average(tokens(correction, Theirs(pi_BT, prox_BT, mask_BT)))
+    expected = (losses_B1 * band(1 / correction.mean, 0.8, 1.25)).sum() / len(mask_BT)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+ERROR = {"grpo.seq_logprob_error_threshold": 1.4}
+IN_LOSS = {**verl_rs("seq_mean_k1", "1.1"), "loss_type": "reinforce", "rollout_is": "token"}
+COVARIANCE = [{"policy_loss_type": loss} for loss in ("clip_cov", "kl_cov")]
+# two ways to say one correction
+SAME = [
+    ("verl", {"rollout_is": "token", "use_policy_gradient": False, "debug_rollout_actor_probs": False},
+     {"rollout_is": "token"}),
+    ("verl", verl_run({"rollout_is": "token", "use_policy_gradient": False}), {"rollout_is": "token"}),
+    ("verl", {"rollout_rs": ["token_k1", "seq_max_k2"], "rollout_rs_threshold": ["0.5_2.0", 0.1]},
+     verl_rs("token_k1,seq_max_k2", "0.5_2.0,0.1")),
+    ("verl", verl_in_loss("vanilla", **IN_LOSS), {}),
+    ("verl", verl_run({"bypass_mode": True}, use_v1=False) | verl_in_loss(**IN_LOSS), {"bypass_mode": True}),
+    ("verl", verl_run({"bypass_mode": True, **verl_rs("token_k2", "1")}, loss="gspo", use_v1=False),
+     {"bypass_mode": True, **verl_rs("token_k2", "1")}),  # the legacy trainer puts its loss in place
+    *(("skyrl", skyrl(loss, outlier_token_is_threshold_low=0.5, **TOKEN_MASK), {}) for loss in COVARIANCE),
+    ("trl", {"beta": 0.0}, {}),
+    ("trl", {"beta": 0.04, "use_bias_correction_kl": False}, {}),
+    ("areal", {"actor": {"use_decoupled_loss": True, "prox_logp_method": "reuse_train_logp", **areal(upper=2.0)}},
+     {"actor": {"use_decoupled_loss": True, **areal(upper=2.0)}}),
+    ("slime", {"partial_rollout": True, OLD: False}, {}),
+    ("slime", {OLD: True}, {"partial_rollout": True, OLD: True}),
+    ("openrlhf", openrlhf(level="off", threshold=[0.5, 2.0]), openrlhf(enable=False)),
+    ("openrlhf", openrlhf(level=False), openrlhf(enable=False)),  # as YAML reads off
+    ("openrlhf", openrlhf(mode="clip", threshold=[0.5, 2.0]), openrlhf(enable=False)),
+    ("openrlhf", {"algo.kl": {"unbiased_gradient": True, "use_loss": False}}, openrlhf(enable=False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("framework", "one", "other"), SAME)
+def test_what_is_the_same(framework: str, one: Native, other: Native) -> None:
+    assert translate(framework, one).config == translate(framework, other).config
+
+
+def test_anchors() -> None:
+    """Of settings that correct nothing else, or whose loss decides."""
+    plain = {"use_decoupled_loss": False, "prox_logp_method": "reuse_train_logp"}
+    gspo = {"policy_loss_type": "gspo", **openrlhf(level="seq", gating="tv")}
+    reinforce = translate("verl", {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}).config
+    assert (reinforce.anchor, reinforce.weight.level, reinforce.weight.high) == ("sampler", "sequence", 2.0)
+    assert translate("areal", {"actor": plain}).config.anchor == "prox"
+    assert translate("areal", {"actor": {**plain, "use_sapo_loss": True}}).config.anchor == "sampler"
+    assert translate("openrlhf", gspo).config.anchor == "sampler"
+    assert translate("openrlhf", gspo | openrlhf(level="off")).config.anchor == "prox"
+
+
+UNREAD = "verl reads it with loss_mode: bypass_mode and trainer.use_v1 only; left out"
+GSPO = verl_run(verl_rs("seq_mean_k1", "0.8_1.25"), loss="gspo")
+SLIME_RS = slime_mis(tis_upper_bound=2.0, use_rs=True)
+AREAL_M2 = {"actor": {**areal(upper=2.0), "use_decoupled_loss": True, "m2_threshold": 0.1}}
+ICEPOP_ABOVE, ICEPOP_BELOW = {"tis": {"cap": 1.2, "icepop_threshold": 2.0}}, {"tis": {"icepop_threshold": 2.0}}
+NOTES: dict[str, list[tuple[str, Native, Native | None]]] = {
+    # the words of a note, settings that have it, and settings of the same project that have it not
+    "verl": [
+        ("20", verl_rs("seq_sum_k1", "2"), verl_rs("token_k1", "2")),
+        ("verl corrects nothing", {"trainer": {"n_gpus_per_node": 8}}, {"rollout_is": "token"}),
+        ("defaults", {"defaults": ["ppo_trainer"], "algorithm": {"rollout_correction": {}}}, {}),
+        ("rollout_is_threshold is null", {"rollout_is": "token", "rollout_is_threshold": "null"}, None),
+        ("renormalize: false", verl_rs("token_k2", "1"), {}),
+        ("use_v1", {"bypass_mode": True, **verl_rs("token_k2", "1")}, {"bypass_mode": True}),
+        ("goes with loss.name: reinforce", {"bypass_mode": True, "loss_type": "reinforce"}, {"bypass_mode": True}),
+        (UNREAD, verl_run({"bypass_mode": True}, use_v1=False) | verl_in_loss(**IN_LOSS), verl_in_loss(**IN_LOSS)),
+        (UNREAD, verl_in_loss("vanilla", **IN_LOSS), None),
+        ("is not given and taken as true", verl_in_loss(**IN_LOSS), None),
+        ("default trainer", verl_in_loss(**IN_LOSS), None),
+        ("without quotes it is 0.52 to verl", verl_rs("seq_sum_k1", "0.5_2"), verl_rs("seq_mean_k1", "0.5_2.0")),
+        ("0.9.1", GSPO, GSPO | {"loss_agg_mode": "seq-mean-token-mean"}),
+        ("0.9.1", GSPO | {"loss_agg_mode": "token-mean"}, GSPO | {LOSS: "sapo"}),
+        ("dro", {"rollout_is": "token", "loss_mode": "dro"}, {"rollout_is": "token"}),
     ],
-)  # fmt: skip
-def test_what_cannot_be_said_names_the_key(framework: str, mapping: dict[str, Any], key: str) -> None:
-    with pytest.raises(TranslationError, match=key):
-        translate(framework, mapping)
+    "skyrl": [
+        ("SkyRL corrects nothing", {"trainer.algorithm.loss_reduction": "token_mean"}, None),
+        ("with GSPO", skyrl({"policy_loss_type": "gspo"}, **TOKEN_MASK), skyrl({})),
+        ("loss.kl_on: counted", {"sequence_mask_metric": "geometric"}, {"tis_ratio_type": "token"}),
+        *((f"with {loss['policy_loss_type']} SkyRL ignores", skyrl(loss, **TOKEN_MASK), None) for loss in COVARIANCE),
+    ],
+    "trl": [
+        ("one update per batch", {"off_policy_mask_threshold": 0.5}, {}),
+        ("use_vllm is not given", {}, {"use_vllm": True}),
+        ("learner's own old logprobs", {"use_vllm": False, "off_policy_mask_threshold": 0.1}, {}),
+        ("loss.kl_on: counted", {"off_policy_mask_threshold": 0.1}, trl(mode="token_mask")),
+        ("has the row's ratio", {}, trl(mode="token_mask")),
+        ("0.23 to 0.25", {"use_vllm": True, **trl(cap=2.0)}, trl(cap=2.0, mode="token_mask")),
+        ("0.23 to 0.25", {"use_vllm": True}, trl(correction=False)),
+        ("0.23 to 0.25", {"use_vllm": True}, trl(clip_max=2.0)),
+    ],
+    "nemo_rl": [
+        ("use_importance_sampling_correction is not given", nemo(type="tis", ratio=1.5), NEMO_ON),
+        ("loss.kl_on: counted", nemo(type="seq-mask-tis", ratio=1.2, ratio_min=0.8), ERROR),
+        ("KL gradient", {"reference_policy_kl_penalty": 0.01}, {"reference_policy_kl_penalty": 0.0}),
+        ("without a sampler logprob", NEMO_ON, NEMO_ON | ERROR),
+    ],
+    "areal": [
+        ("use_decoupled_loss is not given", areal(), {"use_decoupled_loss": True}),
+        ("with GSPO", AREAL_M2 | {"actor.importance_sampling_level": "sequence"},
+         AREAL_M2 | {"actor.importance_sampling_level": "token"}),
+        ("has the row's ratio", areal(level="sequence", action="clamp", upper=9.0), areal()),
+        ("leaves the denominators here, not AReaL's", areal(level="sequence", metric="kl_k1"), areal(metric="kl_k2")),
+        ("leaves the denominators here", areal(level="sequence", metric="kl_k2"), areal(level="sequence")),
+        ("goes with learner.n_minibatches: 1", {"prox_logp_method": "reuse_train_logp"}, {}),
+    ],
+    "slime": [
+        ("learner's own old logprobs", {"use_opsm": True}, {}),
+        ("train_infer_mismatch_helper", {"use_tis": True, "tis_upper_bound": 2.0}, slime_mis(tis_upper_bound=2.0)),
+        ("micro-batch", slime_mis(tis_upper_bound=2.0, tis_batch_normalize=True), None),
+        ("with GSPO", SLIME_RS | {"advantage_estimator": "gspo"}, SLIME_RS | {"advantage_estimator": "grpo"}),
+        ("loss.kl_on: counted", {"use_opsm": True}, SLIME_RS),
+        ("ours keep them", slime_mis(tis_upper_bound=2.0, tis_mode="mask"), slime_mis(tis_upper_bound=2.0)),
+        ("partial_rollout is not given and taken as true", {OLD: True}, {"partial_rollout": True, OLD: True}),
+        *((words, {OLD: True}, {}) for words in ("train_async.py", "mean over rows")),
+    ],
+    "openrlhf": [
+        ("is_correction_enable is not given", openrlhf(type="tis"), openrlhf(enable=True)),
+        ("is_correction_level is not given", openrlhf(mode="clip", threshold=[0.5, 2.0]), openrlhf(level="off")),
+        ("loss.kl_on: counted", openrlhf(type="seq-mask-tis"), openrlhf(type="icepop")),
+    ],
+    "fireworks": [
+        ("20", {"tis": {"level": "sequence"}}, {"tis": {}}),
+        ("no tis section", {"kl_beta": 0.0, "trainer": {"job_id": "x"}}, {"tis": {}}),
+        ("with GSPO", ICEPOP_ABOVE, ICEPOP_BELOW),
+        ("loss.kl_on: counted", ICEPOP_ABOVE, ICEPOP_BELOW),
+    ],
+}  # fmt: skip
 
 
-def test_the_result_is_a_correction_config_with_notes() -> None:
-    found = translate("trl", {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask", "learning_rate": 1e-6})
-    config, notes = found
-    assert isinstance(found, CorrectionConfig)
-    assert type(config) is CorrectionConfig
-    assert found == config
-    assert config == found
-    assert found != replace(config, anchor="sampler")
-    assert found.weight == config.weight
-    assert found.notes == notes == ["left out, as not about correction: learning_rate"]
-    d_BT, zeros_BT, mask_BT = torch.full((1, 2), 0.1), torch.zeros(1, 2), torch.ones(1, 2)
-    weights = [rollout_correction(d_BT, zeros_BT, mask_BT, each).weights_BT for each in (found, config)]
-    assert torch.equal(*weights)
+@pytest.mark.parametrize(
+    ("framework", "words", "mapping", "other"), [(name, *case) for name, cases in NOTES.items() for case in cases]
+)
+def test_notes(framework: str, words: str, mapping: Native, other: Native | None) -> None:
+    """Conditions, guesses at what is not given, and sections that are not there."""
+    assert any(words in note for note in translate(framework, mapping).notes)
+    assert other is None or not any(words in note for note in translate(framework, other).notes)
 
 
-def test_notes_name_their_condition() -> None:
-    assert "20" in translate("fireworks", {"tis": {"level": "sequence"}}).notes[0]
-    assert "20" in translate("verl", verl_rs("seq_sum_k1", "2")).notes[0]
-    assert "one update per batch" in translate("trl", {"off_policy_mask_threshold": 0.5}).notes[0]
-    assert "learner's own old logprobs" in translate("slime", {"use_opsm": True}).notes[0]
-    assert translate("trl", {"use_vllm": False, "learning_rate": 1e-6}).notes == [
+def test_what_is_left_out() -> None:
+    """The names, and of a section that holds many of them what was read."""
+    assert translate("trl", {"use_vllm": True, **trl(mode="token_mask"), "learning_rate": 1e-6}).notes == [
         "left out, as not about correction: learning_rate"
     ]
-
-
-def test_a_large_section_is_listed_by_what_was_read_of_it() -> None:
     actor = {f"option_{place}": place for place in range(20)} | {"use_decoupled_loss": True}
     (note,) = translate("areal", {"actor": actor, "ref": {"path": "x"}, "seed": 1}).notes
     assert note == "left out, as not about correction: actor (all but use_decoupled_loss), ref, seed"
 
 
-def test_what_is_missing_is_said() -> None:
-    """Where the default is a guess, or the section is not there at all, a note says so."""
-    expected: list[tuple[str, dict[str, Any], str]] = [
-        ("verl", {"trainer": {"n_gpus_per_node": 8}}, "verl corrects nothing"),
-        ("verl", {"defaults": ["ppo_trainer"], "algorithm": {"rollout_correction": {}}}, "defaults"),
-        ("verl", {"rollout_is": "token", "rollout_is_threshold": "null"}, "rollout_is_threshold is null"),
-        ("verl", verl_rs("token_k2", "1"), "renormalize: false"),
-        ("verl", {"bypass_mode": True, **verl_rs("token_k2", "1")}, "use_v1"),
-        ("skyrl", {"trainer.algorithm.loss_reduction": "token_mean"}, "SkyRL corrects nothing"),
-        ("trl", {}, "use_vllm is not given"),
-        ("trl", {"use_vllm": False, "off_policy_mask_threshold": 0.1}, "learner's own old logprobs"),
-        ("nemo_rl", CASES_BY_NAME["icepop per sequence"], "use_importance_sampling_correction is not given"),
-        ("areal", {"rejection_sampling": {}}, "use_decoupled_loss is not given"),
-        ("slime", {"use_tis": True, "tis_upper_bound": 2.0}, "train_infer_mismatch_helper"),
-        ("slime", slime_mis(tis_upper_bound=2.0, tis_batch_normalize=True), "micro-batch"),
-        ("openrlhf", {"is_correction_type": "tis"}, "is_correction_enable is not given"),
-        ("fireworks", {"kl_beta": 0.0, "trainer": {"job_id": "x"}}, "no tis section"),
-    ]
-    for framework, mapping, said in expected:
-        assert any(said in note for note in translate(framework, mapping).notes), (framework, said)
+# a row without one logprob, one whose sampler calls its token impossible, a whole one
+FAULTY_BT = torch.tensor([[-1.0, math.nan, -1.0], [-1.0, -1.0, -math.inf], [-1.0, -1.0, -1.0]])
+PROX_BT, MASK_BT = torch.full((3, 3), -1.0), torch.ones(3, 3, dtype=torch.bool)
+SOUND_BT, WHOLE_BT = FAULTY_BT.isfinite(), FAULTY_BT.isfinite().all(1, keepdim=True).expand(3, 3)
+AREAL_BAND = {"use_decoupled_loss": True, "m2_threshold": 0.05}
+MISSING: list[tuple[str, Native, Tensor, Tensor]] = [  # weights, and what is divided by
+    *(("verl", {}, MASK_BT, MASK_BT), ("skyrl", {}, MASK_BT, MASK_BT)),
+    ("trl", {"use_vllm": False}, MASK_BT, MASK_BT),
+    ("trl", trl(mode="token_truncate", clip_max=1.0), MASK_BT, MASK_BT),
+    ("nemo_rl", NEMO_OFF, MASK_BT, MASK_BT),
+    ("nemo_rl", NEMO_ON, SOUND_BT, MASK_BT),
+    *(("nemo_rl", ERROR | correction, WHOLE_BT, WHOLE_BT) for correction in (NEMO_ON, NEMO_OFF)),
+    ("areal", {"use_decoupled_loss": True}, MASK_BT, MASK_BT),
+    ("areal", areal(), MASK_BT, MASK_BT),
+    ("areal", areal(metric="kl_k2"), SOUND_BT, MASK_BT),
+    ("areal", areal(metric="kl_k1", level="sequence", upper=1.0, lower=-1.0), WHOLE_BT, WHOLE_BT),
+    *(("areal", {"actor": AREAL_BAND | band}, SOUND_BT, SOUND_BT) for band in ({}, areal(upper=2.0))),
+    *(("slime", {"use_tis": False}, MASK_BT, MASK_BT), ("openrlhf", openrlhf(enable=False), MASK_BT, MASK_BT)),
+]
 
 
-def test_tokens_without_a_sampler_logprob() -> None:
-    """NeMo-RL zeroes their weight, AReaL counts their ratio as 1 and their KL as out of bounds."""
-    prox_BT, mask_BT = torch.full((2, 2), -1.0), torch.ones(2, 2, dtype=torch.bool)
-    mu_BT = torch.tensor([[-1.0, math.nan], [-1.0, -1.0]])
-    weights: dict[str, tuple[dict[str, Any], list[list[float]]]] = {
-        "nemo_rl": ({"use_importance_sampling_correction": True}, [[1.0, 0.0], [1.0, 1.0]]),
-        "areal": ({"rejection_sampling": {}}, [[1.0, 1.0], [1.0, 1.0]]),
-        "areal token": ({"rejection_sampling": {"metric": "kl_k2"}}, [[1.0, 0.0], [1.0, 1.0]]),
-        "areal row": ({"rejection_sampling": {"metric": "kl_k1", "level": "sequence"}}, [[0.0, 0.0], [1.0, 1.0]]),
-    }
-    for name, (mapping, expected) in weights.items():
-        config, _ = translate(name.split()[0], mapping)
-        assert rollout_correction(prox_BT, mu_BT, mask_BT, config).weights_BT.tolist() == expected, name
+@pytest.mark.parametrize(("framework", "mapping", "weights_BT", "denominator_BT"), MISSING)
+def test_tokens_without_a_sampler_logprob(
+    framework: str, mapping: Native, weights_BT: Tensor, denominator_BT: Tensor
+) -> None:
+    """They are trained, zeroed or left out where theirs are, alone or with their row."""
+    found = rollout_correction(PROX_BT, FAULTY_BT, MASK_BT, translate(framework, mapping).config)
+    assert torch.equal(found.weights_BT, weights_BT.float())
+    assert torch.equal(found.denominator_mask_BT, denominator_BT)
+
+
+@pytest.mark.parametrize(
+    ("framework", "mapping", "total"),
+    [("trl", {}, 0.6), ("areal", areal(level="sequence", action="clamp", upper=9.0), 0.2)],
+)
+def test_a_token_without_a_sampler_logprob_in_a_weighted_row(framework: str, mapping: Native, total: float) -> None:
+    """It counts as d = 0 in the row, as theirs does; its own weight is the row's there and 1 here."""
+    mu_BT = torch.tensor([[-1.4, math.nan, -1.2]])
+    weights_BT = rollout_correction(PROX_BT[:1], mu_BT, MASK_BT[:1], translate(framework, mapping).config).weights_BT
+    torch.testing.assert_close(weights_BT, torch.tensor([[math.exp(total), 1.0, math.exp(total)]]))
 
 
 def test_extreme_ratios_are_where_the_notes_say() -> None:
@@ -290,3 +342,27 @@ def test_extreme_ratios_are_where_the_notes_say() -> None:
     config, _ = translate("verl", verl_rs("seq_sum_k1", f"{math.exp(-25)}_{math.exp(25)}"))
     prox_BT, mu_BT = torch.tensor([[30.0, -22.0]]), torch.zeros(1, 2)
     assert rollout_correction(prox_BT, mu_BT, torch.ones(1, 2), config).mask_BT.all()
+
+
+def answer(sample: int, versions: list[int]) -> Scored:
+    tokens = len(versions)
+    given = ([1] * tokens, [-0.1 * (sample + 1)] * tokens, [1] * tokens, "stop", versions[0])
+    return Scored(Rollout(Prompt(0, (1,), "", {}), 0, sample, *given, versions=versions), float(sample))
+
+
+def test_slime_s_partial_rollouts_train_on_what_the_last_call_has_written() -> None:
+    """A call that goes on with an answer zeroes the mask of what is there, and of answers that were complete."""
+    calls = [[3, 3, 4, 4], [2, 2], [4, 4, 4]]
+    batch = collate([answer(sample, versions) for sample, versions in enumerate(calls)])
+    prox_BT = batch.sampler_logprobs_BT + torch.tensor([[2.0, 2.0, 0.1, 0.2], [0.0] * 4, [0.3] * 4])
+    rules = slime_mis(tis_upper_bound=1.5, tis_level="sequence", use_rs=True, rs_level="geometric")
+    config = translate("slime", {"partial_rollout": True, OLD: True, **rules}).config
+    young, _ = without_stale(batch, config, version=4)
+    theirs_BT = torch.tensor([[0, 0, 1, 1], [0] * 4, [1, 1, 1, 0]]).bool()
+    assert torch.equal(young.mask_BT, theirs_BT)
+    found = rollout_correction(prox_BT, young.sampler_logprobs_BT, young.mask_BT, config)
+    weights_BT = torch.tensor([math.exp(0.3), 0.0, 1.5])[:, None] * theirs_BT
+    torch.testing.assert_close(found.weights_BT, weights_BT)
+    assert torch.equal(found.denominator_mask_BT, theirs_BT)
+    alone = translate("slime", {OLD: True}).config
+    assert (alone.weight.level, alone.non_finite) == (Level.none, NonFinite.one)

@@ -13,10 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
-from translation_cases_flat import CASES as FLAT_CASES
-from translation_cases_sections import CASES as SECTION_CASES
-from translation_cases_two_policies import BYPASSES, TWO_POLICIES
+from translation_cases import ALL
 
 from megatron_rl import cli
 from megatron_rl.config import from_mapping, load
@@ -34,20 +31,14 @@ from megatron_rl.workshop.translation.translate import (
     yaml_text,
 )
 
-CASES = SECTION_CASES + FLAT_CASES
-
-
-ALL = [(framework, mapping) for framework, _, mapping, _ in CASES] + BYPASSES
-ALL += [(framework, mapping) for framework, mapping, _, _ in TWO_POLICIES]
-
 
 def test_what_is_printed_is_read_back_as_the_same_correction() -> None:
-    """Typed as a recipe's section is; with the loss that it goes with it passes the checks of a recipe."""
+    """All of it; with the loss that it goes with it passes the checks of a recipe."""
     for framework, mapping in ALL:
         config, _ = translate(framework, mapping)
-        section = yaml.safe_load(yaml_text(config))["correction"]
-        read = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(CorrectionConfig), section))
-        assert read == config, (framework, mapping)
+        section = yaml.safe_load(yaml_text(config))
+        assert from_mapping(section).correction == config, (framework, mapping)
+        assert section["correction"].keys() == vars(CorrectionConfig()).keys()
         weighs = config.anchor == "sampler" and config.weight.level != "none"
         loss = LossConfig(name=LossName.reinforce if weighs else LossName.ppo)
         assert check_objective(config, loss, AdvantageConfig()) == [], (framework, mapping)
@@ -73,113 +64,80 @@ def test_whatever_is_handed_over_is_translated_or_refused() -> None:
     assert 500 < translated < 2500
 
 
-# the rest of a run's file: names of each project that resemble its correction settings and are none
-REST: dict[str, dict[str, Any]] = {
-    "verl": {
-        "algorithm": {"adv_estimator": "grpo", "gamma": 1.0, "rollout_correction": {"rollout_is": "token"}},
-        "actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanilla"}}, "rollout": {"n": 8}},
-        "critic": {"loss_agg_mode": "seq-mean-token-mean"},
-        "distillation": {"distillation_loss": {"use_policy_gradient": True, "loss_max_clamp": 10.0}},
-        "trainer": {"n_gpus_per_node": 8, "v1": {"trainer_mode": "sync"}},
-    },
-    "skyrl": {
-        "trainer": {
-            "algorithm": {
-                "policy_loss_type": "cispo",
-                "cispo": {"cispo_eps_clip_low": 0.2, "cispo_anchor": "old"},
-                "off_policy_correction": {"tis_ratio_type": "token"},
-                "use_tis": False,
-                "tis_imp_ratio_cap": -1.0,
-            },
-            "placement": {"colocate_all": True},
-        },
-        "generator": {"sampling_params": {"logprobs": 1, "top_p": 1.0}},
-    },
-    "trl": {
-        "importance_sampling_level": "token",
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_max_model_length": 2048,
-        "vllm_importance_sampling_mode": "token_truncate",
-        "top_entropy_quantile": 1.0,
-        "loss_type": "dapo",
-        "beta": 0.0,
-        "use_bias_correction_kl": True,
-    },
-    "nemo_rl": {
-        "grpo": {"num_prompts_per_step": 32, "seq_logprob_error_threshold": None},
-        "loss_fn": {
-            "ratio_clip_max": 0.2,
-            "use_importance_sampling_correction": True,
-            "use_kl_in_reward": False,
-            "use_on_policy_kl_approximation": True,
-            "reference_policy_kl_penalty": 0.0,
-        },
-        "policy": {"generation": {"temperature": 1.0}},
-    },
-    "areal": {
-        "actor": {
-            "use_decoupled_loss": True,
-            "rejection_sampling": {"upper": 2.0},
-            "importance_sampling_level": "token",
-            "optimizer": {"type": "adam", "lr": 1e-5},
-        },
-        "teacher": {"use_decoupled_loss": False, "rejection_sampling": {"upper": 9.0}},
-        "gconfig": {"temperature": 1.0},
-    },
-    "slime": {
-        "use_tis": True,
-        "tis_clip": 1.5,
-        "eps_clip": 0.2,
-        "use_opd": False,
-        "rollout_batch_size": 32,
-        "custom_rm_path": "my.reward",
-    },
-    "openrlhf": {
-        "algo": {"advantage": {"is_correction_enable": True, "estimator": "reinforce"}},
-        "actor": {"eps_clip_low_high": [0.2, 0.2], "policy_loss_type": "ppo"},
-        "vllm": {"num_engines": 4},
-    },
-    "fireworks": {
-        "log_path": "logs",
-        "kl_beta": 0.001,
-        "tis": {"cap": 2.0},
-        "anchor_logp": "old_policy",
-        "trainer": {"training_shape_id": "x"},
-    },
-    "prime_rl": {
-        "orchestrator": {"algo": {"type": "grpo"}, "train": {"source": [{"name": "a", "algo": {"type": "max_rl"}}]}},
-        "trainer": {"loss": {"kl_tau": 0, "dppo_mask_high": 0.1}, "optim": {"type": "adamw", "lr": 1e-6}},
-    },
-}
+# runs' files: what resembles a setting of the correction beside those that are
+FILES: dict[str, dict[str, Any]] = yaml.safe_load("""
+verl:
+  algorithm:
+    {adv_estimator: grpo, rollout_correction: {rollout_is: token}, kl_ctrl: {kl_coef: 0.1}, use_kl_in_reward: false}
+  actor_rollout_ref:
+    actor: {policy_loss: {loss_mode: vanilla}, clip_ratio_c: 3.0, use_kl_loss: true, grad_clip: 1.0}
+    rollout: {n: 8}
+  critic: {loss_agg_mode: seq-mean-token-mean, cliprange_value: 0.5, loss_type: x}
+  distillation.distillation_loss: {use_policy_gradient: true, loss_max_clamp: 10.0, policy_loss_mode: vanilla}
+  async_training.staleness_threshold: 1
+  loss_scale_factor: 1
+  trainer: {n_gpus_per_node: 8, v1: {trainer_mode: sync}}
+skyrl:
+  trainer:
+    algorithm:
+      policy_loss_type: cispo
+      cispo: {cispo_eps_clip_low: 0.2, cispo_anchor: old}
+      off_policy_correction: {tis_ratio_type: token}
+      use_tis: false
+      tis_imp_ratio_cap: -1.0
+      eps_clip_low: 0.2
+      kl_loss_coef: 0.1
+      loss_reduction: x
+      value_clip: 1.0
+    placement: {colocate_all: true}
+  trainer.fully_async.max_staleness_steps: 4
+  generator: {sampling_params: {logprobs: 1, top_p: 1.0}}
+trl:
+  {use_vllm: true, vllm_mode: colocate, vllm_max_model_length: 2048, vllm_importance_sampling_mode: token_truncate,
+   importance_sampling_level: token, top_entropy_quantile: 1.0, loss_type: dapo, beta: 0.0,
+   use_bias_correction_kl: true, max_grad_norm: 1.0, mask_truncated_completions: true}
+nemo_rl:
+  grpo: {num_prompts_per_step: 32, seq_logprob_error_threshold: null}
+  loss_fn: {use_importance_sampling_correction: true, ratio_clip_max: 0.2, ratio_clip_min: 0.2,
+            kl_input_clamp_value: 20, use_kl_in_reward: false, use_on_policy_kl_approximation: true,
+            reference_policy_kl_penalty: 0.0}
+  policy: {clip_grad: 1.0, generation: {temperature: 1.0}}
+areal:
+  actor:
+    {use_decoupled_loss: true, rejection_sampling: {upper: 2.0}, importance_sampling_level: token, eps_clip: 0.2,
+     kl_ctl: 0.0, reward_clip: 20.0, optimizer: {type: adam, lr: 1.0e-5, gradient_clipping: 1.0}}
+  teacher: {use_decoupled_loss: false, rejection_sampling: {upper: 9.0}}
+  gconfig: {temperature: 1.0}
+slime:
+  {use_tis: true, tis_clip: 1.5, eps_clip: 0.2, eps_clip_high: 0.28, kl_loss_type: k3, loss_mask_type: qwen,
+   clip_grad: 1.0, use_opd: false, rollout_batch_size: 32, custom_rm_path: my.reward}
+openrlhf:
+  algo: {advantage: {is_correction_enable: true, estimator: reinforce}, kl: {init_coef: 0.1}}
+  actor: {eps_clip_low_high: [0.2, 0.2], policy_loss_type: ppo, dual_clip: 3, aux_loss_coef: 0.1}
+  reward.clip_range: 1
+  vllm: {num_engines: 4}
+fireworks:
+  {log_path: logs, kl_beta: 0.001, tis: {cap: 2.0}, anchor_logp: old_policy, trainer: {training_shape_id: x},
+   x: {grad_clip_norm: 1.0, mask_prompt: true}}
+prime_rl:
+  orchestrator: {algo: {type: grpo}, train: {source: [{name: a, algo: {type: max_rl}}]}}
+  trainer: {loss: {kl_tau: 0, dppo_mask_high: 0.1}, optim: {type: adamw, lr: 1.0e-6, max_norm: 1.0}}
+  x.action_loss_type: default
+""")
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_whole_file_says_what_it_did_not_look_at(framework: str, tmp_path: Path) -> None:
     """The correction is found, the notes list the rest, and nothing in it is taken for a mistyped setting."""
-    config, notes = translate(framework, REST[framework])
+    config, notes = translate(framework, FILES[framework])
     assert config.weight.level == ("none" if framework == "prime_rl" else "token")
     assert notes[-1].startswith("left out, as not about correction: ")
     assert sum("left out" in note for note in notes) == 1
     source = tmp_path / "theirs.yaml"
-    source.write_text(yaml.safe_dump(REST[framework]))
+    source.write_text(yaml.safe_dump(FILES[framework]))
     printed = translate_file(framework, source)
     assert yaml.safe_load(printed) == yaml.safe_load(yaml_text(config))
     assert max(map(len, printed.splitlines())) <= 100
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_files(framework: str, tmp_path: Path) -> None:
-    """What is printed is valid YAML, holds the whole correction, and passes the checks."""
-    mapping = next(mapping for name, mapping in ALL if name == framework)
-    source = tmp_path / "theirs.yaml"
-    source.write_text(yaml.safe_dump(mapping))
-    printed = yaml.safe_load(translate_file(framework, source))["correction"]
-    config, _ = translate(framework, mapping)
-    assert printed["weight"]["level"] == config.weight.level
-    assert set(printed) == set(vars(CorrectionConfig()))
-    assert from_mapping({"correction": printed}).correction == config
-    assert check_correction(config) == []
 
 
 def test_underscores_in_a_file_stay_two_bounds(tmp_path: Path) -> None:
@@ -187,7 +145,9 @@ def test_underscores_in_a_file_stay_two_bounds(tmp_path: Path) -> None:
     source = tmp_path / "verl.yaml"
     source.write_text("rollout_is: token\nrollout_is_threshold: 0.5_5\n")
     assert yaml.safe_load(source.read_text())["rollout_is_threshold"] == 0.55
-    weight = yaml.safe_load(translate_file("verl", source))["correction"]["weight"]
+    printed = translate_file("verl", source)
+    assert "rollout_is_threshold: 0.5_5 is read as two bounds; without quotes it is 0.55" in printed
+    weight = yaml.safe_load(printed)["correction"]["weight"]
     assert (weight["low"], weight["high"], weight["outside"]) == (0.5, 5.0, "zero")
     source.write_text("sequence_mask_metric: geometric\noutlier_token_is_threshold_low: 1e-4\n")
     rules = yaml.safe_load(translate_file("skyrl", source))["correction"]["reject"]
@@ -204,18 +164,6 @@ def test_a_file_of_toml(tmp_path: Path) -> None:
     source.write_text("[trainer.loss]\nkl_tau: 0\n")
     with pytest.raises(TranslationError, match="not valid TOML"):
         translate_file("prime-rl", source)
-
-
-def test_an_empty_or_broken_file(tmp_path: Path) -> None:
-    source = tmp_path / "empty.yaml"
-    source.write_text("")
-    assert "sequence" in translate_file("trl", source)
-    source.write_text("a: [1")
-    with pytest.raises(TranslationError, match="not valid YAML"):
-        translate_file("trl", source)
-    source.write_text("- 1")
-    with pytest.raises(TranslationError, match="expected keys and values"):
-        translate_file("trl", source)
 
 
 def test_the_command_prints_a_recipe_s_section(
