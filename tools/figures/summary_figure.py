@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_rl.runs.metrics_file import Series
-from megatron_rl.workshop.reports.figures import PALETTE, running_mean
+from megatron_rl.workshop.reports.charts import colour, running_mean, smooth_window
 from megatron_rl.workshop.reports.run_data import RunData, load_runs
 from megatron_rl.workshop.reports.svg import TITLE, Plot, heading, legend, nice_ticks, picture
 
@@ -34,7 +34,7 @@ def summary_svg(runs: Sequence[RunData]) -> str:
             None,
         ),
     ]
-    parts = list(legend(LEFT, [(run.name, PALETTE[number % len(PALETTE)]) for number, run in enumerate(runs)]))
+    parts = list(legend(LEFT, [(run.name, colour(number)) for number, run in enumerate(runs)]))
     for index, (title, of, dots, top) in enumerate(panels):
         parts.append(_panel(index * (PANEL + GAP) + LEFT, title, [of(run) for run in runs], dots, top))
     return picture(WIDTH, HEIGHT, parts)
@@ -50,15 +50,15 @@ def _panel(left: float, title: str, series: Sequence[Series], dots: bool, top_va
     plot = Plot(left, TOP, left + PANEL, HEIGHT - BOTTOM, (first, last), ticks)
     parts = list(plot.frame(title))
     for number, one in enumerate(series):
-        colour = PALETTE[number % len(PALETTE)]
-        parts.append(plot.line(one, colour))
+        paint = colour(number)
+        parts.append(plot.line(one, paint))
         if dots:
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}"/>' for x, y in plot.points(one)]
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{paint}"/>' for x, y in plot.points(one)]
     return "\n".join(parts)
 
 
 def _smooth(series: Series) -> Series:
-    return Series(series.steps, running_mean(series.values, max(1, len(series.values) // 12)))
+    return Series(series.steps, running_mean(series.values, smooth_window(series)))
 
 
 if __name__ == "__main__":

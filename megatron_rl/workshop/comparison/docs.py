@@ -22,7 +22,7 @@ from megatron_rl.runs.metrics_file import ACCURACY, NUMBERS
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison
 from megatron_rl.workshop.comparison.findings import TEST, said
 from megatron_rl.workshop.comparison.page import colour_of
-from megatron_rl.workshop.reports.figures import INK
+from megatron_rl.workshop.reports.charts import INK
 from megatron_rl.workshop.reports.svg import Plot, legend, nice_ticks, picture
 
 BLOCKS = ("table", "findings", "figure")

@@ -25,7 +25,7 @@ from megatron_rl.types import Rollout, Scored, collate
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
 from megatron_rl.workshop.mismatch.sequences import Wanted, answered, prompts, recorded
 from megatron_rl.workshop.mismatch.walk import LOGPROB, Difference, Walk
-from megatron_rl.workshop.reports.figures import PALETTE, layout
+from megatron_rl.workshop.reports.charts import PALETTE, layout
 
 RESULT, PAGE = "mismatch.json", "mismatch.html"
 HEAD = ("point", "apart: mean", "max", "own: mean", "max", "KL that enters", "share")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from megatron_rl.runs.metrics_file import Series
-from megatron_rl.workshop.reports.figures import FONT, GRID, INK, MUTED
+from megatron_rl.workshop.reports.charts import FONT, GRID, INK, MUTED
 
 AXIS_TITLE = 31  # below the plot
 TITLE = 16  # above it
