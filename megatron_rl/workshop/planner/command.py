@@ -20,6 +20,7 @@ from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, NoGpu, detect, named, own
 from megatron_rl.workshop.planner import slurm, suggest, table, traffic
+from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.plan import Plan, plan
 from megatron_rl.workshop.planner.workload import Assumptions
 
@@ -44,7 +45,8 @@ def answer(request: Request) -> tuple[str, list[str]]:
     assumed = assumptions(request.assume)
     request = replace(request, on=_elsewhere(request, config, whole))
     if request.suggest and hf_config is not None:
-        said, fits = suggest.describe(str(request.target), config, hf_config, _machine(request, config), assumed)
+        base = Case(config, hf_config, _machine(request, config), assumed)
+        said, fits = suggest.describe(str(request.target), base)
         return said, [] if fits else [f"--suggest: {said.splitlines()[0]}"]
     problems = [*found, *(checks.problems(config, on=_named(request)) if whole else [])]
     if hf_config is None:

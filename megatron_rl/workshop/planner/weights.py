@@ -1,4 +1,4 @@
-"""How many parameters a rank of the learner holds, and how many bytes of them an engine holds."""
+"""Parameters that a rank of the learner holds, and the bytes of them that an engine holds."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def _parts(
     return Held(**count), tuple(ends)
 
 
-@cache
 @dataclass(frozen=True)
 class EngineWeights:
     """Bytes, by how the ranks of a tensor-parallel engine hold them."""
@@ -68,6 +67,10 @@ class EngineWeights:
     split: int = 0
     key_value: int = 0  # split over key-value heads, of which the ranks beyond hold copies
     experts: int = 0  # of all three: experts
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole + self.split + self.key_value
 
     def of_rank(self, tp: int, kv_heads: int) -> int:
         return self.whole + self.split // tp + self.key_value // min(tp, kv_heads)
