@@ -23,7 +23,7 @@ from megatron_rl.workshop.comparison.comparison import Cell, Comparison
 from megatron_rl.workshop.comparison.findings import TEST, said
 from megatron_rl.workshop.comparison.page import colour_of
 from megatron_rl.workshop.reports.charts import INK
-from megatron_rl.workshop.reports.svg import Plot, legend, nice_ticks, picture
+from megatron_rl.workshop.reports.svg import LEFT, Plot, legend, nice_ticks, panels_picture
 
 BLOCKS = ("table", "findings", "figure")
 SHOWN = ("accuracy_area", "accuracy", "abs_difference", "k3_kl", "sample_size", "step_s")
@@ -93,10 +93,6 @@ def _caption(comparison: Comparison) -> str:
     return f"{comparison.name}: held-out accuracy over training, mean and reach of the seeds"
 
 
-PANEL, GAP, LEFT, TOP, BOTTOM, TALL = 340, 50, 46, 74, 36, 220
-ABREAST = 3
-
-
 def comparison_svg(comparison: Comparison) -> str:
     """A panel for each place: the mean of the seeds, in a band from the lowest to the highest."""
     beside = comparison.beside()
@@ -111,12 +107,10 @@ def comparison_svg(comparison: Comparison) -> str:
     entries = [*names.items(), *([(beside.name, INK)] if beside else [])]
     parts = list(legend(LEFT, entries))
     for number, (place, cells) in enumerate(drawn):
-        left, top = number % ABREAST * (PANEL + GAP) + LEFT, number // ABREAST * (TALL + TOP + BOTTOM) + TOP
-        plot = Plot(left, top, left + PANEL, top + TALL, steps, ticks)
+        plot = Plot.number(number, steps, ticks)
         parts += plot.frame(f"{' / '.join(place) or comparison.name}: held-out accuracy")
         parts += _lines(comparison, plot, cells, beside)
-    rows = -(-max(len(drawn), 1) // ABREAST)
-    return picture(LEFT + min(len(drawn) or 1, ABREAST) * (PANEL + GAP), rows * (TALL + TOP + BOTTOM), parts)
+    return panels_picture(len(drawn), parts)
 
 
 def _lines(comparison: Comparison, plot: Plot, cells: list[Cell], beside: Cell | None) -> Iterable[str]:
