@@ -1,4 +1,4 @@
-"""What is asked before a run: plan, translate, toy, quickstart."""
+"""Commands before a run: plan, translate, toy, quickstart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pages of text say of a comparison, between markers: written by a command, never by hand.
+"""A comparison in pages of text, between markers: written by a command, never by hand.
 
     <!-- NAME: table -->
     ...

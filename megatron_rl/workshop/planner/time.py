@@ -42,7 +42,7 @@ class StepTime:
 
     @property
     def learner(self) -> float:
-        """Its part of a step, which rollouts can be made beside."""
+        """The part of a step that rollouts can be made beside."""
         return self.prox + self.update + self.save
 
     @property

@@ -24,8 +24,7 @@ from megatron_rl.workshop.reports.charts import (
     curves,
     layout,
 )  # fmt: skip
-from megatron_rl.workshop.reports.lanes import ROWS
-from megatron_rl.workshop.reports.run_data import RunData, readable
+from megatron_rl.workshop.reports.run_data import ROWS, RunData, readable
 
 GIB = 2**30
 DIFFICULTY = ("#12805c", "#2563eb", "#c3c8d0")  # all right, some, all wrong

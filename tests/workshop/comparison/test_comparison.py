@@ -1,4 +1,4 @@
-"""What a comparison says of its runs, and how it is drawn: never more than the seeds can tell."""
+"""A comparison's words on its runs, and its picture: never more than the seeds can tell."""
 
 import math
 import re
