@@ -15,7 +15,7 @@ from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.runs.console import duration, table
 from megatron_rl.workshop.planner import candidates
-from megatron_rl.workshop.planner.candidates import SPLIT, Candidate, with_share
+from megatron_rl.workshop.planner.candidates import SPLIT, overrides, with_share
 from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.phases import TIGHT, largest_share
 from megatron_rl.workshop.planner.plan import Plan, plan_case
@@ -30,7 +30,8 @@ MOST_NODES = 64
 
 @dataclass(frozen=True)
 class Suggestion:
-    candidate: Candidate
+    way: str  # how learner and engines share the GPUs
+    config: Config
     plan: Plan
 
 
@@ -45,19 +46,19 @@ def suggestions(base: Case, count: int = SHOWN) -> list[Suggestion]:
         if ranks not in of_ranks:
             of_ranks[ranks] = _best_learners(base, ranks)
         for learner in of_ranks[ranks]:
-            room = _with_room(candidates.candidate(config, way, learner, sampler), base)
-            if room is not None:
-                found = plan_case(replace(base, config=room.config))
+            changed = _with_room(base, way, replace(config, learner=learner, **sampler))
+            if changed is not None:
+                found = plan_case(replace(base, config=changed))
                 if not found.problems and found.verdict == "fits":
-                    fitting.append(Suggestion(room, found))
+                    fitting.append(Suggestion(way, changed, found))
     fitting.sort(key=lambda one: one.plan.time.step if one.plan.time else 0.0)
     chosen: dict[tuple[Any, ...], Suggestion] = {}
     for one in fitting:
         if len(chosen) == count:
             break
         layout = one.plan.layout
-        key = (one.candidate.way, layout.tp, layout.pp, layout.ep)
-        if key not in chosen and not refused(one.candidate.config, machine):
+        key = (one.way, layout.tp, layout.pp, layout.ep)
+        if key not in chosen and not refused(one.config, machine):
             chosen[key] = one
     return list(chosen.values())
 
@@ -76,14 +77,14 @@ def _best_learners(base: Case, ranks: int) -> list[LearnerSection]:
     return [learner for _, _, learner in fast + [one for one in small if one not in fast]]
 
 
-def _with_room(candidate: Candidate, base: Case) -> Candidate | None:
+def _with_room(base: Case, way: str, config: Config) -> Config | None:
     """An engine beside the learner gets what the learner leaves."""
-    if candidate.way not in ("in turns", "side by side"):
-        return candidate
-    alone = plan_case(replace(base, config=with_share(candidate, base.config, SPLIT).config))
+    if way not in ("in turns", "side by side"):
+        return config
+    alone = plan_case(replace(base, config=with_share(config, SPLIT)))
     (memory,) = [one for one in alone.memory if one.kind == "learner and engine"]
     share = int(20 * (largest_share(memory, TIGHT) or 0)) / 20
-    return with_share(candidate, base.config, min(share, SPLIT)) if share >= LEAST_SHARE else None
+    return with_share(config, min(share, SPLIT)) if share >= LEAST_SHARE else None
 
 
 def refused(config: Config, machine: Machine) -> list[str]:
@@ -108,7 +109,7 @@ def describe(recipe: str, base: Case) -> tuple[str, bool]:
     rows = [_row(number, one) for number, one in enumerate(found, 1)]
     lines = [f"{base.config.model.path} on {base.machine}, fastest first:", "", *table(head, rows), ""]
     for number, one in enumerate(found, 1):
-        words = " ".join(shlex.quote(word) for word in one.candidate.overrides)
+        words = " ".join(shlex.quote(word) for word in overrides(base.config, one.config))
         lines.append(f"{number}  megatron-rl train {recipe} {words}")
     if any(one.plan.roles.distant for one in found):
         lines += ["", f"node1, node2 ...: names of the site; {KEY_VARIABLE} holds the servers' key (docs/fleet.md)"]
@@ -117,12 +118,12 @@ def describe(recipe: str, base: Case) -> tuple[str, bool]:
 
 def _row(number: int, one: Suggestion) -> tuple[str, ...]:
     layout, found = one.plan.layout, one.plan
-    again = ", recomputed" if one.candidate.config.learner.megatron.get("recompute_granularity") else ""
+    again = ", recomputed" if one.config.learner.megatron.get("recompute_granularity") else ""
     peak = max(memory.peak / memory.limit for memory in found.memory if memory.limit)
     assert found.time is not None and found.gpu_hours is not None
     engines = f"{found.roles.engines} x TP{found.roles.engine_tp}"
     return (
-        str(number), one.candidate.way, axes(layout) + again, engines, f"{peak:.0%}", duration(found.time.step),
+        str(number), one.way, axes(layout) + again, engines, f"{peak:.0%}", duration(found.time.step),
         f"{found.gpu_hours:,.0f}",
     )  # fmt: skip
 
@@ -133,5 +134,5 @@ def _nothing(base: Case) -> Iterator[str]:
     while larger.nodes * larger.gpus < MOST_NODES * 8:
         larger = replace(larger, gpus=larger.gpus * 2) if larger.gpus < 8 else replace(larger, nodes=larger.nodes * 2)
         if found := suggestions(replace(base, machine=larger), count=1):
-            yield f"it fits {larger}: {' '.join(found[0].candidate.overrides)}"
+            yield f"it fits {larger}: {' '.join(overrides(base.config, found[0].config))}"
             return
