@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,18 @@ class Comparison:
             if cell.labels != self.reference:
                 found.setdefault(cell.labels[:-1], []).append(cell)
         return found
+
+    def held(self, names: Iterable[str]) -> list[str]:
+        """The numbers, of these, that any cell has."""
+        return [name for name in names if any(cell.by_seed(name) for cell in self.cells)]
+
+    def table(self, names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+        """A row for each cell: its labels, how many runs have finished, and these numbers."""
+        rows = [
+            [*cell.labels, f"{len(cell.finished)} of {len(cell.results)}", *(cell.written(name) for name in names)]
+            for cell in self.cells
+        ]
+        return [*self.axes, "finished", *(NUMBERS[name].title for name in names)], rows
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the curves of other metrics than accuracy, numbers rounded."""

@@ -25,7 +25,7 @@ Table = tuple[list[str], list[list[str | Named]]]
 
 def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Path) -> None:
     """`runs`: those of its cells that can be read. A few are shown beside each other too, as any runs are."""
-    shown = [name for name in NUMBERS if any(cell.by_seed(name) for cell in comparison.cells)]
+    shown = comparison.held(NUMBERS)
     recommended, *findings = said(comparison)
     html = pages.page(
         "comparison.html.j2",
@@ -44,13 +44,12 @@ def write_comparison(comparison: Comparison, runs: Sequence[RunData], output: Pa
 
 
 def _cells(comparison: Comparison, shown: Sequence[str]) -> Table:
-    head = [*comparison.axes, "finished", *(NUMBERS[name].title for name in shown)]
-    rows: list[list[str | Named]] = []
-    for cell in comparison.cells:
-        label = Named(cell.labels[-1], colour_of(comparison, cell))
-        finished = f"{len(cell.finished)} of {len(cell.results)}"
-        rows.append([*cell.labels[:-1], label, finished, *(cell.written(name) for name in shown)])
-    return head, rows
+    head, rows = comparison.table(shown)
+    last = len(comparison.axes) - 1  # the axis that is compared: its labels have colours
+    paints = [colour_of(comparison, cell) for cell in comparison.cells]
+    return head, [
+        [*row[:last], Named(row[last], paint), *row[last + 1 :]] for row, paint in zip(rows, paints, strict=True)
+    ]
 
 
 def _runs(comparison: Comparison, runs: dict[str, RunData], output: Path) -> Table:
