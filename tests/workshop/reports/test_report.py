@@ -21,21 +21,11 @@ from megatron_rl.workshop.reports.run_data import NotARun, config_differences, l
 from megatron_rl.workshop.reports.sample_section import spans
 from megatron_rl.workshop.reports.svg import nice_ticks
 
-SINGLE = [
-    "Reward",
-    "Held-out accuracy",
-    "Mismatch KL",
-    "Effective sample size",
-    "Importance ratio",
-    "Logprob probe after sync",
-    "Where a step's time goes",
-    "Weight sync",
-    "Weight sync size",
-    "Response length",
-    "Entropy",
-    "Gradient norm",
-    "Clipping and rejection",
-]
+SINGLE = (
+    *("Reward", "Held-out accuracy", "Mismatch KL", "Effective sample size", "Importance ratio"),
+    *("Logprob probe after sync", "Where a step's time goes", "Weight sync", "Weight sync size", "Response length"),
+    *("Entropy", "Gradient norm", "Clipping and rejection"),
+)
 
 
 @pytest.fixture(scope="module")
