@@ -73,7 +73,7 @@ class Case:
     @cached_property
     def weights(self) -> EngineWeights:
         format = distinct_formats(self.config.sampler, self.config.quantization)[0]
-        return engine_weights(self.model.shape, format, self.config.quantization.ignore)
+        return engine_weights(self.model.shape, format, tuple(self.config.quantization.ignore))
 
     @cached_property
     def engine(self) -> EngineMemory:

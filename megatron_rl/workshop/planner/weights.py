@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -76,12 +75,8 @@ class EngineWeights:
         return self.whole + self.split // tp + self.key_value // min(tp, kv_heads)
 
 
-def engine_weights(shape: ModelShape, format: Format, ignore: Sequence[str]) -> EngineWeights:
-    return _engine_weights(shape, format, tuple(ignore))
-
-
 @cache
-def _engine_weights(shape: ModelShape, format: Format, ignore: tuple[str, ...]) -> EngineWeights:
+def engine_weights(shape: ModelShape, format: Format, ignore: tuple[str, ...]) -> EngineWeights:
     counts = {"whole": 0, "split": 0, "key_value": 0, "experts": 0}
     for param in params(shape):
         if param.row.copy:
