@@ -25,31 +25,18 @@ class Task:
     recipe: Path
 
 
+def _task(name: str, about: str, write: Callable[[Path], dict[str, int]], recipe: str) -> Task:
+    return Task(about, Path("data") / name, write, Path(f"recipes/{name}_sft.yaml"), Path(f"recipes/{recipe}.yaml"))
+
+
+TOY = "the toy: addition problems, a character tokenizer, a Qwen3 of under a million parameters"
+COUNTING = "counting on in steps, 32 tokens an answer: every one of eight sums has to be right"
+REASONING = "chain sums of reasoning-gym, a BPE tokenizer with a chat template, a Qwen3 of 2.4 million parameters"
 TASKS = {
-    "toy": Task(
-        "the toy: addition problems, a character tokenizer, a Qwen3 of under a million parameters",
-        Path("data/toy"),
-        write_toy,
-        Path("recipes/toy_sft.yaml"),
-        Path("recipes/quickstart.yaml"),
-    ),
-    "counting": Task(
-        "counting on in steps, 32 tokens an answer: every one of eight sums has to be right",
-        Path("data/counting"),
-        write_counting,
-        Path("recipes/counting_sft.yaml"),
-        Path("recipes/counting.yaml"),
-    ),
-    "reasoning": Task(
-        "chain sums of reasoning-gym, a BPE tokenizer with a chat template, a Qwen3 of 2.4 million parameters",
-        Path("data/reasoning"),
-        write_reasoning,
-        Path("recipes/reasoning_sft.yaml"),
-        Path("recipes/reasoning.yaml"),
-    ),
+    "toy": _task("toy", TOY, write_toy, "quickstart"),
+    "counting": _task("counting", COUNTING, write_counting, "counting"),
+    "reasoning": _task("reasoning", REASONING, write_reasoning, "reasoning"),
 }
-
-
 # overrides that say where things run: the warm start runs there too
 OF_THE_MACHINE = (
     *("run.device=", "sampler.", "learner.tensor_parallel=", "learner.pipeline_parallel=", "learner.data_parallel="),

@@ -19,8 +19,7 @@ from megatron_rl.runs.alarms import FULL, K3, RULES, Alarms, bound_of, clear_at
 from megatron_rl.runs.metrics import METRICS
 from megatron_rl.runs.metrics_file import read_metrics
 from megatron_rl.runs.status import read_status
-from megatron_rl.workshop.reports.alarm_section import episodes
-from megatron_rl.workshop.reports.report import page
+from megatron_rl.workshop.reports.report import episodes, page
 from megatron_rl.workshop.reports.run_data import load_run
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import pytest
 from lanes_figure import lanes_svg
 
 from megatron_rl.runs.timeline import Span, encode_spans
-from megatron_rl.workshop.reports.lanes import read_lanes
+from megatron_rl.workshop.reports.run_data import read_lanes
 
 
 @pytest.fixture

@@ -14,13 +14,26 @@ from megatron_rl.runs.run_dir import mark_status
 from megatron_rl.workshop.quickstart import TASKS, fitting, quickstart
 
 ROOT = Path(__file__).parents[2]
+GIVEN = ["model.path=data/toy/model", "model.init=random"]
+SLOW_HOST = Machine(Device.cpu, "a host", fastest=(("learner.precision", "fp32"), ("sampler.engines", "2")))
+of_each_recipe = pytest.mark.parametrize(
+    "recipe", [TASKS["toy"].warm_start, TASKS["toy"].recipe], ids=lambda path: path.stem
+)
+
+
+@pytest.fixture
+def shipped(place: Path) -> Path:
+    """A folder with the recipes that are shipped."""
+    for name in ("recipes", "conf"):
+        (place / name).symlink_to(ROOT / name)
+    return place
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (2, 2), (8, 2)])
-@pytest.mark.parametrize("recipe", [TASKS["toy"].warm_start, TASKS["toy"].recipe], ids=lambda path: path.stem)
+@of_each_recipe
 def test_it_fits_one_gpu_and_more(recipe: Path, gpus: int, ranks: int, place: Path) -> None:
     machine = named(f"1x{gpus}xH100-80")
-    config = load(ROOT / recipe, [*fitting(machine), "model.path=data/toy/model", "model.init=random"])
+    config = load(ROOT / recipe, [*fitting(machine), *GIVEN])
     assert config.learner.tensor_parallel == ranks
     assert checks.check(config, on=machine).machine == machine
 
@@ -29,20 +42,17 @@ def test_a_host_takes_the_recipes_as_they_are() -> None:
     assert fitting(Machine(Device.cpu, "a host")) == []
 
 
-@pytest.mark.parametrize("recipe", [TASKS["toy"].warm_start, TASKS["toy"].recipe], ids=lambda path: path.stem)
+@of_each_recipe
 def test_a_host_without_bf16_products_learns_in_fp32_beside_two_engines(recipe: Path, place: Path) -> None:
-    host = Machine(Device.cpu, "a host", fastest=(("learner.precision", "fp32"), ("sampler.engines", "2")))
-    given = ["model.path=data/toy/model", "model.init=random"]
-    config = load(ROOT / recipe, [*fitting(host), *given])
+    config = load(ROOT / recipe, [*fitting(SLOW_HOST), *GIVEN])
     assert (config.learner.precision, config.sampler.engines) == (Precision.fp32, 2)
-    assert checks.check(config, on=host).notes == ()
-    (note,) = checks.check(load(ROOT / recipe, given), on=host).notes
+    assert checks.check(config, on=SLOW_HOST).notes == ()
+    (note,) = checks.check(load(ROOT / recipe, GIVEN), on=SLOW_HOST).notes
     assert note.endswith("learner.precision=fp32 sampler.engines=2")
 
 
 def test_a_sampler_that_is_asked_for_stays_as_it_is() -> None:
-    host = Machine(Device.cpu, "a host", fastest=(("learner.precision", "fp32"), ("sampler.engines", "2")))
-    assert fitting(host, ["sampler.fleet.replicas=2"]) == ["learner.precision=fp32"]
+    assert fitting(SLOW_HOST, ["sampler.fleet.replicas=2"]) == ["learner.precision=fp32"]
 
 
 @pytest.mark.fault("an override of the quickstart is wrong", "it is refused before the warm start; nothing is moved")
@@ -61,23 +71,17 @@ def test_a_sampler_that_is_asked_for_stays_as_it_is() -> None:
     ],
 )
 def test_an_override_is_checked_before_the_warm_start(
-    override: str, said: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    override: str, said: str, shipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("recipes", "conf"):
-        (place / name).symlink_to(ROOT / name)
-    (place / "runs" / "toy_sft").mkdir(parents=True)
-    (place / "runs" / "toy_sft" / "metrics.jsonl").write_text("{}\n")
+    (shipped / "runs" / "toy_sft").mkdir(parents=True)
+    (shipped / "runs" / "toy_sft" / "metrics.jsonl").write_text("{}\n")
     monkeypatch.setattr(train, "run", lambda config: pytest.fail("the warm start was begun"))
     assert cli.main(["quickstart", override]) == 2
     assert said in capsys.readouterr().err
-    assert [path.name for path in (place / "runs").iterdir()] == ["toy_sft"]
+    assert [path.name for path in (shipped / "runs").iterdir()] == ["toy_sft"]
 
 
-def test_what_an_override_says_of_the_machine_reaches_the_warm_start(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("recipes", "conf"):
-        (place / name).symlink_to(ROOT / name)
+def test_what_an_override_says_of_the_machine_reaches_the_warm_start(shipped: Path) -> None:
     begun: list[Config] = []
     share = "sampler.vllm.gpu_memory_utilization=0.2"
     status = quickstart(["learner.tensor_parallel=1", share, "optim.lr=2e-4"], lambda config: begun.append(config) or 1)
@@ -87,9 +91,7 @@ def test_what_an_override_says_of_the_machine_reaches_the_warm_start(
     assert begun[0].optim.lr == 1e-3
 
 
-def test_a_quickstart_that_can_run_is_begun(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("recipes", "conf"):
-        (place / name).symlink_to(ROOT / name)
+def test_a_quickstart_that_can_run_is_begun(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
     monkeypatch.setattr(train, "run", lambda config: begun.append(config.run.name) or 7)
     assert cli.main(["quickstart", "correction=icepop", "optim.lr=2e-4"]) == 7
@@ -97,14 +99,14 @@ def test_a_quickstart_that_can_run_is_begun(place: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.fault("USR1 during the quickstart's warm start", "the warm start ends well, and no second run starts")
-def test_a_warm_start_that_was_asked_to_stop_is_the_last_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (place / "recipes").symlink_to(ROOT / "recipes")
+def test_a_warm_start_that_was_asked_to_stop_is_the_last_run(shipped: Path) -> None:
     begun = []
 
     def run(config: Config) -> int:
         begun.append(config.run.name)
-        (place / config.run.root / str(config.run.name)).mkdir(parents=True)
-        mark_status(place / config.run.root / str(config.run.name), "stopped", "asked to by SIGUSR1")
+        folder = shipped / config.run.root / str(config.run.name)
+        folder.mkdir(parents=True)
+        mark_status(folder, "stopped", "asked to by SIGUSR1")
         return 0
 
     assert quickstart([], run) == 0

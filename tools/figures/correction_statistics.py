@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from megatron_rl.loss.policy_loss import LossConfig, LossInputs, policy_loss
 from megatron_rl.rollout_correction import CorrectionConfig, WeightConfig, rollout_correction
-from megatron_rl.workshop.reports.svg import nice_ticks
+from megatron_rl.runs.metrics_file import Series
+from megatron_rl.workshop.reports.svg import Plot, Ticks, legend, nice_ticks, picture
 
 VOCABULARY, LENGTH = 4, 4
 REINFORCE = LossConfig(name="reinforce", reduction="seq_mean_token_sum")
@@ -215,67 +217,37 @@ def best_caps() -> str:
     return "best cap: " + ", ".join(f"{best(batch):g} at batch {batch}" for batch in (256, 1024, 4096, 16384))
 
 
+WIDTH, TALL, LEFT, TOP, BOTTOM = 480, 200, 50, 70, 50
+BATCH, UPDATES = 256, 100
+Curve = tuple[str, str, list[float]]
+
+
 def figure() -> str:
     """Two panels: bias against deviation as the cap rises, and the value reached in training."""
     toy = make_toy(1.0)
     scale = float(toy.true_gradient().norm())
     moments = [gradient_moments(toy, WeightConfig(level="sequence", high=cap), mean_reward(toy)) for cap in CAPS]
-    xs = [math.log(cap) for cap in CAPS]
-    bias = [math.sqrt(square) / scale for square, _ in moments]
-    deviation = [math.sqrt(variance / BATCH) / scale for _, variance in moments]
-    left = panel(
-        "Sequence weights: error of the gradient, relative",
-        "cap on the product (log scale)",
-        [("bias", "#b4443c", xs, bias), (f"deviation at batch {BATCH}", "#3b6fb6", xs, deviation)],
-        [(math.log(cap), f"{cap:g}") for cap in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)],
-    )
-    steps = 100
-    start = make_toy(1.0, seed=1)
-    curves = [
-        (name, COLORS[name], [float(x) for x in range(steps + 1)], train(start, KINDS[name], steps, rate=4.0))
-        for name in COLORS
+    errors = [
+        ("bias", "#b4443c", [math.sqrt(square) / scale for square, _ in moments]),
+        (f"deviation at batch {BATCH}", "#3b6fb6", [math.sqrt(variance / BATCH) / scale for _, variance in moments]),
     ]
-    ticks = [(float(x), str(x)) for x in range(0, steps + 1, 25)]
-    right = panel("Expected reward of the learner while it trains", "update", curves, ticks)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {HEIGHT}" font-family="sans-serif" '
-        f'font-size="12">\n<rect width="{2 * WIDTH}" height="{HEIGHT}" fill="#ffffff"/>\n{left}\n'
-        f'<g transform="translate({WIDTH},0)">\n{right}\n</g>\n</svg>\n'
-    )
+    caps = [(math.log(cap), f"{cap:g}") for cap in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)]
+    start = make_toy(1.0, seed=1)
+    rewards = [(name, color, train(start, KINDS[name], UPDATES, rate=4.0)) for name, color in COLORS.items()]
+    left = panel(0, "Sequence weights: error of the gradient, relative", "cap on the product (log scale)",
+                 [math.log(cap) for cap in CAPS], errors, caps)  # fmt: skip
+    right = panel(1, "Expected reward of the learner while it trains", "update", range(UPDATES + 1), rewards)
+    return picture(2 * WIDTH, TOP + TALL + BOTTOM, [*left, *right])
 
 
-WIDTH, HEIGHT, MARGIN = 480, 320, 50
-BATCH = 256
-Curve = tuple[str, str, list[float], list[float]]
-
-
-def panel(title: str, x_title: str, curves: list[Curve], ticks: list[tuple[float, str]]) -> str:
-    first, last = min(curves[0][2]), max(curves[0][2])
-    levels = nice_ticks(0.0, max(max(ys) for _, _, _, ys in curves))
-    bottom = HEIGHT - MARGIN
-
-    def x(value: float) -> float:
-        return MARGIN + (value - first) / (last - first) * (WIDTH - MARGIN - 20)
-
-    def y(value: float) -> float:
-        return bottom - value / levels[-1] * (bottom - 70)
-
-    parts = [f'<text x="{MARGIN}" y="22" font-size="14" font-weight="600">{title}</text>']
-    for value, label in ticks:
-        parts.append(f'<text x="{x(value):.1f}" y="{bottom + 16}" text-anchor="middle" fill="#666">{label}</text>')
-    for value in levels:
-        parts.append(
-            f'<line x1="{MARGIN}" x2="{WIDTH - 20}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#e4e4e4"/>'
-        )
-        parts.append(f'<text x="{MARGIN - 6}" y="{y(value) + 4:.1f}" text-anchor="end" fill="#666">{value:g}</text>')
-    parts.append(
-        f'<text x="{(MARGIN + WIDTH) / 2}" y="{HEIGHT - 12}" text-anchor="middle" fill="#666">{x_title}</text>'
-    )
-    for place, (name, color, xs, ys) in enumerate(curves):
-        points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(xs, ys, strict=True))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts.append(f'<text x="{MARGIN + place * 140}" y="46" fill="{color}" font-weight="600">{name}</text>')
-    return "\n".join(parts)
+def panel(
+    place: int, title: str, x_title: str, xs: Sequence[float], curves: Sequence[Curve], x_ticks: Ticks = ()
+) -> Iterator[str]:
+    left, levels = place * WIDTH + LEFT, nice_ticks(0.0, max(max(ys) for _, _, ys in curves))
+    plot = Plot(left, TOP, (place + 1) * WIDTH - 20, TOP + TALL, (min(xs), max(xs)), levels, x_title)
+    yield from legend(left, [(name, color) for name, color, _ in curves])
+    yield from plot.frame(title, x_ticks)
+    yield from (plot.line(Series(list(xs), ys), color) for _, color, ys in curves)
 
 
 def main() -> None:

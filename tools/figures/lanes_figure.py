@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron_rl.workshop.reports.figures import GRID, LANE_NAMES, lane_colour
-from megatron_rl.workshop.reports.lanes import ROWS, Lane
-from megatron_rl.workshop.reports.run_data import load_runs
+from megatron_rl.workshop.reports.charts import GRID
+from megatron_rl.workshop.reports.figures import LANE_NAMES, lane_colour
+from megatron_rl.workshop.reports.run_data import ROWS, Lane, load_runs
 from megatron_rl.workshop.reports.svg import heading, legend, nice_ticks, picture, small
 
 WIDTH, LEFT, RIGHT, TOP = 1000, 84, 16, 70

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_rl.runs.metrics_file import Series
-from megatron_rl.workshop.reports.figures import PALETTE, running_mean
+from megatron_rl.workshop.reports.charts import colour, running_mean, smooth_window
 from megatron_rl.workshop.reports.run_data import RunData, load_runs
-from megatron_rl.workshop.reports.svg import TITLE, Plot, heading, legend, nice_ticks, picture
+from megatron_rl.workshop.reports.svg import LEFT, TITLE, Plot, heading, legend, nice_ticks, picture
 
 WIDTH, HEIGHT = 1200, 330
-PANEL, GAP, LEFT, TOP, BOTTOM = 340, 50, 46, 74, 36
+KL = "rollout_corr/k3_kl"
 
 
 def write_summary_figure(run_dirs: Sequence[Path], output: Path) -> None:
@@ -27,38 +27,33 @@ def summary_svg(runs: Sequence[RunData]) -> str:
     panels: list[tuple[str, Callable[[RunData], Series], bool, float | None]] = [
         ("Held-out accuracy (greedy)", lambda run: run.series("eval/accuracy"), True, 1.0),
         ("Reward of sampled answers", lambda run: _smooth(run.series(reward, 1)), False, 1.0),
-        (
-            "Sampler / learner mismatch, KL in nats",
-            lambda run: _smooth(run.series("rollout_corr/k3_kl", 1)),
-            False,
-            None,
-        ),
+        ("Sampler / learner mismatch, KL in nats", lambda run: _smooth(run.series(KL, 1)), False, None),
     ]
-    parts = list(legend(LEFT, [(run.name, PALETTE[number % len(PALETTE)]) for number, run in enumerate(runs)]))
+    parts = list(legend(LEFT, [(run.name, colour(number)) for number, run in enumerate(runs)]))
     for index, (title, of, dots, top) in enumerate(panels):
-        parts.append(_panel(index * (PANEL + GAP) + LEFT, title, [of(run) for run in runs], dots, top))
+        parts.append(_panel(index, title, [of(run) for run in runs], dots, top))
     return picture(WIDTH, HEIGHT, parts)
 
 
-def _panel(left: float, title: str, series: Sequence[Series], dots: bool, top_value: float | None) -> str:
+def _panel(index: int, title: str, series: Sequence[Series], dots: bool, top_value: float | None) -> str:
     values = [value for one in series for value in one.finite]
-    steps = [step for one in series for step in one.steps]
+    steps = [step for one in series for step in one.steps] or [0]
+    most = max(values, default=0.0) if top_value is None else max([top_value, *values])
+    ticks = nice_ticks(min([0.0, *values]), most)
+    plot = Plot.number(index, (min(steps), max(max(steps), min(steps) + 1)), ticks)
     if not values:
-        return heading(left, TOP - TITLE, title)
-    ticks = nice_ticks(min(0.0, *values), max(values) if top_value is None else max(top_value, *values))
-    first, last = min(steps), max(max(steps), min(steps) + 1)
-    plot = Plot(left, TOP, left + PANEL, HEIGHT - BOTTOM, (first, last), ticks)
+        return heading(plot.left, plot.top - TITLE, title)
     parts = list(plot.frame(title))
     for number, one in enumerate(series):
-        colour = PALETTE[number % len(PALETTE)]
-        parts.append(plot.line(one, colour))
+        paint = colour(number)
+        parts.append(plot.line(one, paint))
         if dots:
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}"/>' for x, y in plot.points(one)]
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{paint}"/>' for x, y in plot.points(one)]
     return "\n".join(parts)
 
 
 def _smooth(series: Series) -> Series:
-    return Series(series.steps, running_mean(series.values, max(1, len(series.values) // 12)))
+    return Series(series.steps, running_mean(series.values, smooth_window(series)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What people ask on the command line before and after a run."""
+"""Questions on the command line, before and after a run."""
 
 from megatron_rl.workshop.commands import models, recipes, runs
 

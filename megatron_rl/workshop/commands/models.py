@@ -1,21 +1,23 @@
-"""What is asked of a stored model: eval, chat, mismatch; and of an update that was not finite: rerun-step."""
+"""Commands about a stored model: eval, chat, mismatch; and about an update that was not finite: rerun-step."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config import ConfigError, recorded_config
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import Config
     from megatron_rl.workshop.evaluation.stored_model import StoredModel
-import contextlib
-from typing import Any
+
+
+def note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +44,7 @@ def opened(options: argparse.Namespace, *without: str) -> Iterator[tuple[Config,
     run = run_of(options.model)
     stored = find(options.model, recorded_config(run / "config.yaml") if run else None, options.hf)
     if stored.note:
-        print(f"note: {stored.note}", file=sys.stderr)
+        note(f"note: {stored.note}")
     try:
         yield settings(run, stored, options.format, [*without, *options.overrides]), stored
     except (CheckpointError, RewardsHang, SamplerError, WeightSyncError) as error:
@@ -67,9 +69,9 @@ def _eval(options: argparse.Namespace) -> int:
 
         config = with_sets(config, options.sets)
         folder = options.output or Path("evals") / f"{stored.label}-{options.format}"
-        for note in check_alone(config, stored.weights):
-            print(f"note: {note}", file=sys.stderr)
-        print(measure(config, stored, folder, lambda line: print(line, file=sys.stderr, flush=True)))
+        for line in check_alone(config, stored.weights):
+            note(f"note: {line}")
+        print(measure(config, stored, folder, note))
         print(f"pass rates, prompt by prompt: {folder}")
     return 0
 
@@ -96,7 +98,7 @@ def _chat(options: argparse.Namespace) -> int:
         if once == "":
             raise ConfigError("-p: nothing to answer; give a text")
         check_alone(config, stored.weights)
-        with served(config, stored, lambda line: print(line, file=sys.stderr)) as sampler:
+        with served(config, stored, note) as sampler:
             chat = Chat.with_model(sampler, stored, config)
             if once is not None:
                 try:
@@ -111,7 +113,7 @@ def _chat(options: argparse.Namespace) -> int:
 def _talk(chat: Any) -> None:
     from megatron_rl.workshop.evaluation.chat import TooLong
 
-    with contextlib.suppress(ImportError):
+    with suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited
 
     print("a conversation; Ctrl-D ends it" if chat.talks else "no chat template: each line is continued; Ctrl-D ends")
@@ -161,7 +163,7 @@ def _mismatch(options: argparse.Namespace) -> int:
             from megatron_rl.workshop.mismatch.mismatch import Wanted, measure
 
             wanted = Wanted(options.sequences, options.tokens, options.prompts, run)
-            print(measure(config, stored, wanted, folder, lambda line: print(line, file=sys.stderr, flush=True)))
+            print(measure(config, stored, wanted, folder, note))
         print(f"figure and numbers: {folder}")
     return 0
 
@@ -175,13 +177,11 @@ def _as_the_run(options: argparse.Namespace, run: Path | None) -> list[str]:
     names = {format: name for name, format in FORMATS.items()}
     options.format = options.format or names[recorded.quantization.format]
     if recorded.quantization.smoothing:
-        print("note: the engine is served without the run's quantization.smoothing", file=sys.stderr)
-    forward = options.forward or recorded.learner.forward.value
-    head = options.head or recorded.model.head_precision.value
+        note("note: the engine is served without the run's quantization.smoothing")
     return [
-        f"learner.forward={forward}",
+        f"learner.forward={options.forward or recorded.learner.forward.value}",
         f"learner.precision={recorded.learner.precision.value}",
-        f"model.head_precision={head}",
+        f"model.head_precision={options.head or recorded.model.head_precision.value}",
     ]
 
 

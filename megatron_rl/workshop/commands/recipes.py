@@ -1,4 +1,4 @@
-"""What is asked before a run: plan, translate, toy, quickstart."""
+"""Commands before a run: plan, translate, toy, quickstart."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ def _add_plan(commands: Any) -> None:
         metavar="NODESxGPUSxNAME-GIB",
         help="for this machine, such as 1x8xH100-80; own: the recipe's cluster, also meant where no GPU is here",
     )
-    plan.add_argument(
-        "--assume",
-        action="append",
-        default=[],
-        metavar="name=value",
-        help="such as response=0.2",
-    )
+    plan.add_argument("--assume", action="append", default=[], metavar="name=value", help="such as response=0.2")
     plan.add_argument("--json", action="store_true", help="the plan as JSON, in bytes and seconds")
     plan.add_argument("--suggest", action="store_true", help="the fastest layouts that fit, as overrides")
     plan.add_argument("--sbatch", action="store_true", help="the sbatch line for it")

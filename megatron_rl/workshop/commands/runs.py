@@ -1,4 +1,4 @@
-"""What is asked of runs: report, status, watch, checkpoints, replay."""
+"""Commands about runs: report, status, watch, checkpoints, replay."""
 
 from __future__ import annotations
 

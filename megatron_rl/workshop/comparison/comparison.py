@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +67,8 @@ class Cell:
         )
 
     def mean(self, number: str) -> float | None:
-        return _mean(list(self.by_seed(number).values()))
+        values = self.by_seed(number).values()
+        return statistics.fmean(values) if values else None
 
     def written(self, number: str) -> str:
         """The mean over seeds, and from where to where they reach."""
@@ -114,15 +115,25 @@ class Comparison:
                 found.setdefault(cell.labels[:-1], []).append(cell)
         return found
 
-    def as_json(self, curves: Sequence[str] = (ACCURACY,)) -> dict[str, Any]:
+    def held(self, names: Iterable[str]) -> list[str]:
+        """The numbers, of these, that any cell has."""
+        return [name for name in names if any(cell.by_seed(name) for cell in self.cells)]
+
+    def table(self, names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+        """A row for each cell: its labels, how many runs have finished, and these numbers."""
+        rows = [
+            [*cell.labels, f"{len(cell.finished)} of {len(cell.results)}", *(cell.written(name) for name in names)]
+            for cell in self.cells
+        ]
+        return [*self.axes, "finished", *(NUMBERS[name].title for name in names)], rows
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the curves of other metrics than accuracy, numbers rounded."""
         return {
             "name": self.name,
             "axes": list(self.axes),
             "reference": None if self.reference is None else list(self.reference),
-            "cells": [
-                {"labels": list(cell.labels), "runs": [_as_json(one, curves) for one in cell.results]}
-                for cell in self.cells
-            ],
+            "cells": [{"labels": list(cell.labels), "runs": list(map(_as_json, cell.results))} for cell in self.cells],
         }
 
     @classmethod
@@ -149,11 +160,7 @@ def beyond_noise(a: Cell, b: Cell, number: str = AREA) -> bool | None:
     return statistics.fmean(pairs) > least
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
-
-
-def _as_json(one: Result, curves: Sequence[str]) -> dict[str, Any]:
+def _as_json(one: Result) -> dict[str, Any]:
     return {
         "name": one.name,
         "seed": one.seed,
@@ -162,7 +169,7 @@ def _as_json(one: Result, curves: Sequence[str]) -> dict[str, Any]:
         "curves": {
             name: {"steps": series.steps, "values": [_rounded(value) for value in series.values]}
             for name, series in one.curves.items()
-            if name in curves
+            if name == ACCURACY
         },
     }
 

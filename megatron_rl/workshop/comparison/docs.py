@@ -1,4 +1,4 @@
-"""What pages of text say of a comparison, between markers: written by a command, never by hand.
+"""A comparison in pages of text, between markers: written by a command, never by hand.
 
     <!-- NAME: table -->
     ...
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_rl.config import ConfigError
@@ -22,8 +22,8 @@ from megatron_rl.runs.metrics_file import ACCURACY, NUMBERS
 from megatron_rl.workshop.comparison.comparison import Cell, Comparison
 from megatron_rl.workshop.comparison.findings import TEST, said
 from megatron_rl.workshop.comparison.page import colour_of
-from megatron_rl.workshop.reports.figures import INK
-from megatron_rl.workshop.reports.svg import Plot, legend, nice_ticks, picture
+from megatron_rl.workshop.reports.charts import INK
+from megatron_rl.workshop.reports.svg import LEFT, Plot, legend, nice_ticks, panels_picture
 
 BLOCKS = ("table", "findings", "figure")
 SHOWN = ("accuracy_area", "accuracy", "abs_difference", "k3_kl", "sample_size", "step_s")
@@ -55,14 +55,15 @@ def stored(path: Path) -> Comparison:
 
 def with_blocks(text: str, comparison: Comparison, page: Path, folder: Path) -> str:
     """The page with each of its blocks written anew."""
-    blocks: dict[str, Callable[[], str]] = {
-        "table": lambda: _table(comparison),
-        "findings": lambda: "\n".join([*(f"- {one}" for one in said(comparison)), "", TEST]),
-        "figure": lambda: f"![{_caption(comparison)}]({os.path.relpath(folder, page.parent)}/{comparison.name}.svg)"
-        .replace("(./", "("),
-    }  # fmt: skip
+    caption = f"{comparison.name}: held-out accuracy over training, mean and reach of the seeds"
+    figure = f"![{caption}]({os.path.relpath(folder, page.parent)}/{comparison.name}.svg)"
+    blocks = {
+        "table": _table(comparison),
+        "findings": "\n".join([*(f"- {one}" for one in said(comparison)), "", TEST]),
+        "figure": figure.replace("(./", "("),
+    }
     _check_blocks(text, comparison.name, page)
-    return _found(comparison.name).sub(lambda match: f"{match[1]}{blocks[match[2]]()}\n{match[3]}", text)
+    return _found(comparison.name).sub(lambda match: f"{match[1]}{blocks[match[2]]}\n{match[3]}", text)
 
 
 def _found(name: str) -> re.Pattern[str]:
@@ -78,29 +79,19 @@ def _check_blocks(text: str, name: str, page: Path) -> None:
 
 
 def _table(comparison: Comparison) -> str:
-    shown = [name for name in SHOWN if any(cell.by_seed(name) for cell in comparison.cells)]
-    head = [*comparison.axes, "finished", *(NUMBERS[name].title for name in shown)]
-    rows = [
-        [*cell.labels, f"{len(cell.finished)} of {len(cell.results)}", *(cell.written(name) for name in shown)]
-        for cell in comparison.cells
-    ]
+    shown = comparison.held(SHOWN)
+    head, rows = comparison.table(shown)
     about = "; ".join(f"*{NUMBERS[name].title}*: {NUMBERS[name].about}" for name in shown)
     lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
     return "\n".join([*lines, "", f"Means over seeds, and from the lowest to the highest. {about}."])
 
 
-def _caption(comparison: Comparison) -> str:
-    return f"{comparison.name}: held-out accuracy over training, mean and reach of the seeds"
-
-
-PANEL, GAP, LEFT, TOP, BOTTOM, TALL = 340, 50, 46, 74, 36, 220
-ABREAST = 3
-
-
 def comparison_svg(comparison: Comparison) -> str:
     """A panel for each place: the mean of the seeds, in a band from the lowest to the highest."""
     beside = comparison.beside()
-    drawn = [(place, cells) for place, cells in comparison.places().items() if any(map(_curve, cells))]
+    drawn = [
+        (place, cells) for place, cells in comparison.places().items() if any(cell.curve(ACCURACY)[1] for cell in cells)
+    ]
     ranges = [cell.curve(ACCURACY) for _, cells in drawn for cell in cells]
     if beside is not None:
         ranges.append(beside.curve(ACCURACY))
@@ -111,12 +102,10 @@ def comparison_svg(comparison: Comparison) -> str:
     entries = [*names.items(), *([(beside.name, INK)] if beside else [])]
     parts = list(legend(LEFT, entries))
     for number, (place, cells) in enumerate(drawn):
-        left, top = number % ABREAST * (PANEL + GAP) + LEFT, number // ABREAST * (TALL + TOP + BOTTOM) + TOP
-        plot = Plot(left, top, left + PANEL, top + TALL, steps, ticks)
+        plot = Plot.number(number, steps, ticks)
         parts += plot.frame(f"{' / '.join(place) or comparison.name}: held-out accuracy")
         parts += _lines(comparison, plot, cells, beside)
-    rows = -(-max(len(drawn), 1) // ABREAST)
-    return picture(LEFT + min(len(drawn) or 1, ABREAST) * (PANEL + GAP), rows * (TALL + TOP + BOTTOM), parts)
+    return panels_picture(len(drawn), parts)
 
 
 def _lines(comparison: Comparison, plot: Plot, cells: list[Cell], beside: Cell | None) -> Iterable[str]:
@@ -127,7 +116,3 @@ def _lines(comparison: Comparison, plot: Plot, cells: list[Cell], beside: Cell |
             yield plot.line(mean, colour_of(comparison, cell))
     if beside is not None and (mean := beside.curve(ACCURACY)[1]):
         yield plot.line(mean, INK, ' stroke-dasharray="5 4"')
-
-
-def _curve(cell: Cell) -> bool:
-    return bool(cell.curve(ACCURACY)[1])

@@ -1,4 +1,4 @@
-"""What a comparison says, in sentences: which label is best where, and what to take. Nothing that noise may explain."""
+"""Findings of a comparison, in sentences: which label is best where, and what to take; nothing that is noise."""
 
 from __future__ import annotations
 
@@ -43,20 +43,17 @@ class Finding:
         return f"{where}{self._best()}{same}"
 
     def _best(self) -> str:
-        said = f"{self.best.labels[-1]} has the largest {CRITERION}, {self.best.written(AREA)}"
         if not self.beaten and not self.level:
-            return f"{said}; nothing else finished there{_left_out(self.left_out)}."
-        if self.seeds < 2:
-            return f"{said}. One seed says nothing about noise{_left_out(self.left_out)}."
-        if not self.beaten:
-            return (
-                f"{said}, but nothing is best there beyond the noise of {self.seeds} seeds{_left_out(self.left_out)}."
-            )
-        level = f", and is not told apart from {_names(self.level)}" if self.level else ""
-        return (
-            f"{said}. Beyond the noise of {self.seeds} seeds it is above {_names(self.beaten)}{level}"
-            f"{_left_out(self.left_out)}."
-        )
+            noise = "; nothing else finished there"
+        elif self.seeds < 2:
+            noise = ". One seed says nothing about noise"
+        elif not self.beaten:
+            noise = f", but nothing is best there beyond the noise of {self.seeds} seeds"
+        else:
+            level = f", and is not told apart from {_names(self.level)}" if self.level else ""
+            noise = f". Beyond the noise of {self.seeds} seeds it is above {_names(self.beaten)}{level}"
+        largest = f"{self.best.labels[-1]} has the largest {CRITERION}, {self.best.written(AREA)}"
+        return f"{largest}{noise}{_left_out(self.left_out)}."
 
 
 def findings(comparison: Comparison) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What other corrections would have done to the batches that a run recorded. Nothing is trained.
+"""Other corrections on the batches that a run recorded. Nothing is trained.
 
     megatron-rl replay runs/quickstart --corrections none tis icepop [correction.weight.high=4 ...]
 

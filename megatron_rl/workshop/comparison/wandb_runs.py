@@ -18,8 +18,8 @@ from megatron_rl.workshop.comparison.comparison import Comparison
 from megatron_rl.workshop.comparison.docs import comparison_svg
 from megatron_rl.workshop.comparison.findings import said
 from megatron_rl.workshop.comparison.page import bars, panels
+from megatron_rl.workshop.reports.charts import UNIT
 from megatron_rl.workshop.reports.run_data import RunData
-from megatron_rl.workshop.reports.sections import UNIT
 
 JOB_TYPE = "comparison"
 
@@ -77,7 +77,7 @@ def _figures(comparison: Comparison) -> dict[str, Any]:
         f"accuracy/{panel.title}": panel.figure
         for panel in panels(comparison, ACCURACY, "", y_range=UNIT)
     } | {f"mismatch/{panel.title}": panel.figure for panel in panels(comparison, MISMATCH, "", log=True)}  # fmt: skip
-    area = bars(comparison, AREA, NUMBERS[AREA].about)
+    area = bars(comparison, AREA)
     return {**shown, **({"area": area} if area else {})}
 
 

@@ -29,7 +29,7 @@ from megatron_rl.sampler.protocol import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, collate, written
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
 from megatron_rl.workshop.mismatch.walk import LOGPROB, Difference, Walk
-from megatron_rl.workshop.reports.figures import PALETTE, layout
+from megatron_rl.workshop.reports.charts import PALETTE, layout
 
 RESULT, PAGE = "mismatch.json", "mismatch.html"
 HEAD = ("point", "apart: mean", "max", "own: mean", "max", "KL that enters", "share")

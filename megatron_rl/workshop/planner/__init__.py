@@ -1,1 +1,1 @@
-"""What a recipe will need of a machine: memory, time, GPUs. Arithmetic on sizes alone: no torch, no weights, no GPU."""
+"""The needs of a recipe: memory, time, GPUs. Arithmetic on sizes alone: no torch, no weights, no GPU."""

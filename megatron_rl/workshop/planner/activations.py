@@ -1,4 +1,4 @@
-"""What a rank of the learner keeps of a pack's forward pass for its backward pass.
+"""Bytes that a rank of the learner keeps of a pack's forward pass for its backward pass.
 
 A layer's tensors are listed by the part of the layer that keeps them, in bytes for each position of a pack. Two sets
 of kernels do that: those of hosts (learner/layers.py and megatron-core's local layers), and those of Transformer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.schema import Config, LearnerSection, SamplerSection, Sleep, Transport
@@ -17,19 +17,12 @@ STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 LEAST_BUDGET = 8192  # tokens of a micro-batch
 SPLIT = 0.9  # of the memory, for an engine that has its GPUs to itself
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OWNED = (  # of learner.megatron: what a layout decides
+    *(*FULL, "recompute_modules", "sequence_parallel", "expert_tensor_parallel_size"),
+    *("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage"),
+    "num_layers_in_last_pipeline_stage",
+)
 SHARED_FOLDER = "/shared/sync"  # the reader's own, where engines are on other nodes
-
-
-@dataclass(frozen=True)
-class Candidate:
-    config: Config
-    way: str  # how learner and engines share the GPUs
-    overrides: tuple[str, ...]
-
-
-def candidate(config: Config, way: str, learner: LearnerSection, sampler: dict[str, Any]) -> Candidate:
-    changed = replace(config, learner=learner, **sampler)
-    return Candidate(changed, way, tuple(_overrides(config, changed)))
 
 
 def samplers(config: Config, machine: Machine) -> Iterator[tuple[str, int, dict[str, Any]]]:
@@ -103,12 +96,7 @@ def _cuts(model: Model, tp: int) -> bool:
 
 
 def _learner(config: Config, tp: int, pp: int, dp: int, ep: int, again: dict[str, Any], budget: int) -> LearnerSection:
-    owned = {*FULL, "sequence_parallel", "expert_tensor_parallel_size", "recompute_modules"}
-    owned |= {
-        "virtual_pipeline_model_parallel_size",
-        *(f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")),
-    }
-    megatron = {key: value for key, value in config.learner.megatron.items() if key not in owned} | again
+    megatron = {key: value for key, value in config.learner.megatron.items() if key not in OWNED} | again
     if tp > 1 or config.learner.megatron.get("sequence_parallel"):
         megatron["sequence_parallel"] = tp > 1
     megatron |= {"expert_tensor_parallel_size": 1} if ep > 1 and tp > 1 else {}
@@ -123,16 +111,14 @@ def _learner(config: Config, tp: int, pp: int, dp: int, ep: int, again: dict[str
     )
 
 
-def with_share(candidate: Candidate, base: Config, share: float) -> Candidate:
-    """The candidate with another part of the memory for engines."""
-    sampler = candidate.config.sampler
-    sampler = replace(sampler, vllm={**sampler.vllm, "gpu_memory_utilization": share})
-    config = replace(candidate.config, sampler=sampler)
-    return replace(candidate, config=config, overrides=tuple(_overrides(base, config)))
+def with_share(config: Config, share: float) -> Config:
+    """The configuration with another part of the memory for engines."""
+    sampler = config.sampler
+    return replace(config, sampler=replace(sampler, vllm={**sampler.vllm, "gpu_memory_utilization": share}))
 
 
-def _overrides(base: Config, changed: Config) -> Iterator[str]:
-    """What leads from one to the other, as the command line takes it."""
+def overrides(base: Config, changed: Config) -> Iterator[str]:
+    """The way from one to the other, as the command line takes it."""
     for section in ("learner", "sampler", "sync"):
         yield from _of_section(section, getattr(base, section), getattr(changed, section))
 

@@ -6,21 +6,21 @@ A model's config.json in place of a recipe stands for its sync alone; where `--o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import ConfigError, cluster
 from megatron_rl.config.load import CONF, load, read
 from megatron_rl.config.schema import Config
-from megatron_rl.models.layout import Layout
-from megatron_rl.models.model import Model, read_hf_config
+from megatron_rl.models.model import read_hf_config
 from megatron_rl.preflight import checks
 from megatron_rl.preflight.files import read_card
-from megatron_rl.preflight.machine import Machine, NoGpu, detect, named, own
+from megatron_rl.preflight.machine import NoGpu, detect, named, own
 from megatron_rl.workshop.planner import slurm, suggest, table, traffic
-from megatron_rl.workshop.planner.plan import Plan, plan
+from megatron_rl.workshop.planner.case import Case
+from megatron_rl.workshop.planner.plan import Plan, plan_case
 from megatron_rl.workshop.planner.workload import Assumptions
 
 
@@ -42,29 +42,31 @@ def answer(request: Request) -> tuple[str, list[str]]:
     """What is to be printed, and what is wrong with the recipe."""
     config, found, hf_config, whole = _read(request)
     assumed = assumptions(request.assume)
-    request = replace(request, on=_elsewhere(request, config, whole))
+    on = _elsewhere(request, config, whole)
+    machine = named(on) if on else None
     if request.suggest and hf_config is not None:
-        said, fits = suggest.describe(str(request.target), config, hf_config, _machine(request, config), assumed)
+        base = Case(config, hf_config, machine or detect(config.run.device), assumed)
+        said, fits = suggest.describe(str(request.target), base)
         return said, [] if fits else [f"--suggest: {said.splitlines()[0]}"]
-    problems = [*found, *(checks.problems(config, on=_named(request)) if whole else [])]
+    problems = [*found, *(checks.problems(config, on=machine) if whole else [])]
     if hf_config is None:
         return "", problems
     problems += [line for line in traffic.problems(config, hf_config, request.links) if line not in problems]
-    made = _plan(config, hf_config, request, assumed, problems) if whole or request.on else None
-    if made is not None:
-        problems += made.problems
+    made = None
+    if whole or machine:
+        made = _plan(Case(config, hf_config, machine or detect(config.run.device), assumed), problems)
+    problems += made.problems if made else ()
     if request.sbatch:
         return (slurm.sbatch(request.target, request.overrides, config, made) if made else ""), problems
     if found or (made is None and problems):
         return "", problems
+    moves = not problems or (made is not None and problems == list(made.problems))
     if request.as_json:
-        return json.dumps(as_json(config, hf_config, made, problems, request.links), indent=2), problems
-    sync = (
-        []
-        if problems and problems != list(made.problems if made else ())
-        else [traffic.describe(config, hf_config, request.links)]
-    )
-    return "\n\n".join([*([table.describe(config, made)] if made else []), *sync]), problems
+        about = {"model": config.model.path, "problems": problems, **(as_json(made) if made else {})}
+        about |= {"sync": traffic.numbers(config, hf_config, request.links)} if moves else {}
+        return json.dumps(about | {"problems": problems}, indent=2), problems
+    said = [table.describe(config, made)] if made else []
+    return "\n\n".join([*said, *([traffic.describe(config, hf_config, request.links)] if moves else [])]), problems
 
 
 def assumptions(given: Sequence[str]) -> Assumptions:
@@ -77,32 +79,19 @@ def assumptions(given: Sequence[str]) -> Assumptions:
         try:
             values[name] = float(value)
         except ValueError:
-            raise ConfigError(f"--assume {word}: expected a number above 0, such as {name}={known[name]:g}") from None
+            values[name] = 0.0
         if not 0 < values[name] < float("inf"):
             raise ConfigError(f"--assume {word}: expected a number above 0, such as {name}={known[name]:g}")
     return Assumptions(**values)
 
 
-def as_json(
-    config: Config, hf_config: Mapping[str, Any], made: Plan | None, problems: Sequence[str], links: traffic.Request
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"model": config.model.path, "problems": list(problems)}
-    if made is not None:
-        about = asdict(made)
-        about["machine"] = str(made.machine)
-        about["roles"] |= {"gpus": made.roles.gpus, "nodes": made.roles.nodes, "kinds": made.roles.kinds}
-        about["memory"] = [
-            {
-                "kind": one.kind, "gpus": one.gpus, "verdict": one.verdict, "peak_phase": one.peak_phase,
-                "peak": one.peak, "limit": one.limit, "margin": one.margin, "phases": one.phases,
-            }
-            for one in made.memory
-        ]  # fmt: skip
-        about["time"] = made.time and {**asdict(made.time), "step": made.time.step}
-        found |= {"verdict": made.verdict, **about, "problems": list(problems)}
-    if not problems or (made is not None and list(problems) == list(made.problems)):
-        found["sync"] = traffic.numbers(config, hf_config, links)
-    return found
+def as_json(made: Plan) -> dict[str, Any]:
+    about = {"verdict": made.verdict, **asdict(made), "machine": str(made.machine)}
+    about["roles"] |= {name: getattr(made.roles, name) for name in ("gpus", "nodes", "kinds")}
+    told = ("kind", "gpus", "verdict", "peak_phase", "peak", "limit", "margin", "phases")
+    about["memory"] = [{name: getattr(one, name) for name in told} for one in made.memory]
+    about["time"] = made.time and {**asdict(made.time), "step": made.time.step}
+    return about
 
 
 def _read(request: Request) -> tuple[Config, list[str], dict[str, Any] | None, bool]:
@@ -114,9 +103,7 @@ def _read(request: Request) -> tuple[Config, list[str], dict[str, Any] | None, b
     try:
         return config, found, read_card(str(config.model.folder)), True
     except ConfigError as error:
-        if not config.model.path:
-            return config, found, None, True
-        return config, [*found, str(error)], None, True
+        return config, [*found, *([str(error)] if config.model.path else [])], None, True
 
 
 def _elsewhere(request: Request, config: Config, whole: bool) -> str | None:
@@ -129,21 +116,11 @@ def _elsewhere(request: Request, config: Config, whole: bool) -> str | None:
     return own(request.target, request.overrides) if request.on == "own" else request.on
 
 
-def _named(request: Request) -> Machine | None:
-    return named(request.on) if request.on else None
-
-
-def _machine(request: Request, config: Config) -> Machine:
-    return _named(request) or detect(config.run.device)
-
-
-def _plan(
-    config: Config, hf_config: Mapping[str, Any], request: Request, assumed: Assumptions, problems: Sequence[str]
-) -> Plan | None:
+def _plan(case: Case, problems: Sequence[str]) -> Plan | None:
     """None where sizes do not go together."""
     try:
-        Model.of(hf_config, Layout.from_config(config.learner)).layout.stage_layers(int(hf_config["num_hidden_layers"]))
-        return plan(config, hf_config, _machine(request, config), assumed)
+        case.model.layout.stage_layers(case.model.shape.layers)
+        return plan_case(case)
     except (ValueError, ConfigError):
         if not problems:
             raise

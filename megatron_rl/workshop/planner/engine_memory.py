@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.fleet import HOST_CACHE_BYTES, max_sequences
-from megatron_rl.config.schema import Format, KvCache, QuantizationSection, SamplerSection
+from megatron_rl.config.schema import KvCache, QuantizationSection, SamplerSection
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.workshop.planner.learner_memory import chosen
-from megatron_rl.workshop.planner.weights import BF16, engine_weights
+from megatron_rl.workshop.planner.weights import BF16, EngineWeights
 
 GIB = 1 << 30
 UTILIZATION = 0.92  # vLLM's own, where sampler.vllm.gpu_memory_utilization names no other
@@ -56,14 +56,14 @@ def of_engine(
     model: Model,
     sampler: SamplerSection,
     quantization: QuantizationSection,
-    format: Format,
+    held: EngineWeights,
     longest: int,
     capacity: float | None,
     host: bool = False,
 ) -> EngineMemory:
     """`longest`: tokens of a prompt with its answer. `capacity`: bytes of a GPU; None: not known, and no cache."""
     shape, tp, given = model.shape, sampler.tensor_parallel, sampler.vllm
-    weights = engine_weights(shape, format, quantization.ignore).of_rank(tp, shape.kv_heads)
+    weights = held.of_rank(tp, shape.kv_heads)
     runtime = RUNTIME + _step(model, tp, max(longest, BATCHED), given, max_sequences(sampler))
     token = cache_token(shape, tp, quantization.kv_cache)
     cache = given.get("kv_cache_memory_bytes")

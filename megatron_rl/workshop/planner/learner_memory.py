@@ -22,7 +22,6 @@ FP8_COPIES = 2  # bytes for each element of a matrix: as it is, and transposed
 class LearnerMemory:
     """Memory of a pipeline stage's fullest rank, bytes."""
 
-    stage: int
     weights: float
     gradients: float
     optimizer: float
@@ -49,6 +48,10 @@ class LearnerMemory:
         """The most that an update adds, when the last logits or a layer's gradients are made."""
         return self.activations + max(self.of_logits, self.recomputed + self.gradients_of_layer)
 
+    @property
+    def needed(self) -> float:
+        return self.static + max(self.dynamic, self.forward)
+
 
 def of_stage(
     model: Model, learner: LearnerSection, stage: int, pack: Pack, packs: int, *, host: bool, reference: bool = False
@@ -67,7 +70,6 @@ def of_stage(
     copies = costs.COPIES * min(costs.chunk_bytes(host), logits / training.width * costs.FP32)
     step = _step(model, training, pack)
     return LearnerMemory(
-        stage=stage,
         weights=weights + cast,
         gradients=GRADIENT * mine.count,
         optimizer=_optimizer(mine, layout, training),
@@ -80,14 +82,6 @@ def of_stage(
         forward=pack.tokens * kept.layer + step + norms + logits + copies,
         logit_chunks=copies,
     )
-
-
-def stages(
-    model: Model, learner: LearnerSection, pack: Pack, packs: int, *, host: bool, reference: bool
-) -> list[LearnerMemory]:
-    return [
-        of_stage(model, learner, stage, pack, packs, host=host, reference=reference) for stage in range(model.layout.pp)
-    ]
 
 
 def chosen(model: Model) -> int:

@@ -19,13 +19,12 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.placement import RANK_GIB
 from megatron_rl.workshop.planner.engine_memory import COMMUNICATOR, CONTEXT, GIB, EngineMemory
 from megatron_rl.workshop.planner.learner_memory import LearnerMemory
-from megatron_rl.workshop.planner.weights import BF16, EngineWeights
+from megatron_rl.workshop.planner.weights import BF16
 
 PHASES = ("rollout", "prox", "update", "sync", "save")  # of a step, that take time
 MOMENTS = ("start", "rollout", "prox", "update", "sync", "probe", "save")
 CACHE = "engine: cache"
 SHARE = ("engine: weights", "engine: runtime", CACHE, "engine: unused")  # what gpu_memory_utilization is a share for
-USABLE = 0.99  # of what a GPU is sold with
 TIGHT = 0.05  # of it: a smaller margin is called tight
 SLACK = 0.06  # of what comes and goes: what torch's allocator holds and cannot use
 BUCKETS = 2 * (64 << 20)  # weight_sync/buckets.py
@@ -122,15 +121,12 @@ def _largest(shape: ModelShape) -> int:
     return max(prod(size) for param in params(replace(shape, layers=1)) for size in param.shapes)
 
 
-def engine_phases(
-    engine: EngineMemory, weights: EngineWeights, sync: SyncSection, sleep: Sleep
-) -> dict[str, dict[str, float]]:
-    """What an engine adds to its GPU."""
+def engine_phases(engine: EngineMemory, whole: int, sync: SyncSection, sleep: Sleep) -> dict[str, dict[str, float]]:
+    """Memory that an engine adds to its GPU by phase. `whole`: bytes of all weights."""
     loaded = {"engine: weights": engine.weights, "engine: runtime": engine.runtime}
     loaded |= {"engine: CUDA, NCCL": engine.context} if engine.context else {}
     awake = loaded | {CACHE: engine.cache}
     start = awake | ({"engine: unused": engine.unused} if engine.unused else {})
-    whole = weights.whole + weights.split + weights.key_value
     staged = {"engine: next weights": float(whole)} if sync.staged and sync.transport != Transport.file else {}
     if sleep == Sleep.none:
         return dict.fromkeys(MOMENTS, awake) | {"start": start, "sync": awake | staged}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,12 @@ from megatron_rl.models.model import Model
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.runs.console import duration, table
 from megatron_rl.workshop.planner import candidates
-from megatron_rl.workshop.planner.candidates import SPLIT, Candidate, with_share
-from megatron_rl.workshop.planner.engine_memory import GIB
-from megatron_rl.workshop.planner.phases import TIGHT, USABLE, largest_share
-from megatron_rl.workshop.planner.plan import Plan, heaviest, plan
+from megatron_rl.workshop.planner.candidates import SPLIT, overrides, with_share
+from megatron_rl.workshop.planner.case import Case
+from megatron_rl.workshop.planner.phases import TIGHT, largest_share
+from megatron_rl.workshop.planner.plan import Plan, plan_case
+from megatron_rl.workshop.planner.table import axes
 from megatron_rl.workshop.planner.time import learning
-from megatron_rl.workshop.planner.workload import Assumptions, Workload
 
 SHOWN = 5
 FASTEST, SMALLEST = 6, 3  # learners that are tried with every kind of sampler
@@ -30,71 +30,61 @@ MOST_NODES = 64
 
 @dataclass(frozen=True)
 class Suggestion:
-    candidate: Candidate
+    way: str  # how learner and engines share the GPUs
+    config: Config
     plan: Plan
 
 
-def suggestions(
-    config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed: Assumptions, count: int = SHOWN
-) -> list[Suggestion]:
+def suggestions(base: Case, count: int = SHOWN) -> list[Suggestion]:
     """The fastest of each way and layout; what a dry run would refuse is left out."""
+    config, machine = base.config, base.machine
     if machine.gpu is None or not machine.gib:
         raise ConfigError("--suggest: for a machine with GPUs of a known kind; name one, such as --on 1x8xH100-80")
     fitting: list[Suggestion] = []
     of_ranks: dict[int, list[LearnerSection]] = {}
     for way, ranks, sampler in candidates.samplers(config, machine):
         if ranks not in of_ranks:
-            of_ranks[ranks] = _best_learners(config, hf_config, machine, assumed, ranks)
+            of_ranks[ranks] = _best_learners(base, ranks)
         for learner in of_ranks[ranks]:
-            made = candidates.candidate(config, way, learner, sampler)
-            room = _with_room(made, config, hf_config, machine, assumed)
-            if room is None:
-                continue
-            found = plan(room.config, hf_config, machine, assumed)
-            if not found.problems and found.verdict == "fits":
-                fitting.append(Suggestion(room, found))
+            changed = _with_room(base, way, replace(config, learner=learner, **sampler))
+            if changed is not None:
+                found = plan_case(replace(base, config=changed))
+                if not found.problems and found.verdict == "fits":
+                    fitting.append(Suggestion(way, changed, found))
     fitting.sort(key=lambda one: one.plan.time.step if one.plan.time else 0.0)
     chosen: dict[tuple[Any, ...], Suggestion] = {}
     for one in fitting:
         if len(chosen) == count:
             break
         layout = one.plan.layout
-        key = (one.candidate.way, layout.tp, layout.pp, layout.ep)
-        if key not in chosen and not refused(one.candidate.config, machine):
+        key = (one.way, layout.tp, layout.pp, layout.ep)
+        if key not in chosen and not refused(one.config, machine):
             chosen[key] = one
     return list(chosen.values())
 
 
-def _best_learners(
-    config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed: Assumptions, ranks: int
-) -> list[LearnerSection]:
+def _best_learners(base: Case, ranks: int) -> list[LearnerSection]:
     """The fastest learners that fit by themselves, and those that leave the most to an engine."""
-    assert machine.gpu is not None
-    limit, found = machine.gib * GIB * USABLE * (1 - TIGHT), []
-    work = Workload.of(config.rollout, config.learner, assumed)
-    for learner in candidates.learners(config, Model.of(hf_config, Layout()), ranks, machine.gpus):
-        changed = replace(config, learner=learner)
-        model = Model.of(hf_config, Layout.from_config(learner), config.model.head_precision)
-        memory = heaviest(changed, model, work, host=False)
-        needed = memory.static + max(memory.dynamic, memory.forward)
-        if needed < limit:
-            seconds = learning(changed, model, machine.gpu, machine.gpus, assumed)
-            found.append((seconds.prox + seconds.update, needed, learner))
+    found: list[tuple[float, float, LearnerSection]] = []
+    model = Model.of(base.hf_config, Layout())
+    for learner in candidates.learners(base.config, model, ranks, base.machine.gpus):
+        case = replace(base, config=replace(base.config, learner=learner))
+        if case.limit is not None and case.heaviest.needed < case.limit * (1 - TIGHT):
+            seconds = learning(case)
+            found.append((seconds.prox + seconds.update, case.heaviest.needed, learner))
     fast = sorted(found, key=lambda one: one[0])[:FASTEST]
     small = sorted(found, key=lambda one: one[1])[:SMALLEST]
     return [learner for _, _, learner in fast + [one for one in small if one not in fast]]
 
 
-def _with_room(
-    candidate: Candidate, base: Config, hf_config: Mapping[str, Any], machine: Machine, assumed: Assumptions
-) -> Candidate | None:
+def _with_room(base: Case, way: str, config: Config) -> Config | None:
     """An engine beside the learner gets what the learner leaves."""
-    if candidate.way not in ("in turns", "side by side"):
-        return candidate
-    alone = plan(with_share(candidate, base, SPLIT).config, hf_config, machine, assumed)
+    if way not in ("in turns", "side by side"):
+        return config
+    alone = plan_case(replace(base, config=with_share(config, SPLIT)))
     (memory,) = [one for one in alone.memory if one.kind == "learner and engine"]
     share = int(20 * (largest_share(memory, TIGHT) or 0)) / 20
-    return with_share(candidate, base, min(share, SPLIT)) if share >= LEAST_SHARE else None
+    return with_share(config, min(share, SPLIT)) if share >= LEAST_SHARE else None
 
 
 def refused(config: Config, machine: Machine) -> list[str]:
@@ -110,18 +100,16 @@ def refused(config: Config, machine: Machine) -> list[str]:
     return []
 
 
-def describe(
-    recipe: str, config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed: Assumptions
-) -> tuple[str, bool]:
+def describe(recipe: str, base: Case) -> tuple[str, bool]:
     """The best few, as lines to paste; where nothing fits, from how many GPUs on something does."""
-    found = suggestions(config, hf_config, machine, assumed)
+    found = suggestions(base)
     if not found:
-        return "\n".join(_nothing(config, hf_config, machine, assumed)), False
+        return "\n".join(_nothing(base)), False
     head = ("", "learner and engines", "learner", "engines", "of the memory", "a step", "GPU-hours")
     rows = [_row(number, one) for number, one in enumerate(found, 1)]
-    lines = [f"{config.model.path} on {machine}, fastest first:", "", *table(head, rows), ""]
+    lines = [f"{base.config.model.path} on {base.machine}, fastest first:", "", *table(head, rows), ""]
     for number, one in enumerate(found, 1):
-        words = " ".join(shlex.quote(word) for word in one.candidate.overrides)
+        words = " ".join(shlex.quote(word) for word in overrides(base.config, one.config))
         lines.append(f"{number}  megatron-rl train {recipe} {words}")
     if any(one.plan.roles.distant for one in found):
         lines += ["", f"node1, node2 ...: names of the site; {KEY_VARIABLE} holds the servers' key (docs/fleet.md)"]
@@ -130,24 +118,21 @@ def describe(
 
 def _row(number: int, one: Suggestion) -> tuple[str, ...]:
     layout, found = one.plan.layout, one.plan
-    axes = (("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("DP", layout.dp))
-    sizes = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one rank"
-    again = ", recomputed" if one.candidate.config.learner.megatron.get("recompute_granularity") else ""
+    again = ", recomputed" if one.config.learner.megatron.get("recompute_granularity") else ""
     peak = max(memory.peak / memory.limit for memory in found.memory if memory.limit)
     assert found.time is not None and found.gpu_hours is not None
     engines = f"{found.roles.engines} x TP{found.roles.engine_tp}"
     return (
-        str(number), one.candidate.way, sizes + again, engines, f"{peak:.0%}", duration(found.time.step),
+        str(number), one.way, axes(layout) + again, engines, f"{peak:.0%}", duration(found.time.step),
         f"{found.gpu_hours:,.0f}",
     )  # fmt: skip
 
 
-def _nothing(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed: Assumptions) -> Iterator[str]:
-    yield f"{config.model.path} does not fit {machine}, in any layout"
-    larger = machine
+def _nothing(base: Case) -> Iterator[str]:
+    larger = base.machine
+    yield f"{base.config.model.path} does not fit {larger}, in any layout"
     while larger.nodes * larger.gpus < MOST_NODES * 8:
         larger = replace(larger, gpus=larger.gpus * 2) if larger.gpus < 8 else replace(larger, nodes=larger.nodes * 2)
-        found = suggestions(config, hf_config, larger, assumed, count=1)
-        if found:
-            yield f"it fits {larger}: {' '.join(found[0].candidate.overrides)}"
+        if found := suggestions(replace(base, machine=larger), count=1):
+            yield f"it fits {larger}: {' '.join(overrides(base.config, found[0].config))}"
             return

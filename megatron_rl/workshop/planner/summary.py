@@ -1,4 +1,4 @@
-"""What a recipe would do on this machine, in a few lines: the output of --dry-run."""
+"""A recipe on this machine in a few lines: the output of --dry-run."""
 
 from __future__ import annotations
 

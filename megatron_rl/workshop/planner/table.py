@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from contextlib import suppress
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config, InFlight, RolloutSection
 from megatron_rl.files import write_whole
+from megatron_rl.models.layout import Layout
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine
 from megatron_rl.runs.console import duration, table
@@ -24,20 +25,22 @@ def describe(config: Config, plan: Plan) -> str:
     return "\n\n".join("\n".join(section) for section in sections)
 
 
+def axes(layout: Layout) -> str:
+    sizes = (("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("DP", layout.dp))
+    return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one rank"
+
+
 def _who(config: Config, plan: Plan) -> Iterator[str]:
-    roles, layout = plan.roles, plan.layout
-    axes = (("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("DP", layout.dp))
-    sizes = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "one rank"
+    roles, work = plan.roles, plan.work
     where = f"{roles.learner_nodes} node(s), {roles.tasks_per_node} on each" if roles.learner_nodes > 1 else "one node"
     yield f"machine   {plan.machine}"
     yield f"model     {config.model.path}: {plan.parameters / 1e6:,.1f} M parameters"
-    yield f"learner   {roles.learner:,} ranks ({sizes}) on {where}"
+    yield f"learner   {roles.learner:,} ranks ({axes(plan.layout)}) on {where}"
     beside = f", {len(roles.shared)} of them the learner's, too" if roles.shared else ""
     local = f"GPUs {', '.join(map(str, roles.local))} of the first node{beside}" if roles.local else "other nodes"
     local = local if plan.machine.gpus else "this host"
     others = f" and {roles.distant} on other nodes" if roles.distant and roles.local else ""
     yield f"sampler   {roles.engines:,} engine(s) of {roles.engine_tp} on {local}{others}"
-    work = plan.work
     yield (
         f"step      {work.sequences:,} answers, about {work.tokens / 1e6:.2f} M tokens; {work.updates} update(s) of "
         f"{plan.packs} micro-batch(es) on each replica"
@@ -122,20 +125,13 @@ def _time(time: StepTime, plan: Plan, config: Config) -> Iterator[str]:
 
 
 def keep(config: Config, machine: Machine, run: RunDir) -> None:
-    """What cannot be planned, or written, is left out: a run needs none of it."""
-    try:
+    """Write plan.json; what cannot be planned, or written, is left out: a run needs none of it."""
+    with suppress(ConfigError, ValueError, LookupError, OSError):
         made = plan(config, read_card(str(config.model.folder)), machine)
-        write_whole(run.plan, json.dumps(picture(made)))
-    except (ConfigError, ValueError, LookupError, OSError):
-        return
-
-
-def picture(made: Plan) -> dict[str, Any]:
-    """Bytes of a GPU (or of a host's process) by phase and part, and seconds of a step where they are known."""
-    return {
-        "memory": [
+        # bytes of a GPU (or of a host's process) by phase and part, and seconds of a step where they are known
+        memory = [
             {"of": f"{one.what}: {one.kind} ({one.gpus})", "limit": one.limit, "phases": one.phases}
             for one in made.memory
-        ],
-        "seconds": {phase: getattr(made.time, phase) for phase in PHASES} if made.time else None,
-    }
+        ]
+        seconds = {phase: getattr(made.time, phase) for phase in PHASES} if made.time else None
+        write_whole(run.plan, json.dumps({"memory": memory, "seconds": seconds}))

@@ -1,8 +1,7 @@
-"""How many parameters a rank of the learner holds, and how many bytes of them an engine holds."""
+"""Parameters that a rank of the learner holds, and the bytes of them that an engine holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -59,7 +58,6 @@ def _parts(
     return Held(**count), tuple(ends)
 
 
-@cache
 @dataclass(frozen=True)
 class EngineWeights:
     """Bytes, by how the ranks of a tensor-parallel engine hold them."""
@@ -69,16 +67,16 @@ class EngineWeights:
     key_value: int = 0  # split over key-value heads, of which the ranks beyond hold copies
     experts: int = 0  # of all three: experts
 
+    @property
+    def nbytes(self) -> int:
+        return self.whole + self.split + self.key_value
+
     def of_rank(self, tp: int, kv_heads: int) -> int:
         return self.whole + self.split // tp + self.key_value // min(tp, kv_heads)
 
 
-def engine_weights(shape: ModelShape, format: Format, ignore: Sequence[str]) -> EngineWeights:
-    return _engine_weights(shape, format, tuple(ignore))
-
-
 @cache
-def _engine_weights(shape: ModelShape, format: Format, ignore: tuple[str, ...]) -> EngineWeights:
+def engine_weights(shape: ModelShape, format: Format, ignore: tuple[str, ...]) -> EngineWeights:
     counts = {"whole": 0, "split": 0, "key_value": 0, "experts": 0}
     for param in params(shape):
         if param.row.copy:

@@ -1,4 +1,4 @@
-"""What a step has to do: sequences, tokens, micro-batches."""
+"""The work of a step: sequences, tokens, micro-batches."""
 
 from __future__ import annotations
 

@@ -1,26 +1,24 @@
-"""report.html: one page about one run, or about several side by side. Self-contained: it opens without a network."""
+"""report.html: one page about one run, or about several side by side."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import partial
-from html import escape
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from plotly.offline import get_plotlyjs
+from typing import Any, NamedTuple
 
 from megatron_rl.config.plain_yaml import write_yaml
 from megatron_rl.files import last_lines, write_whole
+from megatron_rl.runs.alarms import RULES, Alarms, News
 from megatron_rl.runs.causes import Cause
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.workshop.reports import alarm_section as report_alarms
-from megatron_rl.workshop.reports import sample_section as report_samples
-from megatron_rl.workshop.reports.figures import PALETTE
+from megatron_rl.workshop.reports import pages
+from megatron_rl.workshop.reports.charts import colour
+from megatron_rl.workshop.reports.pages import Named
 from megatron_rl.workshop.reports.run_data import RunData, config_differences, load_runs, readable
-from megatron_rl.workshop.reports.sections import Panel, sections, supervised
+from megatron_rl.workshop.reports.sample_section import answers
+from megatron_rl.workshop.reports.sections import sections, supervised
 
 LOG_LINES = 25
 
@@ -34,16 +32,28 @@ def write_report(run_dirs: Sequence[Path], output: Path) -> list[str]:
 
 def page(runs: Sequence[RunData]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    return document(title, body(runs, title))
+    return pages.page("report.html.j2", title=title, about=about(runs))
 
 
-def body(runs: Sequence[RunData], title: str) -> str:
-    drawn, head = sections(runs), _headline(runs, title)  # they find what cannot be read
-    alarms = _alarms(runs)
-    parts = [head, *map(_cause, runs), _unreadable(runs), _summary(runs), alarms, _differences(runs)]
-    parts += [section(heading, panels) for heading, panels in drawn.items() if panels]
-    parts += [report_samples.section(runs), _appendix(runs)]
-    return "\n".join(filter(None, parts))
+def about(runs: Sequence[RunData]) -> dict[str, Any]:
+    """What the template of runs is filled with. Figures come first: they find what cannot be read."""
+    drawn, first, names = sections(runs), runs[0], [Named(run.name, colour(n)) for n, run in enumerate(runs)]
+    found = {
+        "several": len(runs) > 1,
+        "names": names,
+        "state": str(first.status.get("state", "unknown")),
+        "reason": str(first.status.get("reason") or ""),
+        "setup": setup(first) if len(runs) == 1 else "",
+        "causes": [cause for run in runs if (cause := _cause(run))],
+        "numbers": headline_numbers(first),
+        "summary": _summary(runs, names),
+        "alarms": _alarms(runs, names),
+        "differences": [[key, *map(_show, values)] for key, values in config_differences(runs).items()],
+        "sections": drawn,
+        "answers": answers(first) if len(runs) == 1 else [],
+        "appendix": [(run.name, write_yaml(dict(run.config)), json.dumps(run.env, indent=2)) for run in runs],
+    }
+    return found | {"unreadable": _problems(runs)}
 
 
 def headline_numbers(run: RunData) -> dict[str, str]:
@@ -66,22 +76,25 @@ def headline_numbers(run: RunData) -> dict[str, str]:
     return {label: value for label, value in numbers.items() if value and label not in meaningless}
 
 
+def setup(run: RunData) -> str:
+    """`describe_setup`, as far as a torn configuration holds it."""
+    return readable(RunDir(run.path).config, lambda _: describe_setup(run), "", run.unreadable)
+
+
 def describe_setup(run: RunData) -> str:
     """Formats, layout, correction and loss in one line."""
     sizes = {"TP": "tensor_parallel", "PP": "pipeline_parallel", "DP": "data_parallel", "EP": "expert_parallel"}
     layout = [f"{label}{run.setting(f'learner.{key}', 1)}" for label, key in sizes.items()]
     layout = [part for part in layout if not part.endswith("P1")] or ["on 1 rank"]
-    formats = run.setting("sampler.fleet.formats", []) or [run.setting("quantization.format", "none")]
-    sampler = " + ".join(dict.fromkeys("BF16" if one == "none" else str(one).upper() for one in formats))
+    sampler = " + ".join(dict.fromkeys("BF16" if one == "none" else str(one).upper() for one in _formats(run)))
     weight = run.setting("correction.weight", {})
     correction = "no correction"
     if weight.get("level", "none") != "none":
         low, high = weight.get("low"), weight.get("high")
         bounds = " to ".join(f"{bound:g}" for bound in (low, high) if bound is not None) or "unbounded"
         correction = f"{weight['level']} weights, {weight.get('outside', 'truncate')} {bounds}"
-    model = "/".join(Path(str(run.setting("model.path", ""))).parts[-2:])
     parts = [
-        model,
+        "/".join(Path(str(run.setting("model.path", ""))).parts[-2:]),
         f"sampler {sampler}",
         f"learner {str(run.setting('learner.precision', '')).upper()} {' '.join(layout)}",
         f"{run.setting('loss.name', '')} loss",
@@ -90,152 +103,73 @@ def describe_setup(run: RunData) -> str:
     return " · ".join(part for part in parts if part.strip())
 
 
-def setup(run: RunData) -> str:
-    """`describe_setup`, as far as a torn configuration holds it."""
-    return readable(RunDir(run.path).config, lambda _: describe_setup(run), "", run.unreadable)
+def _formats(run: RunData) -> list[Any]:
+    return run.setting("sampler.fleet.formats", []) or [run.setting("quantization.format", "none")]
 
 
-def _headline(runs: Sequence[RunData], title: str) -> str:
-    if len(runs) == 1:
-        run = runs[0]
-        state = str(run.status.get("state", "unknown"))
-        reason = str(run.status.get("reason") or "")
-        about = escape(setup(run))
-        pill = f"<span class='pill {escape(state)}'>{escape(state)}</span>"
-        why = f"<p>{escape(reason)}</p>" if reason else ""
-        return f"<header><h1>{escape(title)} {pill}</h1><p>{about}</p>{why}</header>"
-    chips = "".join(_named(number, run) for number, run in enumerate(runs))
-    return f"<header><h1>{escape(title)}</h1></header><nav>{chips}</nav>"
-
-
-def _cause(run: RunData) -> str:
+def _cause(run: RunData) -> dict[str, str] | None:
     """Why a run ended that nobody wanted to end, and the end of the log that says so."""
     cause = Cause.read(run.status.get("cause"))
     state = run.status.get("state")
     if cause is None or not (state == "failed" or (state == "stopped" and cause.name != "signal")):
-        return ""
+        return None
     log = next((log for log in run.logs() if cause.log.endswith(f"{log.parent.name}/{log.name}")), None)
     lines = "\n".join(last_lines(log, LOG_LINES)) if log and state == "failed" else ""
-    shown = f"<details><summary>The end of {escape(cause.log)}</summary><pre>{escape(lines)}</pre></details>"
-    return (
-        f"<section class=cause><h2>{escape(run.name)}: {escape(cause.what)}</h2><p>{escape(cause.paragraph())}</p>"
-        f"{shown if lines else ''}</section>"
-    )
-
-
-def _alarms(runs: Sequence[RunData]) -> str:
-    several = len(runs) > 1
-    rows = []
-    for number, run in enumerate(runs):
-        nothing: list[Sequence[str]] = []
-        found = readable(RunDir(run.path).config, partial(_alarm_rows, run), nothing, run.unreadable)
-        rows += [[*([_named(number, run)] if several else []), *map(escape, row)] for row in found]
-    head = [*(["run"] if several else []), *report_alarms.HEAD]
-    return "<h2>Alarms</h2>" + table(head, rows, "table wraps") if rows else ""
-
-
-def _alarm_rows(run: RunData, _: Path) -> list[Sequence[str]]:
-    return list(report_alarms.rows(run))
-
-
-def _unreadable(runs: Sequence[RunData]) -> str:
-    """What of torn folders is not on this page."""
-    items = "".join(f"<li>{escape(one)}</li>" for one in _problems(runs))
-    return f"<section class=unreadable><h2>Not readable</h2><ul>{items}</ul></section>" if items else ""
+    return {"title": f"{run.name}: {cause.what}", "paragraph": cause.paragraph(), "log": cause.log, "lines": lines}
 
 
 def _problems(runs: Sequence[RunData]) -> list[str]:
     return [f"{run.name}: {problem}" if len(runs) > 1 else problem for run in runs for problem in run.unreadable]
 
 
-def _summary(runs: Sequence[RunData]) -> str:
-    if len(runs) == 1:
-        cards = [
-            f"<div class=card><span>{escape(label)}</span><b>{escape(value)}</b></div>"
-            for label, value in headline_numbers(runs[0]).items()
-        ]
-        return f"<section class=cards>{''.join(cards)}</section>"
+def _summary(runs: Sequence[RunData], names: Sequence[Named]) -> tuple[list[str], list[list[str | Named]]]:
     numbers = [headline_numbers(run) for run in runs]
     labels = list(dict.fromkeys(label for one in numbers for label in one))
     rows = [
-        [
-            _named(number, run),
-            escape(str(run.status.get("state", ""))),
-            *(escape(one.get(label, "")) for label in labels),
-        ]
-        for number, (run, one) in enumerate(zip(runs, numbers, strict=True))
+        [name, str(run.status.get("state", "")), *(one.get(label, "") for label in labels)]
+        for name, run, one in zip(names, runs, numbers, strict=True)
     ]
-    return "<h2>Summary</h2>" + table(["run", "state", *labels], rows)
+    return ["run", "state", *labels], rows
 
 
-def _differences(runs: Sequence[RunData]) -> str:
-    if len(runs) == 1:
-        return ""
-    rows = [
-        [f"<code>{escape(key)}</code>", *(f"<code>{escape(_show(value))}</code>" for value in values)]
-        for key, values in config_differences(runs).items()
-    ]
-    if not rows:
-        return "<h2>Configuration differences</h2><p>None: the runs have the same configuration.</p>"
-    names = [_named(number, run) for number, run in enumerate(runs)]
-    return "<h2>Configuration differences</h2>" + table(["key", *names], rows)
+class Episode(NamedTuple):
+    raised: News
+    cleared: int | None  # the step; None: it stood at the end
+
+    @property
+    def steps(self) -> str:
+        return f"{self.raised.step} to {self.cleared}" if self.cleared is not None else f"from {self.raised.step}"
+
+    @property
+    def row(self) -> list[str]:
+        news, rule = self.raised, RULES[self.raised.alarm]
+        bound = f"{'below' if rule.below else 'above'} {news.bound:g}"
+        return [news.alarm, self.steps, f"{news.value:.3g}", bound, rule.action]
 
 
-def _appendix(runs: Sequence[RunData]) -> str:
-    parts = ["<h2>Setup</h2>"]
-    for run in runs:
-        config = write_yaml(dict(run.config))
-        parts.append(
-            f"<details><summary>{escape(run.name)}: configuration</summary><pre>{escape(config)}</pre></details>"
-            f"<details><summary>{escape(run.name)}: environment</summary>"
-            f"<pre>{escape(json.dumps(run.env, indent=2))}</pre></details>"
-        )
-    return "".join(parts)
+def episodes(run: RunData) -> list[Episode]:
+    """Alarms in the order in which they were raised, found anew in the metrics by the rules of today's code."""
+    alarms = Alarms(run.setting("log.alarms", {}), _formats(run), sampled=not supervised(run))
+    raised: dict[str, News] = {}
+    found = []
+    for line in run.lines:
+        for news in alarms.after(line):
+            if news.raised:
+                raised[news.alarm] = news
+            else:
+                found.append(Episode(raised.pop(news.alarm), news.step))
+    found += [Episode(news, None) for news in raised.values()]
+    return sorted(found, key=lambda one: one.raised.step)
 
 
-def _named(number: int, run: RunData) -> str:
-    return chip(run.name, colour(number))
+def _alarms(runs: Sequence[RunData], names: Sequence[Named]) -> tuple[list[str], list[list[str | Named]]]:
+    rows: list[list[str | Named]] = []
+    for name, run in zip(names, runs, strict=True):
+        nothing: list[Episode] = []
+        found = readable(RunDir(run.path).config, lambda _, run=run: episodes(run), nothing, run.unreadable)
+        rows += [[*([name] if len(runs) > 1 else []), *one.row] for one in found]
+    return [*(["run"] if len(runs) > 1 else []), "alarm", "steps", "value", "bound", "what to do"], rows
 
 
 def _show(value: Any) -> str:
     return "null" if value is None else json.dumps(value) if isinstance(value, (dict, list, bool)) else str(value)
-
-
-STYLE = Path(__file__).with_name("report.css")
-
-
-def document(title: str, body: str) -> str:
-    """Self-contained: it opens without a network."""
-    return (
-        f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{escape(title)}: report</title>\n"
-        f"<meta name=viewport content='width=device-width'><style>{STYLE.read_text(encoding='utf-8')}</style>\n"
-        f"<script>{get_plotlyjs()}</script></head>\n<body><main>\n{body}\n</main></body></html>\n"
-    )
-
-
-def section(heading: str, panels: Sequence[Panel]) -> str:
-    return f"<h2>{heading}</h2>\n<div class=grid>{''.join(map(_draw, panels))}</div>"
-
-
-def _draw(panel: Panel) -> str:
-    assert panel.figure is not None
-    options: Mapping[str, Any] = {"displayModeBar": False, "responsive": True}
-    plot = panel.figure.to_html(full_html=False, include_plotlyjs=False, config=options)
-    return (
-        f"<figure{' class=wide' if panel.wide else ''}><figcaption><b>{escape(panel.title)}</b>"
-        f"<span>{escape(panel.about)}</span></figcaption>{plot}</figure>"
-    )
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], style: str = "table") -> str:
-    header = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<div class='{style}'><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def chip(name: str, colour: str) -> str:
-    return f"<span class=chip><i style='background:{colour}'></i>{escape(name)}</span>"
-
-
-def colour(number: int) -> str:
-    return PALETTE[number % len(PALETTE)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,11 +19,19 @@ from megatron_rl.runs.metrics_file import Curves, read_lines
 from megatron_rl.runs.rollout_file import STEP, arrays, load_recorded, read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import known_status
-from megatron_rl.workshop.reports.lanes import Lane, read_lanes
 
 T = TypeVar("T")
 LONGEST_PROBLEM = 300  # characters
 RECORDED_STEPS = 8  # as many recorded steps, evenly spread, are read for histograms and cuts
+
+# row of a chart -> the lanes that stand in it; the learner's rollout phase is its wait for answers
+ROWS = {
+    "sampler": ("sampler",),
+    "rewards": ("rewards",),
+    "learner": ("rollout", "prox", "correction", "update", "record", "checkpoint"),
+    "sync, eval": ("sync", "eval"),
+}
+SHOWN = 6  # steps of a chart
 
 
 class NotARun(ConfigError):
@@ -41,6 +49,16 @@ class Tokens:
     @property
     def log_ratio(self) -> np.ndarray:
         return np.clip(self.prox_logprobs - self.sampler_logprobs, -20.0, 20.0)
+
+
+class Lane(NamedTuple):
+    """A span of a chart: seconds since the chart's beginning."""
+
+    row: str
+    lane: str
+    step: int
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -178,3 +196,27 @@ def _tokens_of(path: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         use = mask & np.isfinite(mu) & np.isfinite(p)
         parts.append((mu[use].astype(np.float64), p[use].astype(np.float64), w[use].astype(np.float64)))
     return parts
+
+
+def read_lanes(path: Path, steps: int = SHOWN) -> list[Lane]:
+    """Who was at work when in some consecutive steps of the middle of a run (runs/timeline.py); empty for old runs.
+
+    Early steps hold what happens once.
+    """
+    if not path.is_file():
+        return []
+    lines = {line["step"]: line["spans"] for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    numbers = sorted(step for step in lines if step > 0)
+    first = max(0, len(numbers) // 2 - steps // 2)
+    chosen = set(numbers[first : first + steps])
+    window = [(begin, end) for step in chosen for lane, begin, end in lines[step] if lane in ROWS["learner"]]
+    if not window:
+        return []
+    start, stop = min(begin for begin, _ in window), max(end for _, end in window)
+    row_of = {lane: row for row, lanes in ROWS.items() for lane in lanes}
+    return [
+        Lane(row_of[lane], lane, step, max(begin, start) - start, min(end, stop) - start)
+        for step, spans in sorted(lines.items())
+        for lane, begin, end in spans
+        if lane in row_of and end > start and begin < stop
+    ]

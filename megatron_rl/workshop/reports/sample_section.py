@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.compute as pc
 
@@ -19,46 +18,47 @@ from megatron_rl.workshop.reports.run_data import RunData, readable
 PROMPT = 1500  # characters
 HEAD, TAIL = 120, 280  # tokens of a long answer
 FULL = 0.5  # nats at which a colour is full
+Answer = dict[str, Any]
 
 
-def section(runs: Sequence[RunData]) -> str:
-    if len(runs) != 1:
-        return ""
-    run, steps = runs[0], recorded_steps(RunDir(runs[0].path).rollouts)
-    nothing: list[str] = []
+class Span(NamedTuple):
+    text: str
+    background: str = ""
+    title: str = ""
+    cut: bool = False  # stands for tokens that are not shown
+
+
+def answers(run: RunData) -> list[Answer]:
+    steps, nothing = recorded_steps(RunDir(run.path).rollouts), list[Answer]()
     ends = dict.fromkeys([*steps[:1], *steps[-1:]])
-    shown = [card for step, path in ends for card in readable(path, partial(_cards, step), nothing, run.unreadable)]
-    about = "The first and the last recorded step. Orange: less likely to the learner than to the sampler; blue: more."
-    return f"<h2>Answers</h2><p class=about>{about}</p>{''.join(shown)}" if shown else ""
+    return [one for step, path in ends for one in readable(path, partial(_of_step, step), nothing, run.unreadable)]
 
 
-def _cards(step: int, path: Path) -> list[str]:
+def _of_step(step: int, path: Path) -> list[Answer]:
     table = read_rollouts(path)
     if "pieces" not in table.column_names:
         return []
-    return [_card(step, row) for row in table.filter(pc.is_valid(table.column("pieces"))).to_pylist()]
+    return [_answer(step, row) for row in table.filter(pc.is_valid(table.column("pieces"))).to_pylist()]
 
 
-def _card(step: int, row: Mapping[str, Any]) -> str:
-    found = finding(row["verdict"], row["error"])
+def _answer(step: int, row: Mapping[str, Any]) -> Answer:
+    differences = _differences(row)
+    known = [abs(value) for value in differences if math.isfinite(value)]
     facts = [
         f"step {step}",
-        found,
+        finding(row["verdict"], row["error"]),
         f"reward {row['reward']:g}",
         f"{len(row['token_ids'])} tokens",
         row["finish_reason"],
+        *([f"mean |d| {sum(known) / len(known):.3f}"] if known else []),
     ]
-    differences = _differences(row)
-    known = [abs(value) for value in differences if math.isfinite(value)]
-    if known:
-        facts.append(f"mean |d| {sum(known) / len(known):.3f}")
-    prompt = row["prompt"] if len(row["prompt"]) <= PROMPT else f"...{row['prompt'][-PROMPT:]}"
-    truth = f"<p>Truth: <code>{escape(str(row['truth'])[:300])}</code></p>" if row["truth"] is not None else ""
-    kind = "right" if row["verdict"] == "right" else "other"
-    return (
-        f"<section class='answer {kind}'><p><b>{escape(' · '.join(facts))}</b></p><pre>{escape(prompt)}</pre>"
-        f"<pre class=tokens>{''.join(_tokens(row['pieces'], differences))}</pre>{truth}</section>"
-    )
+    return {
+        "kind": "right" if row["verdict"] == "right" else "other",
+        "facts": " · ".join(facts),
+        "prompt": row["prompt"] if len(row["prompt"]) <= PROMPT else f"...{row['prompt'][-PROMPT:]}",
+        "spans": list(spans(row["pieces"], differences)),
+        "truth": None if row["truth"] is None else str(row["truth"])[:300],
+    }
 
 
 def _differences(row: Mapping[str, Any]) -> list[float]:
@@ -67,15 +67,14 @@ def _differences(row: Mapping[str, Any]) -> list[float]:
     return [p - mu for p, mu in zip(row["prox_logprobs"], row["sampler_logprobs"], strict=True)]
 
 
-def _tokens(pieces: Sequence[str], differences: Sequence[float]) -> Iterator[str]:
+def spans(pieces: Sequence[str], differences: Sequence[float]) -> Iterator[Span]:
+    """The tokens of an answer; of a long one its two ends."""
     for place, (piece, d) in enumerate(zip(pieces, differences, strict=True)):
         if HEAD <= place < len(pieces) - TAIL:
             if place == HEAD:
-                yield f"<i>\n... {len(pieces) - TAIL - HEAD:,} tokens ...\n</i>"
-            continue
-        if not math.isfinite(d):
-            yield f"<span>{escape(piece)}</span>"
-            continue
-        colour = "232,113,10" if d < 0 else "37,99,235"
-        strength = min(1.0, abs(d) / FULL)
-        yield f"<span style='background:rgba({colour},{strength:.2f})' title='d {d:+.4f}'>{escape(piece)}</span>"
+                yield Span(f"\n... {len(pieces) - TAIL - HEAD:,} tokens ...\n", cut=True)
+        elif math.isfinite(d):
+            colour = "232,113,10" if d < 0 else "37,99,235"
+            yield Span(piece, f"rgba({colour},{min(1.0, abs(d) / FULL):.2f})", f"d {d:+.4f}")
+        else:
+            yield Span(piece)

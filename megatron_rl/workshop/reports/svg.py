@@ -1,4 +1,4 @@
-"""Charts written by hand as SVG: no plotting library, and files that stay readable in a diff."""
+"""Charts as SVG: no plotting library, the same bytes everywhere, and files that stay readable in a diff."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from dataclasses import dataclass
 from html import escape
 
 from megatron_rl.runs.metrics_file import Series
-from megatron_rl.workshop.reports.figures import FONT, GRID, INK, MUTED
+from megatron_rl.workshop.reports.charts import FONT, GRID, INK, MUTED
 
 AXIS_TITLE = 31  # below the plot
 TITLE = 16  # above it
+PANEL, GAP, LEFT, TOP, BOTTOM, TALL = 340, 50, 46, 74, 36, 220  # of charts beside each other
+ABREAST = 3
+Ticks = Sequence[tuple[float, str]]
 
 
 def picture(width: float, height: float, parts: Iterable[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="{FONT}"'
     ground = f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>'
     return "\n".join([f'{head} font-size="12">', ground, *parts, "</svg>"]) + "\n"
+
+
+def panels_picture(count: int, parts: Iterable[str]) -> str:
+    """A picture of so many charts, `ABREAST` in a row."""
+    rows = -(-max(count, 1) // ABREAST)
+    return picture(LEFT + min(count or 1, ABREAST) * (PANEL + GAP), rows * (TALL + TOP + BOTTOM), parts)
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,13 @@ class Plot:
     bottom: float
     steps: tuple[float, float]
     ticks: Sequence[float]  # of values: from the lowest to the highest that are shown
+    x_title: str = "step"
+
+    @classmethod
+    def number(cls, number: int, steps: tuple[float, float], ticks: Sequence[float]) -> Plot:
+        """One of several charts beside and below each other."""
+        left, top = number % ABREAST * (PANEL + GAP) + LEFT, number // ABREAST * (TALL + TOP + BOTTOM) + TOP
+        return cls(left, top, left + PANEL, top + TALL, steps, ticks)
 
     def x(self, step: float) -> float:
         first, last = self.steps
@@ -39,16 +55,16 @@ class Plot:
         low, high = self.ticks[0], self.ticks[-1]
         return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
 
-    def frame(self, title: str) -> Iterable[str]:
+    def frame(self, title: str, x_ticks: Ticks = ()) -> Iterable[str]:
         yield heading(self.left, self.top - TITLE, title)
         for tick in self.ticks:
             y = f"{self.y(tick):.1f}"
             yield f'<line x1="{self.left}" y1="{y}" x2="{self.right}" y2="{y}" stroke="{GRID}"/>'
             yield small(self.left - 7, self.y(tick) + 4, "end", f"{tick:g}")
-        for tick in nice_ticks(*self.steps):
+        for tick, text in x_ticks or [(tick, f"{tick:g}") for tick in nice_ticks(*self.steps)]:
             if self.steps[0] <= tick <= self.steps[1]:
-                yield small(self.x(tick), self.bottom + 17, "middle", f"{tick:g}")
-        yield small(self.right, self.bottom + AXIS_TITLE, "end", "step")
+                yield small(self.x(tick), self.bottom + 17, "middle", text)
+        yield small(self.right, self.bottom + AXIS_TITLE, "end", self.x_title)
 
     def line(self, series: Series, colour: str, more: str = "") -> str:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points(series))

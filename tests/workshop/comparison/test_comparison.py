@@ -1,4 +1,4 @@
-"""What a comparison says of its runs, and how it is drawn: never more than the seeds can tell."""
+"""A comparison's words on its runs, and its picture: never more than the seeds can tell."""
 
 import math
 import re
@@ -185,14 +185,11 @@ def test_a_page_without_its_markers_is_refused_and_nothing_is_written(recorded, 
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
 
 
+OF_EVIDENCE = ("evidence", "evidence_hot", "evidence_full")
+
+
 @pytest.mark.parametrize(
-    ("name", "page"),
-    [
-        ("evidence", "evidence"),
-        ("evidence_hot", "evidence"),
-        ("evidence_full", "evidence"),
-        ("one_arithmetic", "one_arithmetic"),
-    ],
+    ("name", "page"), [*((name, "evidence") for name in OF_EVIDENCE), ("one_arithmetic", "one_arithmetic")]
 )
 def test_the_numbers_in_the_docs_are_the_commands_own(name, page):
     """docs/NAME.json is what the runs came to; every block that shows it is written from it."""

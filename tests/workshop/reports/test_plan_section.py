@@ -10,7 +10,7 @@ from megatron_rl.config import load
 from megatron_rl.preflight.machine import named
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.workshop.planner.table import keep
-from megatron_rl.workshop.reports.plan_section import figures
+from megatron_rl.workshop.reports.figures import planned
 from megatron_rl.workshop.reports.report import page
 from megatron_rl.workshop.reports.run_data import load_run
 
@@ -24,9 +24,9 @@ def run(tmp_path: Path) -> Path:
 
 def test_memory_and_time_are_drawn(run: Path) -> None:
     keep(load(RECIPE), named("2x8xH100-80"), RunDir(run))
-    planned = json.loads((run / "plan.json").read_text())
-    memory, time = figures(load_run(run))
-    for kind in planned["memory"]:
+    kept = json.loads((run / "plan.json").read_text())
+    memory, time = planned(load_run(run))
+    for kind in kept["memory"]:
         for phase, parts in kind["phases"].items():
             drawn = sum(
                 height
@@ -37,9 +37,9 @@ def test_memory_and_time_are_drawn(run: Path) -> None:
             assert drawn == pytest.approx(sum(parts.values()) / 2**30)
     fills = [(bar.marker.color, bar.marker.pattern.shape) for bar in memory.data]
     assert len({*fills}) == len(fills) > 8
-    assert [line.y0 for line in memory.layout.shapes] == [pytest.approx(planned["memory"][0]["limit"] / 2**30)]
+    assert [line.y0 for line in memory.layout.shapes] == [pytest.approx(kept["memory"][0]["limit"] / 2**30)]
     asked, measured = time.data
-    assert asked.y[0] == planned["seconds"]["rollout"]
+    assert asked.y[0] == kept["seconds"]["rollout"]
     assert measured.y[0] == load_run(run).median("time/rollout")
     html = page([load_run(run)])
     assert "Planned memory" in html
@@ -47,7 +47,7 @@ def test_memory_and_time_are_drawn(run: Path) -> None:
 
 
 def test_a_run_without_a_plan(run: Path) -> None:
-    assert figures(load_run(run)) == (None, None)
+    assert planned(load_run(run)) == (None, None)
     assert "Planned" not in page([load_run(run)])
 
 

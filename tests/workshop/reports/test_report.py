@@ -3,6 +3,7 @@
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from html import unescape
 
 import numpy as np
 import pytest
@@ -13,27 +14,18 @@ from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Config, Format, Level, RolloutSection, RolloutSource
 from megatron_rl.runs.record import Recorder
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.workshop.reports import figures
+from megatron_rl.workshop.reports import charts, figures
 from megatron_rl.workshop.reports.after_run import finish, write_own_report
 from megatron_rl.workshop.reports.report import headline_numbers, page, write_report
 from megatron_rl.workshop.reports.run_data import NotARun, config_differences, load_run, load_runs
+from megatron_rl.workshop.reports.sample_section import spans
 from megatron_rl.workshop.reports.svg import nice_ticks
 
-SINGLE = [
-    "Reward",
-    "Held-out accuracy",
-    "Mismatch KL",
-    "Effective sample size",
-    "Importance ratio",
-    "Logprob probe after sync",
-    "Where a step's time goes",
-    "Weight sync",
-    "Weight sync size",
-    "Response length",
-    "Entropy",
-    "Gradient norm",
-    "Clipping and rejection",
-]
+SINGLE = (
+    *("Reward", "Held-out accuracy", "Mismatch KL", "Effective sample size", "Importance ratio"),
+    *("Logprob probe after sync", "Where a step's time goes", "Weight sync", "Weight sync size", "Response length"),
+    *("Entropy", "Gradient norm", "Clipping and rejection"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +40,12 @@ def runs(tmp_path_factory):
 
 
 def panels(html):
-    return re.findall(r"<figcaption><b>(.*?)</b>", html)
+    return [unescape(title) for title in re.findall(r"<figcaption><b>(.*?)</b>", html)]
 
 
 def test_one_run_has_every_section(runs):
     html = (runs[0] / "report.html").read_text()
-    titles = [title.replace("&#x27;", "'") for title in panels(html)]
-    assert [title for title in SINGLE if title not in titles] == []
+    assert [title for title in SINGLE if title not in panels(html)] == []
     assert "0.310 → " in html
     assert "20 of 20" in html
     assert "sampler INT8" in html
@@ -79,7 +70,7 @@ def test_several_runs_stand_side_by_side(runs):
     assert "Configuration differences" in html
     assert "quantization.format" in html
     assert "optim.lr</code>" not in html
-    reward = figures.curves(loaded, {"reward/sampler_mean": "reward"})
+    reward = charts.curves(loaded, {"reward/sampler_mean": "reward"})
     assert [trace.name for trace in reward.data] == ["tis_int8", "none_bf16"]
     assert len({trace.line.color for trace in reward.data}) == 2
     split = figures.time_split(loaded)
@@ -87,7 +78,7 @@ def test_several_runs_stand_side_by_side(runs):
 
 
 def test_a_gap_is_drawn_where_a_value_is_not_finite(runs):
-    (trace,) = figures.curves([load_run(runs[0])], {"optim/grad_norm": "norm"}).data
+    (trace,) = charts.curves([load_run(runs[0])], {"optim/grad_norm": "norm"}).data
     assert trace.y[list(trace.x).index(7)] is None
     assert sum(value is None for value in trace.y) == 1
 
@@ -187,6 +178,15 @@ def test_the_summary_figure_is_sound_svg_with_a_curve_per_run_and_chart(runs):
     numbers = [float(n) for line in root.findall(".//{*}polyline") for n in re.split("[ ,]", line.get("points"))]
     assert all(0 <= number <= 1200 for number in numbers)
     assert {"tis_int8", "none_bf16"} <= {text.text for text in root.findall(".//{*}text")}
+
+
+def test_an_answer_of_many_tokens_is_shown_by_its_ends():
+    shown = list(spans([f"t{n}," for n in range(20_000)], [0.0] * 20_000))
+    text = "".join(one.text for one in shown)
+    assert "t119," in text
+    assert "t120," not in text
+    assert "19,600 tokens" in text
+    assert len(shown) == 400 + 1
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.0043), (0, 60), (-0.3, 17), (2, 2), (0, 0)])

@@ -1,4 +1,4 @@
-"""What a model, a data set or a server may have written, in a report that a browser opens: nothing of it runs."""
+"""Words of a model, a data set or a server, in a report that a browser opens: nothing of them runs."""
 
 import shutil
 import subprocess
