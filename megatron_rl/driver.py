@@ -19,7 +19,6 @@ from megatron_rl.checkpoint.checkpoints import Checkpoint
 from megatron_rl.checkpoint.resume import refuse_other_data
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import describe_sampler, distinct_formats, is_fleet, replica_formats
-from megatron_rl.config.patience import describe
 from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out, needs_answers
 from megatron_rl.distributed import waited_for
@@ -38,6 +37,7 @@ from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.sampler.protocol import Sampler, SamplerStats, SleepSchedule
 from megatron_rl.survival.stop_request import StopRequest
+from megatron_rl.survival.trouble import patience
 from megatron_rl.types import Batch, Rollout, Scored, collate
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 
@@ -139,7 +139,7 @@ class Driver:
 
     def _open(self, run_dir: Path) -> None:
         config, folder = self._config, self._config.model.folder
-        self.recorder.note(f"patience {describe(config)}")
+        self.recorder.note(f"patience {patience(config.run, config.sampler, config.reward)}")
         tokenizer = FolderTokenizer(folder)
         wanted = {"needs_answer": needs_answers(config.rollout, config.reward)}
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)

@@ -18,7 +18,7 @@ import torch
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.saver import Saver
-from megatron_rl.config import prox_pass
+from megatron_rl.config.correction_rules import anchored_to_learner, prox_readers
 from megatron_rl.config.schema import (
     Config,
     EvalSection,
@@ -190,9 +190,9 @@ def arrive(
 
 def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> torch.Tensor | None:
     """p: the policy's own logprobs before the update. None where the update's forward pass gives them in time."""
-    if not prox_pass.anchored_to_learner(config.correction, config.rollout):
+    if not anchored_to_learner(config.correction, config.rollout):
         return batch.sampler_logprobs_BT
-    if not prox_pass.readers(config.correction, config.loss, config.learner):
+    if not prox_readers(config.correction, config.loss, config.learner):
         return None
     return learner.logprobs(batch)
 

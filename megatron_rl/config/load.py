@@ -20,14 +20,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.bounds import as_written
-from megatron_rl.config.plain_yaml import DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml, write_yaml
+from megatron_rl.config.plain_yaml import CONF, DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml, write_yaml
 from megatron_rl.config.rules import check
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import all_keys, defaults, key_of, known, misfits, without
+from megatron_rl.config.shape import defaults, key_of, keys_in, known, misfits, without
 
-__all__ = ["ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_config", "to_yaml"]
+__all__ = ["CONF", "ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_config", "to_yaml"]
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 MOST_FILES = 64  # that a recipe is made of
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
 PASSED_THROUGH = (
@@ -62,6 +61,11 @@ def cluster(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[str | No
     return name, (_cluster(name).get(MACHINE) if name is not None else None)
 
 
+def all_keys() -> list[str]:
+    """Every key, as written on the command line."""
+    return keys_in(Config)
+
+
 def _checked(layers: Sequence[Mapping[str, Any]], path: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     merged = _merged([*layers, *map(_override, overrides)])
     if _values(merged) > MOST_NODES:
@@ -71,10 +75,10 @@ def _checked(layers: Sequence[Mapping[str, Any]], path: Path, overrides: Sequenc
             f"{path}: `axes` make it a grid of runs, started by python tools/compare_corrections.py {path}"
         )
     merged = _named(merged, path.stem)
-    unreadable = list(misfits(merged))
+    unreadable = list(misfits(merged, Config))
     if unreadable:  # those keys stand at their defaults, and of their sections nothing else is said
         rest = without(merged, unreadable)
-        merged = {section: value for section, value in rest.items() if not any(misfits({section: value}))}
+        merged = {section: value for section, value in rest.items() if not any(misfits({section: value}, Config))}
     config, found = check(_typed(merged))
     sections = {key_of(line).partition(".")[0] for line in unreadable}
     found = [line for line in found if not any(f"{section}." in line for section in sections)]
@@ -90,7 +94,7 @@ def _named(merged: dict[str, Any], stem: str) -> dict[str, Any]:
 def from_mapping(mapping: Mapping[str, Any]) -> Config:
     """Typed and strict: unknown keys and values of the wrong type are refused with their full path, all at once."""
     resolved = _without_preset_names(mapping)
-    found = list(misfits(resolved))
+    found = list(misfits(resolved, Config))
     if found:
         raise ConfigError("\n".join(found))
     return _typed(resolved)
@@ -146,7 +150,7 @@ def from_base(base: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 def recorded(path: Path) -> dict[str, Any]:
     """The mapping of a recorded configuration, without preset names and removed keys: a base for overrides."""
-    return known(_without_preset_names(_loaded(path)))
+    return known(_without_preset_names(_loaded(path)), Config)
 
 
 def _sound(config: Config, found: Sequence[str]) -> Config:

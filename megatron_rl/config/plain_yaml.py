@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+CONF = Path(__file__).resolve().parents[2] / "conf"
 PLAIN_FLOAT = re.compile(r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$")
-
-
 # far above any recipe; beyond it a text was made to keep its reader busy
 LARGEST_TEXT = 1 << 20
 MOST_NODES = 10_000  # what aliases repeat counts each time

@@ -6,13 +6,16 @@ key, its value and the way out.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
-from megatron_rl.config import alarms, correction_rules, fleet
-from megatron_rl.config.correction_rules import Findings
+from megatron_rl.config import correction_rules, fleet
+from megatron_rl.config.bounds import as_written
+from megatron_rl.config.choices import Alarm, alarm_setting
+from megatron_rl.config.correction_rules import Findings, check_objective
 from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,
     AdvantageConfig,
@@ -71,10 +74,6 @@ def check(config: Config) -> tuple[Config, list[str]]:
     config, wrong = sound(config)
     found = [line for line in findings(RULES, vars(config)) if not any(key in line for key in wrong)]
     return config, [*wrong.values(), *found]
-
-
-def objective(correction: CorrectionConfig, loss: LossConfig, advantage: AdvantageConfig) -> list[str]:
-    return correction_rules.check_objective(correction, loss, advantage)
 
 
 def answers(
@@ -279,8 +278,17 @@ def patches(sync: SyncSection) -> Iterator[str]:
         )
 
 
-def alarm_settings(log: LogSection) -> Iterable[str]:
-    return alarms.problems(log.alarms)
+def alarms(log: LogSection) -> Iterator[str]:
+    for name, value in log.alarms.items():
+        if name not in list(Alarm):
+            near = difflib.get_close_matches(str(name), list(Alarm), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            yield f"log.alarms.{name}: no alarm; {hint}there are {', '.join(Alarm)}"
+        elif alarm_setting(value) is None:
+            yield (
+                f"log.alarms.{name} is {as_written(value)}: use off, warn, stop, a bound of 0 or more, or both, "
+                "such as {stop: 0.3}"
+            )
 
 
 def engine(sampler: SamplerSection) -> Iterator[str]:
@@ -302,6 +310,6 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    objective, answers, support, ahead, group_size, supervised, schedule, best, rate, pipeline, updates, formats,
-    as_sampler, patches, engine, alarm_settings, fleet.addresses, fleet.servers,
+    check_objective, answers, support, ahead, group_size, supervised, schedule, best, rate, pipeline, updates, formats,
+    as_sampler, patches, engine, alarms, fleet.addresses, fleet.servers,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.alarms import Alarm, Setting, setting
+from megatron_rl.config.choices import Alarm, AlarmSetting, alarm_setting
 from megatron_rl.config.schema import Format
 
 Line = Mapping[str, float]
@@ -209,7 +209,7 @@ RULES = {
 }
 
 
-def bound_of(rule: Rule, given: Setting, formats: Sequence[Format]) -> float:
+def bound_of(rule: Rule, given: AlarmSetting, formats: Sequence[Format]) -> float:
     if given.bound is not None:
         return given.bound
     return max(rule.bound[one] for one in formats) if isinstance(rule.bound, Mapping) else rule.bound
@@ -282,7 +282,7 @@ class Alarms:
 
     def __post_init__(self) -> None:
         self._before: deque[Line] = deque(maxlen=WINDOW)
-        settings = {alarm: setting(self.given.get(alarm, "warn")) or Setting() for alarm in RULES}
+        settings = {alarm: alarm_setting(self.given.get(alarm, "warn")) or AlarmSetting() for alarm in RULES}
         self._watches = [
             _Watch(rule, settings[alarm].stops, bound_of(rule, settings[alarm], self.formats))
             for alarm, rule in RULES.items()

@@ -1,4 +1,8 @@
-"""A process of a run that is in trouble: how, where, for how long. And the pulse of a rank, from which that is seen."""
+"""A process of a run that is in trouble: how, where, for how long; and how long silence is waited out.
+
+A rank is silent while it does nothing that can be seen: no phase begins, no micro-batch is done, no engine, server or
+reward answers. Waits for those have limits of their own; everything else has `run.patience_s`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_rl.config.schema import RewardSection, RunSection, SamplerSection
 from megatron_rl.processes.process import birth_of, work_below
 
+UNSEEN = 3.0  # times run.patience_s: a phase that has not been seen yet may compile, load, connect
+USUAL = 5.0  # times the longest silence that a phase has shown
+MARGIN_S = 60.0  # after a limit of its own, in which whoever waits ends the wait itself
 SHORT = 8  # lines of a stack in status.json, which fits into one block of a disk
 
 
@@ -118,3 +126,28 @@ def of_child(one: Seen, child: Mapping[str, Any], how: str, seconds: float) -> T
 def here(pulse: Mapping[str, Any]) -> bool:
     """Whether the rank is a process that is seen from here: not in another container, nor on another machine."""
     return bool(pulse["host"] == platform.node() and birth_of(pulse["pid"]) == pulse["birth"])
+
+
+def allowed_s(patience_s: float, longest_s: float | None) -> float:
+    """Seconds of silence allowed in a phase, given the longest that it has shown (None: not known)."""
+    most = UNSEEN * patience_s
+    return most if longest_s is None else min(most, max(patience_s, USUAL * longest_s))
+
+
+def collective_s(patience_s: float, sampler: SamplerSection) -> float:
+    """torch's own limit: longer than any rank may be late, even where nobody watches.
+
+    While rank 0 generates, evaluates or scores it tells the others every now and then to wait on; in a sync they wait
+    for three answers of the engines, the first time for their start as well.
+    """
+    engines_s = sampler.start_timeout_s + 3 * sampler.request_timeout_s
+    return max(UNSEEN * patience_s, engines_s) + 2 * MARGIN_S
+
+
+def patience(run: RunSection, sampler: SamplerSection, reward: RewardSection) -> str:
+    """What ends a run by silence, as the console says it."""
+    return (
+        f"silence ends the run after {run.patience_s:g} s, or {USUAL:g} times the phase's longest, at most "
+        f"{UNSEEN * run.patience_s:g} s; an engine has {sampler.start_timeout_s:g} s to start and "
+        f"{sampler.request_timeout_s:g} s to answer, a reward {reward.timeout_s:g} s"
+    )

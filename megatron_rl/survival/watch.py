@@ -26,13 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_rl.config.patience import MARGIN_S, allowed_s
 from megatron_rl.processes.process import STOPPED, state_of
 from megatron_rl.processes.pulse import FOLDER, PULSE, file_of
 from megatron_rl.processes.stacks import ask
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, mark_stuck
-from megatron_rl.survival.trouble import Seen, Trouble, behind, here, of_child, of_rank
+from megatron_rl.survival.trouble import MARGIN_S, Seen, Trouble, allowed_s, behind, here, of_child, of_rank
 
 LOOK_S = 1.0
 AWAKE_S = 10.0  # what is longer between two looks, this process has slept through

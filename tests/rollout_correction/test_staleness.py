@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.config.prox_pass import of_the_whole_batch
+from megatron_rl.config.correction_rules import of_the_whole_batch
 from megatron_rl.config.schema import AdvantageConfig, CorrectionConfig, Estimator, RejectRule, Stat, WeightConfig
 from megatron_rl.rollout_correction import correct, without_stale
 from megatron_rl.types import Batch

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import log2
 
-from megatron_rl.config import prox_pass
+from megatron_rl.config.correction_rules import makes_prox_pass
 from megatron_rl.config.fleet import distinct_formats, max_sequences
 from megatron_rl.config.schema import Config, Format, Sleep, Transport
 from megatron_rl.learner.costs import Operations, operations
@@ -136,7 +136,7 @@ def learning(config: Config, model: Model, gpu: Gpu, per_node: int, assumed: Ass
     gain = products * FP8_GAIN * (1 - FP8_PAYS / max(tokens, 1))
     busy = products + talking - (gain if training.fp8 else 0)
     scored = learner.products(each, tokens, heads, 1, 0) + learner.collectives(tokens, 1)
-    scores = prox_pass.is_made(config.correction, config.loss, config.learner, config.rollout)
+    scores = makes_prox_pass(config.correction, config.loss, config.learner, config.rollout)
     return Learning(
         prox=scored * (1 + bubble) * (scores + bool(config.loss.kl_coef)),
         update=busy * (1 + bubble),
