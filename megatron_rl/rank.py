@@ -15,7 +15,7 @@ from types import FrameType
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.processes import slurm
+from megatron_rl.processes import job
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_secret
 from megatron_rl.processes.owned_folder import current
 from megatron_rl.processes.process import (
@@ -121,8 +121,8 @@ def force_exit_after_last_word() -> None:
 
 def end_on_sigterm(number: int, frame: FrameType | None) -> None:
     """A handler for SIGTERM, which Slurm also sends when another of a job's tasks has failed."""
-    if LAUNCHER not in os.environ and slurm.job_goes_on():
-        raise RuntimeError(slurm.ANOTHER_ENDED)
+    if LAUNCHER not in os.environ and job.goes_on():
+        raise RuntimeError(job.ANOTHER_ENDED)
     raise_interrupt(number, frame)
 
 

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.commands.recipe import recipe_arguments, rewards_beside
-from megatron_rl.commands.storeys import workshop
+from megatron_rl.commands import recipe_arguments, rewards_beside, workshop
 from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.machine import own
-from megatron_rl.processes import slurm
+from megatron_rl.processes import job
 
 if TYPE_CHECKING:
     from megatron_rl.preflight.checks import Checked
@@ -101,7 +100,7 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
     if ranks == "local":
         return keep_going(partial(launch, report=partial(report, config)), config, attempts, print)
     _ranks_of_starter(config, ranks)
-    os.environ.update(slurm.rank_environment() if ranks == "slurm" else {})
+    os.environ.update(job.rank_environment() if ranks == "slurm" else {})
     path = Path(config.run.root) / str(config.run.name)
     with entered():
         try:

@@ -37,7 +37,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.weight_files import is_checkpoint
-from megatron_rl.preflight import engine, files, notes, placement
+from megatron_rl.preflight import engine, files, notes, roles
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.preflight.sync_plan import size_problems
@@ -228,7 +228,7 @@ RULES: tuple[Rule, ...] = (
     size_problems, learner_limits, optimizer, unquantized, context, formats, learner_fp8, stop_metric, best_metric,
     reward_function, set_rewards,
     *engine.RULES, *files.MODEL_RULES,
-    placement.ranks, placement.engine_gpus, placement.fleet_gpus, placement.host_memory, placement.reach,
+    roles.ranks, roles.engine_gpus, roles.fleet_gpus, roles.host_memory, roles.reach,
     files.unnamed_data,
 )  # fmt: skip
 ALONE: tuple[Rule, ...] = (

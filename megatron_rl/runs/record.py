@@ -21,7 +21,7 @@ from megatron_rl.checkpoint import checkpoints
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.processes import pulse
-from megatron_rl.processes.memory_kills import MemoryKills
+from megatron_rl.processes.job import memory_kills
 from megatron_rl.runs.alarms import Alarms, News
 from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.console import Display, choose_display, duration, sample_line, step_line
@@ -91,7 +91,7 @@ class Recorder:
         self.alarms, self._rates = alarms or Alarms(), rates
         mark_status(run_dir, "running", alarms={})
         self._beat_at, self._sample_at = time.monotonic(), -math.inf
-        self._kills = MemoryKills()
+        self._kills = memory_kills()
         self._broken_off: str | None = None  # the phase that an exception has ended
         self._end = "finished", ""
         self._n_steps = n_steps
@@ -238,7 +238,7 @@ class Recorder:
             process="rank 0",
             phase=self._broken_off or ("the start" if self._last_step is None else None),
             log=str(log) if log.exists() else "",
-            out_of_memory=self._kills.any(),
+            out_of_memory=memory_kills() > self._kills,
         )
 
     def _note_places(self) -> None:

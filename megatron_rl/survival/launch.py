@@ -24,7 +24,7 @@ from megatron_rl.config.schema import Config
 from megatron_rl.files import last_lines
 from megatron_rl.models.layout import Layout
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, without_secrets
-from megatron_rl.processes.memory_kills import MemoryKills
+from megatron_rl.processes.job import memory_kills
 from megatron_rl.processes.process import (
     AT_ONCE,
     LEAVE_S,
@@ -57,7 +57,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
 
     `report` writes what people read of a run that has ended, before the last words; it returns what there is to say.
     """
-    kills = MemoryKills()
+    kills = memory_kills()
     with Scratch() as scratch, ending_orphans(REAP_S):
         given = compiled_code() | scratch.environment
         run, moved = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
@@ -77,7 +77,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
     return status
 
 
-def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills, report: Callable[[RunDir], str]) -> None:
+def conclude(run: RunDir, ranks: RankProcesses, kills: int, report: Callable[[RunDir], str]) -> None:
     """Writes how the run ended where the driver has not, or cannot know it, and says it last on the screen."""
     said = read_status(run.path)
     rank, why, log = ranks.culprit()
@@ -91,7 +91,7 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills, report: Call
             said_last = "\n".join([why, *log]) if "SIGABRT" in why else why  # C++ says why on its way out
             about: dict[str, Any] = {"process": f"rank {rank}", "log": "" if gone else str(ranks.log_of(rank))}
             about |= {"phase": said.get("phase") or ranks.guard.watch.phase_of(rank)}
-            about |= {"stuck": said.get("stuck"), "out_of_memory": kills.any()}
+            about |= {"stuck": said.get("stuck"), "out_of_memory": memory_kills() > kills}
             cause = explain(said_last, **about)
         try:
             mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))

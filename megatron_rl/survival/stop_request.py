@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, Self
 
-from megatron_rl.processes import slurm
+from megatron_rl.processes import job
 from megatron_rl.processes.process import STOP_AFTER_STEP, raise_interrupt, release
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.run_dir import LAUNCHER
@@ -130,8 +130,8 @@ class StopRequest:
                 self._waiting = False  # once
                 raise StepGivenUp(self._given_up)
             return
-        if number == signal.SIGTERM and LAUNCHER not in os.environ and slurm.job_goes_on():
-            raise RuntimeError(slurm.ANOTHER_ENDED)
+        if number == signal.SIGTERM and LAUNCHER not in os.environ and job.goes_on():
+            raise RuntimeError(job.ANOTHER_ENDED)
         if self.step is None:
             raise_interrupt(number, frame)
         # again: Slurm, and srun with it, send several; whoever has no patience has SIGKILL, and a launcher AT_ONCE
@@ -154,7 +154,7 @@ class StopRequest:
             self._say(f"{name} in the start: the run ends now; there is nothing yet to be saved", START_LIMIT_S)
             return
         self.reason = f"{name} in {phase} of step {self.step}"
-        left = slurm.seconds_left() if number == STOP_AFTER_STEP else KILL_WAIT_S
+        left = job.seconds_left() if number == STOP_AFTER_STEP else KILL_WAIT_S
         self._end = min(self._end, math.inf if left is None else time.monotonic() + left - MARGIN_S)
         limit = None if self._end == math.inf else max(0.0, self.left()) + SAVE_LIMIT_S
         rest = self._clock.rest() + self._save_s()

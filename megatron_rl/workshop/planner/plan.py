@@ -12,10 +12,9 @@ from megatron_rl.config.schema import Config, Device, Format, Sleep, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters
 from megatron_rl.models.model import Model
-from megatron_rl.preflight import disk
 from megatron_rl.preflight.machine import Machine
-from megatron_rl.preflight.placement import WORKER_GIB
-from megatron_rl.preflight.roles import Roles, roles
+from megatron_rl.preflight.notes import PARAMETER
+from megatron_rl.preflight.roles import WORKER_GIB, Roles, roles
 from megatron_rl.workshop.planner import learner_memory, phases
 from megatron_rl.workshop.planner.activations import Pack
 from megatron_rl.workshop.planner.engine_memory import GIB, EngineMemory, of_engine, utilization
@@ -81,7 +80,7 @@ def plan(config: Config, hf_config: Mapping[str, Any], machine: Machine, assumed
     if machine.gpu is not None and time is not None and limit:
         notes += faster(config, model, machine.gpu, found, longest(config), limit, time, assumed)
     count = parameters(model.shape)
-    kept = disk.PARAMETER[config.learner.precision] * count
+    kept = PARAMETER[config.learner.precision] * count
     return Plan(
         parameters=count,
         machine=machine,

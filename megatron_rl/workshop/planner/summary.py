@@ -21,7 +21,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.learner import limits
 from megatron_rl.preflight.checks import Checked
-from megatron_rl.preflight.disk import writes
+from megatron_rl.preflight.notes import writes
 from megatron_rl.preflight.sync_plan import plan_sync
 from megatron_rl.survival.trouble import patience
 
