@@ -8,18 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.config.schema import (
-    CheckpointSection,
-    DataSection,
-    EvalSection,
-    LearnerSection,
-    LogSection,
-    LossConfig,
-    ModelSection,
-    Precision,
-    RolloutSection,
-    RunSection,
-)
+from megatron_rl.config import schema
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
 from megatron_rl.loss.table import CLIP, LOSSES
@@ -33,15 +22,15 @@ LINE = 4096  # bytes of metrics and ledger for each step
 # of a recorded token: its number, three logprobs or weights, two marks, and its text
 RESPONSE_TOKEN, PROMPT_TOKEN = 22, 8
 # of a parameter in a checkpoint: the weight, the optimizer's copy of it, two moments; in FP32 the weight is that copy
-PARAMETER = {Precision.bf16: 2 + 4 + 8, Precision.fp32: 4 + 8}
+PARAMETER = {schema.Precision.bf16: 2 + 4 + 8, schema.Precision.fp32: 4 + 8}
 
 
-def unreachable_stop(run: RunSection, eval: EvalSection) -> Iterator[str]:
+def unreachable_stop(run: schema.RunSection, eval: schema.EvalSection) -> Iterator[str]:
     if run.stop and eval.every == 0:
         yield f"run.stop={run.stop} never happens, as eval.every=0 turns evaluations off; the run ends after run.steps"
 
 
-def unusual_clip(loss: LossConfig) -> Iterator[str]:
+def unusual_clip(loss: schema.LossConfig) -> Iterator[str]:
     """A clip of another loss: of another size, so that it never acts, or always does."""
     about = LOSSES[loss.name]
     least, most = about.clips
@@ -52,11 +41,11 @@ def unusual_clip(loss: LossConfig) -> Iterator[str]:
         yield f"{said} with loss.name={loss.name}: {follows}; usual with it is {least:g} to {most:g} (conf/*.yaml)"
 
 
-def plain_prompts(model: ModelSection, data: DataSection) -> Iterator[str]:
+def plain_prompts(model: schema.ModelSection, data: schema.DataSection) -> Iterator[str]:
     yield from plain_text(model, data, data.sources("train"))
 
 
-def plain_text(model: ModelSection, data: DataSection, paths: Iterable[str]) -> Iterator[str]:
+def plain_text(model: schema.ModelSection, data: schema.DataSection, paths: Iterable[str]) -> Iterator[str]:
     """Files whose prompts a chat model would read as they stand."""
     if data.template is not None or data.system_prompt is not None or not has_template(model.folder):
         return
@@ -68,8 +57,8 @@ def plain_text(model: ModelSection, data: DataSection, paths: Iterable[str]) -> 
             )
 
 
-def slow_products(machine: Machine, learner: LearnerSection) -> Iterator[str]:
-    if machine.fastest and learner.precision is Precision.bf16:
+def slow_products(machine: Machine, learner: schema.LearnerSection) -> Iterator[str]:
+    if machine.fastest and learner.precision is schema.Precision.bf16:
         yield (
             "this host multiplies BF16 in FP32, as env.json says under host; a small model is faster with "
             + " ".join(f"{key}={value}" for key, value in machine.fastest)
@@ -123,11 +112,11 @@ class Writes:
 
 def writes(
     shape: ModelShape,
-    learner: LearnerSection,
-    run: RunSection,
-    rollout: RolloutSection,
-    checkpoint: CheckpointSection,
-    log: LogSection,
+    learner: schema.LearnerSection,
+    run: schema.RunSection,
+    rollout: schema.RolloutSection,
+    checkpoint: schema.CheckpointSection,
+    log: schema.LogSection,
 ) -> Writes:
     count = parameters(shape)
     saves = bool(checkpoint.every or checkpoint.minutes)
@@ -156,11 +145,11 @@ def free(root: str) -> int | None:
 
 def short_disk(
     shape: ModelShape,
-    learner: LearnerSection,
-    run: RunSection,
-    rollout: RolloutSection,
-    checkpoint: CheckpointSection,
-    log: LogSection,
+    learner: schema.LearnerSection,
+    run: schema.RunSection,
+    rollout: schema.RolloutSection,
+    checkpoint: schema.CheckpointSection,
+    log: schema.LogSection,
     elsewhere: bool,
 ) -> Iterator[str]:
     """Said, not refused: the estimate is an upper bound, and a run goes on where its records do not fit."""
