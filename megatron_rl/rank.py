@@ -97,10 +97,10 @@ def _leave_out_advice() -> None:
 
 
 def force_exit_after_last_word() -> None:
-    """Whatever waits from here on, such as for the lock of a file that nobody can write: the process ends.
+    """End the process whatever waits from here on, such as for the lock of a file that nobody can write.
 
-    A thread of its own sees to it that needs no Python: what waits may hold the interpreter. It could write where that
-    was; the log shall end in the reason.
+    The thread that sees to it needs no Python: what waits may hold the interpreter. It writes nothing: the log shall
+    end in the reason.
     """
     faulthandler.dump_traceback_later(process.LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 

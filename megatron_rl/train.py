@@ -30,7 +30,6 @@ from megatron_rl.config.schema import (
     ModelInit,
     ModelSection,
     Precision,
-    QuantizationSection,
     RewardSection,
     SyncSection,
 )
@@ -87,7 +86,8 @@ def begin(config: Config, driver: Driver | Follower, learner: Learner, saver: Sa
     if folder is None or config.loss.kl_coef:  # the reference is what the run began with
         load_policy(learner, config.model, config.run.seed, config.loss.kl_coef)
     if folder is None:
-        calibrate(learner, driver, config.quantization)
+        if config.quantization.smoothing or config.quantization.kv_cache != KvCache.none:
+            learner.logprobs(learner.broadcast(driver.prompt_batch()))  # both have to have seen a pass before a sync
         return Standing()
     found = checkpoints.read(Path(folder))
     saver.load(found)
@@ -101,12 +101,6 @@ def load_policy(learner: Learner, model: ModelSection, seed: int, kl_coef: float
         learner.init_random(seed)
     if kl_coef:
         learner.keep_reference()
-
-
-def calibrate(learner: Learner, driver: Driver | Follower, quantization: QuantizationSection) -> None:
-    """Smoothing and an FP8 cache have to have seen a forward pass before the first sync: that of the first prompts."""
-    if quantization.smoothing or quantization.kv_cache != KvCache.none:
-        learner.logprobs(learner.broadcast(driver.prompt_batch()))
 
 
 def loop(
@@ -139,7 +133,7 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
         drawn |= stale
     with recorder.phase("prox"):
         anchor_BT = anchor_logprobs(learner, batch, config)
-        reference_BT = reference_logprobs(learner, batch, config.loss.kl_coef)
+        reference_BT = learner.reference_logprobs(batch) if config.loss.kl_coef else None
         drawn |= learner_estimate(learner, driver, config.reward)
     with recorder.phase("correction"):
         correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
@@ -206,10 +200,6 @@ def settle(
         return correction, {}
     correction = completed(correction, own.logprobs_BT, batch, config.correction, config.advantage)
     return correction, {"perf/prox_saved_s": own.seconds}
-
-
-def reference_logprobs(learner: Learner, batch: Batch, kl_coef: float) -> torch.Tensor | None:
-    return learner.reference_logprobs(batch) if kl_coef else None
 
 
 def learner_estimate(learner: Learner, driver: Driver | Follower, reward: RewardSection) -> dict[str, float]:

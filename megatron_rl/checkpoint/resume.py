@@ -18,9 +18,9 @@ from megatron_rl.files import replacing
 
 # what a run may go on with changed: how long, what is written down, on which machines
 MAY_CHANGE = (
-    *("run.root", "run.steps", "run.stop", "run.if_exists", "run.resume_allow", "run.device", "log.", "checkpoint."),
-    *("run.patience_s",),
-    *("eval.", "data.eval", "sampler.", "reward.workers", "reward.timeout_s", "learner.tensor_parallel"),
+    *("run.root", "run.steps", "run.stop", "run.if_exists", "run.resume_allow", "run.device", "run.patience_s"),
+    *("log.", "checkpoint.", "eval.", "data.eval", "sampler.", "reward.workers", "reward.timeout_s"),
+    "learner.tensor_parallel",
     *("learner.pipeline_parallel", "learner.expert_parallel", "learner.data_parallel", "learner.megatron."),
     *("learner.tokens_per_microbatch", "sync.transport", "sync.dir", "sync.full_every", "sync.verify_every"),
     *("sync.probe_budget", "sync.probe_layers", "sync.staged"),

@@ -60,20 +60,16 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig, advantage: A
     found = Findings(check_correction(correction) + check_loss(loss) + check_advantage(advantage))
     by_sampler = correction.anchor == Anchor.sampler
     if by_sampler and loss.name in WITH_RATIO and correction.weight.level != Level.none:
-        found.add(
-            "correction.weight.level",
-            correction.weight.level,
+        way_out = (
             f"with correction.anchor: sampler the ratio of loss.name: {loss.name} already holds the mismatch and a "
-            "weight would count it twice; use correction.weight.level: none, or loss.name: reinforce",
+            "weight would count it twice; use correction.weight.level: none, or loss.name: reinforce"
         )
+        found.add("correction.weight.level", correction.weight.level, way_out)
     if loss.name in AGAINST_SAMPLER and not by_sampler:
         found.add("loss.name", loss.name, "its ratio is pi over the sampler; set correction.anchor: sampler")
     if loss.name in COVARIANCE and by_sampler:
-        found.add(
-            "loss.name",
-            loss.name,
-            "it selects tokens by the proximal logprobs; set correction.anchor: prox, or use ppo",
-        )
+        way_out = "it selects tokens by the proximal logprobs; set correction.anchor: prox, or use ppo"
+        found.add("loss.name", loss.name, way_out)
     return list(found)
 
 
@@ -89,11 +85,8 @@ def check_loss(config: LossConfig, path: str = "loss") -> list[str]:
     config, wrong = sound(config, path)
     found = Findings(wrong.values())
     if config.name in PER_ROW and config.reduction == Reduction.token_mean:
-        found.add(
-            f"{path}.reduction",
-            config.reduction,
-            f"{config.name} has one ratio per sequence and averages over sequences; use seq_mean_token_mean",
-        )
+        way_out = f"{config.name} has one ratio per sequence and averages over sequences; use seq_mean_token_mean"
+        found.add(f"{path}.reduction", config.reduction, way_out)
     _check_clip(found, config, path)
     if config.cov_low >= config.cov_high and not {f"{path}.cov_low", f"{path}.cov_high"} & wrong.keys():
         found.add(f"{path}.cov_low", config.cov_low, f"it must be below {path}.cov_high, which is {config.cov_high}")
@@ -202,17 +195,16 @@ def _check_bounds(found: Findings, rule: RejectRule, path: str) -> None:
 
 def _check_sampler_anchor(found: Findings, config: CorrectionConfig, path: str) -> None:
     why = f"it needs the global batch before the loss, which {path}.anchor: sampler does not have; use"
-    if config.weight.normalize:
-        found.add(f"{path}.weight.normalize", True, f"{why} false")
-    if config.weight.target_ess is not None:
-        found.add(f"{path}.weight.target_ess", config.weight.target_ess, f"{why} null")
-    if config.rebaseline:
-        found.add(f"{path}.rebaseline", True, f"{why} false")
-    if config.renormalize:
-        found.add(f"{path}.renormalize", True, f"{why} false")
-    for place, rule in enumerate(config.reject):
-        if rule.budget is not None:
-            found.add(f"{path}.reject[{place}].budget", rule.budget, f"{why} low and high")
+    asked = [
+        ("weight.normalize", config.weight.normalize or None, "false"),
+        ("weight.target_ess", config.weight.target_ess, "null"),
+        ("rebaseline", config.rebaseline or None, "false"),
+        ("renormalize", config.renormalize or None, "false"),
+        *((f"reject[{place}].budget", rule.budget, "low and high") for place, rule in enumerate(config.reject)),
+    ]
+    for key, value, instead in asked:
+        if value is not None:
+            found.add(f"{path}.{key}", value, f"{why} {instead}")
 
 
 def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:

@@ -71,7 +71,7 @@ def _resolved(name: str, one: EvalSet, config: Config) -> HeldOut:
 
 
 def _file(path: str) -> str:
-    """The file itself, or that of a preset of conf/data."""
+    """A file by its path, or that of a preset of conf/data."""
     preset = CONF / "data" / f"{path}.yaml"
     if Path(path).name != path or not preset.is_file():
         return path

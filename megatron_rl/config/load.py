@@ -1,10 +1,9 @@
 """Recipes to typed configuration: strict keys, presets, overrides, and errors that name the way out.
 
-A recipe is a small YAML delta. `base:` names the file or files it builds on (relative to itself).
-A section may be the name of a preset (`correction: tis` is conf/correction/tis.yaml) or a mapping whose
-`preset:` is one, with the other keys on top. `cluster: 1n8g` puts conf/cluster/1n8g.yaml, which may set any
-section, below the keys of whoever names it; the last name is the one that counts. Command-line overrides are
-`section.key=value`. Imports no torch: a mistyped key is refused at once.
+A recipe is a small YAML delta. `base:` names the files it builds on. A section may be the name of a preset
+(`correction: tis` is conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other keys on top.
+`cluster: 1n8g` puts conf/cluster/1n8g.yaml below the keys of whoever names it; the last name counts. Overrides are
+`section.key=value`.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ __all__ = ["CONF", "ConfigError", "all_keys", "from_mapping", "load", "read", "r
 
 MOST_FILES = 64  # that a recipe is made of
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
-PASSED_THROUGH = (
-    ("learner", "megatron"),
-    ("optim", "megatron"),
-    ("sampler", "vllm"),
-)  # a cluster's null takes a field out
+PASSED_THROUGH = (("learner", "megatron"), ("optim", "megatron"), ("sampler", "vllm"))  # a cluster's null takes one out
 CLUSTER = "cluster"
 OTHERWISE = {CLUSTER: "", "model": "; or name a folder: model.path", "data": "; or name a file: data.train"}
 MACHINE = "machine"  # of a cluster, as --on has it
@@ -74,7 +69,9 @@ def _checked(layers: Sequence[Mapping[str, Any]], path: Path, overrides: Sequenc
         raise ConfigError(
             f"{path}: `axes` make it a grid of runs, started by python tools/compare_corrections.py {path}"
         )
-    merged = _named(merged, path.stem)
+    run = merged.get("run", {})
+    if isinstance(run, Mapping) and run.get("name") is None:
+        merged["run"] = {**run, "name": path.stem}
     unreadable = list(misfits(merged, Config))
     if unreadable:  # those keys stand at their defaults, and of their sections nothing else is said
         rest = without(merged, unreadable)
@@ -83,12 +80,6 @@ def _checked(layers: Sequence[Mapping[str, Any]], path: Path, overrides: Sequenc
     sections = {key_of(line).partition(".")[0] for line in unreadable}
     found = [line for line in found if not any(f"{section}." in line for section in sections)]
     return config, [*unreadable, *found]
-
-
-def _named(merged: dict[str, Any], stem: str) -> dict[str, Any]:
-    run = merged.get("run", {})
-    nameless = isinstance(run, Mapping) and run.get("name") is None
-    return {**merged, "run": {**run, "name": stem}} if nameless else merged
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Config:
@@ -218,15 +209,13 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     """`above` over `below`. Naming a preset starts its section afresh: presets do not pile up."""
     merged = dict(below)
     for section, value in above.items():
-        if section in PRESET_SECTIONS and not isinstance(value, Mapping):
-            merged[section] = _preset(section, value)
-        elif section in PRESET_SECTIONS and "preset" in value:
-            rest = {key: v for key, v in value.items() if key != "preset"}
-            merged[section] = _deep(_preset(section, value["preset"]), rest)
-        elif section in merged and isinstance(value, Mapping) and isinstance(merged[section], Mapping):
-            merged[section] = _deep(merged[section], value)
-        else:
-            merged[section] = value
+        if section in PRESET_SECTIONS:
+            if not isinstance(value, Mapping):
+                value = {"preset": value}
+            if "preset" in value:
+                merged[section] = _preset(section, value["preset"])
+                value = {key: one for key, one in value.items() if key != "preset"}
+        merged = _deep(merged, {section: value})
     return merged
 
 

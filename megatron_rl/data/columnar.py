@@ -1,7 +1,6 @@
 """Rows of Parquet and Arrow files, read where they lie: a row is decoded when it is asked for.
 
-What is drawn at random must come in small pieces. A file in larger ones (row groups, or one long stream) is copied once
-into a temporary file of small ones, piece by piece.
+What is drawn at random must come in small pieces: a file of larger ones is copied once into a temporary file.
 """
 
 from __future__ import annotations

@@ -96,11 +96,10 @@ def check_datasets(config: Config) -> None:
 
 
 class PromptOrder:
-    """The order in which prompts are drawn: endless, shuffled per epoch, resumable.
+    """The order in which prompts are drawn: endless, shuffled per epoch, resumable by `position`, which counts them.
 
     The order of an epoch is a permutation drawn from (seed, epoch). Several sources take turns as their weights say: in
     a cycle of `CYCLE` places each has its share, in an order drawn from (seed, cycle), and an epoch of its own.
-    `position` counts prompts handed out and is the whole state.
     """
 
     def __init__(self, dataset: Dataset, seed: int, shuffle: bool, position: int = 0) -> None:
@@ -108,8 +107,7 @@ class PromptOrder:
         shares = dataset.shares or ((len(dataset), 1.0),)
         self._firsts = [0, *accumulate(size for size, _ in shares)]
         self._counts = _counts([weight for _, weight in shares]) if len(shares) > 1 else [1]
-        self._seed = seed
-        self._shuffle = shuffle
+        self._seed, self._shuffle = seed, shuffle
         self._epoch = lru_cache(len(shares))(self._shuffled)
         self._cycle = lru_cache(1)(self._turns)
         self.position = position

@@ -46,8 +46,8 @@ class Checked:
 def check(config: schema.Config, found: Iterable[str] = (), on: Machine | None = None, here: bool = True) -> Checked:
     """Raises one ConfigError that lists every problem, after those that are `found` already.
 
-    `on`: a machine that is not this one, to which absent files are still to be brought. Without `here` this process
-    is one of several that something else has placed on GPUs.
+    `on`: a machine elsewhere, to which absent files are still to be brought. Without `here` something else has placed
+    this process on GPUs.
     """
     facts, problems = _facts(config, on)
     if not here and "machine" in facts:
@@ -97,9 +97,7 @@ def check_served(model: schema.ModelSection) -> None:
         hf_config = read_hf_config(model.folder)
         facts = {"model": model, "hf_config": hf_config, "shape": ModelShape.from_hf(hf_config)}
     except ValueError as error:
-        raise ConfigError(
-            str(error) if isinstance(error, ConfigError) else f"model.path={model.path}: {error}"
-        ) from None
+        raise error if isinstance(error, ConfigError) else ConfigError(f"model.path={model.path}: {error}") from None
     rules = (unquantized, files.weights, files.vocabulary, files.end_of_text)
     if problems := list(findings(rules, facts)):
         raise ConfigError("\n".join(problems))
@@ -123,14 +121,6 @@ def check_watched(config: schema.Config) -> None:
     facts, _ = _facts(config, None)
     if problems := [f"mismatch: {why}" for why in findings([engine.unwatchable], facts)]:
         raise ConfigError("\n".join(problems))
-
-
-def learner_limits(shape: ModelShape, hf_config: Mapping[str, Any], learner: schema.LearnerSection) -> list[str]:
-    return limits.problems(shape, hf_config, learner)
-
-
-def optimizer(optim: schema.OptimSection) -> Iterator[str]:
-    return limits.optimizer_fields(optim)
 
 
 def unquantized(model: schema.ModelSection, hf_config: Mapping[str, Any]) -> Iterator[str]:
@@ -212,11 +202,9 @@ def set_rewards(sets: Sequence[HeldOut], reward: schema.RewardSection) -> Iterat
 
 
 RULES: tuple[Rule, ...] = (
-    size_problems, learner_limits, optimizer, unquantized, context, formats, learner_fp8, stop_metric, best_metric,
-    reward_function, set_rewards,
-    *engine.RULES, *files.MODEL_RULES,
-    roles.ranks, roles.engine_gpus, roles.fleet_gpus, roles.host_memory, roles.reach,
-    files.unnamed_data,
+    size_problems, limits.problems, limits.optimizer_fields, unquantized, context, formats, learner_fp8, stop_metric,
+    best_metric, reward_function, set_rewards, *engine.RULES, *files.MODEL_RULES,
+    roles.ranks, roles.engine_gpus, roles.fleet_gpus, roles.host_memory, roles.reach, files.unnamed_data,
 )  # fmt: skip
 ALONE: tuple[Rule, ...] = (
     unquantized, context, formats, reward_function, set_rewards, *engine.RULES,

@@ -1,9 +1,7 @@
 """A folder that one process, or those of one run, own as long as they live: a lock says so, however they end.
 
-The lock, not a process number, says whether the owner lives: it holds across containers that share a file system.
-
-A lock is judged on the kernel that gave it alone: not every shared file system tells other machines about it. The
-folder of another machine is left to that machine's next start.
+A lock holds across containers that share a file system, where process numbers say nothing. It is judged on the kernel
+that gave it alone, as not every shared file system tells other machines about it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """This process's signs of life: in which phase it is, since when nothing has been seen of it, and for whom it waits.
 
-The loop says what it does (`phase`, `waiting`, `mark`), which costs an addition. A thread of a rank writes it to the
-rank's file every few seconds, with what the kernel knows of the rank and of the processes that it has started: whoever
-reads the files can tell a rank that is slow from one that is stuck (watch.py). In a process without that thread,
-nothing comes of what is said.
-
-Times are counted in the thread's own beats: while the process is stopped, none pass.
+The loop says what it does (`phase`, `waiting`, `mark`), which costs an addition. A rank's thread writes it to a file
+every few seconds, with what the kernel knows of the rank and its processes: readers can tell a rank that is slow from
+one that is stuck (watch.py). Times are counted in the thread's own beats: while the process is stopped, none pass.
 """
 
 from __future__ import annotations
@@ -17,9 +14,11 @@ import platform
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -52,10 +51,8 @@ class Waits:
 
 
 class Pulse:
-    """Signs of life of this process: its phase, its progress marks, whom it waits for, which processes it owns.
-
-    Any thread may call `mark` and `own`, and `waiting`, which counts for the process while the main thread stands in
-    `delegate_wait`; the rest is for the main thread.
+    """Signs of life of this process. Any thread may call `mark` and `own`, and `waiting`, which counts while the main
+    thread stands in `delegate_wait`; the rest is for the main thread.
     """
 
     def __init__(self) -> None:
@@ -223,11 +220,8 @@ def _stacks() -> dict[str, Any]:
 
 def _lines(frame: FrameType | None) -> list[str]:
     """The innermost calls, the last one first."""
-    lines: list[str] = []
-    while frame is not None and len(lines) < FRAMES:
-        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return lines
+    calls = islice(traceback.walk_stack(frame), FRAMES) if frame else ()
+    return [f"{one.f_code.co_filename}:{line} {one.f_code.co_name}" for one, line in calls]
 
 
 def _meets(frame: FrameType) -> bool:

@@ -1,9 +1,7 @@
 """Looks up reward functions: by the names in `reward.name`, several of them added up with weights.
 
-Three ways of writing one are known, by the names of its parameters: ours `(row, answer_key, response)`; verl's
-`(data_source, solution_str, ground_truth, extra_info)`; TRL's `(prompts, completions, **columns)`, where each is a list
-of one. All may ask for `finish_reason`. The result is a number, or a mapping whose `score` is one; the other numbers in
-it are metrics.
+The names of a function's parameters say how it is called: as ours `(row, answer_key, response)`, verl's or TRL's. All
+may ask for `finish_reason`. The result is a number, or a mapping whose `score` is one; other numbers in it are metrics.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Console output of a run: one plain line per step or a live table, tables of text, and a few answers of a
-recorded step.
-"""
+"""Console output of a run: one plain line per step or a live table, and a few answers of a recorded step."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.processes import pulse
 from megatron_rl.processes.job import memory_kills
-from megatron_rl.runs.alarms import Alarms, News
+from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.console import Display, choose_display, duration, sample_line, step_line
 from megatron_rl.runs.disk import Disk, LineFile
@@ -54,9 +54,6 @@ class SilentRecorder:
     def note(self, text: str) -> None:
         pass
 
-    def spans(self, spans: Sequence[Span]) -> None:
-        pass
-
     def end_early(self, reason: str, *, asked: bool) -> None:
         pass
 
@@ -67,7 +64,6 @@ class SilentRecorder:
 class Recorder:
     """Owns the run directory from the first line of metrics to the last word in status.json.
 
-    A directory that a launcher has claimed with `open_run` is taken over; otherwise it is claimed here.
     As a context manager it closes itself: an exception is `failed`, Ctrl-C or SystemExit is `stopped`.
     """
 
@@ -82,11 +78,8 @@ class Recorder:
         alarms: Alarms | None = None,
         rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda line: {},
     ) -> None:
-        mode = resolve_mode(config.wandb)
-        moved = ""
-        if claimed_for_this_process(run_dir):
-            self.run = RunDir(run_dir)
-        else:
+        mode, moved, self.run = resolve_mode(config.wandb), "", RunDir(run_dir)
+        if not claimed_for_this_process(run_dir):  # else by a launcher
             self.run, moved = open_run(run_dir, if_exists, resolved_yaml)
         self.alarms, self._rates = alarms or Alarms(), rates
         mark_status(run_dir, "running", alarms={})
@@ -132,7 +125,9 @@ class Recorder:
         line |= self.clock.finish_step()
         line |= {"progress/step": step, "progress/elapsed_s": time.perf_counter() - self._begun}
         line |= {name: value for name, value in (throughput(line) | self._rates(line)).items() if name not in line}
-        self._warn_unknown(line)
+        for name in set(unknown(line)) - self._unknown:
+            self._unknown.add(name)
+            warnings.warn(f"metric {name!r} is not in runs/metrics.py", UnknownMetricWarning, stacklevel=2)
         self._disk.write_line(self.run.metrics, encode_line(line))
         self._disk.write_line(self.run.lanes, encode_spans(step, self.clock.spans))
         self.clock.spans.clear()
@@ -142,24 +137,22 @@ class Recorder:
         self._last_step = step
         self._display.step(step, line, eta_s)
         self._write_text(step_line(step, self._n_steps, line, eta_s))
-        self._tell(self.alarms.after(line))
-        self._beat()
-        return line
-
-    def _tell(self, news: Sequence[News]) -> None:
+        news = self.alarms.after(line)
         for one in news:
             self.note(f"alarm    {one}")
         if news:
             self._beat_at = -math.inf  # status.json says so at once
         if news and self._wandb:
             self._wandb.alarms(news, self.alarms.standing)
+        self._beat()
+        return line
 
     def skip(self) -> None:
         """Drops the time since the last line, which belongs to no step: engines were started again."""
         self.clock.finish_step()
 
     def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
-        """Records prompts by their number in the order of the whole run: those drawn, from and to; those trained on."""
+        """Records prompts by their number in the run's order: those drawn, from and to; those trained on."""
         line = {"step": step, "drawn": drawn, "trained": list(trained)}
         self._disk.write_line(self.run.ledger, json.dumps(line))
 
@@ -232,14 +225,9 @@ class Recorder:
 
     def _cause(self, reason: str) -> Cause:
         """The cause of an end that nobody wanted, as far as the driver knows it."""
-        log = self.run.logs / "rank_0.log"
-        return explain(
-            reason,
-            process="rank 0",
-            phase=self._broken_off or ("the start" if self._last_step is None else None),
-            log=str(log) if log.exists() else "",
-            out_of_memory=memory_kills() > self._kills,
-        )
+        log, start = self.run.logs / "rank_0.log", "the start" if self._last_step is None else None
+        about: dict[str, Any] = {"phase": self._broken_off or start, "log": str(log) if log.exists() else ""}
+        return explain(reason, process="rank 0", **about, out_of_memory=memory_kills() > self._kills)
 
     def _note_places(self) -> None:
         path, wandb = shlex.quote(str(self.run.path)), self._wandb
@@ -249,12 +237,6 @@ class Recorder:
         for line in (f"wandb    {wandb.where}", wandb.trouble) if wandb else ():
             if line:
                 self.note(line)
-
-    def _warn_unknown(self, names: Mapping[str, float]) -> None:
-        for name in unknown(names):
-            if name not in self._unknown:
-                self._unknown.add(name)
-                warnings.warn(f"metric {name!r} is not in runs/metrics.py", UnknownMetricWarning, stacklevel=3)
 
     def _estimate_left(self, step: int, seconds: float) -> float | None:
         if step > 0:  # step 0 holds the start of the engines

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import FileIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,7 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> N
 def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:
     """Claims a directory for a new run, or one that goes on. Returns it, and what became of an old one ("": none).
 
-    The status stays "starting" until a Recorder takes over: a launcher can claim the directory, and
-    put its children's logs there, before the driver rank exists.
+    The status stays "starting" until a Recorder takes over: a launcher claims it before the driver rank exists.
     """
     check_run_dir(path, if_exists, resolved_yaml)
     try:
@@ -166,7 +166,8 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
     shutil.rmtree(run.pulses, ignore_errors=True)  # of the attempt before
     for folder in (run.rollouts, run.checkpoints, run.pulses, run.path / "logs" / f"attempt_{run.attempt + 1}"):
         folder.mkdir(parents=True, exist_ok=True)
-    write_whole(run.config, _redacted_yaml(resolved_yaml))
+    config = read_yaml(resolved_yaml)
+    write_whole(run.config, resolved_yaml if (hidden := redact(config)) == config else write_yaml(hidden))
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
     step, before = None if found is None else found.step, read_status(run.path)
     about: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "started": now(), "attempt": run.attempt}
@@ -184,10 +185,8 @@ def claimed_for_this_process(path: Path) -> bool:
 
 
 def archive_name(path: Path) -> Path:
-    number = 1
-    while path.with_name(f"{path.name}.{number}").exists():
-        number += 1
-    return path.with_name(f"{path.name}.{number}")
+    names = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> None:
@@ -235,9 +234,8 @@ def _ended_before_its_first_step(path: Path, locked: bool | None) -> bool:
 
 def _describe(path: Path, locked: bool | None) -> str:
     status, metrics = known_status(path, locked), RunDir(path).metrics
-    reason, _, _ = str(status.get("reason") or "").partition("\n")
-    why = f": {reason}" if reason else ""
-    state = f"{status.get('state', 'no status')}{why}"
+    reason = str(status.get("reason") or "").partition("\n")[0]
+    state = f"{status.get('state', 'no status')}{f': {reason}' if reason else ''}"
     if not metrics.exists():
         return f"{state}, no metrics"
     with metrics.open("rb") as lines:
@@ -251,9 +249,3 @@ def redact(value: Any) -> Any:
             for key, item in value.items()
         }
     return [redact(item) for item in value] if isinstance(value, list) else value
-
-
-def _redacted_yaml(text: str) -> str:
-    config = read_yaml(text)
-    hidden = redact(config)
-    return text if hidden == config else write_yaml(hidden)

@@ -185,6 +185,8 @@ def environment() -> dict[str, Any]:
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
+    torch = sys.modules.get("torch")  # only where somebody needed it anyway
+    gpus = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
     return {
         "time": now(),
         "python": platform.python_version(),
@@ -193,16 +195,9 @@ def environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "host": instructions.about(),
         "versions": versions,
-        "devices": _devices(),
+        "devices": [torch.cuda.get_device_name(index) for index in range(gpus)] if torch else [],
         "git": _git(Path(__file__).parent),
     }
-
-
-def _devices() -> list[str]:
-    torch = sys.modules.get("torch")  # only where somebody needed it anyway
-    if torch is None or not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def _git(folder: Path) -> dict[str, Any] | None:

@@ -1,7 +1,6 @@
-"""Time of a step by phase, the time that remains, and lanes.jsonl: who was at work when.
+"""Time of a step by phase, the time that remains, and lanes.jsonl: who was at work when, a line for each step.
 
-A step has a line there; the sampler's part of it may lie in the time of other steps. A span is [lane, begin, end] in
-seconds since 1970; the learner's lanes are the phases of the loop.
+A span is [lane, begin, end] in seconds since 1970; the learner's lanes are the phases of the loop.
 """
 
 from __future__ import annotations

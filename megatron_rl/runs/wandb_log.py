@@ -1,4 +1,4 @@
-"""W&B, when asked for. The package is imported only where it is used, and gets no arguments, git or machine data."""
+"""W&B, when asked for. It is imported only where it is used, and gets no arguments, git or machine data."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ PROJECT = "megatron-rl"
 ID = "wandb.id"  # of the run's directory
 INIT_S = 20.0  # a server that does not answer within this is not waited for
 FINISH_S = 20.0  # less than a launcher waits for a driver that has said its last word
-
-
 MAGIC, HEADER = b":W&B", 7
 BLOCK = 32 << 10  # of the file that W&B writes, a log in LevelDB's format: pieces of records, each with length and kind
 _PIECE = struct.Struct("<4xHB")  # after a checksum
@@ -59,9 +57,7 @@ def resolve_mode(asked: Wandb) -> Wandb:
 
 
 class WandbRun:
-    """One run at W&B. Online where its server answers in time; else the same file is written here, for `wandb sync` to
-    send later.
-    """
+    """One run at W&B. Online where its server answers in time; else written here, for `wandb sync` to send later."""
 
     def __init__(self, config: Mapping[str, Any], folder: Path, mode: Wandb, **about: str) -> None:
         """`about`: more of `wandb.init`'s, such as the job type."""

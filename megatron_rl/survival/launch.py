@@ -101,7 +101,8 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: int, report: Callable[[Ru
         print(told, flush=True)
     if rank is not None:
         if not gone:
-            ranks.explain(rank, log)
+            print(f"\nrank {rank} failed; the end of {ranks.log_of(rank)}:", file=sys.stderr)
+            print("\n".join(f"  {line}" for line in log or ["(empty)"]), file=sys.stderr, flush=True)
         verdict = f"{state}: {reason.partition(chr(10))[0] or why}"
         print("\n" + "\n".join([*([cause.paragraph()] if cause else []), verdict]), file=sys.stderr, flush=True)
 
@@ -122,9 +123,7 @@ class RankProcesses:
 
     def __init__(self, run: RunDir, count: int, store: Path, given: Mapping[str, str], watch: Watch) -> None:
         """`given`: variables for every rank."""
-        self._run = run
-        self._count = count
-        self._given = given
+        self._run, self._count, self._given = run, count, given
         self.guard = Guard(watch)
         self.stopping: str | None = None
         self.stuck: str | None = None  # why it had to be ended
@@ -136,7 +135,7 @@ class RankProcesses:
         hold(STOP_AFTER_STEP)  # a rank starts with what its parent holds, and keeps it until it can act on it
         for number in ENDS_WITH:
             signal.signal(number, self._on_signal)
-        for rank in range(self._count):
+        for rank in range(count):
             self._processes.append(self._start(rank, store))
         watch.pids = {rank: process.pid for rank, process in enumerate(self._processes)}
         release(STOP_AFTER_STEP)
@@ -251,10 +250,6 @@ class RankProcesses:
         }
         rank = first_cause(whys)
         return rank, whys[rank], logs[rank]
-
-    def explain(self, rank: int, log: Sequence[str]) -> None:
-        print(f"\nrank {rank} failed; the end of {self.log_of(rank)}:", file=sys.stderr)
-        print("\n".join(f"  {line}" for line in log or ["(empty)"]), file=sys.stderr, flush=True)
 
 
 def first_cause(logs: Mapping[int, str]) -> int:

@@ -86,41 +86,24 @@ def behind(ranks: list[Seen]) -> list[Seen]:
 
 
 def of_rank(one: Seen, how: str, seconds: float, note: str = "") -> Trouble:
-    pulse = one.pulse
-    return Trouble(
-        how,
-        f"rank {pulse['rank']}",
-        pulse["pid"],
-        pulse["host"],
-        pulse["phase"],
-        seconds,
-        pulse["rank"],
-        blocks=True,
-        note=note,
-        stack=() if how in ("stopped", "silent") else tuple(pulse.get("stack", ())),
-        here=here(pulse),
-    )
+    pulse, told = one.pulse, how not in ("stopped", "silent")
+    more = {"blocks": True, "note": note, "stack": tuple(pulse.get("stack", ())) if told else ()}
+    return _trouble(one, how, f"rank {pulse['rank']}", pulse["pid"], seconds, **more)
 
 
 def of_child(one: Seen, child: Mapping[str, Any], how: str, seconds: float) -> Trouble:
     """The trouble of a process that a rank has started."""
-    pulse, waits = one.pulse, one.pulse["waits"]
+    waits = one.pulse["waits"]
     blocks = bool(waits) and child["name"].startswith(waits["whom"])
-    note = f"; rank {pulse['rank']} waits for it" if blocks else ""
-    if how == "stuck" and child["pid"] and here(pulse):
+    note = f"; rank {one.pulse['rank']} waits for it" if blocks else ""
+    if how == "stuck" and child["pid"] and here(one.pulse):
         note += "".join(f"; its process {pid} is stopped" for pid in work_below(child["pid"]).stopped)
-    return Trouble(
-        how,
-        child["name"],
-        child["pid"],
-        pulse["host"],
-        pulse["phase"],
-        seconds,
-        pulse["rank"],
-        blocks=blocks,
-        note=note,
-        here=here(pulse),
-    )
+    return _trouble(one, how, child["name"], child["pid"], seconds, blocks=blocks, note=note)
+
+
+def _trouble(one: Seen, how: str, process: str, pid: int | None, seconds: float, **more: Any) -> Trouble:
+    host, phase, rank = (one.pulse[name] for name in ("host", "phase", "rank"))
+    return Trouble(how, process, pid, host, phase, seconds, rank, **more, here=here(one.pulse))
 
 
 def here(pulse: Mapping[str, Any]) -> bool:

@@ -1,7 +1,6 @@
-"""Which process of a run is stopped or stuck, with its phase and its stack, and when the run has waited long enough.
+"""A watch over a run's processes: which is stopped or stuck, and when the run has waited long enough for it.
 
-Reads the pulses of the ranks (processes/pulse.py) and, of processes on this machine, what the kernel knows. Four ways
-to be in trouble:
+It reads the pulses of the ranks (processes/pulse.py) and, of processes on this machine, what the kernel knows:
 
 stopped   SIGSTOP or a debugger holds the process, by its state in /proc
 silent    a rank gives no sign of life, and is not seen to be stopped: something holds its interpreter, or its machine

@@ -46,9 +46,6 @@ class Items:
 
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.pairs.append((key, value))
-
     def named(self) -> list[tuple[str, Any]]:
         return [(key, value) for key, value in self.pairs if isinstance(key, str)]
 
@@ -89,7 +86,7 @@ class _Reader(_Unpickler):
 
     def set_one(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        _of(self.stack[-1], Items)[key] = value
+        _of(self.stack[-1], Items).pairs.append((key, value))
 
     def set_many(self) -> None:
         flat = self.pop_mark()

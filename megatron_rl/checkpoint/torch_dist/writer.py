@@ -1,8 +1,8 @@
 """Writes the files of a torch_dist checkpoint: blocks of tensors, and the index that says where they are.
 
-The format is that of torch.distributed.checkpoint, which megatron-core's `dist_checkpointing.load` reads. Each process
-writes a file of its own; one of them writes the index, from what the others tell it in plain JSON. Nothing here needs
-a process group, so that a thread can write while the learner goes on.
+megatron-core's `dist_checkpointing.load` reads this format. Each process writes a file of its own; one of them writes
+the index, from what the others tell it in plain JSON. Nothing here needs a process group: a thread can write while the
+learner goes on.
 """
 
 from __future__ import annotations
@@ -67,18 +67,9 @@ def write_blocks(
         for block in blocks:
             begin = file.tell()
             _save(block, file)
-            written.append(
-                {
-                    "key": block.key,
-                    "whole": list(block.whole),
-                    "offset": list(block.offset),
-                    "size": list(block.tensor.shape),
-                    "dtype": dtype_name(block.tensor.dtype),
-                    "file": path.name,
-                    "begin": begin,
-                    "bytes": file.tell() - begin,
-                }
-            )
+            size, dtype = list(block.tensor.shape), dtype_name(block.tensor.dtype)
+            about = {"key": block.key, "whole": list(block.whole), "offset": list(block.offset), "size": size}
+            written.append({**about, "dtype": dtype, "file": path.name, "begin": begin, "bytes": file.tell() - begin})
             del block  # before the next one is made
             between()
         file.flush()
