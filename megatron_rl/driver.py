@@ -1,7 +1,5 @@
-"""The driver, rank 0: sampling, scoring, evaluating, recording. The other ranks follow.
-
-`Driver` and `Follower` have one surface, so that the loop is the same on every rank: where a follower answers None, the
-driver's answer arrives through `learner.broadcast`.
+"""The driver, rank 0: sampling, scoring, evaluating, recording. The other ranks are followers with the same surface, so
+that the loop is the same: where one answers None, the driver's answer arrives through `learner.broadcast`.
 """
 
 from __future__ import annotations
@@ -22,8 +20,10 @@ from megatron_rl.config.schema import Config, Format, RolloutSource
 from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out, needs_answers
 from megatron_rl.distributed import waited_for
 from megatron_rl.evaluation.evaluator import Evaluator
+from megatron_rl.models.model import Model
 from megatron_rl.preflight.achieved import Achieved, memory_peaks
 from megatron_rl.preflight.machine import detect
+from megatron_rl.preflight.roles import roles
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.ahead import Ahead, Gate, InTurn
 from megatron_rl.rollout.collect import Answers, AtOnce, Collector, DatasetAnswers, Scorer, sampling_params
@@ -80,7 +80,9 @@ class Driver:
         sampled = config.rollout.source == RolloutSource.sampler
         alarms = Alarms(config.log.alarms, self._formats, sampled)
         given: dict[str, Any] = {"if_exists": config.run.if_exists, "alarms": alarms}
-        given["rates"] = Achieved.of(config, detect(config.run.device))
+        machine, model = detect(config.run.device), Model.read(config.model.folder, config.learner)
+        devices = roles(model.layout, config.sampler, machine.gpus).gpus
+        given["rates"] = Achieved(model, devices, machine, sampled)
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
         self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))

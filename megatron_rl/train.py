@@ -18,7 +18,7 @@ import torch
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.saver import Saver
-from megatron_rl.config.correction_rules import anchored_to_learner, prox_readers
+from megatron_rl.config.correction_rules import anchored_to_learner, makes_prox_pass
 from megatron_rl.config.schema import (
     Config,
     EvalSection,
@@ -176,7 +176,7 @@ def arrive(
     saver.snapshot_rng_and_stats()
     if step == 0:
         return at, None
-    stop = learner.broadcast(driver.asked_to_stop() or reached(config.run, evaluated))
+    stop = learner.broadcast(driver.asked_to_stop() or reached(config.run.stop, evaluated))
     with recorder.phase("checkpoint"):
         keep(at, evaluated, bool(stop) or step == end, driver, learner, saver)
     return at, stop
@@ -184,11 +184,9 @@ def arrive(
 
 def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> torch.Tensor | None:
     """p: the policy's own logprobs before the update. None where the update's forward pass gives them in time."""
-    if not anchored_to_learner(config.correction, config.rollout):
-        return batch.sampler_logprobs_BT
-    if not prox_readers(config.correction, config.loss, config.learner):
-        return None
-    return learner.logprobs(batch)
+    if makes_prox_pass(config.correction, config.loss, config.learner, config.rollout):
+        return learner.logprobs(batch)
+    return None if anchored_to_learner(config.correction, config.rollout) else batch.sampler_logprobs_BT
 
 
 def settle(

@@ -1,8 +1,7 @@
-"""What is wrong with a correction, loss or advantage config, and whether it needs a prox pass; found without torch.
+"""What is wrong with a correction, loss or advantage, and whether it needs a prox pass. Torch-free.
 
-Each check returns sentences that name the key's path, its value and the way out; an empty list is a clean config. The
-prox pass scores a batch before the learner updates on it. A single update's own forward pass gives the same logprobs,
-too late only for what has to be known of the whole batch before the first gradient.
+The prox pass scores a batch before the learner updates on it. A single update's own forward pass gives the same
+logprobs, too late only for what has to be known of the whole batch before the first gradient.
 """
 
 from __future__ import annotations

@@ -101,10 +101,7 @@ def _typed(mapping: Mapping[str, Any]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration; `from_mapping` of it gives the same object back.
-
-    A section that is what a preset says names it: runs are grouped by `correction.preset`.
-    """
+    """The resolved configuration, which `from_mapping` reads back. A section that is what a preset says names it."""
     mapping = asdict(config)
     for section in PRESET_SECTIONS:
         if name := preset_name(section, getattr(config, section)):

@@ -1,7 +1,5 @@
-"""Conflicts between keys of a recipe, as far as the recipe alone shows them.
-
-A rule is a function of the sections (or other facts) that its parameters name. It returns sentences that name the
-key, its value and the way out.
+"""Conflicts between keys of a recipe: functions of the sections that their parameters name, which return sentences that
+name the key, its value and the way out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Every configuration key, typed: the dataclasses that recipes fill in.
+"""Every configuration key, typed: the dataclasses that recipes fill in. Torch-free.
 
-Imports nothing heavy, so that a mistyped recipe is refused before torch is loaded. Defaults here are
-the defaults of the project; `conf/base.yaml` only repeats those a reader should see. The bounds of a value stand
-in its type; rules about two keys at once are in `rules.py`.
+The bounds of a value stand in its type; rules about two keys at once are in `rules.py`.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """Checks that a mapping fits dataclasses such as those of `schema.py`: every misfit as a sentence.
 
-A sentence names the key's path, its value and the way out. `misfits` is about what a recipe writes: keys and types;
-`sound` about the values of a section that is made: bounds.
+`misfits` is about what a recipe writes: keys and types; `sound` about the values of a section that is made: bounds.
 """
 
 from __future__ import annotations

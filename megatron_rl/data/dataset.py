@@ -1,7 +1,4 @@
-"""The prompts of one file: which rows count, what the model is to read, and what is too long for it.
-
-Small data sets are encoded at once; of large ones a prompt is read and encoded when it is drawn.
-"""
+"""The prompts of one file: which rows count, what the model is to read, and what is too long for it."""
 
 from __future__ import annotations
 
@@ -113,9 +110,8 @@ class Source(Sequence[Prompt]):
         return Dataset(prompts, *counts, columns=self._recognised(), checksum=self._found.checksum)
 
     def _to_encode(self, max_tokens: int, sample: int | None) -> list[int]:
-        """Places of the prompts to encode: all of a small data set; of a large one the longest, and each kind.
-
-        No tokenizer makes more tokens than a text has bytes; a template adds to all what it adds to the shortest.
+        """Places of the prompts to encode: all of a small data set; of a large one each kind, and the longest. No
+        tokenizer makes more tokens than a text has bytes; a template adds to all what it adds to the shortest.
         """
         if len(self) <= AT_ONCE and sample is None:
             return list(range(len(self)))
@@ -240,10 +236,8 @@ class Distinct:
 
 
 def distinct(pairs: Iterable[tuple[bytes, bytes]]) -> Distinct:
-    """Find the rows that count: a prompt that stands there often counts once, one with two answers not at all.
-
-    `pairs`: prompt and answer of every row, answers with space around them or not. Only hashes are kept: tables may
-    have millions of rows.
+    """Find the rows that count: a prompt that stands there often counts once, one with two answers not at all. Only
+    hashes are kept: tables have millions of rows.
     """
     prompt_hashes, answer_hashes = array("Q"), array("Q")
     for prompt, answer in pairs:

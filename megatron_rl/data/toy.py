@@ -96,9 +96,8 @@ def write_counting(folder: Path) -> dict[str, int]:
 def write_toy(
     folder: Path, task: ToyTask | None = None, shape: ToyShape | None = None, like: Mapping[str, Any] | None = None
 ) -> dict[str, int]:
-    """Writes `model/` (config and tokenizer, no weights), `train.jsonl` and `test.jsonl`.
-
-    `like`: config.json of a large model, of whose family the small one is then.
+    """Writes `model/` without weights, `train.jsonl`, `test.jsonl`. `like`: config.json of the family that it is to be
+    of.
     """
     task, shape = task or ToyTask(), shape or ToyShape()
     problems = task.problems()

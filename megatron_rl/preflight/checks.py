@@ -1,8 +1,4 @@
-"""Everything that can be known to be wrong before an engine starts, found in seconds and named by key.
-
-What the recipe alone shows is found where it is loaded (config/rules.py); here are the rules that look at the machine,
-the model or the files.
-"""
+"""Everything about machine, model and files that can be known to be wrong before an engine starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The files that a recipe names: what is absent, here or elsewhere, and whether the parts of a model's folder agree.
-
-Of weights and tokenizer the headers only; torch-free.
-"""
+"""The files that a recipe names: what is absent, and whether the parts of a model's folder agree. Torch-free."""
 
 from __future__ import annotations
 

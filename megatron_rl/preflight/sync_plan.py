@@ -1,8 +1,4 @@
-"""What a sync will move, and whether it can: a pure function of shapes and layouts. Torch-free.
-
-`problems` finds every invalid pair of sizes at once, each with the nearest values that would do; `plan_sync`
-lists every transfer with its owner and bytes, for any number of ranks, without a process group.
-"""
+"""What a sync will move, and whether its sizes go together: pure functions of shapes and layouts. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The job that this process belongs to: what Slurm says of it, and whom the kernel has ended in it for their memory.
-
-Out-of-memory kills are read from the kernel's counters for each control group, which holds a run's other processes too.
-A group counts whom a limit has ended, and whom the whole machine's shortage has.
+"""The job that this process belongs to: what Slurm says of it, and how many of its processes the kernel has ended for
+their memory, by its counters for each control group.
 """
 
 from __future__ import annotations

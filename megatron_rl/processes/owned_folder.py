@@ -89,9 +89,8 @@ def current() -> Path | None:
 
 
 def is_abandoned(folder: Path, unsigned: bool = False) -> bool:
-    """Whether it is this user's, and its owner has ended. False where that cannot be known.
-
-    `unsigned`: so is one whose owner was killed before it signed the lock.
+    """Whether it is this user's and its owner is known to have ended; `unsigned`: or was killed before it signed the
+    lock.
     """
     try:
         about = folder.lstat()

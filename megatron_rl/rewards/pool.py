@@ -1,7 +1,6 @@
-"""Scores rollouts in worker processes with a deadline per answer.
+"""Scores rollouts in worker processes, which can neither hang nor crash the learner.
 
-A worker that misses its deadline, dies or answers out of turn is ended and replaced; its answer gets no score, but an
-`error` that is counted. Rewards never run in the learner's process, so they cannot hang or crash it.
+A worker that misses its deadline, dies or answers out of turn is replaced; its answer gets no score, but an `error`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Disk use of a run: kept below `log.disk_gib`; files are left out where there is no room, which ends no run.
 
-Thinned out are, the oldest first, recorded rollouts, then dumps, then the logs of earlier attempts; the newest of each
-stays, and so does all that a run goes on from.
+The oldest recorded rollouts go first, then dumps, then logs; never what a run goes on from.
 """
 
 from __future__ import annotations

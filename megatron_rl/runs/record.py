@@ -1,7 +1,4 @@
-"""What a run leaves behind, and says while it goes on: the driver's Recorder, and a silent one for the other ranks.
-
-Shape suffixes: B sequences, T response positions (right-padded); row i belongs to `scored[i]`.
-"""
+"""What a run leaves behind and says: the driver's Recorder, and a silent one for the other ranks."""
 
 from __future__ import annotations
 
@@ -62,9 +59,8 @@ class SilentRecorder:
 
 
 class Recorder:
-    """Owns the run directory from the first line of metrics to the last word in status.json.
-
-    As a context manager it closes itself: an exception is `failed`, Ctrl-C or SystemExit is `stopped`.
+    """Owns the run directory from the first line of metrics to the last word in status.json. An exception is `failed`,
+    Ctrl-C or SystemExit is `stopped`.
     """
 
     def __init__(
@@ -101,7 +97,7 @@ class Recorder:
         if moved:
             self.note(moved)
         if mode is not Wandb.none:
-            self._wandb = WandbLog(config, read_yaml(resolved_yaml), run_dir, mode, self.note)
+            self._wandb = WandbLog(read_yaml(resolved_yaml), run_dir, mode, self.note)
         self._note_places()
 
     @contextmanager

@@ -122,9 +122,8 @@ def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDi
 
 
 def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, str]:
-    """The lock of an empty directory, or of one to go on in, with the checkpoint and a line about an old one.
-
-    Whoever moves an old one holds that one's lock: of many, one does.
+    """The lock of an empty directory, or of one to go on in, with the checkpoint and a line about an old one. Whoever
+    moves an old one holds that one's lock: of many, one does.
     """
     moved = ""
     while True:

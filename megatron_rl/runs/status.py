@@ -125,10 +125,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
-    """The status as far as it can be true: a run whose process is gone has failed, whatever it said last.
-
-    `locked`: what the caller knows of the run's lock; None: look.
-    """
+    """The status as far as it can be true: a run whose process is gone has failed. `locked`: by the caller; None: look."""
     status = read_status(path)
     ended = status.get("state", "finished") in ENDED or "pid" not in status
     if ended or not _gone(status, held(path) if locked is None else locked):

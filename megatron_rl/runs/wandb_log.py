@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.config.schema import LogSection, Wandb
+from megatron_rl.config.schema import Wandb
 from megatron_rl.files import write_whole
 from megatron_rl.processes.environment import hidden_secrets
 from megatron_rl.runs.alarms import News
@@ -122,15 +122,12 @@ class WandbRun:
 
 
 class WandbLog:
-    """The log of a training run at W&B.
-
-    A run that goes on is the same run there. History only grows: what an attempt has logged after the checkpoint stays
-    as it was, and is not logged again; what a kill has kept from W&B comes from metrics.jsonl.
+    """The log of a training run at W&B, where a run that goes on is the same run. History only grows: what an attempt
+    has logged after the checkpoint stays; what a kill has kept from W&B comes from metrics.jsonl.
     """
 
     def __init__(
         self,
-        config: LogSection,
         resolved: Mapping[str, Any],
         run_dir: Path,
         mode: Wandb,

@@ -1,8 +1,7 @@
 """Starts the learner's ranks on this machine, watches them, and ends them all.
 
-Ranks live in sessions of their own, so that Ctrl-C reaches this process alone: it tells the driver rank
-(survival/stop_request.py) and, after the time that this asks for, ends whatever is left. The driver's stdout is the
-terminal; every other stream is a file under logs/attempt_N/.
+Ranks live in sessions of their own: Ctrl-C reaches this process alone, which tells the driver rank (stop_request.py).
+The driver's stdout is the terminal; every other stream is a file under logs/attempt_N/.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|In
 
 
 def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> int:
-    """Runs every rank to its end; returns the exit status of the run.
-
-    `report` writes what people read of a run that has ended, before the last words; it returns what there is to say.
-    """
+    """Runs every rank to its end; returns the exit status. `report` writes what people read before the last words."""
     kills = memory_kills()
     with Scratch() as scratch, ending_orphans(REAP_S):
         given = compiled_code() | scratch.environment

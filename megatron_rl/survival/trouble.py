@@ -118,10 +118,8 @@ def allowed_s(patience_s: float, longest_s: float | None) -> float:
 
 
 def collective_s(patience_s: float, sampler: SamplerSection) -> float:
-    """torch's own limit: longer than any rank may be late, even where nobody watches.
-
-    While rank 0 generates, evaluates or scores it tells the others every now and then to wait on; in a sync they wait
-    for three answers of the engines, the first time for their start as well.
+    """torch's own limit: longer than any rank may be late, even where nobody watches. Rank 0 tells the others every now
+    and then to wait on; in a sync they wait for three answers of the engines, and first for their start.
     """
     engines_s = sampler.start_timeout_s + 3 * sampler.request_timeout_s
     return max(UNSEEN * patience_s, engines_s) + 2 * MARGIN_S

@@ -1,8 +1,7 @@
 """A pickle read as data: its values, and what it would call, of which nothing is ever called. Torch-free.
 
-A checkpoint's index is a pickle, and so is the head of every tensor in it. Whoever unpickles one runs what it names;
-here a class is its name, an object the arguments that it would be made from, and a dict its items: keys are not
-hashed, so that a small file cannot ask for endless work, nor for more memory than it holds.
+A class is its name, an object the arguments that it would be made from, and a dict its items: keys are not hashed, so
+that a small file cannot ask for endless work, nor for more memory than it holds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Megatron's torch_dist checkpoints through the mapping table: weights in, weights out.
+"""Megatron's torch_dist checkpoints through the mapping table: weights in, weights out, without megatron.
 
-No megatron and no process group is needed: tensors come one at a time, in pieces of any shape, and any learner layout
-can load what is written (writer.py). Nothing in a checkpoint is unpickled (pickled.py): a tensor that torch.save has
+Tensors come one at a time, in pieces of any shape. Nothing is unpickled (pickled.py): a tensor that torch.save has
 written is a zip archive, whose `data.pkl` says how the numbers lie, and whose `data/0` holds them as they are.
 """
 
@@ -47,10 +46,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: the lengths of its
 
 
 def blocks(param: Param, shape: ModelShape, tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
-    """A whole parameter as a checkpoint holds it, from its Hugging Face tensors.
-
-    In every spelling: Transformer Engine fuses some norms into the linear layer that follows.
-    """
+    """A whole parameter as a checkpoint holds it, in every spelling: Transformer Engine fuses norms into linear layers."""
     local = assemble(param, shape, Layout(), Place(), tensors)
     for entry in entries(param, shape, stacked=not shape.dense_layers):
         yield part_of(entry, tuple(local.shape), (0,) * local.ndim, local)
