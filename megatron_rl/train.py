@@ -325,12 +325,7 @@ def evaluate(
 
 
 def keep(
-    at: Standing,
-    evaluated: dict[str, float],
-    ending: bool,
-    driver: Driver | Follower,
-    learner: Learner,
-    saver: Saver,
+    at: Standing, evaluated: dict[str, float], ending: bool, driver: Driver | Follower, learner: Learner, saver: Saver
 ) -> None:
     """A checkpoint, where one is due; and the name of the one before, once it is on disk."""
     saver.settle()

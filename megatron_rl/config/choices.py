@@ -27,8 +27,7 @@ Reduce = StrEnum("Reduce", ["sum", "mean", "max", "min"])
 When = StrEnum("When", ["negative_advantage"])
 NonFinite = StrEnum("NonFinite", {"drop": "drop", "one": "one", "zero": "zero", "reject": "reject", "raise_": "raise"})
 Reduction = StrEnum(
-    "Reduction",
-    ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"],
+    "Reduction", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"]
 )
 Divergence = StrEnum("Divergence", ["k1", "k2", "k3", "abs"])
 TrustRegion = StrEnum("TrustRegion", ["total_variation", "binary_kl"])

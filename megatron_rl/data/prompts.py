@@ -51,11 +51,7 @@ def load_dataset(
 
 
 def load_held_out(
-    one: HeldOut,
-    config: DataSection,
-    tokenizer: FolderTokenizer,
-    max_prompt_tokens: int,
-    sample: int | None = None,
+    one: HeldOut, config: DataSection, tokenizer: FolderTokenizer, max_prompt_tokens: int, sample: int | None = None
 ) -> Dataset:
     source = Source(one.key, Path(one.path), config, tokenizer, one.reward.needs_answer)
     return source.load(max_prompt_tokens, sample)

@@ -165,16 +165,12 @@ def size(path: Path) -> int:
 
 
 def _oldest_first(run: RunDir) -> Iterator[Path]:
-    from megatron_rl.runs.rollout_file import recorded_steps
-
-    yield from [path for _, path in recorded_steps(run.rollouts)][:-1]
-    yield from _by_number(run.dumps)[:-1]
-    yield from _by_number(run.logs.parent)[:-2]  # this attempt's, and what the one before ended with
-
-
-def _by_number(folder: Path) -> list[Path]:
-    names = [path for path in folder.glob("*_*") if path.name.rpartition("_")[2].isdigit()]
-    return sorted(names, key=lambda path: int(path.name.rpartition("_")[2]))
+    # of logs this attempt's stay, and what the one before ended with
+    for folder, newest in ((run.rollouts, 1), (run.dumps, 1), (run.logs.parent, 2)):
+        names = ((path.stem.rpartition("_")[2], path) for path in folder.glob("*_*"))
+        yield from [path for _, path in sorted((int(number), path) for number, path in names if number.isdigit())][
+            :-newest
+        ]
 
 
 @contextmanager

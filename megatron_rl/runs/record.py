@@ -82,14 +82,11 @@ class Recorder:
         self._beat_at, self._sample_at = time.monotonic(), -math.inf
         self._kills = memory_kills()
         self._broken_off: str | None = None  # the phase that an exception has ended
-        self._end = "finished", ""
-        self._n_steps = n_steps
-        self.clock = PhaseClock()
-        self._begun = time.perf_counter()
+        self._end, self._closed = ("finished", ""), False
+        self.clock, self._begun = PhaseClock(), time.perf_counter()
+        self._n_steps, self._last_step = n_steps, self.run.resumes_after
         self._step_times: list[float] = []
-        self._last_step = self.run.resumes_after
         self._unknown: set[str] = set()
-        self._closed = False
         self._disk = Disk(self.run, config.disk_gib, self.note)
         self._text = LineFile(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
@@ -230,9 +227,8 @@ class Recorder:
         self.note(f"run      {path}")
         self.note(f"metrics  tail -f {path}/metrics.jsonl")
         self.note(f"logs     tail -F {path}/logs/attempt_{self.run.attempt}/*")
-        for line in (f"wandb    {wandb.where}", wandb.trouble) if wandb else ():
-            if line:
-                self.note(line)
+        for line in filter(None, (f"wandb    {wandb.where}", wandb.trouble) if wandb else ()):
+            self.note(line)
 
     def _estimate_left(self, step: int, seconds: float) -> float | None:
         if step > 0:  # step 0 holds the start of the engines
@@ -267,10 +263,8 @@ def describe_contents(run: RunDir) -> str:
         return f"{run.path} is gone"
     n_rollouts = len(list(run.rollouts.glob("step_*.parquet")))
     n_checkpoints = len(checkpoints.steps(run.checkpoints))
-    with run.metrics.open("rb") as lines:
-        n_lines = sum(1 for _ in lines)
     rows = (
-        (True, "metrics.jsonl", f"{n_lines} lines"),
+        (True, "metrics.jsonl", f"{run.n_lines()} lines"),
         (n_rollouts, "rollouts/", f"{n_rollouts} recorded steps"),
         (n_checkpoints, "checkpoints/", f"{n_checkpoints} checkpoints"),
         (run.model.is_dir(), "model/", "the last policy, as a Hugging Face folder"),

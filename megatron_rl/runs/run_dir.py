@@ -73,6 +73,11 @@ class RunDir:
         names = [entry.name for entry in (self.path / "logs").glob("attempt_*")]
         return max((int(name[8:]) for name in names if name[8:].isdigit()), default=0)
 
+    def n_lines(self) -> int:
+        """Count of the lines of metrics."""
+        with self.metrics.open("rb") as lines:
+            return sum(1 for _ in lines)
+
     @property
     def resumes_after(self) -> int | None:
         """The step that this attempt goes on from; None where it begins."""
@@ -138,9 +143,8 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
         except FileNotFoundError:
             continue  # another start has just moved it aside
         if lock is None:
-            raise _refused(
-                path, f"belongs to a run that goes on or is being started ({_owner(path, read_status(path))})"
-            )
+            owner = _owner(path, read_status(path))
+            raise _refused(path, f"belongs to a run that goes on or is being started ({owner})")
         if not _used(path):
             return lock, None, moved
         torn: list[str] = []
@@ -151,10 +155,8 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
             archived = archive_name(path)
             why = f": it ended before its first step ({_describe(path, False)})" if if_exists is IfExists.refuse else ""
             if if_exists is IfExists.resume:
-                none = (
-                    f"none of its {len(torn)} checkpoints is whole" if torn else "it holds no checkpoint to go on from"
-                )
-                why = f": {none}; the run begins again"
+                none = f"none of its {len(torn)} checkpoints is whole"
+                why = f": {none if torn else 'it holds no checkpoint to go on from'}; the run begins again"
             path.rename(archived)
             moved = "\n".join((*torn, f"the old {path} is now {archived}{why}"))
 
@@ -232,13 +234,10 @@ def _ended_before_its_first_step(path: Path, locked: bool | None) -> bool:
 
 
 def _describe(path: Path, locked: bool | None) -> str:
-    status, metrics = known_status(path, locked), RunDir(path).metrics
+    status, run = known_status(path, locked), RunDir(path)
     reason = str(status.get("reason") or "").partition("\n")[0]
     state = f"{status.get('state', 'no status')}{f': {reason}' if reason else ''}"
-    if not metrics.exists():
-        return f"{state}, no metrics"
-    with metrics.open("rb") as lines:
-        return f"{state}, {sum(1 for _ in lines)} lines of metrics"
+    return f"{state}, {f'{run.n_lines()} lines of' if run.metrics.exists() else 'no'} metrics"
 
 
 def redact(value: Any) -> Any:

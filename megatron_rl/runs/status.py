@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,12 +98,15 @@ def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
 
 
 def _write(path: Path, status: dict[str, Any]) -> None:
-    text = _written(status)
+    reason, text = str(status["reason"]), json.dumps(status, indent=2)
+    while len(text) > LARGEST and reason:  # as much of the reason as there is room for
+        reason = reason[: len(reason) * 3 // 4]
+        text = json.dumps({**status, "reason": f"{reason} ..."}, indent=2)
     try:
-        write_whole(path / STATUS, text)
+        write_whole(path / STATUS, f"{text}\n")
     except OSError:
         with (path / STATUS).open("r+", encoding="utf-8") as file:  # a full disk has room where the old one stands
-            file.write(text)
+            file.write(f"{text}\n")
             file.truncate()
 
 
@@ -125,7 +128,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
-    """The status as far as it can be true: a run whose process is gone has failed. `locked`: by the caller; None: look."""
+    """The status as far as it can be true: a run whose process is gone has failed. `locked`: as far as it is known."""
     status = read_status(path)
     ended = status.get("state", "finished") in ENDED or "pid" not in status
     if ended or not _gone(status, held(path) if locked is None else locked):
@@ -154,26 +157,11 @@ def _gone(status: dict[str, Any], locked: bool | None) -> bool:
     if locked:
         return False
     if status.get("host") != platform.node():
-        return _silent(str(status.get("heartbeat")))
-    return locked is False or not Path(f"/proc/{status['pid']}").exists()
-
-
-def _silent(heartbeat: str) -> bool:
-    try:
-        last = datetime.fromisoformat(heartbeat)
-    except ValueError:
+        with suppress(ValueError):
+            last = datetime.fromisoformat(str(status.get("heartbeat")))
+            return (datetime.now(UTC) - last).total_seconds() > SILENT_S
         return True
-    return (datetime.now(UTC) - last).total_seconds() > SILENT_S
-
-
-def _written(status: Mapping[str, Any]) -> str:
-    """The status as text, with as much of the reason as there is room for."""
-    reason = str(status["reason"])
-    text = json.dumps(status, indent=2)
-    while len(text) > LARGEST and reason:
-        reason = reason[: len(reason) * 3 // 4]
-        text = json.dumps({**status, "reason": f"{reason} ..."}, indent=2)
-    return text + "\n"
+    return locked is False or not Path(f"/proc/{status['pid']}").exists()
 
 
 def environment() -> dict[str, Any]:
