@@ -118,9 +118,9 @@ def die_with_spawner() -> None:
         die_with_parent(spawner.pid)
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(adopts: bool = True) -> None:
     """Become the parent of orphans below, so that whoever ends this process can end all that it has started."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, adopts)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -149,7 +149,7 @@ def ending_orphans(grace_s: float) -> Iterator[None]:
     """
     this = psutil.Process()
     before = this.children()
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     try:
         yield
     finally:
@@ -159,7 +159,7 @@ def ending_orphans(grace_s: float) -> Iterator[None]:
         for one in left:
             end_with_descendants(one.pid)
         psutil.wait_procs(left, timeout=0.05)
-        _prctl(PR_SET_CHILD_SUBREAPER, 0)
+        adopt_orphans(False)
 
 
 STOPPED = ("T", "t")  # states of a process that SIGSTOP holds, or a debugger
@@ -197,7 +197,7 @@ def birth_of(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """What follows the name in /proc/PID/stat: the state comes first."""
+    """Fields of /proc/PID/stat after the name: the state comes first."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

@@ -136,9 +136,8 @@ class Beats:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.each: list[Callable[[], object]] = []  # also called at every beat
         self._path, self._rank = file_of(run_dir, rank), rank
-        self._now, self._count, self._marks = time.monotonic(), 0, -1
+        self._now, self._count, self._marks, self._turns = time.monotonic(), 0, -1, 0
         self._age_s = self._idle_s = self._work_s = 0.0
-        self._turns = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 

@@ -168,9 +168,8 @@ def _oldest_first(run: RunDir) -> Iterator[Path]:
     # of logs this attempt's stay, and what the one before ended with
     for folder, newest in ((run.rollouts, 1), (run.dumps, 1), (run.logs.parent, 2)):
         names = ((path.stem.rpartition("_")[2], path) for path in folder.glob("*_*"))
-        yield from [path for _, path in sorted((int(number), path) for number, path in names if number.isdigit())][
-            :-newest
-        ]
+        found = sorted((int(number), path) for number, path in names if number.isdigit())
+        yield from [path for _, path in found][:-newest]
 
 
 @contextmanager

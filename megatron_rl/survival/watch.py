@@ -242,30 +242,28 @@ class Guard:
             log.write(text + "\n")
 
 
-class RankGuard:
-    """A guard that a rank's pulse calls, for runs that no launcher watches."""
+class RankGuard(Guard):
+    """A guard that a rank's pulse calls, for runs that no launcher watches. It ends the run by ending this process."""
 
     def __init__(self, watch: Watch, rank: int) -> None:
-        self._guard, self._watch, self._rank = Guard(watch), watch, rank
+        super().__init__(watch)
+        self._rank = rank
 
     def __call__(self) -> None:
-        launcher = self._watch.launcher
-        if launcher and state_of(launcher) not in STOPPED and not self._watch.troubles:
+        watch = self.watch
+        if watch.launcher and state_of(watch.launcher) not in STOPPED and not watch.troubles:
             return  # that one looks
-        if reason := self._guard.look(self._rank):
-            self._end(reason)
-
-    def _end(self, reason: str) -> None:
-        """End the run now: whoever started the ranks ends the others; this one's main thread may hear of nothing."""
-        worst = self._watch.blocking[0]
+        reason = self.look(self._rank)
+        if reason is None:
+            return
         with suppress(OSError):
-            mark_status(self._watch.run_dir, "failed", reason, stuck=worst.about())
+            mark_status(watch.run_dir, "failed", reason, stuck=watch.blocking[0].about())
         print(f"failed: {reason}", flush=True)
-        for one in self._watch.blocking:
+        for one in watch.blocking:
             kill(one)
         for _, pid in PULSE.owned:
             _kill_group(pid)
-        os._exit(1)
+        os._exit(1)  # this one's main thread may hear of nothing; whoever started the ranks ends the others
 
 
 def kill(one: Trouble) -> None:
