@@ -36,7 +36,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: the lengths of its
 
 
 def blocks(param: Param, shape: ModelShape, tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
-    """A whole parameter as a checkpoint holds it, in every spelling: Transformer Engine fuses norms into other layers."""
+    """A whole parameter as a checkpoint holds it, in every spelling (Transformer Engine fuses norms)."""
     local = assemble(param, shape, Layout(), Place(), tensors)
     for entry in index.entries(param, shape, stacked=not shape.dense_layers):
         yield part_of(entry, tuple(local.shape), (0,) * local.ndim, local)
