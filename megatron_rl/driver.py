@@ -16,8 +16,8 @@ from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.resume import refuse_other_data
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import describe_sampler, distinct_formats, is_fleet, replica_formats
-from megatron_rl.config.schema import Config, Format, RolloutSource
-from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out, needs_answers
+from megatron_rl.config.schema import Config, Format
+from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out
 from megatron_rl.distributed import waited_for
 from megatron_rl.evaluation.evaluator import Evaluator
 from megatron_rl.models.model import Model
@@ -77,7 +77,7 @@ class Driver:
         self._drawn: list[Scored] = []
         self._seen = SamplerStats()
         self._formats = distinct_formats(config.sampler, config.quantization)
-        sampled = config.rollout.source == RolloutSource.sampler
+        sampled = not config.rollout.supervised
         alarms = Alarms(config.log.alarms, self._formats, sampled)
         given: dict[str, Any] = {"if_exists": config.run.if_exists, "alarms": alarms}
         machine, model = detect(config.run.device), Model.read(config.model.folder, config.learner)
@@ -100,7 +100,7 @@ class Driver:
         config, folder = self._config, self._config.model.folder
         self.recorder.note(f"patience {patience(config.run, config.sampler, config.reward)}")
         tokenizer = FolderTokenizer(folder)
-        wanted = {"needs_answer": needs_answers(config.rollout, config.reward)}
+        wanted = {"needs_answer": config.reward.needs_answer or config.rollout.supervised}
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
         where, self._data = ", ".join(config.data.sources("train")), train.checksum
         self.recorder.note(f"train    {where}: {train.describe()}")
@@ -137,8 +137,7 @@ class Driver:
     def _open_batches(self, order: PromptOrder) -> Ahead | InTurn:
         config, scorer = self._config, self._scorer
         given: dict[str, Any] = {"rebaseline": config.correction.rebaseline, "seed": config.run.seed}
-        supervised = config.rollout.source == RolloutSource.dataset
-        answers: Answers = AtOnce(DatasetAnswers(scorer.tokenizer)) if supervised else self.sampler
+        answers: Answers = AtOnce(DatasetAnswers(scorer.tokenizer)) if config.rollout.supervised else self.sampler
         gate = Gate(answers, config.rollout) if config.rollout.ahead else None
         self._collector = Collector(config.rollout, order, gate or answers, scorer, **given)
         if gate is None:

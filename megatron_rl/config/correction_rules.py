@@ -23,7 +23,6 @@ from megatron_rl.config.schema import (
     Reduction,
     RejectRule,
     RolloutSection,
-    RolloutSource,
     Stat,
     WeightConfig,
 )
@@ -239,4 +238,4 @@ def makes_prox_pass(
 
 def anchored_to_learner(correction: CorrectionConfig, rollout: RolloutSection) -> bool:
     """True where the loss is anchored to the learner's logprobs, not the sampler's; false for a data set's answers."""
-    return correction.anchor == Anchor.prox and rollout.source == RolloutSource.sampler
+    return correction.anchor == Anchor.prox and not rollout.supervised

@@ -53,7 +53,7 @@ def answers(
 ) -> list[str]:
     """Who wrote the answers decides which corrections, losses and rewards there are."""
     found, estimator = Findings(), advantage.estimator
-    if rollout.source == schema.RolloutSource.dataset:
+    if rollout.supervised:
         way_out = "the data set's own answers come from no sampler, so there is no ratio; use"
         if correction.anchor == schema.Anchor.sampler:
             found.add("correction.anchor", correction.anchor, f"{way_out} prox")
@@ -81,7 +81,7 @@ def answers(
 
 def group_size(rollout: schema.RolloutSection, advantage: schema.AdvantageConfig) -> list[str]:
     found, estimator = Findings(), advantage.estimator
-    if rollout.source == schema.RolloutSource.dataset or rollout.samples_per_prompt != 1:
+    if rollout.supervised or rollout.samples_per_prompt != 1:
         return found
     if estimator in schema.GROUP_ESTIMATORS:
         way_out = f"advantage.estimator: {estimator} compares the answers to one prompt; use 2 or more, or reinforce_pp"
@@ -95,7 +95,7 @@ def group_size(rollout: schema.RolloutSection, advantage: schema.AdvantageConfig
 def supervised(
     rollout: schema.RolloutSection, loss: schema.LossConfig, advantage: schema.AdvantageConfig
 ) -> Iterator[str]:
-    if rollout.source != schema.RolloutSource.dataset:
+    if not rollout.supervised:
         return
     if loss.name not in correction_rules.SUPERVISED:
         yield f"loss.name: {loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"
@@ -145,7 +145,7 @@ def support(rollout: schema.RolloutSection) -> Iterator[str]:
             f"rollout.top_p: {rollout.top_p:g} alone keeps a set of any size, which an engine does not tell; set "
             "rollout.top_k too, such as 50"
         )
-    if rollout.top_k is not None and rollout.source == schema.RolloutSource.dataset:
+    if rollout.top_k is not None and rollout.supervised:
         yield f"rollout.top_k: {rollout.top_k}, but the data set's own answers were drawn by nobody; leave it out"
 
 
@@ -160,7 +160,7 @@ def ahead(
     key = f"rollout.ahead: {rollout.ahead}"
     if not rollout.ahead:
         return
-    if rollout.source == schema.RolloutSource.dataset:
+    if rollout.supervised:
         yield f"{key}, but the data set's own answers are there already; use 0"
     elif not correction_rules.corrects(correction, loss):
         yield (

@@ -106,6 +106,11 @@ class RolloutSection:
     in_flight_cache: Cache = Cache.rebuild
 
     @property
+    def supervised(self) -> bool:
+        """Whether the data set's own answers are trained on."""
+        return self.source == RolloutSource.dataset
+
+    @property
     def candidates(self) -> int:
         """Tokens whose logprobs an engine has to report at every position, beside the sampled one's; 0: none."""
         return 0 if self.top_k is None else self.top_k + TIES

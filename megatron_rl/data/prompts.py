@@ -11,21 +11,13 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import HeldOut, held_out
-from megatron_rl.config.schema import Config, DataSection, RewardSection, RolloutSection, RolloutSource
+from megatron_rl.config.schema import Config, DataSection
 from megatron_rl.data.dataset import AT_ONCE, Dataset, Source
 from megatron_rl.data.rows import Joined
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.types import Prompt
 
-__all__ = [
-    "Dataset",
-    "FolderTokenizer",
-    "PromptOrder",
-    "check_datasets",
-    "load_dataset",
-    "load_held_out",
-    "needs_answers",
-]
+__all__ = ["Dataset", "FolderTokenizer", "PromptOrder", "check_datasets", "load_dataset", "load_held_out"]
 
 CYCLE = 1000  # prompts in which each of several sources has its share
 EARLY_SAMPLE = 1000  # prompts of a data set that are encoded before a run is started
@@ -72,15 +64,11 @@ def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
     )
 
 
-def needs_answers(rollout: RolloutSection, reward: RewardSection) -> bool:
-    return reward.needs_answer or rollout.source == RolloutSource.dataset
-
-
 def check_datasets(config: Config) -> None:
     """Raise what loading the data would raise, before anything is started."""
     data, rollout = config.data, config.rollout
     tokenizer, longest = FolderTokenizer(config.model.folder), rollout.max_prompt_tokens
-    wanted = needs_answers(rollout, config.reward)
+    wanted = config.reward.needs_answer or rollout.supervised
     left = len(load_dataset("train", data, tokenizer, longest, needs_answer=wanted, sample=EARLY_SAMPLE))
     if left < rollout.prompts_per_step:
         raise ConfigError(
