@@ -97,10 +97,8 @@ def _leave_out_advice() -> None:
 
 
 def force_exit_after_last_word() -> None:
-    """End the process whatever waits from here on, such as for the lock of a file that nobody can write.
-
-    The thread that sees to it needs no Python: what waits may hold the interpreter. It writes nothing: the log shall
-    end in the reason.
+    """End the process whatever waits from here on. The thread that sees to it needs no Python, as what waits may hold
+    the interpreter, and writes nothing: the log shall end in the reason.
     """
     faulthandler.dump_traceback_later(process.LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 

@@ -55,6 +55,7 @@ from megatron_rl.weight_sync.manifest import UpdateRefused
 from megatron_rl.weight_sync.probe_budget import Arithmetic
 from megatron_rl.weight_sync.push import WeightSync
 
+AnyDriver = Driver | Follower
 ROUTED_ROWS = 8  # of a probe's answers, one request each
 
 
@@ -80,7 +81,7 @@ def train(
                 leave_models(learner, config.model.folder, run_dir, best, has_time, driver.recorder.note)
 
 
-def begin(config: Config, driver: Driver | Follower, learner: Learner, saver: Saver) -> Standing:
+def begin(config: Config, driver: AnyDriver, learner: Learner, saver: Saver) -> Standing:
     """The policy as it is at the start, or as a checkpoint has it."""
     folder = learner.broadcast(str(driver.resumes.path) if driver.resumes else None)
     if folder is None or config.loss.kl_coef:  # the reference is what the run began with
@@ -103,9 +104,7 @@ def load_policy(learner: Learner, model: ModelSection, seed: int, kl_coef: float
         learner.keep_reference()
 
 
-def loop(
-    config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync, saver: Saver, at: Standing
-) -> None:
+def loop(config: Config, driver: AnyDriver, learner: Learner, sync: WeightSync, saver: Saver, at: Standing) -> None:
     """Steps after `at` up to run.steps; the sampler starts with the policy that `at` has."""
     try:
         at, stop = arrive(at, config, driver, learner, sync, saver, first=True)
@@ -124,7 +123,7 @@ def loop(
         driver.recorder.end_early(f"{stop}; {saver.kept}" if asked else stop, asked=asked)
 
 
-def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Learner) -> Standing:
+def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -> Standing:
     """One step's rollouts, and the policy that they make."""
     recorder, step = driver.recorder, at.step + 1
     with recorder.phase("rollout"):
@@ -156,7 +155,7 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
 def arrive(
     at: Standing,
     config: Config,
-    driver: Driver | Follower,
+    driver: AnyDriver,
     learner: Learner,
     sync: WeightSync,
     saver: Saver,
@@ -200,7 +199,7 @@ def settle(
     return correction, {"perf/prox_saved_s": own.seconds}
 
 
-def learner_estimate(learner: Learner, driver: Driver | Follower, reward: RewardSection) -> dict[str, float]:
+def learner_estimate(learner: Learner, driver: AnyDriver, reward: RewardSection) -> dict[str, float]:
     """The mean reward under the learner, over everything that was drawn: a forward pass for dropped groups too."""
     if not reward.learner_estimate:
         return {}
@@ -245,7 +244,7 @@ def publish(
     step: int,
     end: int,
     section: SyncSection,
-    driver: Driver | Follower,
+    driver: AnyDriver,
     learner: Learner,
     sync: WeightSync,
     first: bool = False,
@@ -299,7 +298,7 @@ def _arithmetic(learner: LearnerSection) -> Arithmetic:
     return Arithmetic.fp32 if learner.precision is Precision.fp32 else Arithmetic.bf16
 
 
-def compare_layers(step: int, driver: Driver | Follower, learner: Learner, sync: WeightSync) -> dict[str, float]:
+def compare_layers(step: int, driver: AnyDriver, learner: Learner, sync: WeightSync) -> dict[str, float]:
     """What the engine computes at every point of a forward pass, against what the learner makes of the same inputs."""
     batch, values, format = ask_driver(learner, lambda: driver.look(step))
     with Activations(learner).beside(layer_probe.unsmoothed(values, sync.smoothing), replace=True) as seen:
@@ -307,7 +306,7 @@ def compare_layers(step: int, driver: Driver | Follower, learner: Learner, sync:
     return layer_probe.check(seen, learner.shape, Format(format), step)
 
 
-def flips(batch: Batch, driver: Driver | Follower, learner: Learner) -> dict[str, float]:
+def flips(batch: Batch, driver: AnyDriver, learner: Learner) -> dict[str, float]:
     """MoE metrics: how often the learner's routers choose other experts than the engine's, where it reports its own."""
     if not learner.shape.experts:
         return {}
@@ -315,9 +314,7 @@ def flips(batch: Batch, driver: Driver | Follower, learner: Learner) -> dict[str
     return {} if chosen is None else learner.router_flips(batch, chosen)
 
 
-def evaluate(
-    step: int, end: int, section: EvalSection, driver: Driver | Follower, learner: Learner
-) -> dict[str, float]:
+def evaluate(step: int, end: int, section: EvalSection, driver: AnyDriver, learner: Learner) -> dict[str, float]:
     if section.every == 0 or not (due(step, section.every) or step == end):
         return {}
     with driver.recorder.phase("eval"):
@@ -325,7 +322,7 @@ def evaluate(
 
 
 def keep(
-    at: Standing, evaluated: dict[str, float], ending: bool, driver: Driver | Follower, learner: Learner, saver: Saver
+    at: Standing, evaluated: dict[str, float], ending: bool, driver: AnyDriver, learner: Learner, saver: Saver
 ) -> None:
     """A checkpoint, where one is due; and the name of the one before, once it is on disk."""
     saver.settle()

@@ -1,9 +1,8 @@
 """Saves while the run goes on, and loads. Every rank makes one and calls the same methods at the same steps.
 
-Weights and optimizer are saved as they are, all else as it was at the last `snapshot_rng_and_stats`: a step that is
-given up before its update leaves no trace of what it has measured or drawn. A step waits only for the copy of the
-rank's state into memory; a thread writes that to disk, with rests where the learner needs the same cores. Once every
-rank's thread is done, rank 0 gives the folder its name.
+All but weights and optimizer is saved as at the last `snapshot_rng_and_stats`: a step that is given up before its
+update leaves no trace. A step waits only for the copy into memory; a thread writes that to disk, with rests where the
+learner needs the same cores. Once every rank's thread is done, rank 0 gives the folder its name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Recipes to typed configuration: strict keys, presets, overrides, and errors that name the way out.
 
-A recipe is a small YAML delta. `base:` names the files it builds on. A section may be the name of a preset
-(`correction: tis` is conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other keys on top.
-`cluster: 1n8g` puts conf/cluster/1n8g.yaml below the keys of whoever names it; the last name counts. Overrides are
-`section.key=value`.
+A recipe is a small YAML delta over its `base:` files. A section may be the name of a preset (`correction: tis` is
+conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other keys on top. `cluster: 1n8g` puts
+conf/cluster/1n8g.yaml below the keys of whoever names it; the last name counts.
 """
 
 from __future__ import annotations

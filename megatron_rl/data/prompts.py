@@ -80,10 +80,9 @@ def check_datasets(config: Config) -> None:
 
 
 class PromptOrder:
-    """The order in which prompts are drawn: endless, shuffled per epoch, resumable by `position`, which counts them.
-
-    The order of an epoch is a permutation drawn from (seed, epoch). Several sources take turns as their weights say: in
-    a cycle of `CYCLE` places each has its share, in an order drawn from (seed, cycle), and an epoch of its own.
+    """The order in which prompts are drawn: endless, resumable by `position`, shuffled by (seed, epoch). Several
+    sources take turns: in a cycle of `CYCLE` places each has its weight's share, in an order drawn from (seed, cycle),
+    and epochs of its own.
     """
 
     def __init__(self, dataset: Dataset, seed: int, shuffle: bool, position: int = 0) -> None:

@@ -41,8 +41,8 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout_s: float | None = None, largest: int | None = None) -> dict[str, Any]:
-        """One message of at most `largest` bytes; raises TimeoutError past the deadline, msgspec.DecodeError where
-        it is none. The channel is then of no further use.
+        """A message of at most `largest` bytes. After TimeoutError, or DecodeError of what is none, the channel is of
+        no use.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))

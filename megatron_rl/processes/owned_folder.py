@@ -1,7 +1,6 @@
 """A folder that one process, or those of one run, own as long as they live: a lock says so, however they end.
 
-A lock holds across containers that share a file system, where process numbers say nothing. It is judged on the kernel
-that gave it alone, as not every shared file system tells other machines about it.
+It is judged on the kernel that gave it alone, as not every shared file system tells other machines about it.
 """
 
 from __future__ import annotations

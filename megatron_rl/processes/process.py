@@ -34,9 +34,7 @@ def keep_to(cores: str) -> None:
 
 
 def collect_rarely() -> None:
-    """Let garbage wait for a million new objects, instead of 700: what imports of vLLM or megatron make is there to
-    stay, and visiting it again and again is a quarter of their time (tools/bench/imports.py).
-    """
+    """Let garbage wait for a million new objects, not 700: what imports make stays (tools/bench/imports.py)."""
     gc.set_threshold(1_000_000, 50, 50)
 
 

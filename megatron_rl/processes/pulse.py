@@ -1,8 +1,7 @@
 """This process's signs of life: in which phase it is, since when nothing has been seen of it, and for whom it waits.
 
-The loop says what it does (`phase`, `waiting`, `mark`), which costs an addition. A rank's thread writes it to a file
-every few seconds, with what the kernel knows of the rank and its processes: readers can tell a rank that is slow from
-one that is stuck (watch.py). Times are counted in the thread's own beats: while the process is stopped, none pass.
+The loop says what it does (`phase`, `waiting`, `mark`); a rank's thread writes it to a file every few seconds, with
+what the kernel knows of its processes (read by watch.py). While the process is stopped, no time passes here.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ class Waits:
 
 
 class Pulse:
-    """Signs of life of this process. Any thread may call `mark` and `own`, and `waiting`, which counts while the main
-    thread stands in `delegate_wait`; the rest is for the main thread.
-    """
+    """Signs of life of this process. Only `mark`, `own` and `waiting` may be called by threads beside the main one."""
 
     def __init__(self) -> None:
         self.marks, self.entered = 0, 0

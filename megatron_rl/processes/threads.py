@@ -1,8 +1,7 @@
 """Threads beside the one that computes: work in one that ends, and helpers that others do not get.
 
-A thread that has once computed with torch keeps OpenMP's helpers for as long as it lives. Where a process has more of
-them than cores, OpenMP no longer waits awake between two operations, in any of its threads: each small operation then
-waits 30 to 60 us for its helpers (docs/benchmarks.md).
+A thread that has once computed with torch keeps OpenMP's helpers. Where a process has more of them than cores, none
+waits awake any more, and each small operation waits 30 to 60 us for its helpers (docs/benchmarks.md).
 """
 
 from __future__ import annotations

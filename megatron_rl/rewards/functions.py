@@ -1,7 +1,7 @@
 """Looks up reward functions: by the names in `reward.name`, several of them added up with weights.
 
-The names of a function's parameters say how it is called: as ours `(row, answer_key, response)`, verl's or TRL's. All
-may ask for `finish_reason`. The result is a number, or a mapping whose `score` is one; other numbers in it are metrics.
+A function is called as the names of its parameters say: as ours, verl's or TRL's. It returns a number, or a mapping
+whose `score` is one; other numbers in it are metrics.
 """
 
 from __future__ import annotations

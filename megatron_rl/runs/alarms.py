@@ -1,7 +1,7 @@
 """Alarms: the one table of what each looks at, its bound and what to do about it, and which stand, step after step.
 
-An alarm is raised when its value has been beyond its bound for some steps in a row, and cleared when it has been well
-inside for as many: a value that wavers around the bound raises it once. A step that does not measure it counts as none.
+One is raised after some steps in a row beyond its bound, and cleared after as many well inside. Steps that do not
+measure it count as none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Why an attempt ended: from what a process said last to a class of causes, and the setting to change.
 
-The first row that fits decides: what only follows from something else stands below it. Errors of this project are known
-by the name of their class, what others print by its words. No row guesses: SIGKILL alone does not tell who sent it.
+The first row that fits decides: what only follows from something else stands below it. No row guesses: SIGKILL alone
+does not tell who sent it.
 """
 
 from __future__ import annotations

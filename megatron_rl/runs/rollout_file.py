@@ -1,7 +1,6 @@
 """rollouts/step_N.parquet: the rollouts that a step was trained on, one row each, with both engines' logprobs.
 
-Lists have the length of the response; columns that a step does not have are null. Shape suffixes: B sequences, T
-response positions (right-padded).
+Columns that a step does not have are null. Shape suffixes: B sequences, T response positions (right-padded).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stop requests by signal: noticed by a thread whatever the main thread is at, obeyed where the loop can.
 
-USR1 has the step finished, where the job's time limit leaves room for it; TERM and Ctrl-C give it half a minute. Where
-that is too short, the step is given up: rank 0 leaves what it waits for, and tells the other ranks in the broadcast in
-which they wait for it (`ask_driver`). Before the first step nothing is to be saved, and all three end the run at once.
+USR1 has the step finished within the job's time limit; TERM and Ctrl-C give it half a minute. Where that is too short,
+the step is given up: rank 0 leaves what it waits for, and tells the ranks that wait for it (`ask_driver`). Before the
+first step nothing is to be saved, and the run ends at once.
 """
 
 from __future__ import annotations

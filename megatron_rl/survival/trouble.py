@@ -1,7 +1,7 @@
 """A process of a run that is in trouble: how, where, for how long; and how long silence is waited out.
 
-A rank is silent while it does nothing that can be seen: no phase begins, no micro-batch is done, no engine, server or
-reward answers. Waits for those have limits of their own; everything else has `run.patience_s`.
+A rank is silent while nothing can be seen of it: no new phase, no micro-batch done, no answer of an engine or a reward.
+Waits for those have limits of their own; everything else has `run.patience_s`.
 """
 
 from __future__ import annotations

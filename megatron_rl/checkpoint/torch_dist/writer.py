@@ -1,8 +1,7 @@
 """Writes the files of a torch_dist checkpoint: blocks of tensors, and the index that says where they are.
 
-megatron-core's `dist_checkpointing.load` reads this format. Each process writes a file of its own; one of them writes
-the index, from what the others tell it in plain JSON. Nothing here needs a process group: a thread can write while the
-learner goes on.
+Each process writes a file of its own; one of them writes the index, from what the others tell it in plain JSON. No
+process group is needed: a thread can write while the learner goes on.
 """
 
 from __future__ import annotations
