@@ -1,4 +1,6 @@
-"""Which values a key can take: a bound stands in the key's type, `workers: Annotated[int, at_least(1)] = 1`."""
+"""Bounds of the values that keys can take. A bound stands in the key's type, `workers: Annotated[int, at_least(1)] =
+1`.
+"""
 
 from __future__ import annotations
 

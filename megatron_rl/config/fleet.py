@@ -1,4 +1,4 @@
-"""What a recipe says about its samplers: an embedded engine or a fleet of servers, in which formats. Torch-free."""
+"""Samplers as a recipe has them: an embedded engine or a fleet of servers, in which formats. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How others publish rows: in which columns a prompt and its answer are found, where no key of the recipe says so."""
+"""Layouts in which others publish rows: in which columns a prompt and its answer are found, where no key of the recipe
+says so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine can run: this one, found out without importing torch, or one that is only named."""
+"""Machines and what they can run: this one, found out without importing torch, or one that is only named."""
 
 from __future__ import annotations
 

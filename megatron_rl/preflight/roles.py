@@ -1,4 +1,4 @@
-"""Which GPUs of a machine work for the learner, for engines, or for both; and what does not fit there. Torch-free.
+"""Roles of a machine's GPUs: for the learner, for engines, or for both; and what does not fit there. Torch-free.
 
 python -m megatron_rl.preflight.roles RECIPE [key=value ...]     for the batch scripts: ranks of the learner,
                                                                       servers on other nodes, GPUs of each, sync.dir,

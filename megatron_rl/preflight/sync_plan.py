@@ -1,4 +1,6 @@
-"""What a sync will move, and whether its sizes go together: pure functions of shapes and layouts. Torch-free."""
+"""The plan of a sync: what it will move, and whether its sizes go together. Pure functions of shapes and layouts.
+Torch-free.
+"""
 
 from __future__ import annotations
 

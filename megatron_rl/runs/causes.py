@@ -1,4 +1,4 @@
-"""Why an attempt ended: from what a process said last to a class of causes, and the setting to change.
+"""Causes of an attempt's end: from what a process said last to a class of causes, and the setting to change.
 
 The first row that fits decides: what only follows from something else stands below it. No row guesses: SIGKILL alone
 does not tell who sent it.

@@ -1,4 +1,4 @@
-"""What a run leaves behind and says: the driver's Recorder, and a silent one for the other ranks."""
+"""The record that a run leaves: the driver's Recorder, and a silent one for the other ranks."""
 
 from __future__ import annotations
 
