@@ -1,6 +1,4 @@
-"""Bounds of the values that keys can take. A bound stands in the key's type, `workers: Annotated[int, at_least(1)] =
-1`.
-"""
+"""Bounds of keys' values, which stand in the key's type: `workers: Annotated[int, at_least(1)] = 1`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Layouts in which others publish rows: in which columns a prompt and its answer are found, where no key of the recipe
-says so.
-"""
+"""Layouts in which others publish rows: the columns of prompt and answer, where no key of the recipe names them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The plan of a sync: what it will move, and whether its sizes go together. Pure functions of shapes and layouts.
-Torch-free.
-"""
+"""The plan of a sync: what it will move, and whether its sizes go together, by shapes and layouts. Torch-free."""
 
 from __future__ import annotations
 
