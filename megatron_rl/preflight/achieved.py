@@ -28,17 +28,15 @@ class Achieved:
             found["perf/tokens_per_s_per_device"] = line["rollout/tokens"] / line["time/step"] / self.devices
         seconds = line.get("time/update", 0.0)
         if "rollout/trained_tokens" in line and seconds > 0:
-            rate = self._operations(line) / seconds / self.model.layout.world
+            # forward and backward, whatever is computed again not counted
+            tokens, answers = line["rollout/trained_tokens"], line["rollout/n_trained"]
+            each = operations(self.model, tokens / max(answers, 1))
+            made = 3 * (tokens * each.body + answers * line["rollout/response_tokens_mean"] * each.head)
+            rate = made / seconds / self.model.layout.world
             found["perf/update_tflops_per_device"] = rate / TERA
             if self.machine.gpu:
                 found["perf/update_mfu"] = rate / (self.machine.gpu.tflops * TERA)
         return found
-
-    def _operations(self, line: Mapping[str, float]) -> float:
-        """Forward and backward of an update, whatever is computed again not counted."""
-        tokens, answers = line["rollout/trained_tokens"], line["rollout/n_trained"]
-        each = operations(self.model, tokens / max(answers, 1))
-        return 3 * (tokens * each.body + answers * line["rollout/response_tokens_mean"] * each.head)
 
 
 def memory_peaks() -> dict[str, float]:
