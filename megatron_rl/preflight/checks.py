@@ -93,7 +93,7 @@ def check_served(model: schema.ModelSection) -> None:
         hf_config = read_hf_config(model.folder)
         facts = {"model": model, "hf_config": hf_config, "shape": ModelShape.from_hf(hf_config)}
     except ValueError as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"model.path={model.path}: {error}") from None
+        raise ConfigError(f"model.path={model.path}: {error}") from None
     rules = (unquantized, files.weights, files.vocabulary, files.end_of_text)
     if problems := list(findings(rules, facts)):
         raise ConfigError("\n".join(problems))
