@@ -1,7 +1,5 @@
-"""Advantages from rewards, and the filters of DAPO around them.
-
-A response is worth its reward less what its siblings earned. Rows that were rejected do not count among
-the siblings: baselines are computed over `keep_N`.
+"""Advantages from rewards, and the filters of DAPO around them: a response is worth its reward less what its siblings
+earned, rejected ones (`keep_N`) not counted.
 
 Shape legend: N rollouts, G groups (rollouts of one prompt in one draw).
 """
@@ -22,10 +20,7 @@ SPREAD = 1e-6  # rewards closer than this are the same
 def group_advantages(
     rewards_N: Tensor, groups_N: Tensor, keep_N: Tensor, config: AdvantageConfig
 ) -> tuple[Tensor, Tensor]:
-    """Float32 advantages, 0 where the returned `keep_N` is false.
-
-    Estimators that compare siblings drop groups with fewer than two survivors.
-    """
+    """Float32 advantages, 0 where `keep_N` is false: also of a group of one, if siblings are compared."""
     keep_N = keep_N.bool()
     rewards = rewards_N.double()
     if not bool(torch.isfinite(rewards[keep_N]).all()):

@@ -11,8 +11,7 @@ from megatron_rl.processes.process import STOP_AFTER_STEP, best_effort_output, h
 
 hold(STOP_AFTER_STEP)  # until somebody can act on it: before the slower imports
 
-from megatron_rl.commands import serve, train  # noqa: E402
-from megatron_rl.commands.storeys import workshop  # noqa: E402
+from megatron_rl.commands import serve, train, workshop  # noqa: E402
 from megatron_rl.config import ConfigError  # noqa: E402
 
 

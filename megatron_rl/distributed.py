@@ -1,4 +1,4 @@
-"""What ranks tell each other: JSON, and tensors over a group. Nothing that another process sent is ever unpickled."""
+"""Messages between ranks: JSON, and tensors over a group. Nothing that another process sent is ever unpickled."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""The driver, rank 0: sampling, scoring, evaluating, recording. The other ranks follow.
-
-`Driver` and `Follower` have one surface, so that the loop is the same on every rank: whatever a
-follower returns as None arrives from the driver through `learner.broadcast`.
+"""The driver, rank 0: sampling, scoring, evaluating, recording. The other ranks are followers with the same surface, so
+that the loop is the same: where one answers None, the driver's answer arrives through `learner.broadcast`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +13,17 @@ from typing import Any, Self
 import torch
 
 from megatron_rl.checkpoint import checkpoints
-from megatron_rl.checkpoint.checkpoints import Checkpoint
 from megatron_rl.checkpoint.resume import refuse_other_data
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import describe_sampler, distinct_formats, is_fleet, replica_formats
-from megatron_rl.config.patience import describe
-from megatron_rl.config.schema import Config, Format, RolloutSource
-from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out, needs_answers
+from megatron_rl.config.schema import Config, Format
+from megatron_rl.data.prompts import FolderTokenizer, PromptOrder, load_dataset, load_held_out
 from megatron_rl.distributed import waited_for
 from megatron_rl.evaluation.evaluator import Evaluator
+from megatron_rl.models.model import Model
 from megatron_rl.preflight.achieved import Achieved, memory_peaks
 from megatron_rl.preflight.machine import detect
+from megatron_rl.preflight.roles import roles
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.ahead import Ahead, Gate, InTurn
 from megatron_rl.rollout.collect import Answers, AtOnce, Collector, DatasetAnswers, Scorer, sampling_params
@@ -36,8 +34,9 @@ from megatron_rl.runs.progress import SaveSchedule, Standing
 from megatron_rl.runs.record import Recorder, SilentRecorder
 from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.protocol import Sampler, SamplerStats, SleepSchedule
+from megatron_rl.sampler.protocol import SamplerStats, SleepSchedule
 from megatron_rl.survival.stop_request import StopRequest
+from megatron_rl.survival.trouble import patience
 from megatron_rl.types import Batch, Rollout, Scored, collate
 from megatron_rl.weight_sync.probe_budget import PROBE_PROMPTS, PROBE_TOKENS
 
@@ -47,58 +46,19 @@ CALIBRATION_PROMPTS = 64
 
 
 class Follower:
-    """Every rank but the first."""
-
-    sampler: Sampler | None = None
-    resumes: Checkpoint | None = None
-    position: int | None = None  # in the order of prompts, behind those that were trained on
+    """Every rank but the first: it answers None to whatever the loop asks of the driver."""
 
     def __init__(self) -> None:
         self.recorder = SilentRecorder()
+        self.sampler = self.resumes = self.position = None
 
     def syncing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def goes_on_without(self, step: int) -> bool | None:
-        return None
-
-    def collect(self, step: int) -> tuple[Batch, dict[str, float]] | None:
-        return None
-
-    def drawn_batch(self) -> Batch | None:
-        return None
-
-    def prompt_batch(self) -> Batch | None:
-        return None
-
-    def probe(self, step: int) -> tuple[Batch, Sequence[Format]] | None:
-        return None
-
-    def look(self, step: int) -> tuple[Batch, Mapping[str, torch.Tensor], Format] | None:
-        return None
-
-    def routed(self, batch: Batch, layers: int) -> torch.Tensor | None:
-        return None
-
-    def evaluate(self, step: int) -> dict[str, float] | None:
-        return None
-
-    def check_time(self) -> None:
-        pass
-
-    def asked_to_stop(self) -> str | None:
-        return None
-
-    def has_time(self) -> bool | None:
-        return None
-
-    def to_keep(
-        self, standing: Standing, evaluated: Mapping[str, float], save_s: float | None, ending: bool
-    ) -> dict[str, Any] | None:
-        return None
-
-    def record(self, step: int, correction: Correction, advantages_B: torch.Tensor) -> None:
-        pass
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or not hasattr(Driver, name):
+            raise AttributeError(name)
+        return lambda *_: None
 
     def __enter__(self) -> Self:
         return self
@@ -116,20 +76,19 @@ class Driver:
         self._scored: list[Scored] = []
         self._drawn: list[Scored] = []
         self._seen = SamplerStats()
-        alarms = Alarms(
-            config.log.alarms,
-            distinct_formats(config.sampler, config.quantization),
-            sampled=config.rollout.source == RolloutSource.sampler,
-        )
+        self._formats = distinct_formats(config.sampler, config.quantization)
+        sampled = not config.rollout.supervised
+        alarms = Alarms(config.log.alarms, self._formats, sampled)
         given: dict[str, Any] = {"if_exists": config.run.if_exists, "alarms": alarms}
-        machine = detect(config.run.device)
-        given["rates"] = Achieved.of(config, machine)
+        machine, model = detect(config.run.device), Model.read(config.model.folder, config.learner)
+        devices = roles(model.layout, config.sampler, machine.gpus).gpus
+        given["rates"] = Achieved(model, devices, machine, sampled)
         recorder = Recorder(config.log, resolved_yaml, run_dir, config.run.steps, **given)
         self.recorder = self._stack.enter_context(recorder)
         self._stop = self._stack.enter_context(StopRequest(recorder.clock, recorder.note, recorder.run.path))
-        self.resumes: Checkpoint | None = None
-        if recorder.run.resumes_after is not None:
-            self.resumes = checkpoints.read(checkpoints.path_of(recorder.run.checkpoints, recorder.run.resumes_after))
+        after = recorder.run.resumes_after
+        path = None if after is None else checkpoints.path_of(recorder.run.checkpoints, after)
+        self.resumes = checkpoints.read(path) if path else None
         self._saves = SaveSchedule(config.checkpoint, self.resumes)
         try:
             self._open(run_dir)
@@ -139,9 +98,9 @@ class Driver:
 
     def _open(self, run_dir: Path) -> None:
         config, folder = self._config, self._config.model.folder
-        self.recorder.note(f"patience {describe(config)}")
+        self.recorder.note(f"patience {patience(config.run, config.sampler, config.reward)}")
         tokenizer = FolderTokenizer(folder)
-        wanted = {"needs_answer": needs_answers(config.rollout, config.reward)}
+        wanted = {"needs_answer": config.reward.needs_answer or config.rollout.supervised}
         train = load_dataset("train", config.data, tokenizer, config.rollout.max_prompt_tokens, **wanted)
         where, self._data = ", ".join(config.data.sources("train")), train.checksum
         self.recorder.note(f"train    {where}: {train.describe()}")
@@ -166,7 +125,7 @@ class Driver:
         # idle servers are given a prompt each, so that the probe meets every one
         engines = len(replica_formats(config.sampler, config.quantization))
         self._probe_prompts = train.prompts[: max(PROBE_PROMPTS, engines)]
-        self._calibration_prompts = train.prompts[:CALIBRATION_PROMPTS]
+        self._calibration = train.prompts[:CALIBRATION_PROMPTS]
         short = replace(
             config.rollout,
             samples_per_prompt=PROBE_SAMPLES,
@@ -178,8 +137,7 @@ class Driver:
     def _open_batches(self, order: PromptOrder) -> Ahead | InTurn:
         config, scorer = self._config, self._scorer
         given: dict[str, Any] = {"rebaseline": config.correction.rebaseline, "seed": config.run.seed}
-        supervised = config.rollout.source == RolloutSource.dataset
-        answers: Answers = AtOnce(DatasetAnswers(scorer.tokenizer)) if supervised else self.sampler
+        answers: Answers = AtOnce(DatasetAnswers(scorer.tokenizer)) if config.rollout.supervised else self.sampler
         gate = Gate(answers, config.rollout) if config.rollout.ahead else None
         self._collector = Collector(config.rollout, order, gate or answers, scorer, **given)
         if gate is None:
@@ -237,9 +195,7 @@ class Driver:
 
     def prompt_batch(self) -> Batch:
         """The first prompts, as rows that hold no answer."""
-        rows = [
-            Rollout(prompt, group, 0, (), (), (), "abort", 0) for group, prompt in enumerate(self._calibration_prompts)
-        ]
+        rows = (Rollout(prompt, group, 0, (), (), (), "abort", 0) for group, prompt in enumerate(self._calibration))
         return collate([Scored(one, reward=0.0) for one in rows])
 
     def probe(self, step: int) -> tuple[Batch, Sequence[Format]]:
@@ -247,9 +203,7 @@ class Driver:
         with waited_for(), self._stop.waiting():
             self._sleep_schedule.wake()
             fresh = self.sampler.generate(self._probe_prompts, self._probe_params, seed=step, first_group=0, step=step)
-        return collate([Scored(one, reward=0.0) for one in fresh]), distinct_formats(
-            self._config.sampler, self._config.quantization
-        )
+        return collate([Scored(one, reward=0.0) for one in fresh]), self._formats
 
     def look(self, step: int) -> tuple[Batch, Mapping[str, torch.Tensor], Format]:
         """One fresh answer, a row for each replica, and what the engine's modules put out for it."""

@@ -15,23 +15,9 @@ from types import FrameType
 from megatron_rl.config import ConfigError, from_mapping, to_yaml
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import Config
-from megatron_rl.processes import slurm
+from megatron_rl.processes import job, process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, is_secret
 from megatron_rl.processes.owned_folder import current
-from megatron_rl.processes.process import (
-    AT_ONCE,
-    LEAVE_S,
-    SHORT_SPIN,
-    STOP_AFTER_STEP,
-    best_effort_output,
-    die_with_parent,
-    hidden,
-    keep_freed_memory,
-    leave_to_the_driver,
-    raise_interrupt,
-    rare_collections,
-    release,
-)
 from megatron_rl.processes.pulse import Beats
 from megatron_rl.processes.stacks import show_on_request
 from megatron_rl.runs.run_dir import LAUNCHER
@@ -41,11 +27,11 @@ from megatron_rl.survival.watch import RankGuard, Watch
 
 def main(run_dir: Path, parent: int) -> None:
     # whatever nohup has left
-    signal.signal(AT_ONCE, raise_interrupt if os.environ.get("RANK") == "0" else signal.SIG_DFL)
-    die_with_parent(parent, by=AT_ONCE)
-    for name, value in SHORT_SPIN.items():  # read when torch is loaded
+    signal.signal(process.AT_ONCE, process.raise_interrupt if os.environ.get("RANK") == "0" else signal.SIG_DFL)
+    process.die_with_parent(parent, by=process.AT_ONCE)
+    for name, value in process.SHORT_SPIN.items():  # read when torch is loaded
         os.environ.setdefault(name, value)
-    keep_freed_memory()
+    process.keep_freed_memory()
     config = from_mapping(read_yaml((run_dir / "config.yaml").read_text(encoding="utf-8")))
     try:
         run_rank(config, run_dir)
@@ -60,12 +46,12 @@ def run_rank(config: Config, run_dir: Path) -> None:
     rank = int(os.environ["RANK"])
     # Slurm and torchrun signal every task: the driver acts on it, and until there is one it ends; the others follow it
     if rank:
-        leave_to_the_driver()
+        process.leave_to_the_driver()
     else:
         signal.signal(signal.SIGTERM, end_on_sigterm)
-        for number in (signal.SIGINT, STOP_AFTER_STEP):
-            signal.signal(number, raise_interrupt)
-        release(STOP_AFTER_STEP)
+        for number in (signal.SIGINT, process.STOP_AFTER_STEP):
+            signal.signal(number, process.raise_interrupt)
+        process.release(process.STOP_AFTER_STEP)
     for name in filter(is_secret, list(os.environ)):
         if rank or name not in DRIVER_SECRETS:
             del os.environ[name]
@@ -75,7 +61,7 @@ def run_rank(config: Config, run_dir: Path) -> None:
     launcher = int(os.environ.get(LAUNCHER, "0")) or None
     beats.each.append(RankGuard(Watch(run_dir, config.run.patience_s, current(), launcher=launcher), rank))
     beats.start()
-    with rare_collections(), hidden("wandb"):
+    with process.rare_collections(), process.hidden("wandb"):
         from megatron_rl.distributed import tell_to_wait
         from megatron_rl.learner import host  # before anything imports megatron
         from megatron_rl.train import train
@@ -95,10 +81,10 @@ def alone() -> Iterator[None]:
     _leave_out_advice()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MEGATRON_RL_RENDEZVOUS"):
         os.environ.pop(name, None)
-    for name, value in SHORT_SPIN.items():
+    for name, value in process.SHORT_SPIN.items():
         os.environ.setdefault(name, value)
     os.environ.update(compiled_code())
-    with rare_collections():
+    with process.rare_collections():
         from megatron_rl.learner import host  # noqa: F401 - before anything imports megatron
 
         yield
@@ -111,21 +97,19 @@ def _leave_out_advice() -> None:
 
 
 def force_exit_after_last_word() -> None:
-    """Whatever waits from here on, such as for the lock of a file that nobody can write: the process ends.
-
-    A thread of its own sees to it that needs no Python: what waits may hold the interpreter. It could write where that
-    was; the log shall end in the reason.
+    """End the process whatever waits from here on. The thread that sees to it needs no Python, as what waits may hold
+    the interpreter, and writes nothing: the log shall end in the reason.
     """
-    faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+    faulthandler.dump_traceback_later(process.LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
 
 def end_on_sigterm(number: int, frame: FrameType | None) -> None:
     """A handler for SIGTERM, which Slurm also sends when another of a job's tasks has failed."""
-    if LAUNCHER not in os.environ and slurm.job_goes_on():
-        raise RuntimeError(slurm.ANOTHER_ENDED)
-    raise_interrupt(number, frame)
+    if LAUNCHER not in os.environ and job.goes_on():
+        raise RuntimeError(job.ANOTHER_ENDED)
+    process.raise_interrupt(number, frame)
 
 
 if __name__ == "__main__":
-    with best_effort_output():
+    with process.best_effort_output():
         main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -18,7 +18,7 @@ import torch
 
 from megatron_rl.checkpoint import checkpoints
 from megatron_rl.checkpoint.saver import Saver
-from megatron_rl.config import prox_pass
+from megatron_rl.config.correction_rules import anchored_to_learner, makes_prox_pass
 from megatron_rl.config.schema import (
     Config,
     EvalSection,
@@ -30,7 +30,6 @@ from megatron_rl.config.schema import (
     ModelInit,
     ModelSection,
     Precision,
-    QuantizationSection,
     RewardSection,
     SyncSection,
 )
@@ -56,6 +55,7 @@ from megatron_rl.weight_sync.manifest import UpdateRefused
 from megatron_rl.weight_sync.probe_budget import Arithmetic
 from megatron_rl.weight_sync.push import WeightSync
 
+AnyDriver = Driver | Follower
 ROUTED_ROWS = 8  # of a probe's answers, one request each
 
 
@@ -81,13 +81,14 @@ def train(
                 leave_models(learner, config.model.folder, run_dir, best, has_time, driver.recorder.note)
 
 
-def begin(config: Config, driver: Driver | Follower, learner: Learner, saver: Saver) -> Standing:
+def begin(config: Config, driver: AnyDriver, learner: Learner, saver: Saver) -> Standing:
     """The policy as it is at the start, or as a checkpoint has it."""
     folder = learner.broadcast(str(driver.resumes.path) if driver.resumes else None)
     if folder is None or config.loss.kl_coef:  # the reference is what the run began with
         load_policy(learner, config.model, config.run.seed, config.loss.kl_coef)
     if folder is None:
-        calibrate(learner, driver, config.quantization)
+        if config.quantization.smoothing or config.quantization.kv_cache != KvCache.none:
+            learner.logprobs(learner.broadcast(driver.prompt_batch()))  # both have to have seen a pass before a sync
         return Standing()
     found = checkpoints.read(Path(folder))
     saver.load(found)
@@ -103,15 +104,7 @@ def load_policy(learner: Learner, model: ModelSection, seed: int, kl_coef: float
         learner.keep_reference()
 
 
-def calibrate(learner: Learner, driver: Driver | Follower, quantization: QuantizationSection) -> None:
-    """Smoothing and an FP8 cache have to have seen a forward pass before the first sync: that of the first prompts."""
-    if quantization.smoothing or quantization.kv_cache != KvCache.none:
-        learner.logprobs(learner.broadcast(driver.prompt_batch()))
-
-
-def loop(
-    config: Config, driver: Driver | Follower, learner: Learner, sync: WeightSync, saver: Saver, at: Standing
-) -> None:
+def loop(config: Config, driver: AnyDriver, learner: Learner, sync: WeightSync, saver: Saver, at: Standing) -> None:
     """Steps after `at` up to run.steps; the sampler starts with the policy that `at` has."""
     try:
         at, stop = arrive(at, config, driver, learner, sync, saver, first=True)
@@ -130,7 +123,7 @@ def loop(
         driver.recorder.end_early(f"{stop}; {saver.kept}" if asked else stop, asked=asked)
 
 
-def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Learner) -> Standing:
+def advance(at: Standing, config: Config, driver: AnyDriver, learner: Learner) -> Standing:
     """One step's rollouts, and the policy that they make."""
     recorder, step = driver.recorder, at.step + 1
     with recorder.phase("rollout"):
@@ -139,7 +132,7 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
         drawn |= stale
     with recorder.phase("prox"):
         anchor_BT = anchor_logprobs(learner, batch, config)
-        reference_BT = reference_logprobs(learner, batch, config.loss.kl_coef)
+        reference_BT = learner.reference_logprobs(batch) if config.loss.kl_coef else None
         drawn |= learner_estimate(learner, driver, config.reward)
     with recorder.phase("correction"):
         correction, advantages_B = correct(anchor_BT, batch, config.correction, config.advantage)
@@ -162,7 +155,7 @@ def advance(at: Standing, config: Config, driver: Driver | Follower, learner: Le
 def arrive(
     at: Standing,
     config: Config,
-    driver: Driver | Follower,
+    driver: AnyDriver,
     learner: Learner,
     sync: WeightSync,
     saver: Saver,
@@ -182,7 +175,7 @@ def arrive(
     saver.snapshot_rng_and_stats()
     if step == 0:
         return at, None
-    stop = learner.broadcast(driver.asked_to_stop() or reached(config.run, evaluated))
+    stop = learner.broadcast(driver.asked_to_stop() or reached(config.run.stop, evaluated))
     with recorder.phase("checkpoint"):
         keep(at, evaluated, bool(stop) or step == end, driver, learner, saver)
     return at, stop
@@ -190,11 +183,9 @@ def arrive(
 
 def anchor_logprobs(learner: Learner, batch: Batch, config: Config) -> torch.Tensor | None:
     """p: the policy's own logprobs before the update. None where the update's forward pass gives them in time."""
-    if not prox_pass.anchored_to_learner(config.correction, config.rollout):
-        return batch.sampler_logprobs_BT
-    if not prox_pass.readers(config.correction, config.loss, config.learner):
-        return None
-    return learner.logprobs(batch)
+    if makes_prox_pass(config.correction, config.loss, config.learner, config.rollout):
+        return learner.logprobs(batch)
+    return None if anchored_to_learner(config.correction, config.rollout) else batch.sampler_logprobs_BT
 
 
 def settle(
@@ -208,11 +199,7 @@ def settle(
     return correction, {"perf/prox_saved_s": own.seconds}
 
 
-def reference_logprobs(learner: Learner, batch: Batch, kl_coef: float) -> torch.Tensor | None:
-    return learner.reference_logprobs(batch) if kl_coef else None
-
-
-def learner_estimate(learner: Learner, driver: Driver | Follower, reward: RewardSection) -> dict[str, float]:
+def learner_estimate(learner: Learner, driver: AnyDriver, reward: RewardSection) -> dict[str, float]:
     """The mean reward under the learner, over everything that was drawn: a forward pass for dropped groups too."""
     if not reward.learner_estimate:
         return {}
@@ -257,7 +244,7 @@ def publish(
     step: int,
     end: int,
     section: SyncSection,
-    driver: Driver | Follower,
+    driver: AnyDriver,
     learner: Learner,
     sync: WeightSync,
     first: bool = False,
@@ -311,7 +298,7 @@ def _arithmetic(learner: LearnerSection) -> Arithmetic:
     return Arithmetic.fp32 if learner.precision is Precision.fp32 else Arithmetic.bf16
 
 
-def compare_layers(step: int, driver: Driver | Follower, learner: Learner, sync: WeightSync) -> dict[str, float]:
+def compare_layers(step: int, driver: AnyDriver, learner: Learner, sync: WeightSync) -> dict[str, float]:
     """What the engine computes at every point of a forward pass, against what the learner makes of the same inputs."""
     batch, values, format = ask_driver(learner, lambda: driver.look(step))
     with Activations(learner).beside(layer_probe.unsmoothed(values, sync.smoothing), replace=True) as seen:
@@ -319,7 +306,7 @@ def compare_layers(step: int, driver: Driver | Follower, learner: Learner, sync:
     return layer_probe.check(seen, learner.shape, Format(format), step)
 
 
-def flips(batch: Batch, driver: Driver | Follower, learner: Learner) -> dict[str, float]:
+def flips(batch: Batch, driver: AnyDriver, learner: Learner) -> dict[str, float]:
     """MoE metrics: how often the learner's routers choose other experts than the engine's, where it reports its own."""
     if not learner.shape.experts:
         return {}
@@ -327,9 +314,7 @@ def flips(batch: Batch, driver: Driver | Follower, learner: Learner) -> dict[str
     return {} if chosen is None else learner.router_flips(batch, chosen)
 
 
-def evaluate(
-    step: int, end: int, section: EvalSection, driver: Driver | Follower, learner: Learner
-) -> dict[str, float]:
+def evaluate(step: int, end: int, section: EvalSection, driver: AnyDriver, learner: Learner) -> dict[str, float]:
     if section.every == 0 or not (due(step, section.every) or step == end):
         return {}
     with driver.recorder.phase("eval"):
@@ -337,12 +322,7 @@ def evaluate(
 
 
 def keep(
-    at: Standing,
-    evaluated: dict[str, float],
-    ending: bool,
-    driver: Driver | Follower,
-    learner: Learner,
-    saver: Saver,
+    at: Standing, evaluated: dict[str, float], ending: bool, driver: AnyDriver, learner: Learner, saver: Saver
 ) -> None:
     """A checkpoint, where one is due; and the name of the one before, once it is on disk."""
     saver.settle()

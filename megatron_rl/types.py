@@ -1,8 +1,7 @@
 """Data types that one part of the project hands to the next: prompts, rollouts, scored answers, batches.
 
-Shape suffixes: B sequences, T response positions (right-padded), S positions of prompt + response
-(right-padded), N rollouts. Every matrix with T is aligned to responses: column 0 is the first
-response token, whatever the prompt's length.
+Shape suffixes: B sequences, T response positions (right-padded), S positions of prompt + response (right-padded), N
+rollouts. Every matrix with T is aligned to responses: column 0 is the first response token.
 """
 
 from __future__ import annotations
@@ -227,9 +226,7 @@ class LossInputs:
 class Targets:
     """What the loss needs beside the policy's own forward pass: one optimizer update's worth, global.
 
-    Rows match `batch`. Weights, masks and advantages are already the result of rollout_correction
-    and the group baselines; the learner only slices them. Without an anchor, weights and masks are
-    what is known before the loss, which completes them.
+    Rows match `batch`. Without an anchor, weights and masks are what is known before the loss, which completes them.
     """
 
     batch: Batch

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl import train
 from megatron_rl.config import load
-from megatron_rl.config.schema import Config, EvalSection, RunSection, SyncSection
+from megatron_rl.config.schema import Config, EvalSection, SyncSection
 from megatron_rl.driver import Driver
 from megatron_rl.rollout_correction import correct
 from megatron_rl.runs.progress import reached
@@ -134,8 +134,8 @@ def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
 
 
 def test_a_metric_that_reaches_its_value_ends_the_run() -> None:
-    run = RunSection(stop={"eval/accuracy": 0.25})
-    assert reached(run, {"eval/accuracy": 0.25}) == "eval/accuracy reached 0.250, run.stop is 0.25"
-    assert reached(run, {"eval/accuracy": 0.24}) is None
-    assert reached(run, {}) is None
-    assert reached(RunSection(), {"eval/accuracy": 1.0}) is None
+    stop = {"eval/accuracy": 0.25}
+    assert reached(stop, {"eval/accuracy": 0.25}) == "eval/accuracy reached 0.250, run.stop is 0.25"
+    assert reached(stop, {"eval/accuracy": 0.24}) is None
+    assert reached(stop, {}) is None
+    assert reached(None, {"eval/accuracy": 1.0}) is None

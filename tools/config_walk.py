@@ -130,7 +130,8 @@ def _copies(node: ast.Assign, tracked: frozenset[str]) -> Iterator[str]:
 
 def _is_section(module: Module, parameter: ast.arg) -> bool:
     kind = ast.unparse(parameter.annotation) if parameter.annotation else ""
-    return module.imports.get(kind.removesuffix(" | None"), "").startswith(SCHEMA)
+    first, _, rest = kind.removesuffix(" | None").partition(".")
+    return f"{module.imports.get(first, '')}.{rest}".startswith(SCHEMA)
 
 
 def main() -> None:

@@ -54,10 +54,10 @@ def metrics() -> str:
 def alarms() -> str:
     """The table of docs/alarms.md, and what to do about each."""
     lines = ["| alarm | looks at | raised | steps |", "|---|---|---|---|"]
-    for rule in RULES.values():
+    for alarm, rule in RULES.items():
         raised = f"{'below' if rule.below else 'above'} {_bounds(rule)}"
-        lines.append(f"| `{rule.alarm}` | {rule.looks_at} | {raised} | {rule.steps} |")
-    return "\n".join([*lines, "", *(f"- `{rule.alarm}`: {rule.action}" for rule in RULES.values())]) + "\n"
+        lines.append(f"| `{alarm}` | {rule.looks_at} | {raised} | {rule.steps} |")
+    return "\n".join([*lines, "", *(f"- `{alarm}`: {rule.action}" for alarm, rule in RULES.items())]) + "\n"
 
 
 def _bounds(rule: Rule) -> str:

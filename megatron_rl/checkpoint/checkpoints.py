@@ -65,7 +65,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def said(self) -> bool:
-        """Whether its step has a line of metrics; else the line is here, as far as it was known (runs/progress.py)."""
+        """Whether its step has a line of metrics; else the line is here, as far as it was known."""
         return self.driver.line is None
 
     @property

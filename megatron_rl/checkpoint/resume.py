@@ -1,7 +1,4 @@
-"""Going on with a run that has stopped: what may have changed in its recipe, and what it takes back.
-
-Everything recorded after the checkpoint is taken back, and comes again: the same lines, where nothing was changed.
-"""
+"""Going on with a run that has stopped: what may have changed in its recipe, and what it takes back to come again."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from megatron_rl.files import replacing
 
 # what a run may go on with changed: how long, what is written down, on which machines
 MAY_CHANGE = (
-    *("run.root", "run.steps", "run.stop", "run.if_exists", "run.resume_allow", "run.device", "log.", "checkpoint."),
-    *("run.patience_s",),
-    *("eval.", "data.eval", "sampler.", "reward.workers", "reward.timeout_s", "learner.tensor_parallel"),
+    *("run.root", "run.steps", "run.stop", "run.if_exists", "run.resume_allow", "run.device", "run.patience_s"),
+    *("log.", "checkpoint.", "eval.", "data.eval", "sampler.", "reward.workers", "reward.timeout_s"),
+    "learner.tensor_parallel",
     *("learner.pipeline_parallel", "learner.expert_parallel", "learner.data_parallel", "learner.megatron."),
     *("learner.tokens_per_microbatch", "sync.transport", "sync.dir", "sync.full_every", "sync.verify_every"),
     *("sync.probe_budget", "sync.probe_layers", "sync.staged"),
@@ -69,9 +66,8 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def goes_on_from(run: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint; where the records before it have a gap, one from before the gap, if there is one.
-
-    A disk that was full until the run was killed has not taken all lines.
+    """The newest whole checkpoint; where the records before it have a gap, as a full disk leaves one, the newest from
+    before the gap.
     """
     newest = None
     for found in checkpoints.whole_ones(run / "checkpoints", note):

@@ -1,11 +1,8 @@
 """Saves while the run goes on, and loads. Every rank makes one and calls the same methods at the same steps.
 
-Weights and optimizer are saved as they are, all else as it was at the last `snapshot_rng_and_stats`: a step that is
-given up before its update has measured things, and may have drawn random numbers, and leaves no trace of that.
-
-A step waits only for the copy of the rank's state into memory that is kept for it; a thread writes that to disk and
-reads it back. Once every rank's thread is done, rank 0 gives the folder its name. Where the learner's arithmetic runs
-on the same cores, the thread rests most of the time, until somebody waits for it.
+All but weights and optimizer is saved as at the last `snapshot_rng_and_stats`: a step that is given up before its
+update leaves no trace. A step waits only for the copy into memory; a thread writes that to disk, with rests where the
+learner needs the same cores. Once every rank's thread is done, rank 0 gives the folder its name.
 """
 
 from __future__ import annotations
@@ -121,11 +118,6 @@ class Saver:
             return written | {"seconds": time.monotonic() - begun - pace.rested}
 
         self._pending = _Save(step, partial, self._learner.steps, about, pace, in_thread("checkpoint", write))
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is under way."""
-        return self._pending is None
 
     @property
     def kept(self) -> str:

@@ -1,1 +1,27 @@
 """Commands of `megatron-rl`: each module adds one, and imports its implementation only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from megatron_rl.rewards.functions import RECIPE_FOLDER
+
+
+def workshop(module: str) -> ModuleType | None:
+    """A module of megatron_rl/workshop/; None where there is no workshop, which the core does without."""
+    return import_module(f"megatron_rl.workshop.{module}") if find_spec("megatron_rl.workshop") else None
+
+
+def recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, help="a YAML file, such as recipes/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as correction=icepop optim.lr=1e-6")
+
+
+def rewards_beside(recipe: Path) -> None:
+    """Functions of the user's are looked for in the recipe's folder too."""
+    os.environ[RECIPE_FOLDER] = str(recipe.resolve().parent)

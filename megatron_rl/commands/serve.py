@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron_rl.commands.recipe import recipe_arguments
+from megatron_rl.commands import recipe_arguments
 from megatron_rl.config import load
 from megatron_rl.config.schema import Format
 

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.commands.recipe import recipe_arguments, rewards_beside
-from megatron_rl.commands.storeys import workshop
+from megatron_rl.commands import recipe_arguments, rewards_beside, workshop
 from megatron_rl.config import ConfigError, load, read, to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.preflight.machine import own
-from megatron_rl.processes import slurm
+from megatron_rl.processes import job
 
 if TYPE_CHECKING:
     from megatron_rl.preflight.checks import Checked
@@ -55,11 +54,10 @@ def _train(options: argparse.Namespace) -> int:
     config, found = read(options.recipe, options.overrides)
     if not options.dry_run:
         return run(config, options.ranks, found, options.attempts)
-    on = own(options.recipe, options.overrides) if options.on == "own" else options.on
-    status = plan_run(config, found, on)
+    plan_run(config, found, own(options.recipe, options.overrides) if options.on == "own" else options.on)
     if options.ranks != "local":  # inside a job, which knows how many there will be
         _ranks_of_starter(config, options.ranks)
-    return status
+    return 0
 
 
 def check_run(config: Config, found: Sequence[str] = ()) -> None:
@@ -68,8 +66,8 @@ def check_run(config: Config, found: Sequence[str] = ()) -> None:
     _check_place(config)
 
 
-def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
-    """What a run would do, here or on a machine that is only named."""
+def plan_run(config: Config, found: Sequence[str], on: str | None) -> None:
+    """Print what a run would do, here or on a machine that is only named."""
     from megatron_rl.preflight.machine import named
     from megatron_rl.runs.run_dir import RunDirectoryUsed
 
@@ -81,7 +79,6 @@ def plan_run(config: Config, found: Sequence[str], on: str | None) -> int:
             checked = replace(checked, notes=(*checked.notes, f"as things stand a run would be refused: {used}"))
     summary = workshop("planner.summary")
     print(summary.describe(config, checked) if summary else "checked: nothing prevents the run")
-    return 0
 
 
 def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempts: int = 1) -> int:
@@ -101,7 +98,7 @@ def run(config: Config, ranks: str = "local", found: Sequence[str] = (), attempt
     if ranks == "local":
         return keep_going(partial(launch, report=partial(report, config)), config, attempts, print)
     _ranks_of_starter(config, ranks)
-    os.environ.update(slurm.rank_environment() if ranks == "slurm" else {})
+    os.environ.update(job.rank_environment() if ranks == "slurm" else {})
     path = Path(config.run.root) / str(config.run.name)
     with entered():
         try:
@@ -146,15 +143,13 @@ def _check_place(config: Config, writes: bool = True) -> None:
     from megatron_rl.data.prompts import check_datasets
     from megatron_rl.runs.run_dir import check_run_dir
 
-    if not writes:
-        return
-    check_datasets(config)
-    check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
+    if writes:
+        check_datasets(config)
+        check_run_dir(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
 
 
 def _rank(ranks: str) -> int:
-    name = "SLURM_PROCID" if ranks == "slurm" else "RANK"
+    name, starter = ("SLURM_PROCID", "srun") if ranks == "slurm" else ("RANK", "torchrun")
     if name not in os.environ:
-        starter = "srun" if ranks == "slurm" else "torchrun"
         raise ConfigError(f"--ranks {ranks}: {name} is not set; start this under {starter}, or use --ranks local")
     return int(os.environ[name])

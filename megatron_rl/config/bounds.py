@@ -1,4 +1,4 @@
-"""Which values a key can take: a bound stands in the key's type, `workers: Annotated[int, at_least(1)] = 1`."""
+"""Bounds of keys' values, which stand in the key's type: `workers: Annotated[int, at_least(1)] = 1`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,8 @@ class Bound:
     complaint: str  # with places for the key and the value
 
 
-@dataclass(frozen=True)
-class Inside:
+class Inside(dict[str, Bound]):
     """Bounds of keys in a map that is handed to megatron-core or vLLM; what they hold otherwise is theirs to say."""
-
-    bounds: Mapping[str, Bound]
 
 
 def at_least(least: float, expected: str = "") -> Bound:
@@ -46,10 +43,6 @@ def expect(holds: Callable[[Any], bool], expected: str) -> Bound:
 
 def need(holds: Callable[[Any], bool], way_out: str) -> Bound:
     return Bound(holds, "{key} is {value}: " + way_out)
-
-
-def inside(**bounds: Bound) -> Inside:
-    return Inside(bounds)
 
 
 def is_weight(value: Any) -> bool:
@@ -106,14 +99,14 @@ SHARE = expect(lambda value: 0 <= value < 1, "0 (off) to below 1")
 SIZE = expect(lambda value: type(value) is int and value >= 1, "a whole number of 1 or more")
 
 # keys of the maps that vLLM, megatron-core's OptimizerConfig and its TransformerConfig are handed
-VLLM = inside(
+VLLM = Inside(
     max_num_seqs=SIZE,
     kv_cache_memory_bytes=SIZE,
     max_model_len=SIZE,
     max_num_batched_tokens=SIZE,
     gpu_memory_utilization=expect(lambda share: 0 < share <= 1, "a share of the memory, above 0 and at most 1"),
 )
-OPTIMIZER = inside(
+OPTIMIZER = Inside(
     bucket_size=SIZE,
     clip_grad=at_least(0, "0 (off) or more"),
     weight_decay=at_least(0),
@@ -121,7 +114,7 @@ OPTIMIZER = inside(
     adam_beta2=SHARE,
     adam_eps=above(0, "above 0, such as 1e-8"),
 )
-TRANSFORMER = inside(
+TRANSFORMER = Inside(
     virtual_pipeline_model_parallel_size=SIZE,
     expert_tensor_parallel_size=SIZE,
     num_layers_in_first_pipeline_stage=SIZE,

@@ -1,9 +1,12 @@
-"""Enums of the configuration: the values of keys that take one of a few words."""
+"""Values of keys that take one of a few words."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.loss.table import LOSSES
 
@@ -24,12 +27,18 @@ Reduce = StrEnum("Reduce", ["sum", "mean", "max", "min"])
 When = StrEnum("When", ["negative_advantage"])
 NonFinite = StrEnum("NonFinite", {"drop": "drop", "one": "one", "zero": "zero", "reject": "reject", "raise_": "raise"})
 Reduction = StrEnum(
-    "Reduction",
-    ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"],
+    "Reduction", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"]
 )
 Divergence = StrEnum("Divergence", ["k1", "k2", "k3", "abs"])
 TrustRegion = StrEnum("TrustRegion", ["total_variation", "binary_kl"])
 KlOn = StrEnum("KlOn", ["trained", "counted"])
+Alarm = StrEnum(
+    "Alarm",
+    [
+        *("mismatch", "mismatch_jump", "mismatch_over_bf16", "probe", "ess", "rejected", "non_finite", "entropy"),
+        *("reward_errors", "no_spread", "truncated", "aborted", "gradient"),
+    ],
+)
 if TYPE_CHECKING:
     LossName = str
 else:
@@ -106,3 +115,26 @@ class Estimator(StrEnum):
     reinforce_pp = "reinforce_pp"
     maxrl = "maxrl"
     none = "none"  # advantage 1 everywhere: the supervised warm start
+
+
+@dataclass(frozen=True)
+class AlarmSetting:
+    on: bool = True
+    stops: bool = False  # ends the run; else it warns
+    bound: float | None = None  # None: the rule's own (runs/alarms.py)
+
+
+def alarm_setting(value: Any) -> AlarmSetting | None:
+    """What a recipe's `log.alarms` says of one alarm; None where that cannot be read."""
+    if value in (False, "off"):  # YAML takes a bare `off` for false
+        return AlarmSetting(on=False)
+    if value in ("warn", "stop"):
+        return AlarmSetting(stops=value == "stop")
+    if isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in ("warn", "stop"):
+        ((action, bound),) = value.items()
+        return AlarmSetting(stops=action == "stop", bound=float(bound)) if _is_bound(bound) else None
+    return AlarmSetting(bound=float(value)) if _is_bound(value) else None
+
+
+def _is_bound(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0

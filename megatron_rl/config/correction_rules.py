@@ -1,11 +1,13 @@
-"""What is wrong with a correction, loss or advantage config, said before torch is loaded.
+"""Mistakes in a correction, loss or advantage, and whether it needs a prox pass; found without torch.
 
-Each check returns sentences that name the key's path, its value and the way out; an empty list is a clean config.
+The prox pass scores a batch before the learner updates on it. A single update's own forward pass gives the same
+logprobs, too late only for what has to be known of the whole batch before the first gradient.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from megatron_rl.config.bounds import as_written
 from megatron_rl.config.schema import (
@@ -13,17 +15,19 @@ from megatron_rl.config.schema import (
     Aggregate,
     Anchor,
     CorrectionConfig,
+    LearnerSection,
     Level,
     LossConfig,
     Outside,
     Reduce,
     Reduction,
     RejectRule,
+    RolloutSection,
     Stat,
     WeightConfig,
 )
 from megatron_rl.config.shape import sound
-from megatron_rl.loss.table import losses
+from megatron_rl.loss.table import LOSSES, losses
 
 BANDED = losses(lambda loss: loss.band)
 OPEN_BANDED = losses(lambda loss: loss.band == "open")
@@ -34,6 +38,8 @@ PER_ROW = losses(lambda loss: loss.per_row)
 WITH_RATIO = losses(lambda loss: loss.ratio)
 AGAINST_SAMPLER = losses(lambda loss: loss.against_sampler)
 SUPERVISED = losses(lambda loss: loss.supervised)
+# of learner.megatron: with them, no two forward passes are the same
+DRAWS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 # what a statistic is never below
 FLOOR = {Stat.ratio: 0.0, Stat.k2: 0.0, Stat.k3: 0.0, Stat.m2: 0.0, Stat.abs: 1.0, Stat.staleness: 0.0}
 
@@ -52,20 +58,16 @@ def check_objective(correction: CorrectionConfig, loss: LossConfig, advantage: A
     found = Findings(check_correction(correction) + check_loss(loss) + check_advantage(advantage))
     by_sampler = correction.anchor == Anchor.sampler
     if by_sampler and loss.name in WITH_RATIO and correction.weight.level != Level.none:
-        found.add(
-            "correction.weight.level",
-            correction.weight.level,
+        way_out = (
             f"with correction.anchor: sampler the ratio of loss.name: {loss.name} already holds the mismatch and a "
-            "weight would count it twice; use correction.weight.level: none, or loss.name: reinforce",
+            "weight would count it twice; use correction.weight.level: none, or loss.name: reinforce"
         )
+        found.add("correction.weight.level", correction.weight.level, way_out)
     if loss.name in AGAINST_SAMPLER and not by_sampler:
         found.add("loss.name", loss.name, "its ratio is pi over the sampler; set correction.anchor: sampler")
     if loss.name in COVARIANCE and by_sampler:
-        found.add(
-            "loss.name",
-            loss.name,
-            "it selects tokens by the proximal logprobs; set correction.anchor: prox, or use ppo",
-        )
+        way_out = "it selects tokens by the proximal logprobs; set correction.anchor: prox, or use ppo"
+        found.add("loss.name", loss.name, way_out)
     return list(found)
 
 
@@ -81,11 +83,8 @@ def check_loss(config: LossConfig, path: str = "loss") -> list[str]:
     config, wrong = sound(config, path)
     found = Findings(wrong.values())
     if config.name in PER_ROW and config.reduction == Reduction.token_mean:
-        found.add(
-            f"{path}.reduction",
-            config.reduction,
-            f"{config.name} has one ratio per sequence and averages over sequences; use seq_mean_token_mean",
-        )
+        way_out = f"{config.name} has one ratio per sequence and averages over sequences; use seq_mean_token_mean"
+        found.add(f"{path}.reduction", config.reduction, way_out)
     _check_clip(found, config, path)
     if config.cov_low >= config.cov_high and not {f"{path}.cov_low", f"{path}.cov_high"} & wrong.keys():
         found.add(f"{path}.cov_low", config.cov_low, f"it must be below {path}.cov_high, which is {config.cov_high}")
@@ -194,14 +193,49 @@ def _check_bounds(found: Findings, rule: RejectRule, path: str) -> None:
 
 def _check_sampler_anchor(found: Findings, config: CorrectionConfig, path: str) -> None:
     why = f"it needs the global batch before the loss, which {path}.anchor: sampler does not have; use"
-    if config.weight.normalize:
-        found.add(f"{path}.weight.normalize", True, f"{why} false")
-    if config.weight.target_ess is not None:
-        found.add(f"{path}.weight.target_ess", config.weight.target_ess, f"{why} null")
-    if config.rebaseline:
-        found.add(f"{path}.rebaseline", True, f"{why} false")
-    if config.renormalize:
-        found.add(f"{path}.renormalize", True, f"{why} false")
-    for place, rule in enumerate(config.reject):
+    asked = [
+        ("weight.normalize", config.weight.normalize or None, "false"),
+        ("weight.target_ess", config.weight.target_ess, "null"),
+        ("rebaseline", config.rebaseline or None, "false"),
+        ("renormalize", config.renormalize or None, "false"),
+        *((f"reject[{place}].budget", rule.budget, "low and high") for place, rule in enumerate(config.reject)),
+    ]
+    for key, value, instead in asked:
+        if value is not None:
+            found.add(f"{path}.{key}", value, f"{why} {instead}")
+
+
+def of_the_whole_batch(correction: CorrectionConfig) -> Iterator[str]:
+    """Keys of a correction by which one token's weight, mask or denominator depends on the logprobs of others' rows."""
+    if correction.weight.target_ess is not None:
+        yield "correction.weight.target_ess"
+    if correction.weight.normalize:
+        yield "correction.weight.normalize"
+    for place, rule in enumerate(correction.reject):
+        if rule.stat == Stat.staleness:  # which looks at no logprob
+            continue
         if rule.budget is not None:
-            found.add(f"{path}.reject[{place}].budget", rule.budget, f"{why} low and high")
+            yield f"correction.reject[{place}].budget"
+        elif correction.renormalize or (correction.rebaseline and rule.when is None):
+            yield f"correction.reject[{place}]"
+
+
+def prox_readers(correction: CorrectionConfig, loss: LossConfig, learner: LearnerSection) -> list[str]:
+    """Keys that need a pass of its own with `anchor: prox`; none: the update's forward pass will do."""
+    found = list(of_the_whole_batch(correction))
+    if learner.n_minibatches > 1:
+        found.append("learner.n_minibatches")
+    if LOSSES[loss.name].selects:
+        found.append("loss.name")
+    return found + [f"learner.megatron.{name}" for name in DRAWS if learner.megatron.get(name)]
+
+
+def makes_prox_pass(
+    correction: CorrectionConfig, loss: LossConfig, learner: LearnerSection, rollout: RolloutSection
+) -> bool:
+    return anchored_to_learner(correction, rollout) and bool(prox_readers(correction, loss, learner))
+
+
+def anchored_to_learner(correction: CorrectionConfig, rollout: RolloutSection) -> bool:
+    """True where the loss is anchored to the learner's logprobs, not the sampler's; false for a data set's answers."""
+    return correction.anchor == Anchor.prox and not rollout.supervised

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.config.load import CONF
-from megatron_rl.config.plain_yaml import read_yaml
+from megatron_rl.config.plain_yaml import CONF, read_yaml
 from megatron_rl.config.schema import Config, EvalSection, EvalSet, RewardSection, RolloutSection
 
 
@@ -47,7 +46,7 @@ class HeldOut:
 
 
 def held_out(config: Config) -> list[HeldOut]:
-    """data.eval first."""
+    """Every set, that of data.eval first."""
     sets = [("", EvalSet())] if config.data.eval else []
     sets += (config.eval.sets or {}).items()
     return [_resolved(name, one, config) for name, one in sets]
@@ -72,7 +71,7 @@ def _resolved(name: str, one: EvalSet, config: Config) -> HeldOut:
 
 
 def _file(path: str) -> str:
-    """The file itself, or that of a preset of conf/data."""
+    """A file by its path, or that of a preset of conf/data."""
     preset = CONF / "data" / f"{path}.yaml"
     if Path(path).name != path or not preset.is_file():
         return path

@@ -1,7 +1,4 @@
-"""What a recipe says about its samplers: one embedded engine or a fleet of servers, which formats, and what is wrong.
-
-Imports no torch: every rank asks for the formats, and mistakes are found when the recipe is loaded.
-"""
+"""Samplers as a recipe has them: an embedded engine or a fleet of servers, in which formats. Torch-free."""
 
 from __future__ import annotations
 

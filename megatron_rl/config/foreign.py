@@ -1,7 +1,4 @@
-"""Fields of another package's dataclass, read from its source without import, and whether a value fits one.
-
-Importing megatron-core or vLLM takes longer than a mistake should take to be found.
-"""
+"""Fields of another package's dataclass, read from its source: importing megatron-core or vLLM takes too long."""
 
 from __future__ import annotations
 

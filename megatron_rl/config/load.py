@@ -1,10 +1,8 @@
 """Recipes to typed configuration: strict keys, presets, overrides, and errors that name the way out.
 
-A recipe is a small YAML delta. `base:` names the file or files it builds on (relative to itself).
-A section may be the name of a preset (`correction: tis` is conf/correction/tis.yaml) or a mapping whose
-`preset:` is one, with the other keys on top. `cluster: 1n8g` puts conf/cluster/1n8g.yaml, which may set any
-section, below the keys of whoever names it; the last name is the one that counts. Command-line overrides are
-`section.key=value`. Imports no torch: a mistyped key is refused at once.
+A recipe is a small YAML delta over its `base:` files. A section may be the name of a preset (`correction: tis` is
+conf/correction/tis.yaml) or a mapping whose `preset:` is one, with the other keys on top. `cluster: 1n8g` puts
+conf/cluster/1n8g.yaml below the keys of whoever names it; the last name counts.
 """
 
 from __future__ import annotations
@@ -20,21 +18,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.bounds import as_written
-from megatron_rl.config.plain_yaml import DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml, write_yaml
+from megatron_rl.config.plain_yaml import CONF, DEEPEST, LARGEST_TEXT, MOST_NODES, read_yaml, write_yaml
 from megatron_rl.config.rules import check
 from megatron_rl.config.schema import Config
-from megatron_rl.config.shape import all_keys, defaults, key_of, known, misfits, without
+from megatron_rl.config.shape import defaults, key_of, keys_in, known, misfits, without
 
-__all__ = ["ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_config", "to_yaml"]
+__all__ = ["CONF", "ConfigError", "all_keys", "from_mapping", "load", "read", "recorded_config", "to_yaml"]
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 MOST_FILES = 64  # that a recipe is made of
 PRESET_SECTIONS = ("correction", "quantization", "model", "data")
-PASSED_THROUGH = (
-    ("learner", "megatron"),
-    ("optim", "megatron"),
-    ("sampler", "vllm"),
-)  # a cluster's null takes a field out
+PASSED_THROUGH = (("learner", "megatron"), ("optim", "megatron"), ("sampler", "vllm"))  # a cluster's null takes one out
 CLUSTER = "cluster"
 OTHERWISE = {CLUSTER: "", "model": "; or name a folder: model.path", "data": "; or name a file: data.train"}
 MACHINE = "machine"  # of a cluster, as --on has it
@@ -62,6 +55,11 @@ def cluster(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[str | No
     return name, (_cluster(name).get(MACHINE) if name is not None else None)
 
 
+def all_keys() -> list[str]:
+    """Every key, as written on the command line."""
+    return keys_in(Config)
+
+
 def _checked(layers: Sequence[Mapping[str, Any]], path: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     merged = _merged([*layers, *map(_override, overrides)])
     if _values(merged) > MOST_NODES:
@@ -70,27 +68,23 @@ def _checked(layers: Sequence[Mapping[str, Any]], path: Path, overrides: Sequenc
         raise ConfigError(
             f"{path}: `axes` make it a grid of runs, started by python tools/compare_corrections.py {path}"
         )
-    merged = _named(merged, path.stem)
-    unreadable = list(misfits(merged))
+    run = merged.get("run", {})
+    if isinstance(run, Mapping) and run.get("name") is None:
+        merged["run"] = {**run, "name": path.stem}
+    unreadable = list(misfits(merged, Config))
     if unreadable:  # those keys stand at their defaults, and of their sections nothing else is said
         rest = without(merged, unreadable)
-        merged = {section: value for section, value in rest.items() if not any(misfits({section: value}))}
+        merged = {section: value for section, value in rest.items() if not any(misfits({section: value}, Config))}
     config, found = check(_typed(merged))
     sections = {key_of(line).partition(".")[0] for line in unreadable}
     found = [line for line in found if not any(f"{section}." in line for section in sections)]
     return config, [*unreadable, *found]
 
 
-def _named(merged: dict[str, Any], stem: str) -> dict[str, Any]:
-    run = merged.get("run", {})
-    nameless = isinstance(run, Mapping) and run.get("name") is None
-    return {**merged, "run": {**run, "name": stem}} if nameless else merged
-
-
 def from_mapping(mapping: Mapping[str, Any]) -> Config:
     """Typed and strict: unknown keys and values of the wrong type are refused with their full path, all at once."""
     resolved = _without_preset_names(mapping)
-    found = list(misfits(resolved))
+    found = list(misfits(resolved, Config))
     if found:
         raise ConfigError("\n".join(found))
     return _typed(resolved)
@@ -106,10 +100,7 @@ def _typed(mapping: Mapping[str, Any]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration; `from_mapping` of it gives the same object back.
-
-    A section that is what a preset says names it: runs are grouped by `correction.preset`.
-    """
+    """The resolved configuration, which `from_mapping` reads back. A section that is what a preset says names it."""
     mapping = asdict(config)
     for section in PRESET_SECTIONS:
         if name := preset_name(section, getattr(config, section)):
@@ -146,7 +137,7 @@ def from_base(base: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 def recorded(path: Path) -> dict[str, Any]:
     """The mapping of a recorded configuration, without preset names and removed keys: a base for overrides."""
-    return known(_without_preset_names(_loaded(path)))
+    return known(_without_preset_names(_loaded(path)), Config)
 
 
 def _sound(config: Config, found: Sequence[str]) -> Config:
@@ -214,15 +205,13 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     """`above` over `below`. Naming a preset starts its section afresh: presets do not pile up."""
     merged = dict(below)
     for section, value in above.items():
-        if section in PRESET_SECTIONS and not isinstance(value, Mapping):
-            merged[section] = _preset(section, value)
-        elif section in PRESET_SECTIONS and "preset" in value:
-            rest = {key: v for key, v in value.items() if key != "preset"}
-            merged[section] = _deep(_preset(section, value["preset"]), rest)
-        elif section in merged and isinstance(value, Mapping) and isinstance(merged[section], Mapping):
-            merged[section] = _deep(merged[section], value)
-        else:
-            merged[section] = value
+        if section in PRESET_SECTIONS:
+            if not isinstance(value, Mapping):
+                value = {"preset": value}
+            if "preset" in value:
+                merged[section] = _preset(section, value["preset"])
+                value = {key: one for key, one in value.items() if key != "preset"}
+        merged = _deep(merged, {section: value})
     return merged
 
 

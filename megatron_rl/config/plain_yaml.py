@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+CONF = Path(__file__).resolve().parents[2] / "conf"
 PLAIN_FLOAT = re.compile(r"^([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$")
-
-
 # far above any recipe; beyond it a text was made to keep its reader busy
 LARGEST_TEXT = 1 << 20
 MOST_NODES = 10_000  # what aliases repeat counts each time
@@ -26,14 +26,9 @@ class PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._nodes, self._depth = self._nodes + 1, self._depth + 1
-        if self._depth > DEEPEST:
-            raise yaml.composer.ComposerError(
-                None, None, f"nested more than {DEEPEST} deep", self.peek_event().start_mark
-            )
-        if self._nodes > MOST_NODES:
-            raise yaml.composer.ComposerError(
-                None, None, f"more than {MOST_NODES} values", self.peek_event().start_mark
-            )
+        if self._depth > DEEPEST or self._nodes > MOST_NODES:
+            problem = f"nested more than {DEEPEST} deep" if self._depth > DEEPEST else f"more than {MOST_NODES} values"
+            raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -58,9 +53,8 @@ def _weigh(node: yaml.Node, known: dict[int, tuple[int, int]]) -> tuple[int, int
     if id(node) in known:
         nodes, depth = known[id(node)]
         if nodes == 0:
-            raise yaml.composer.ComposerError(
-                None, None, "an alias in it refers to what it is part of", node.start_mark
-            )
+            problem = "an alias in it refers to what it is part of"
+            raise yaml.composer.ComposerError(None, None, problem, node.start_mark)
         return nodes, depth
     known[id(node)] = (0, 0)
     if isinstance(node, yaml.MappingNode):

@@ -1,48 +1,19 @@
-"""Conflicts between keys of a recipe, as far as the recipe alone shows them.
-
-A rule is a function of the sections (or other facts) that its parameters name. It returns sentences that name the
-key, its value and the way out.
+"""Conflicts between keys of a recipe: functions of the sections that their parameters name, which return sentences that
+name the key, its value and the way out.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
-from megatron_rl.config import alarms, correction_rules, fleet
-from megatron_rl.config.correction_rules import Findings
-from megatron_rl.config.schema import (
-    GROUP_ESTIMATORS,
-    AdvantageConfig,
-    Anchor,
-    Cache,
-    CheckpointSection,
-    Config,
-    CorrectionConfig,
-    Device,
-    Estimator,
-    EvalSection,
-    EvalSet,
-    Format,
-    Forward,
-    InFlight,
-    LearnerSection,
-    LogSection,
-    LossConfig,
-    OptimSection,
-    QuantizationSection,
-    RewardSection,
-    RolloutSection,
-    RolloutSource,
-    RunSection,
-    SamplerSection,
-    Sleep,
-    Stat,
-    SyncSection,
-    Transport,
-)
+from megatron_rl.config import correction_rules, fleet, schema
+from megatron_rl.config.bounds import as_written
+from megatron_rl.config.choices import Alarm, alarm_setting
+from megatron_rl.config.correction_rules import Findings, check_objective
 from megatron_rl.config.shape import sound
 
 Rule = Callable[..., Iterable[Any]]
@@ -66,57 +37,53 @@ def findings(rules: Iterable[Rule], facts: Mapping[str, Any]) -> Iterator[Any]:
             yield from rule(**{name: facts[name] for name in names})
 
 
-def check(config: Config) -> tuple[Config, list[str]]:
+def check(config: schema.Config) -> tuple[schema.Config, list[str]]:
     """The config with wrong values at null or their defaults, and all that the recipe alone shows to be wrong."""
     config, wrong = sound(config)
     found = [line for line in findings(RULES, vars(config)) if not any(key in line for key in wrong)]
     return config, [*wrong.values(), *found]
 
 
-def objective(correction: CorrectionConfig, loss: LossConfig, advantage: AdvantageConfig) -> list[str]:
-    return correction_rules.check_objective(correction, loss, advantage)
-
-
 def answers(
-    rollout: RolloutSection,
-    correction: CorrectionConfig,
-    reward: RewardSection,
-    advantage: AdvantageConfig,
-    loss: LossConfig,
+    rollout: schema.RolloutSection,
+    correction: schema.CorrectionConfig,
+    reward: schema.RewardSection,
+    advantage: schema.AdvantageConfig,
+    loss: schema.LossConfig,
 ) -> list[str]:
     """Who wrote the answers decides which corrections, losses and rewards there are."""
     found, estimator = Findings(), advantage.estimator
-    if rollout.source == RolloutSource.dataset:
+    if rollout.supervised:
         way_out = "the data set's own answers come from no sampler, so there is no ratio; use"
-        if correction.anchor == Anchor.sampler:
+        if correction.anchor == schema.Anchor.sampler:
             found.add("correction.anchor", correction.anchor, f"{way_out} prox")
         if reward.learner_estimate:
             found.add("reward.learner_estimate", True, f"{way_out} false")
-    elif estimator == Estimator.none and loss.name not in correction_rules.SUPERVISED:
+    elif estimator == schema.Estimator.none and loss.name not in correction_rules.SUPERVISED:
         way_out = "every sampled answer would count the same, whatever its reward; use grpo"
         found.add("advantage.estimator", estimator, way_out)
     longest = rollout.max_response_tokens
     if not 0 <= reward.overlong_buffer <= longest:
         way_out = f"it is part of rollout.max_response_tokens: {longest}; use 0 (off) to {longest}"
         found.add("reward.overlong_buffer", reward.overlong_buffer, way_out)
-    if estimator == Estimator.maxrl and reward.overlong_buffer > 0 and reward.overlong_penalty > 0:
+    if estimator == schema.Estimator.maxrl and reward.overlong_buffer > 0 and reward.overlong_penalty > 0:
         found.add(
             "advantage.estimator",
             estimator,
             f"it divides by the mean reward and needs rewards of 0 or more, which reward.overlong_buffer: "
             f"{reward.overlong_buffer} takes below 0; use grpo, or reward.overlong_buffer: 0",
         )
-    if estimator == Estimator.maxrl and reward.wrong < 0:
+    if estimator == schema.Estimator.maxrl and reward.wrong < 0:
         way_out = "advantage.estimator: maxrl divides by the mean reward and needs rewards of 0 or more; use 0, or grpo"
         found.add("reward.wrong", reward.wrong, way_out)
     return found
 
 
-def group_size(rollout: RolloutSection, advantage: AdvantageConfig) -> list[str]:
+def group_size(rollout: schema.RolloutSection, advantage: schema.AdvantageConfig) -> list[str]:
     found, estimator = Findings(), advantage.estimator
-    if rollout.source == RolloutSource.dataset or rollout.samples_per_prompt != 1:
+    if rollout.supervised or rollout.samples_per_prompt != 1:
         return found
-    if estimator in GROUP_ESTIMATORS:
+    if estimator in schema.GROUP_ESTIMATORS:
         way_out = f"advantage.estimator: {estimator} compares the answers to one prompt; use 2 or more, or reinforce_pp"
         found.add("rollout.samples_per_prompt", 1, way_out)
     elif rollout.dynamic_sampling:
@@ -125,18 +92,20 @@ def group_size(rollout: RolloutSection, advantage: AdvantageConfig) -> list[str]
     return found
 
 
-def supervised(rollout: RolloutSection, loss: LossConfig, advantage: AdvantageConfig) -> Iterator[str]:
-    if rollout.source != RolloutSource.dataset:
+def supervised(
+    rollout: schema.RolloutSection, loss: schema.LossConfig, advantage: schema.AdvantageConfig
+) -> Iterator[str]:
+    if not rollout.supervised:
         return
     if loss.name not in correction_rules.SUPERVISED:
         yield f"loss.name: {loss.name} needs sampled answers; rollout.source=dataset goes with cross_entropy"
-    if advantage.estimator != Estimator.none:
+    if advantage.estimator != schema.Estimator.none:
         yield f"advantage.estimator: {advantage.estimator} on the data set's own answers is 0; use none"
     if rollout.samples_per_prompt != 1:
         yield "rollout.samples_per_prompt: the data set has one answer per prompt; use 1 with rollout.source=dataset"
 
 
-def schedule(run: RunSection, eval: EvalSection, sync: SyncSection) -> Iterator[str]:
+def schedule(run: schema.RunSection, eval: schema.EvalSection, sync: schema.SyncSection) -> Iterator[str]:
     if eval.every % sync.every:
         yield (
             f"eval.every: {eval.every} is not a multiple of sync.every={sync.every}: "
@@ -152,8 +121,8 @@ def schedule(run: RunSection, eval: EvalSection, sync: SyncSection) -> Iterator[
         )
 
 
-def _sampled_again(eval: EvalSection) -> Iterator[str]:
-    sets: dict[str, EvalSection | EvalSet] = {"eval": eval}
+def _sampled_again(eval: schema.EvalSection) -> Iterator[str]:
+    sets: dict[str, schema.EvalSection | schema.EvalSet] = {"eval": eval}
     sets |= {f"eval.sets.{name}": one for name, one in (eval.sets or {}).items()}
     for key, one in sets.items():
         samples, temperature = one.samples or eval.samples, one.temperature
@@ -161,7 +130,7 @@ def _sampled_again(eval: EvalSection) -> Iterator[str]:
             yield f"{key}.samples: {samples} greedy answers to a prompt are all the same; set {key}.temperature above 0"
 
 
-def best(checkpoint: CheckpointSection) -> Iterator[str]:
+def best(checkpoint: schema.CheckpointSection) -> Iterator[str]:
     if checkpoint.best is not None and not (checkpoint.every or checkpoint.minutes):
         yield (
             f"checkpoint.best: {checkpoint.best}, but checkpoint.every and checkpoint.minutes are 0: nothing is kept; "
@@ -169,25 +138,29 @@ def best(checkpoint: CheckpointSection) -> Iterator[str]:
         )
 
 
-def support(rollout: RolloutSection) -> Iterator[str]:
+def support(rollout: schema.RolloutSection) -> Iterator[str]:
     """An engine tells what it drew from among a bounded number of tokens."""
     if rollout.top_p < 1 and rollout.top_k is None:
         yield (
             f"rollout.top_p: {rollout.top_p:g} alone keeps a set of any size, which an engine does not tell; set "
             "rollout.top_k too, such as 50"
         )
-    if rollout.top_k is not None and rollout.source == RolloutSource.dataset:
+    if rollout.top_k is not None and rollout.supervised:
         yield f"rollout.top_k: {rollout.top_k}, but the data set's own answers were drawn by nobody; leave it out"
 
 
 def ahead(
-    rollout: RolloutSection, correction: CorrectionConfig, loss: LossConfig, sync: SyncSection, sampler: SamplerSection
+    rollout: schema.RolloutSection,
+    correction: schema.CorrectionConfig,
+    loss: schema.LossConfig,
+    sync: schema.SyncSection,
+    sampler: schema.SamplerSection,
 ) -> Iterator[str]:
     """Answers older than the policy are corrected for, and there is always one that may be begun."""
     key = f"rollout.ahead: {rollout.ahead}"
     if not rollout.ahead:
         return
-    if rollout.source == RolloutSource.dataset:
+    if rollout.supervised:
         yield f"{key}, but the data set's own answers are there already; use 0"
     elif not correction_rules.corrects(correction, loss):
         yield (
@@ -196,8 +169,8 @@ def ahead(
             "effective sample size) or bypass (the sampler as the anchor of the loss)"
         )
     for place, rule in enumerate(correction.reject):
-        finished = rollout.in_flight is InFlight.finish
-        if rule.stat == Stat.staleness and rule.high is not None and rule.high < rollout.ahead and finished:
+        finished = rollout.in_flight is schema.InFlight.finish
+        if rule.stat == schema.Stat.staleness and rule.high is not None and rule.high < rollout.ahead and finished:
             yield (
                 f"correction.reject[{place}].high: {rule.high:g} with {key} rejects all answers, which are that many "
                 "updates old; raise it, or use rollout.in_flight=continue"
@@ -207,23 +180,23 @@ def ahead(
             f"sync.every: {sync.every} with {key}: the sampler waits for a policy that is sent later than the batch is "
             f"needed; use at most {rollout.ahead + 1}, or raise rollout.ahead"
         )
-    if sampler.sleep is not Sleep.none:
+    if sampler.sleep is not schema.Sleep.none:
         yield f"sampler.sleep: {sampler.sleep} with {key}: the engine works all the time; use none, or ahead 0"
-    if rollout.in_flight_cache is Cache.keep and rollout.in_flight is not InFlight.continue_:
+    if rollout.in_flight_cache is schema.Cache.keep and rollout.in_flight is not schema.InFlight.continue_:
         yield "rollout.in_flight_cache: keep with rollout.in_flight=finish: no update meets an answer; leave it out"
-    if rollout.in_flight is InFlight.continue_ and not (sync.transport == Transport.file and sync.staged):
+    if rollout.in_flight is schema.InFlight.continue_ and not (sync.transport == schema.Transport.file and sync.staged):
         yield (
             f"rollout.in_flight: continue with sync.transport={sync.transport}: weights that arrive in place would be "
             "read half old and half new; use sync.transport=file, or finish"
         )
 
 
-def rate(optim: OptimSection) -> Iterator[str]:
+def rate(optim: schema.OptimSection) -> Iterator[str]:
     if optim.min_lr > optim.lr:
         yield f"optim.min_lr: {optim.min_lr:g} is above optim.lr: {optim.lr:g}, which decays to it; lower it"
 
 
-def pipeline(learner: LearnerSection) -> Iterator[str]:
+def pipeline(learner: schema.LearnerSection) -> Iterator[str]:
     chunks, stages = learner.virtual_pipeline, learner.pipeline_parallel
     if chunks is not None and not (stages > 1 and chunks > 1):
         yield (
@@ -232,7 +205,7 @@ def pipeline(learner: LearnerSection) -> Iterator[str]:
         )
 
 
-def updates(learner: LearnerSection, rollout: RolloutSection) -> Iterator[str]:
+def updates(learner: schema.LearnerSection, rollout: schema.RolloutSection) -> Iterator[str]:
     if learner.n_minibatches > rollout.prompts_per_step:
         yield (
             f"learner.n_minibatches: {learner.n_minibatches} updates of "
@@ -240,26 +213,29 @@ def updates(learner: LearnerSection, rollout: RolloutSection) -> Iterator[str]:
         )
 
 
-def formats(quantization: QuantizationSection, sampler: SamplerSection) -> Iterator[str]:
+def formats(quantization: schema.QuantizationSection, sampler: schema.SamplerSection) -> Iterator[str]:
     smoothing = quantization.smoothing
-    if smoothing and quantization.format != Format.int8:
+    if smoothing and quantization.format != schema.Format.int8:
         yield (
             f"quantization.smoothing: {smoothing:g} with quantization.format={quantization.format}; only int8 "
             "gains from it: set quantization.format=int8, or quantization.smoothing=null"
         )
-    if sampler.tensor_parallel > 1 and Format.fp8_block in fleet.replica_formats(sampler, quantization):
+    if sampler.tensor_parallel > 1 and schema.Format.fp8_block in fleet.replica_formats(sampler, quantization):
         yield "sampler.tensor_parallel: 128x128 blocks over several sampler ranks are not built yet; use 1"
 
 
 def as_sampler(
-    learner: LearnerSection, quantization: QuantizationSection, sampler: SamplerSection, run: RunSection
+    learner: schema.LearnerSection,
+    quantization: schema.QuantizationSection,
+    sampler: schema.SamplerSection,
+    run: schema.RunSection,
 ) -> Iterator[str]:
-    if learner.forward is not Forward.as_sampler:
+    if learner.forward is not schema.Forward.as_sampler:
         return
     formats = sorted({*fleet.replica_formats(sampler, quantization), quantization.format})
     if len(formats) > 1:
         yield f"learner.forward: as_sampler follows one format, the fleet has {', '.join(formats)}; use bf16"
-    elif formats[0] == Format.fp8_block:
+    elif formats[0] == schema.Format.fp8_block:
         yield "learner.forward: as_sampler with quantization.format=fp8_block: built for int8 and fp8 so far; use bf16"
     ours, theirs = learner.tensor_parallel, sampler.tensor_parallel
     if ours % theirs and theirs % ours:
@@ -267,23 +243,32 @@ def as_sampler(
             f"learner.forward: as_sampler with learner.tensor_parallel={ours} and sampler.tensor_parallel={theirs}: "
             "one has to divide the other; use bf16, or change one of them"
         )
-    if run.device is Device.cuda:
+    if run.device is schema.Device.cuda:
         yield "learner.forward: as_sampler is built for hosts so far; use bf16 with run.device=cuda"
 
 
-def patches(sync: SyncSection) -> Iterator[str]:
-    if sync.full_every > 1 and sync.transport != Transport.file:
+def patches(sync: schema.SyncSection) -> Iterator[str]:
+    if sync.full_every > 1 and sync.transport != schema.Transport.file:
         yield (
             f"sync.full_every: {sync.full_every} with sync.transport={sync.transport}; patches travel as files only: "
             "use file, or 1 for whole versions"
         )
 
 
-def alarm_settings(log: LogSection) -> Iterable[str]:
-    return alarms.problems(log.alarms)
+def alarms(log: schema.LogSection) -> Iterator[str]:
+    for name, value in log.alarms.items():
+        if name not in list(Alarm):
+            near = difflib.get_close_matches(str(name), list(Alarm), n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            yield f"log.alarms.{name}: no alarm; {hint}there are {', '.join(Alarm)}"
+        elif alarm_setting(value) is None:
+            yield (
+                f"log.alarms.{name} is {as_written(value)}: use off, warn, stop, a bound of 0 or more, or both, "
+                "such as {stop: 0.3}"
+            )
 
 
-def engine(sampler: SamplerSection) -> Iterator[str]:
+def engine(sampler: schema.SamplerSection) -> Iterator[str]:
     engines = [gpus.split(",") for gpus in fleet.devices(sampler)]
     numbers = [number for gpus in engines for number in gpus]
     uneven = next((gpus for gpus in engines if len(gpus) != sampler.tensor_parallel), None)
@@ -302,6 +287,6 @@ def engine(sampler: SamplerSection) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    objective, answers, support, ahead, group_size, supervised, schedule, best, rate, pipeline, updates, formats,
-    as_sampler, patches, engine, alarm_settings, fleet.addresses, fleet.servers,
+    check_objective, answers, support, ahead, group_size, supervised, schedule, best, rate, pipeline, updates, formats,
+    as_sampler, patches, engine, alarms, fleet.addresses, fleet.servers,
 )  # fmt: skip

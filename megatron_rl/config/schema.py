@@ -1,8 +1,6 @@
-"""Every configuration key, typed: the dataclasses that recipes fill in.
+"""Every configuration key, typed: the dataclasses that recipes fill in. Torch-free.
 
-Imports nothing heavy, so that a mistyped recipe is refused before torch is loaded. Defaults here are
-the defaults of the project; `conf/base.yaml` only repeats those a reader should see. The bounds of a value stand
-in its type; rules about two keys at once are in `rules.py`.
+The bounds of a value stand in its type; rules about two keys at once are in `rules.py`.
 """
 
 from collections.abc import Mapping
@@ -106,6 +104,11 @@ class RolloutSection:
     stale: Stale = Stale.wait
     in_flight: InFlight = InFlight.finish  # what an update does to answers that are being written
     in_flight_cache: Cache = Cache.rebuild
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the data set's own answers are trained on."""
+        return self.source == RolloutSource.dataset
 
     @property
     def candidates(self) -> int:

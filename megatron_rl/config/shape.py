@@ -1,7 +1,6 @@
-"""Checks that a mapping fits the dataclasses of `schema.py`: every misfit as a sentence.
+"""Checks that a mapping fits dataclasses such as those of `schema.py`: every misfit as a sentence.
 
-A sentence names the key's path, its value and the way out. `misfits` is about what a recipe writes: keys and types;
-`sound` about the values of a section that is made: bounds.
+`misfits` is about what a recipe writes: keys and types; `sound` about the values of a section that is made: bounds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.bounds import Bound, Inside, as_written
 from megatron_rl.config.removed import REMOVED
-from megatron_rl.config.schema import Config
 
 Section = TypeVar("Section")
 RESOLVER = re.compile(r"\$\{[^}]*:")  # a function of OmegaConf, such as ${oc.env:HOME}
@@ -83,30 +81,32 @@ def keys_of(schema: type) -> dict[str, Key]:
         kind, whole = plain[field.name], annotated[field.name]
         notes = [note for one in (whole, *get_args(whole)) for note in getattr(one, "__metadata__", ())]
         bound = next((note for note in notes if isinstance(note, Bound)), None)
-        inside = next((note.bounds for note in notes if isinstance(note, Inside)), {})
+        inside = next((note for note in notes if isinstance(note, Inside)), {})
         places = ((each, get_origin(one)) for one in (kind, *get_args(kind)) for each in (one, *get_args(one)))
         section, container = next((place for place in places if is_dataclass(place[0])), (None, None))
         found[field.name] = Key(field, kind, bound, inside, section, container)
     return found
 
 
-def misfits(mapping: Mapping[Any, Any], schema: type = Config, prefix: str = "") -> Iterator[str]:
-    """What in `mapping` is no key of `schema`, or no value that its key can take."""
-    keys = keys_of(schema)
+def misfits(
+    mapping: Mapping[Any, Any], schema: type, prefix: str = "", everywhere: Sequence[str] = ()
+) -> Iterator[str]:
+    """What in `mapping` is no key of `schema`, or no value that its key can take. `everywhere`: what may be meant."""
+    keys, everywhere = keys_of(schema), everywhere or keys_in(schema)
     for name, value in mapping.items():
         full = f"{prefix}{name}"
         if name not in keys:
-            hint = f"; {REMOVED[full]}" if full in REMOVED else _suggest(str(name), prefix, list(keys))
+            hint = f"; {REMOVED[full]}" if full in REMOVED else _suggest(str(name), prefix, list(keys), everywhere)
             yield f"{full}: unknown key{hint}"
             continue
         key = keys[name]
         if key.section and key.container is None:
-            yield from _section(value, key.section, full)
+            yield from _section(value, key.section, full, everywhere)
         elif key.container is list:
-            yield from _sections(value, key.section, full)
+            yield from _sections(value, key.section, full, everywhere)
         elif key.container is dict and isinstance(value, Mapping):
             for inner, one in value.items():
-                yield from _section(one, key.section, f"{full}.{inner}")
+                yield from _section(one, key.section, f"{full}.{inner}", everywhere)
         else:
             yield from _leaf(value, key, schema, full)
 
@@ -128,7 +128,7 @@ def without(mapping: Mapping[str, Any], misfits: Sequence[str]) -> dict[str, Any
     return left
 
 
-def known(mapping: Mapping[Any, Any], schema: type = Config) -> dict[Any, Any]:
+def known(mapping: Mapping[Any, Any], schema: type) -> dict[Any, Any]:
     """The mapping without what is no key of `schema` (any more)."""
     keys = keys_of(schema)
 
@@ -138,14 +138,14 @@ def known(mapping: Mapping[Any, Any], schema: type = Config) -> dict[Any, Any]:
     return {name: inner(keys[name], value) for name, value in mapping.items() if name in keys}
 
 
-def _section(value: object, schema: Any, full: str) -> Iterator[str]:
+def _section(value: object, schema: Any, full: str, everywhere: Sequence[str]) -> Iterator[str]:
     if isinstance(value, Mapping):
-        yield from misfits(value, schema, f"{full}.")
+        yield from misfits(value, schema, f"{full}.", everywhere)
     else:
         yield f"{full} is {as_written(value)}: it is a section; its keys are {', '.join(keys_of(schema))}"
 
 
-def _sections(value: object, schema: Any, full: str) -> Iterator[str]:
+def _sections(value: object, schema: Any, full: str, everywhere: Sequence[str]) -> Iterator[str]:
     required = {field.name: field.metadata["choices"] for field in fields(schema) if "choices" in field.metadata}
     if not isinstance(value, list):
         keys = ", ".join(f"{name}: {choices[0]}" for name, choices in required.items())
@@ -153,7 +153,7 @@ def _sections(value: object, schema: Any, full: str) -> Iterator[str]:
         yield f"{full} is {as_written(value)}: {wanted}"
         return
     for index, element in enumerate(value):
-        yield from _section(element, schema, f"{full}[{index}]")
+        yield from _section(element, schema, f"{full}[{index}]", everywhere)
         missing = [name for name in required if isinstance(element, Mapping) and name not in element]
         yield from (f"{full}[{index}].{name} is missing: use one of {', '.join(required[name])}" for name in missing)
 
@@ -209,19 +209,19 @@ def _way_out(value: object, kind: Any) -> str:
     return f"{hint}use {wanted}{', or null' if NoneType in possible else ''}"
 
 
-def _suggest(key: str, prefix: str, siblings: Sequence[str]) -> str:
-    same = [known for known in all_keys() if known.rpartition(".")[2] == key]
+def _suggest(key: str, prefix: str, siblings: Sequence[str], everywhere: Sequence[str]) -> str:
+    same = [known for known in everywhere if known.rpartition(".")[2] == key]
     inside = [known for known in same if known.startswith(prefix)]
     near = inside or [f"{prefix}{one}" for one in difflib.get_close_matches(key.lower(), siblings, n=1)] or same
     return f"; did you mean {' or '.join(near)}?" if near else f"; known here: {', '.join(siblings)}"
 
 
-def all_keys(schema: type = Config, prefix: str = "") -> list[str]:
-    """Every key, as written on the command line."""
+def keys_in(schema: type, prefix: str = "") -> list[str]:
+    """Every key of a schema and its sections, with dots between."""
     found: list[str] = []
     for name, key in keys_of(schema).items():
         one_section = key.section is not None and key.container is None
-        found += all_keys(key.section, f"{prefix}{name}.") if one_section else [f"{prefix}{name}"]
+        found += keys_in(key.section, f"{prefix}{name}.") if one_section else [f"{prefix}{name}"]
     return found
 
 

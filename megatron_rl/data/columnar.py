@@ -1,7 +1,5 @@
-"""Rows of Parquet and Arrow files, read where they lie: a row is decoded when it is asked for.
-
-What is drawn at random must come in small pieces. A file in larger ones (row groups, or one long stream) is copied once
-into a temporary file of small ones, piece by piece.
+"""Rows of Parquet and Arrow files, decoded when they are asked for. A file in large pieces is copied once into small
+ones, of which rows are drawn at random.
 """
 
 from __future__ import annotations

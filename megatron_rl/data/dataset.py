@@ -1,7 +1,4 @@
-"""The prompts of one file: which rows count, what the model is to read, and what is too long for it.
-
-Small data sets are encoded at once; of large ones a prompt is read and encoded when it is drawn.
-"""
+"""The prompts of one file: which rows count, what the model is to read, and what is too long for it."""
 
 from __future__ import annotations
 
@@ -91,7 +88,7 @@ class Source(Sequence[Prompt]):
         encoded = dict(zip(chosen, ids, strict=True))
         empty = next((each for each, ids in encoded.items() if not ids), None)
         if empty is not None:
-            raise ConfigError(f"{self._key}: {self._where(empty)} has an empty prompt; remove it")
+            raise ConfigError(f"{self._key}: {self._place(int(self._kept[empty]))} has an empty prompt; remove it")
         too_long = [each for each, ids in encoded.items() if len(ids) > max_tokens]
         if too_long and self._config.long_prompts == LongPrompts.error:
             most = max(map(len, encoded.values()))
@@ -113,9 +110,8 @@ class Source(Sequence[Prompt]):
         return Dataset(prompts, *counts, columns=self._recognised(), checksum=self._found.checksum)
 
     def _to_encode(self, max_tokens: int, sample: int | None) -> list[int]:
-        """Places of the prompts to encode: all of a small data set; of a large one the longest, and each kind.
-
-        No tokenizer makes more tokens than bytes of a text; a template adds what it adds to the shortest prompt.
+        """Places of the prompts to encode: all of a small data set; of a large one each kind, and the longest. No
+        tokenizer makes more tokens than a text has bytes; a template adds to all what it adds to the shortest.
         """
         if len(self) <= AT_ONCE and sample is None:
             return list(range(len(self)))
@@ -163,15 +159,13 @@ class Source(Sequence[Prompt]):
 
     def _prompt(self, row: dict[str, Any], index: int) -> str | Messages:
         row, layout = split(row, self._layout)
-        where = f"row {index} of {self._path}"
+        where = self._place(index)
         prompt = _there("data.prompt_key", row, layout.prompt, where)
         if isinstance(prompt, str):
             return prompt
         if not isinstance(prompt, list):
-            kind = type(prompt).__name__
-            raise ConfigError(
-                f"data.prompt_key: {layout.prompt!r} of {where} is {kind}, expected text or a list of messages"
-            )
+            was = f"{layout.prompt!r} of {where} is {type(prompt).__name__}"
+            raise ConfigError(f"data.prompt_key: {was}, expected text or a list of messages")
         if not prompt or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt):
             raise ConfigError(
                 f"data.prompt_key: {layout.prompt!r} of {where} is a list, but not one of messages such as "
@@ -181,7 +175,7 @@ class Source(Sequence[Prompt]):
 
     def _answer(self, row: dict[str, Any], index: int) -> str:
         row, layout = split(row, self._layout)
-        where = f"row {index} of {self._path}"
+        where = self._place(index)
         answer = _there("data.answer_key", row, layout.answer, where)
         if answer is None or isinstance(answer, (bool, list, dict)):  # a model writes true, Python True
             kind = "null" if answer is None else type(answer).__name__
@@ -202,7 +196,7 @@ class Source(Sequence[Prompt]):
         try:
             return self._tokenizer.text(prompt, config.template)
         except ConfigError as error:
-            raise ConfigError(f"{error} ({self._where(place)})") from None
+            raise ConfigError(f"{error} ({self._place(index)})") from None
 
     def _made(self, place: int, ids: Sequence[int]) -> Prompt:
         index = int(self._kept[place])
@@ -214,8 +208,8 @@ class Source(Sequence[Prompt]):
         text = prompt if isinstance(prompt, str) else json.dumps(prompt)
         return Prompt(self._first_id + index, tuple(ids), text, row, layout.prompt, layout.answer)
 
-    def _where(self, place: int) -> str:
-        return f"row {int(self._kept[place])} of {self._path}"
+    def _place(self, index: int) -> str:
+        return f"row {index} of {self._path}"
 
     def _recognised(self) -> str:
         if (self._config.prompt_key and self._config.answer_key) or self._layout.publisher == "as here":
@@ -242,10 +236,8 @@ class Distinct:
 
 
 def distinct(pairs: Iterable[tuple[bytes, bytes]]) -> Distinct:
-    """Find the rows that count: a prompt that stands there often counts once, one with two answers not at all.
-
-    `pairs`: prompt and answer of every row; answers are compared without the space around them. Only hashes are kept,
-    16 bytes a row: a table of two million rows is one of 17 thousand prompts, a hundred times each.
+    """Find the rows that count: a prompt that stands there often counts once, one with two answers not at all. Only
+    hashes are kept: tables have millions of rows.
     """
     prompt_hashes, answer_hashes = array("Q"), array("Q")
     for prompt, answer in pairs:

@@ -1,7 +1,4 @@
-"""How others publish rows: in which columns a prompt and its answer are found.
-
-`data.prompt_key` and `data.answer_key` say so where this table does not know, or where two of its lines fit.
-"""
+"""Layouts in which others publish rows: the columns of prompt and answer, where no key of the recipe names them."""
 
 from __future__ import annotations
 

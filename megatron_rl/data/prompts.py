@@ -11,21 +11,13 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.evaluation import HeldOut, held_out
-from megatron_rl.config.schema import Config, DataSection, RewardSection, RolloutSection, RolloutSource
+from megatron_rl.config.schema import Config, DataSection
 from megatron_rl.data.dataset import AT_ONCE, Dataset, Source
 from megatron_rl.data.rows import Joined
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.types import Prompt
 
-__all__ = [
-    "Dataset",
-    "FolderTokenizer",
-    "PromptOrder",
-    "check_datasets",
-    "load_dataset",
-    "load_held_out",
-    "needs_answers",
-]
+__all__ = ["Dataset", "FolderTokenizer", "PromptOrder", "check_datasets", "load_dataset", "load_held_out"]
 
 CYCLE = 1000  # prompts in which each of several sources has its share
 EARLY_SAMPLE = 1000  # prompts of a data set that are encoded before a run is started
@@ -51,11 +43,7 @@ def load_dataset(
 
 
 def load_held_out(
-    one: HeldOut,
-    config: DataSection,
-    tokenizer: FolderTokenizer,
-    max_prompt_tokens: int,
-    sample: int | None = None,
+    one: HeldOut, config: DataSection, tokenizer: FolderTokenizer, max_prompt_tokens: int, sample: int | None = None
 ) -> Dataset:
     source = Source(one.key, Path(one.path), config, tokenizer, one.reward.needs_answer)
     return source.load(max_prompt_tokens, sample)
@@ -76,15 +64,11 @@ def _joined(parts: list[Dataset], weights: list[float]) -> Dataset:
     )
 
 
-def needs_answers(rollout: RolloutSection, reward: RewardSection) -> bool:
-    return reward.needs_answer or rollout.source == RolloutSource.dataset
-
-
 def check_datasets(config: Config) -> None:
     """Raise what loading the data would raise, before anything is started."""
     data, rollout = config.data, config.rollout
     tokenizer, longest = FolderTokenizer(config.model.folder), rollout.max_prompt_tokens
-    wanted = needs_answers(rollout, config.reward)
+    wanted = config.reward.needs_answer or rollout.supervised
     left = len(load_dataset("train", data, tokenizer, longest, needs_answer=wanted, sample=EARLY_SAMPLE))
     if left < rollout.prompts_per_step:
         raise ConfigError(
@@ -96,11 +80,9 @@ def check_datasets(config: Config) -> None:
 
 
 class PromptOrder:
-    """The order in which prompts are drawn: endless, shuffled per epoch, resumable.
-
-    The order of an epoch is a permutation drawn from (seed, epoch). Several sources take turns as their weights say: in
-    a cycle of `CYCLE` places each has its share, in an order drawn from (seed, cycle), and an epoch of its own.
-    `position` counts prompts handed out and is the whole state.
+    """The order in which prompts are drawn: endless, resumable by `position`, shuffled by (seed, epoch). Several
+    sources take turns: in a cycle of `CYCLE` places each has its weight's share, in an order drawn from (seed, cycle),
+    and epochs of its own.
     """
 
     def __init__(self, dataset: Dataset, seed: int, shuffle: bool, position: int = 0) -> None:
@@ -108,8 +90,7 @@ class PromptOrder:
         shares = dataset.shares or ((len(dataset), 1.0),)
         self._firsts = [0, *accumulate(size for size, _ in shares)]
         self._counts = _counts([weight for _, weight in shares]) if len(shares) > 1 else [1]
-        self._seed = seed
-        self._shuffle = shuffle
+        self._seed, self._shuffle = seed, shuffle
         self._epoch = lru_cache(len(shares))(self._shuffled)
         self._cycle = lru_cache(1)(self._turns)
         self.position = position

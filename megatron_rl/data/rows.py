@@ -1,8 +1,7 @@
 """Rows of files, and what everyone may rely on in them.
 
-A row is a JSON object: text that can be encoded, finite numbers, each key once, nothing nested deeper than `DEPTH`.
-So rewards, tokenizer and records meet no row that they cannot take; what is otherwise is refused with its place. All
-rows are looked at, but none is kept: a row is read again when it is asked for, so that size is no matter.
+A row is a JSON object: text that can be encoded, finite numbers, each key once, nothing nested deeper than `DEPTH`;
+what is otherwise is refused with its place. All rows are looked at, but none is kept, so that size is no matter.
 """
 
 from __future__ import annotations

@@ -43,10 +43,7 @@ class FolderTokenizer:
         return self._backend.encode(self.text(prompt), add_special_tokens=False).ids
 
     def text(self, prompt: str | Messages, options: Mapping[str, Any] | None = None) -> str:
-        """What the model is to read: the prompt as it stands, or its messages in the model's chat template.
-
-        `options` are the template's, such as enable_thinking.
-        """
+        """What the model is to read: a prompt as it stands, or its messages in the chat template with its `options`."""
         if isinstance(prompt, str):
             return prompt
         try:

@@ -1,8 +1,6 @@
 """Two small tasks for machines without network: the toy (arithmetic, a character tokenizer, a model of under a million
 parameters), and questions of reasoning-gym (a chat template, a byte-level BPE tokenizer trained on them, a model of 2.4
-million parameters). Everything is made from a seed.
-
-The models are Qwen3 as large ones are (grouped queries, q/k norms, SwiGLU), only small.
+million parameters). Everything is made from a seed; the models are Qwen3 as large ones are, only small.
 """
 
 from __future__ import annotations
@@ -98,9 +96,8 @@ def write_counting(folder: Path) -> dict[str, int]:
 def write_toy(
     folder: Path, task: ToyTask | None = None, shape: ToyShape | None = None, like: Mapping[str, Any] | None = None
 ) -> dict[str, int]:
-    """Writes `model/` (config and tokenizer, no weights), `train.jsonl` and `test.jsonl`.
-
-    `like`: config.json of a large model, of whose family the small one is then.
+    """Writes `model/` without weights, `train.jsonl`, `test.jsonl`. `like`: config.json of the family that it is to be
+    of.
     """
     task, shape = task or ToyTask(), shape or ToyShape()
     problems = task.problems()
@@ -123,12 +120,8 @@ def _write_rows(folder: Path, train: Sequence[Mapping[str, Any]], test: Sequence
 def shrunk(card: Mapping[str, Any]) -> dict[str, Any]:
     """A model of the same family, of sizes that two cores train; its four layers divide over a pipeline."""
     shape = ToyShape(layers=4, tied=bool(card.get("tie_word_embeddings")))
-    sizes = hf_config(shape) | {
-        "num_experts": 4,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-    }
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    sizes = hf_config(shape) | experts
     tokens = {key: value for key, value in sizes.items() if key.endswith("_token_id")}
     return {key: sizes[key] if key in SHRUNK else value for key, value in card.items()} | tokens
 

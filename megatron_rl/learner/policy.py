@@ -18,7 +18,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.config import schema
-from megatron_rl.config.patience import collective_s
 from megatron_rl.config.schema import Precision, Sleep
 from megatron_rl.distributed import exchange
 from megatron_rl.learner import host, weights
@@ -29,6 +28,7 @@ from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.models.mapping import global_name
 from megatron_rl.models.model import Model
 from megatron_rl.models.weight_files import is_checkpoint
+from megatron_rl.survival.trouble import collective_s
 
 RANDOM = "rng."
 TRACKER = f"{RANDOM}tracker."

@@ -1,8 +1,4 @@
-"""Everything that can be known to be wrong before an engine starts, found in seconds and named by key.
-
-What the recipe alone shows is found where it is loaded (config/rules.py); here are the rules that look at the machine,
-the model or the files.
-"""
+"""Everything about machine, model and files that can be known to be wrong before an engine starts."""
 
 from __future__ import annotations
 
@@ -12,32 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, schema
 from megatron_rl.config.evaluation import HeldOut, evaluated_tokens, held_out
 from megatron_rl.config.fleet import local_formats
 from megatron_rl.config.rules import Rule, findings
-from megatron_rl.config.schema import (
-    CheckpointSection,
-    Config,
-    DataSection,
-    Device,
-    EvalSection,
-    LearnerSection,
-    ModelSection,
-    OptimSection,
-    QuantizationSection,
-    RewardSection,
-    RolloutSection,
-    RunSection,
-    SamplerSection,
-)
 from megatron_rl.learner import limits
 from megatron_rl.models import weight_files
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.model import Model, read_hf_config
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.weight_files import is_checkpoint
-from megatron_rl.preflight import engine, files, notes, placement
+from megatron_rl.preflight import engine, files, notes, roles
 from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.machine import Machine, detect
 from megatron_rl.preflight.sync_plan import size_problems
@@ -58,11 +39,11 @@ class Checked:
     notes: tuple[str, ...] = ()  # what may be meant, but surprises
 
 
-def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, here: bool = True) -> Checked:
+def check(config: schema.Config, found: Iterable[str] = (), on: Machine | None = None, here: bool = True) -> Checked:
     """Raises one ConfigError that lists every problem, after those that are `found` already.
 
-    `on`: a machine that is not this one, to which absent files are still to be brought. Without `here` this process
-    is one of several that something else has placed on GPUs.
+    `on`: a machine elsewhere, to which absent files are still to be brought. Without `here` something else has placed
+    this process on GPUs.
     """
     facts, problems = _facts(config, on)
     if not here and "machine" in facts:
@@ -77,7 +58,7 @@ def check(config: Config, found: Iterable[str] = (), on: Machine | None = None, 
     return Checked(facts["machine"], facts["policy"], to_bring, tuple(findings(notes.RULES, facts)))
 
 
-def problems(config: Config, on: Machine | None = None, complete: bool = False) -> list[str]:
+def problems(config: schema.Config, on: Machine | None = None, complete: bool = False) -> list[str]:
     """All that speaks against a recipe. A plan does not need its files; what is queued has to find them: `complete`."""
     facts, found = _facts(config, on, cards=True)
     if complete:
@@ -85,7 +66,7 @@ def problems(config: Config, on: Machine | None = None, complete: bool = False) 
     return list(dict.fromkeys([*found, *findings(RULES, facts)]))
 
 
-def _facts(config: Config, on: Machine | None, cards: bool = False) -> tuple[dict[str, Any], list[str]]:
+def _facts(config: schema.Config, on: Machine | None, cards: bool = False) -> tuple[dict[str, Any], list[str]]:
     """The sections, and what is outside of them: the machine and the model; what cannot be had is a problem."""
     sets = held_out(config)
     known = [name for one in sets for name in one.metrics()]
@@ -106,49 +87,39 @@ def _facts(config: Config, on: Machine | None, cards: bool = False) -> tuple[dic
     return facts, problems
 
 
-def check_served(model: ModelSection) -> None:
+def check_served(model: schema.ModelSection) -> None:
     """The folder of a server, whose weights come from the run: config.json against what else lies there."""
     try:
         hf_config = read_hf_config(model.folder)
         facts = {"model": model, "hf_config": hf_config, "shape": ModelShape.from_hf(hf_config)}
     except ValueError as error:
-        raise ConfigError(
-            str(error) if isinstance(error, ConfigError) else f"model.path={model.path}: {error}"
-        ) from None
+        raise ConfigError(f"model.path={model.path}: {error}") from None
     rules = (unquantized, files.weights, files.vocabulary, files.end_of_text)
     if problems := list(findings(rules, facts)):
         raise ConfigError("\n".join(problems))
 
 
-def check_alone(config: Config, weights: Path) -> list[str]:
+def check_alone(config: schema.Config, weights: Path) -> list[str]:
     """A model stored in `weights` that answers without a run. Returns what is to be said, raises what is wrong."""
     facts, problems = _facts(config, None)
     if "shape" in facts:
         misfits = torch_dist_index.misfits if is_checkpoint(weights) else weight_files.misfits
         problems += misfits(weights, facts["shape"])
     problems += findings(ALONE, facts)
-    problems += [each.error for each in files.absent_data(DataSection(), facts["sets"])]
+    problems += [each.error for each in files.absent_data(schema.DataSection(), facts["sets"])]
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return list(notes.plain_text(config.model, config.data, [one.path for one in facts["sets"]]))
 
 
-def check_watched(config: Config) -> None:
+def check_watched(config: schema.Config) -> None:
     """Whether the modules of a learner and an engine can be looked at here."""
     facts, _ = _facts(config, None)
     if problems := [f"mismatch: {why}" for why in findings([engine.unwatchable], facts)]:
         raise ConfigError("\n".join(problems))
 
 
-def learner_limits(shape: ModelShape, hf_config: Mapping[str, Any], learner: LearnerSection) -> list[str]:
-    return limits.problems(shape, hf_config, learner)
-
-
-def optimizer(optim: OptimSection) -> Iterator[str]:
-    return limits.optimizer_fields(optim)
-
-
-def unquantized(model: ModelSection, hf_config: Mapping[str, Any]) -> Iterator[str]:
+def unquantized(model: schema.ModelSection, hf_config: Mapping[str, Any]) -> Iterator[str]:
     if "quantization_config" in hf_config:
         yield (
             f"model.path: {model.path} is already quantized; name the BF16 model, and let quantization.format "
@@ -156,7 +127,7 @@ def unquantized(model: ModelSection, hf_config: Mapping[str, Any]) -> Iterator[s
         )
 
 
-def context(hf_config: Mapping[str, Any], rollout: RolloutSection, eval: EvalSection) -> Iterator[str]:
+def context(hf_config: Mapping[str, Any], rollout: schema.RolloutSection, eval: schema.EvalSection) -> Iterator[str]:
     longest = hf_config.get("max_position_embeddings")
     if longest is None:
         return
@@ -171,7 +142,9 @@ def context(hf_config: Mapping[str, Any], rollout: RolloutSection, eval: EvalSec
         yield f"max_response_tokens of eval: with the prompt {wanted} tokens, above the context of {longest}; lower it"
 
 
-def formats(machine: Machine, sampler: SamplerSection, quantization: QuantizationSection) -> Iterator[str]:
+def formats(
+    machine: Machine, sampler: schema.SamplerSection, quantization: schema.QuantizationSection
+) -> Iterator[str]:
     key = "sampler.fleet.formats" if sampler.fleet.formats else "quantization.format"
     for format in dict.fromkeys(local_formats(sampler, quantization)):
         problem = format_problem(format, machine.kind, machine.name, machine.capability)
@@ -179,11 +152,11 @@ def formats(machine: Machine, sampler: SamplerSection, quantization: Quantizatio
             yield f"{key}: {format}: {problem}"
 
 
-def learner_fp8(machine: Machine, learner: LearnerSection) -> Iterator[str]:
+def learner_fp8(machine: Machine, learner: schema.LearnerSection) -> Iterator[str]:
     wanted = limits.fp8(learner)
     if wanted is None:
         return
-    if machine.kind == Device.cpu:
+    if machine.kind == schema.Device.cpu:
         yield f"learner.megatron.fp8: {wanted} needs Transformer Engine on a GPU; leave it out"
     elif machine.capability is not None and machine.capability < FP8_CAPABILITY:
         yield (
@@ -198,7 +171,7 @@ def learner_fp8(machine: Machine, learner: LearnerSection) -> Iterator[str]:
         )
 
 
-def stop_metric(run: RunSection, known_metrics: Sequence[str]) -> Iterator[str]:
+def stop_metric(run: schema.RunSection, known_metrics: Sequence[str]) -> Iterator[str]:
     for metric, least in (run.stop or {}).items():
         if known_metrics and metric not in known_metrics:
             yield f"run.stop: no run logs {metric}; use one of {', '.join(known_metrics)}"
@@ -206,30 +179,28 @@ def stop_metric(run: RunSection, known_metrics: Sequence[str]) -> Iterator[str]:
             yield f"run.stop: {metric} is a fraction and never reaches {least:g}; use 0 to 1"
 
 
-def best_metric(checkpoint: CheckpointSection, known_metrics: Sequence[str]) -> Iterator[str]:
+def best_metric(checkpoint: schema.CheckpointSection, known_metrics: Sequence[str]) -> Iterator[str]:
     if checkpoint.best is not None and known_metrics and checkpoint.best not in known_metrics:
         yield f"checkpoint.best: no run logs {checkpoint.best}; use one of {', '.join(known_metrics)}, or null"
 
 
-def reward_function(reward: RewardSection) -> Iterator[str]:
+def reward_function(reward: schema.RewardSection) -> Iterator[str]:
     try:
         check_importable(reward)
     except ConfigError as error:
         yield str(error)
 
 
-def set_rewards(sets: Sequence[HeldOut], reward: RewardSection) -> Iterator[str]:
+def set_rewards(sets: Sequence[HeldOut], reward: schema.RewardSection) -> Iterator[str]:
     for one in sets:
         if one.reward != reward:
             yield from (f"eval.sets.{one.name}: {problem}" for problem in reward_function(one.reward))
 
 
 RULES: tuple[Rule, ...] = (
-    size_problems, learner_limits, optimizer, unquantized, context, formats, learner_fp8, stop_metric, best_metric,
-    reward_function, set_rewards,
-    *engine.RULES, *files.MODEL_RULES,
-    placement.ranks, placement.engine_gpus, placement.fleet_gpus, placement.host_memory, placement.reach,
-    files.unnamed_data,
+    size_problems, limits.problems, limits.optimizer_fields, unquantized, context, formats, learner_fp8, stop_metric,
+    best_metric, reward_function, set_rewards, *engine.RULES, *files.MODEL_RULES,
+    roles.ranks, roles.engine_gpus, roles.fleet_gpus, roles.host_memory, roles.reach, files.unnamed_data,
 )  # fmt: skip
 ALONE: tuple[Rule, ...] = (
     unquantized, context, formats, reward_function, set_rewards, *engine.RULES,

@@ -1,7 +1,4 @@
-"""What the sampler's engine cannot do with a model, a machine or the learner beside it, found when a recipe is loaded.
-
-Torch-free.
-"""
+"""Limits of the sampler's engine with a model, a machine or the learner beside it. Torch-free."""
 
 from __future__ import annotations
 

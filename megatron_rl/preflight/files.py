@@ -1,7 +1,4 @@
-"""The files that a recipe names: what is absent, here or elsewhere, and whether the parts of a model's folder agree.
-
-Of weights and tokenizer the headers only; torch-free.
-"""
+"""The files that a recipe names: what is absent, and whether the parts of a model's folder agree. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,18 +10,9 @@ from typing import Any
 import msgspec
 
 from megatron_rl.checkpoint.torch_dist import index as torch_dist_index
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, schema
 from megatron_rl.config.evaluation import HeldOut
 from megatron_rl.config.load import CONF
-from megatron_rl.config.schema import (
-    DataSection,
-    EvalSection,
-    LogSection,
-    ModelInit,
-    ModelSection,
-    SamplerSection,
-    SyncSection,
-)
 from megatron_rl.data.rows import data_files
 from megatron_rl.files import read_json
 from megatron_rl.models import weight_files
@@ -55,8 +43,8 @@ def read_card(path: str) -> dict[str, Any]:
     return read_hf_config(CONF / "model" / f"{Path(path).name}.json")
 
 
-def absent_model(model: ModelSection) -> Iterator[Absent]:
-    folder, weights = Path(model.path), model.init == ModelInit.pretrained
+def absent_model(model: schema.ModelSection) -> Iterator[Absent]:
+    folder, weights = Path(model.path), model.init == schema.ModelInit.pretrained
     if not (model.folder / "config.json").is_file():
         parts = "config.json, tokenizer and .safetensors" if weights else "config.json and tokenizer"
         yield Absent(f"{folder}: {parts} (model.path)", "")  # read_hf_config has said so
@@ -68,7 +56,7 @@ def absent_model(model: ModelSection) -> Iterator[Absent]:
         )
 
 
-def absent_data(data: DataSection, sets: Sequence[HeldOut]) -> Iterator[Absent]:
+def absent_data(data: schema.DataSection, sets: Sequence[HeldOut]) -> Iterator[Absent]:
     given = [("data.train", path) for path in data.sources("train")]
     given += [(one.key, one.path) for one in sets if one.path]
     toy = any(Path(value).is_relative_to("data/toy") for _, value in given)
@@ -78,20 +66,20 @@ def absent_data(data: DataSection, sets: Sequence[HeldOut]) -> Iterator[Absent]:
             yield Absent(f"{value} ({key})", f"{key}: no file {value!r}; {way_out}")
 
 
-def absent_dir(sync: SyncSection) -> Iterator[Absent]:
+def absent_dir(sync: schema.SyncSection) -> Iterator[Absent]:
     if sync.dir is not None and not Path(sync.dir).is_dir():
         error = f"sync.dir: no folder {sync.dir!r}; make it, or leave null for shared memory"
         yield Absent(f"{sync.dir}, a folder that learner and servers share (sync.dir)", error)
 
 
-def absent_key(log: LogSection) -> Iterator[Absent]:
+def absent_key(log: schema.LogSection) -> Iterator[Absent]:
     try:
         resolve_mode(log.wandb)
     except (ValueError, RuntimeError) as error:
         yield Absent("a key for W&B (log.wandb)", str(error))
 
 
-def absent_servers(sampler: SamplerSection) -> Iterator[Absent]:
+def absent_servers(sampler: schema.SamplerSection) -> Iterator[Absent]:
     fleet = sampler.fleet
     if fleet.servers and not fleet.addresses:
         yield Absent(
@@ -102,7 +90,7 @@ def absent_servers(sampler: SamplerSection) -> Iterator[Absent]:
         )
 
 
-def unnamed_data(data: DataSection, eval: EvalSection, sets: Sequence[HeldOut]) -> Iterator[str]:
+def unnamed_data(data: schema.DataSection, eval: schema.EvalSection, sets: Sequence[HeldOut]) -> Iterator[str]:
     for key, needed in (("train", True), ("eval", eval.every > 0 and not eval.sets)):
         if needed and not getattr(data, key):
             yield f"data.{key}: not set; name a .jsonl or .parquet file" + (
@@ -127,15 +115,15 @@ class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Token] = []
 
 
-def weights(model: ModelSection, shape: ModelShape) -> Iterator[str]:
+def weights(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
     folder = Path(model.path)
-    if model.init == ModelInit.pretrained and list(folder.glob("*.safetensors")):
+    if model.init == schema.ModelInit.pretrained and list(folder.glob("*.safetensors")):
         yield from (f"model.path: {each}" for each in weight_files.misfits(folder, shape))
-    elif model.init == ModelInit.pretrained and is_checkpoint(folder):
+    elif model.init == schema.ModelInit.pretrained and is_checkpoint(folder):
         yield from (f"model.path: {each}" for each in torch_dist_index.misfits(folder, shape))
 
 
-def vocabulary(model: ModelSection, shape: ModelShape) -> Iterator[str]:
+def vocabulary(model: schema.ModelSection, shape: ModelShape) -> Iterator[str]:
     """Tokens that the embedding has no row for."""
     file = model.folder / "tokenizer.json"
     if not file.is_file():  # said where the data is read
@@ -160,7 +148,7 @@ def vocabulary(model: ModelSection, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def end_of_text(model: ModelSection, shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[str]:
+def end_of_text(model: schema.ModelSection, shape: ModelShape, hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Ids that end an answer. An answer that never ends costs rollout.max_response_tokens each time."""
     found = {"config.json": hf_config}
     for name in ("generation_config.json", "tokenizer_config.json"):
@@ -180,7 +168,7 @@ def end_of_text(model: ModelSection, shape: ModelShape, hf_config: Mapping[str, 
             )
 
 
-def exported(model: ModelSection, log: LogSection) -> Iterator[str]:
+def exported(model: schema.ModelSection, log: schema.LogSection) -> Iterator[str]:
     """What an export at the end of the run would copy."""
     if log.export and model.folder.is_dir():
         try:

@@ -1,4 +1,4 @@
-"""What a machine can run: this one, found out without importing torch, or one that is only named."""
+"""Machines and what they can run: this one, found out without importing torch, or one that is only named."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -119,10 +120,9 @@ def installed_gib() -> float:
 
 
 def _installed(distribution: str) -> bool:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return bool(metadata.version(distribution))
-    except metadata.PackageNotFoundError:
-        return False
+    return False
 
 
 def _gpu() -> Machine | None:

@@ -1,35 +1,36 @@
-"""Notes on settings that may surprise: shown beside the plan and at the start of a run; none refuses a recipe."""
+"""Notes on settings that may surprise, such as a disk without room for the run; none refuses a recipe."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.config.schema import (
-    DataSection,
-    EvalSection,
-    LearnerSection,
-    LossConfig,
-    ModelSection,
-    Precision,
-    RunSection,
-)
+from megatron_rl.config import schema
 from megatron_rl.data.layouts import field
 from megatron_rl.data.tokenizer import has_template
 from megatron_rl.loss.table import CLIP, LOSSES
-from megatron_rl.preflight.disk import short_disk
+from megatron_rl.models.mapping import parameters
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight.machine import Machine
 
 LONGEST_ROW = 1 << 20
+GIB = 1 << 30
+LINE = 4096  # bytes of metrics and ledger for each step
+# of a recorded token: its number, three logprobs or weights, two marks, and its text
+RESPONSE_TOKEN, PROMPT_TOKEN = 22, 8
+# of a parameter in a checkpoint: the weight, the optimizer's copy of it, two moments; in FP32 the weight is that copy
+PARAMETER = {schema.Precision.bf16: 2 + 4 + 8, schema.Precision.fp32: 4 + 8}
 
 
-def unreachable_stop(run: RunSection, eval: EvalSection) -> Iterator[str]:
+def unreachable_stop(run: schema.RunSection, eval: schema.EvalSection) -> Iterator[str]:
     if run.stop and eval.every == 0:
         yield f"run.stop={run.stop} never happens, as eval.every=0 turns evaluations off; the run ends after run.steps"
 
 
-def unusual_clip(loss: LossConfig) -> Iterator[str]:
+def unusual_clip(loss: schema.LossConfig) -> Iterator[str]:
     """A clip of another loss: of another size, so that it never acts, or always does."""
     about = LOSSES[loss.name]
     least, most = about.clips
@@ -40,11 +41,11 @@ def unusual_clip(loss: LossConfig) -> Iterator[str]:
         yield f"{said} with loss.name={loss.name}: {follows}; usual with it is {least:g} to {most:g} (conf/*.yaml)"
 
 
-def plain_prompts(model: ModelSection, data: DataSection) -> Iterator[str]:
+def plain_prompts(model: schema.ModelSection, data: schema.DataSection) -> Iterator[str]:
     yield from plain_text(model, data, data.sources("train"))
 
 
-def plain_text(model: ModelSection, data: DataSection, paths: Iterable[str]) -> Iterator[str]:
+def plain_text(model: schema.ModelSection, data: schema.DataSection, paths: Iterable[str]) -> Iterator[str]:
     """Files whose prompts a chat model would read as they stand."""
     if data.template is not None or data.system_prompt is not None or not has_template(model.folder):
         return
@@ -56,8 +57,8 @@ def plain_text(model: ModelSection, data: DataSection, paths: Iterable[str]) -> 
             )
 
 
-def slow_products(machine: Machine, learner: LearnerSection) -> Iterator[str]:
-    if machine.fastest and learner.precision is Precision.bf16:
+def slow_products(machine: Machine, learner: schema.LearnerSection) -> Iterator[str]:
+    if machine.fastest and learner.precision is schema.Precision.bf16:
         yield (
             "this host multiplies BF16 in FP32, as env.json says under host; a small model is faster with "
             + " ".join(f"{key}={value}" for key, value in machine.fastest)
@@ -79,6 +80,96 @@ def _is_text(file: Path, key: str) -> bool:
             return isinstance(field(json.loads(lines.readline(LONGEST_ROW)), key), str)
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Bytes. Compression and shorter answers make rollouts less."""
+
+    checkpoint: int
+    checkpoints: int  # how many stay, and the one that is being written
+    rollouts: int
+    models: int  # the last one, and the best where one is asked for
+    lines: int
+
+    @property
+    def stays(self) -> int:
+        """What is never thinned out."""
+        return self.checkpoint * self.checkpoints + self.models + self.lines
+
+    @property
+    def total(self) -> int:
+        return self.stays + self.rollouts
+
+    def __str__(self) -> str:
+        parts = [
+            (self.checkpoint, f"{self.checkpoints} checkpoints of {_gib(self.checkpoint)}"),
+            (self.rollouts, f"rollouts {_gib(self.rollouts)}"),
+            (self.models, f"models {_gib(self.models)}"),
+        ]
+        return f"at most {_gib(self.total)}: " + ", ".join([text for nbytes, text in parts if nbytes] or ["metrics"])
+
+
+def writes(
+    shape: ModelShape,
+    learner: schema.LearnerSection,
+    run: schema.RunSection,
+    rollout: schema.RolloutSection,
+    checkpoint: schema.CheckpointSection,
+    log: schema.LogSection,
+) -> Writes:
+    count = parameters(shape)
+    saves = bool(checkpoint.every or checkpoint.minutes)
+    kept = checkpoint.keep_last + bool(checkpoint.best)
+    if checkpoint.keep_every:
+        kept += run.steps // checkpoint.keep_every
+    row = rollout.max_prompt_tokens * PROMPT_TOKEN + rollout.max_response_tokens * RESPONSE_TOKEN
+    recorded = run.steps // log.record_every if log.record_every else 0
+    return Writes(
+        checkpoint=count * PARAMETER[learner.precision] if saves else 0,
+        checkpoints=min(kept + 1, max(1, run.steps)) if saves else 0,
+        rollouts=recorded * rollout.prompts_per_step * rollout.samples_per_prompt * row,
+        models=2 * count * (1 + bool(checkpoint.best)) if log.export else 0,
+        lines=run.steps * LINE,
+    )
+
+
+def free(root: str) -> int | None:
+    """Free bytes on the disk of the run's directory; None where that cannot be known."""
+    place = next((folder for folder in (Path(root), *Path(root).absolute().parents) if folder.is_dir()), None)
+    try:
+        return shutil.disk_usage(place).free if place else None
+    except OSError:
+        return None
+
+
+def short_disk(
+    shape: ModelShape,
+    learner: schema.LearnerSection,
+    run: schema.RunSection,
+    rollout: schema.RolloutSection,
+    checkpoint: schema.CheckpointSection,
+    log: schema.LogSection,
+    elsewhere: bool,
+) -> Iterator[str]:
+    """Said, not refused: the estimate is an upper bound, and a run goes on where its records do not fit."""
+    wanted = writes(shape, learner, run, rollout, checkpoint, log)
+    if log.disk_gib is not None and wanted.stays > log.disk_gib * GIB:
+        yield (
+            f"log.disk_gib={log.disk_gib:g}: checkpoints and what else has to stay are up to {_gib(wanted.stays)}; "
+            "raise it, or lower checkpoint.keep_last"
+        )
+    room = None if elsewhere else free(run.root)
+    limit = wanted.total if log.disk_gib is None else min(wanted.total, int(log.disk_gib * GIB))
+    if room is not None and room < limit:
+        yield (
+            f"run.root={run.root} has {_gib(room)} free, and the run writes {wanted}. Free space, raise "
+            "log.record_every, lower checkpoint.keep_last, or set log.disk_gib"
+        )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
 
 
 RULES = (unreachable_stop, unusual_clip, plain_prompts, short_disk, slow_products)

@@ -1,14 +1,11 @@
-"""What a sync will move, and whether it can: a pure function of shapes and layouts. Torch-free.
-
-`problems` finds every invalid pair of sizes at once, each with the nearest values that would do; `plan_sync`
-lists every transfer with its owner and bytes, for any number of ranks, without a process group.
-"""
+"""The plan of a sync: what it will move, and whether its sizes go together, by shapes and layouts. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 from megatron_rl.config.fleet import distinct_formats
 from megatron_rl.config.schema import Format, QuantizationSection, SamplerSection
@@ -22,6 +19,7 @@ from megatron_rl.quantization.formats import BLOCK, is_quantized, outputs, scale
 
 LARGEST = 4096  # where the search for a valid parallel size ends
 PLAIN = "bfloat16"  # what is not quantized
+Condition = tuple[Callable[[int], bool], str]  # on a size, and what is said of one that does not meet it
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,8 @@ def plan_sync(model: Model, format: Format, ignore: Sequence[str] = ()) -> SyncP
                 tensor = TensorSpec(out_name, kind.tensor.dtype, kind.tensor.shape)
                 transfers.append(Transfer(tensor, stage, expert_rank, shards=size if kind.split else 1))
                 writers[writer] = writers.get(writer, 0) + tensor.nbytes
-                held[_held(name, kind)] += tensor.nbytes
+                heads = "key_value" if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj") else "split"
+                held[heads if kind.split else "whole"] += tensor.nbytes
                 for rank, nbytes in enumerate(kind.sent):
                     from_ranks[rank] += nbytes
             if size > 1 and len(made) == 2 and param.row.split is Split.row and not made[1].split:
@@ -125,42 +124,45 @@ def _kinds(param: Param, model: Model, format: Format, ignore: Sequence[str]) ->
         [outputs(piece, format, ignore, PLAIN, split) for piece in param.slices(shape, layout, Place(tp=r, etp=r))]
         for r in range(size)
     ]
-    made = []
-    for pieces in zip(*of_ranks, strict=True):
-        made.append(
-            [
-                _Kind(
-                    first.tensor,
-                    first.dim is not None,
-                    tuple(out.part.nbytes if out.dim is not None else 0 for out in rest),
-                )
-                for first, *rest in zip(*pieces, strict=True)
-            ]
-        )
-    return made
-
-
-def _held(name: str, kind: _Kind) -> str:
-    if not kind.split:
-        return "whole"
-    return "key_value" if name.rsplit(".", 2)[-2] in ("k_proj", "v_proj") else "split"
+    return [
+        [
+            _Kind(first.tensor, first.dim is not None, tuple(out.part.nbytes * (out.dim is not None) for out in rest))
+            for first, *rest in zip(*pieces, strict=True)
+        ]
+        for pieces in zip(*of_ranks, strict=True)
+    ]
 
 
 def problems(model: Model, sampler_tp: int, format: Format, ignore: Sequence[str] = ()) -> list[str]:
     """Every reason why these sizes do not go together; empty when they do."""
     shape, layout = model.shape, model.layout
-    found = []
-    for check in (
-        _learner_tensor(shape, layout, format, ignore),
-        _expert_tensor(shape, layout, format, ignore),
-        _sampler_tensor(shape, sampler_tp, format, ignore),
-    ):
-        found += check.report()
-    if shape.experts and shape.experts % layout.ep:
-        experts = Check("learner.expert_parallel", layout.ep, shape.experts)
-        experts.add(lambda ep: shape.experts % ep == 0, f"does not divide {shape.experts} experts")
-        found += experts.report()
-    if not shape.experts and layout.ep > 1:
+    tp, expert_tp = "learner.tensor_parallel", "learner.megatron.expert_tensor_parallel_size"
+    blocks = [*_block_shares(shape, format, ignore, expert=False)]
+    expert_blocks = [*_block_shares(shape, format, ignore, expert=True)] if shape.experts else []
+    dense = any(shape.has("dense_mlp", layer) for layer in range(shape.layers))
+    widths = ({shape.ffn} if dense else set()) | ({shape.expert_ffn} if shape.experts else set())
+    heads = [
+        _divides(shape.heads, f"{shape.heads} attention heads"),
+        (
+            lambda tp: shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0,
+            f"neither divides {shape.kv_heads} key-value heads nor is a multiple of them",
+        ),
+    ]
+    width = [_divides(shape.ffn, f"the intermediate size {shape.ffn}")] if dense else []
+    found = _report(tp, layout.tp, shape.heads, [*heads, *width, *_whole_blocks(blocks, layout.tp)])
+    expert_width = [_divides(shape.expert_ffn, f"the experts' width {shape.expert_ffn}")] if shape.experts else []
+    conditions = [*expert_width, *_whole_blocks(expert_blocks, layout.expert_tp)]
+    key = tp if layout.etp is None else expert_tp
+    found += _report(key, layout.expert_tp, max(shape.expert_ffn, 1), conditions)
+    sizes = [_divides(width, f"the intermediate size {width}") for width in sorted(widths)]
+    # heads beyond the number of key-value heads hold copies of them
+    copied = dict.fromkeys(("k_proj", "v_proj"), shape.kv_heads)
+    conditions = [*heads, *sizes, *_whole_blocks([*blocks, *expert_blocks], sampler_tp, copied)]
+    found += _report("sampler.tensor_parallel", sampler_tp, shape.heads, conditions)
+    if shape.experts:
+        divides = _divides(shape.experts, f"{shape.experts} experts")
+        found += _report("learner.expert_parallel", layout.ep, shape.experts, [divides])
+    elif layout.ep > 1:
         found.append(f"learner.expert_parallel={layout.ep}: a {shape.family} model has no experts; take 1")
     if layout.tp * layout.cp * layout.dp % (layout.expert_tp * layout.ep):
         found.append(
@@ -173,117 +175,52 @@ def problems(model: Model, sampler_tp: int, format: Format, ignore: Sequence[str
 
 def size_problems(policy: Model, sampler: SamplerSection, quantization: QuantizationSection) -> list[str]:
     """`problems` of a run's sections."""
-    found: dict[str, None] = {}  # formats share most of their problems
-    for format in distinct_formats(sampler, quantization):
-        found |= dict.fromkeys(problems(policy, sampler.tensor_parallel, format, quantization.ignore))
-    return list(found)
+    formats = distinct_formats(sampler, quantization)
+    found = [problems(policy, sampler.tensor_parallel, format, quantization.ignore) for format in formats]
+    return list(dict.fromkeys(chain(*found)))  # formats share most of their problems
 
 
-@dataclass
-class Check:
-    """Conditions on one key; together they say which values would do."""
-
-    key: str
-    value: int
-    largest: int = LARGEST
-    conditions: list[tuple[Callable[[int], bool], str]] = field(default_factory=list)
-
-    def add(self, holds: Callable[[int], bool], complaint: str) -> None:
-        self.conditions.append((holds, complaint))
-
-    def report(self) -> list[str]:
-        wrong = [complaint for holds, complaint in self.conditions if not holds(self.value)]
-        if not wrong:
-            return []
-        good = [v for v in range(1, self.largest + 1) if all(holds(v) for holds, _ in self.conditions)]
-        near = [
-            max((v for v in good if v < self.value), default=None),
-            min((v for v in good if v > self.value), default=None),
-        ]
-        values = " or ".join(str(v) for v in near if v is not None)
-        advice = f"nearest valid: {values}" if values else "no value is valid with the other settings"
-        return [f"{self.key}={self.value} {complaint} ({advice})" for complaint in wrong]
-
-
-def _learner_tensor(shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str]) -> Check:
-    check = Check("learner.tensor_parallel", layout.tp, shape.heads)
-    _heads(check, shape)
-    dense = any(shape.has("dense_mlp", layer) for layer in range(shape.layers))
-    if dense:
-        check.add(lambda tp: shape.ffn % tp == 0, f"does not divide the intermediate size {shape.ffn}")
-    blocks = _block_shares(shape, format, ignore, expert=False)
-    for name, total in blocks:
-        check.add(partial(_whole_blocks, total), _straddles(name, total, layout.tp))
-    return check
-
-
-def _expert_tensor(shape: ModelShape, layout: Layout, format: Format, ignore: Sequence[str]) -> Check:
-    own = layout.etp is not None
-    key = "learner.megatron.expert_tensor_parallel_size" if own else "learner.tensor_parallel"
-    check = Check(key, layout.expert_tp, max(shape.expert_ffn, 1))
-    if shape.experts:
-        check.add(lambda tp: shape.expert_ffn % tp == 0, f"does not divide the experts' width {shape.expert_ffn}")
-        for name, total in _block_shares(shape, format, ignore, expert=True):
-            check.add(partial(_whole_blocks, total), _straddles(name, total, layout.expert_tp))
-    return check
-
-
-def _sampler_tensor(shape: ModelShape, tp: int, format: Format, ignore: Sequence[str]) -> Check:
-    check = Check("sampler.tensor_parallel", tp, shape.heads)
-    _heads(check, shape)
-    widths = {shape.ffn} if any(shape.has("dense_mlp", layer) for layer in range(shape.layers)) else set()
-    widths |= {shape.expert_ffn} if shape.experts else set()
-    for width in sorted(widths):
-        check.add(partial(_divides, width), f"does not divide the intermediate size {width}")
-    for expert in (False, True) if shape.experts else (False,):
-        for name, total in _block_shares(shape, format, ignore, expert):
-            # heads beyond the number of key-value heads hold copies of them
-            limit = shape.kv_heads if name in ("k_proj", "v_proj") else LARGEST
-            check.add(partial(_whole_blocks, total, most=limit), _straddles(name, total, tp))
-    return check
-
-
-def _heads(check: Check, shape: ModelShape) -> None:
-    check.add(lambda tp: shape.heads % tp == 0, f"does not divide {shape.heads} attention heads")
-    check.add(
-        lambda tp: shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0,
-        f"neither divides {shape.kv_heads} key-value heads nor is a multiple of them",
-    )
-
-
-def _block_shares(shape: ModelShape, format: Format, ignore: Sequence[str], expert: bool) -> list[tuple[str, int]]:
-    """(module, length along its split) of every kind of weight that is cut into 128-blocks and shards."""
-    if format != Format.fp8_block:
+def _report(key: str, value: int, largest: int, conditions: Sequence[Condition]) -> list[str]:
+    """Conditions on one key that do not hold, and the nearest values that would do."""
+    wrong = [complaint for holds, complaint in conditions if not holds(value)]
+    if not wrong:
         return []
-    found: dict[str, int] = {}
-    layers = [next((layer for layer in range(shape.layers) if shape.has(kind, layer)), None) for kind in _KINDS]
-    for param in _params_of_layers(shape, {layer for layer in layers if layer is not None}):
-        if param.row.expert is not expert or param.row.split is Split.replicated:
-            continue
-        for name, size in zip(param.hf, param.shapes, strict=True):
-            if is_quantized(name, format, ignore):
-                found[name.rsplit(".", 2)[-2]] = size[param.row.split is Split.row]
-    return list(found.items())
+    good = [each for each in range(1, largest + 1) if all(holds(each) for holds, _ in conditions)]
+    near = max((each for each in good if each < value), default=0), next((each for each in good if each > value), 0)
+    values = " or ".join(map(str, filter(None, near)))
+    advice = f"nearest valid: {values}" if values else "no value is valid with the other settings"
+    return [f"{key}={value} {complaint} ({advice})" for complaint in wrong]
 
 
-_KINDS = ("dense_mlp", "moe")
+def _divides(total: int, what: str) -> Condition:
+    return lambda shares: total % shares == 0, f"does not divide {what}"
 
 
-def _params_of_layers(shape: ModelShape, layers: set[int]) -> list[Param]:
-    return [param for param in params(shape) if param.layer in layers and (param.expert or 0) == 0]
+def _whole_blocks(blocks: Iterable[tuple[str, int]], value: int, most: Mapping[str, int] = {}) -> Iterator[Condition]:
+    for name, total in blocks:
+        problem = f"cuts 128x128 blocks of {name}: {total} / {value} is not a multiple of {BLOCK}"
+        yield partial(_is_whole, total, most.get(name, LARGEST)), problem
 
 
-def _divides(total: int, shares: int) -> bool:
-    return total % shares == 0
-
-
-def _whole_blocks(total: int, shares: int, most: int = LARGEST) -> bool:
+def _is_whole(total: int, most: int, shares: int) -> bool:
     shares = min(shares, most)
     return shares == 1 or (total % shares == 0 and (total // shares) % BLOCK == 0)
 
 
-def _straddles(name: str, total: int, shares: int) -> str:
-    return f"cuts 128x128 blocks of {name}: {total} / {shares} is not a multiple of {BLOCK}"
+def _block_shares(shape: ModelShape, format: Format, ignore: Sequence[str], expert: bool) -> Iterator[tuple[str, int]]:
+    """(module, length along its split) of every kind of weight that is cut into 128-blocks and shards."""
+    if format != Format.fp8_block:
+        return
+    found: dict[str, int] = {}
+    kinds = ("dense_mlp", "moe")
+    layers = [next((layer for layer in range(shape.layers) if shape.has(kind, layer)), None) for kind in kinds]
+    for param in params(shape):
+        if param.layer not in {*layers} - {None} or param.expert or param.row.expert is not expert:
+            continue
+        for name, size in zip(param.hf, param.shapes, strict=True) if param.row.split is not Split.replicated else ():
+            if is_quantized(name, format, ignore):
+                found[name.rsplit(".", 2)[-2]] = size[param.row.split is Split.row]
+    yield from found.items()
 
 
 def _pipeline(shape: ModelShape, layout: Layout) -> list[str]:
@@ -291,14 +228,11 @@ def _pipeline(shape: ModelShape, layout: Layout) -> list[str]:
         layout.stage_layers(shape.layers)
         return []
     except ValueError as error:
-        uneven = layout.first_layers is not None or layout.last_layers is not None
-        if uneven:
+        if layout.first_layers is not None or layout.last_layers is not None:
             return [f"learner.megatron.num_layers_in_first/last_pipeline_stage: {error}"]
     if shape.layers % layout.pp:
-        check = Check("learner.pipeline_parallel", layout.pp, shape.layers)
-        check.add(lambda pp: shape.layers % pp == 0, f"does not divide {shape.layers} layers")
-    else:
-        check = Check("learner.megatron.virtual_pipeline_model_parallel_size", layout.chunks, shape.layers)
-        each = shape.layers // layout.pp
-        check.add(lambda vp: each % vp == 0, f"does not divide the {each} layers of a pipeline stage")
-    return check.report()
+        divides = _divides(shape.layers, f"{shape.layers} layers")
+        return _report("learner.pipeline_parallel", layout.pp, shape.layers, [divides])
+    each = shape.layers // layout.pp
+    divides = _divides(each, f"the {each} layers of a pipeline stage")
+    return _report("learner.megatron.virtual_pipeline_model_parallel_size", layout.chunks, shape.layers, [divides])

@@ -41,9 +41,8 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def receive(self, timeout_s: float | None = None, largest: int | None = None) -> dict[str, Any]:
-        """One message; raises TimeoutError past the deadline, msgspec.DecodeError where it is none.
-
-        The channel is then of no further use. `largest`: bytes that are waited for, whatever the other side announces.
+        """A message of at most `largest` bytes. After TimeoutError, or DecodeError of what is none, the channel is of
+        no use.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))

@@ -1,4 +1,4 @@
-"""Which environment variables the processes of a run are given, and where they keep what they have compiled."""
+"""Environment variables that the processes of a run are given, and where they keep what they have compiled."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Matrix products that a host's processor has instructions for. Found out without torch, the same at every start.
-
-Both torch and vLLM multiply with oneDNN, which takes fewer instructions than there are where its variable says so.
+"""Matrix products that a host's processor has instructions for. oneDNN, by which torch and vLLM multiply, takes fewer
+where its variable says so.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ def lacking() -> dict[str, str]:
 
 
 def fastest() -> dict[str, str]:
-    """Settings for a small model where BF16 is multiplied in FP32: a learner that converts nothing, and a sampler whose
-    processes wait for no other core between two products. docs/benchmarks.md says how far each was seen to pay.
-    """
+    """Settings for a small model where BF16 is multiplied in FP32; docs/benchmarks.md says how far each pays."""
     cores = len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else 1
     if "bf16" not in lacking():
         return {}

@@ -1,9 +1,6 @@
 """A folder that one process, or those of one run, own as long as they live: a lock says so, however they end.
 
-The lock, not a process number, says whether the owner lives: it holds across containers that share a file system.
-
-A lock is judged on the kernel that gave it alone: not every shared file system tells other machines about it. The
-folder of another machine is left to that machine's next start.
+It is judged on the kernel that gave it alone, as not every shared file system tells other machines about it.
 """
 
 from __future__ import annotations
@@ -91,9 +88,8 @@ def current() -> Path | None:
 
 
 def is_abandoned(folder: Path, unsigned: bool = False) -> bool:
-    """Whether it is this user's, and its owner has ended. False where that cannot be known.
-
-    `unsigned`: so is one whose owner was killed before it signed the lock.
+    """Whether it is this user's and its owner is known to have ended; `unsigned`: or was killed before it signed the
+    lock.
     """
     try:
         about = folder.lstat()

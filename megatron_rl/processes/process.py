@@ -21,8 +21,8 @@ import psutil
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
-# How often an OpenMP thread looks before it sleeps. By default it spins for milliseconds at every barrier: where
-# another process needs the core, torch then runs 20 times slower than with this, and without one no faster.
+# How often an OpenMP thread looks before it sleeps. By default it spins for milliseconds at every barrier, and torch
+# runs 20 times slower where another process needs the core.
 SHORT_SPIN = {"GOMP_SPINCOUNT": "2000"}
 ALL_CORES = "all"
 
@@ -34,11 +34,7 @@ def keep_to(cores: str) -> None:
 
 
 def collect_rarely() -> None:
-    """Let garbage wait for a million new objects, instead of 700.
-
-    Nearly all that importing vLLM or megatron makes is there to stay, and at Python's usual pace the collector
-    visits it again and again: a quarter of the time that the imports take (tools/bench/imports.py).
-    """
+    """Let garbage wait for a million new objects, not 700: what imports make stays (tools/bench/imports.py)."""
     gc.set_threshold(1_000_000, 50, 50)
 
 
@@ -53,9 +49,7 @@ def rare_collections() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for the next tensors: pages that come back from the kernel come as zeros, one
-    fault each, and a learner's step frees and takes the same gigabytes again.
-    """
+    """Make malloc keep freed memory for the next tensors: from the kernel each page costs a fault."""
     if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
@@ -122,9 +116,9 @@ def die_with_spawner() -> None:
         die_with_parent(spawner.pid)
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(adopts: bool = True) -> None:
     """Become the parent of orphans below, so that whoever ends this process can end all that it has started."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_CHILD_SUBREAPER, adopts)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -148,14 +142,12 @@ def end_with_descendants(pid: int) -> None:
 
 @contextmanager
 def ending_orphans(grace_s: float) -> Iterator[None]:
-    """Around what starts processes: those that outlive their parents become this one's, and end at last.
-
-    A reward may leave programs behind when its worker is killed, in sessions of their own. `grace_s`: to end by
-    themselves.
+    """Around what starts processes: those that outlive their parents, as a killed reward worker's may, become this
+    one's, and end at last. `grace_s`: to end by themselves.
     """
     this = psutil.Process()
     before = this.children()
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     try:
         yield
     finally:
@@ -165,7 +157,7 @@ def ending_orphans(grace_s: float) -> Iterator[None]:
         for one in left:
             end_with_descendants(one.pid)
         psutil.wait_procs(left, timeout=0.05)
-        _prctl(PR_SET_CHILD_SUBREAPER, 0)
+        adopt_orphans(False)
 
 
 STOPPED = ("T", "t")  # states of a process that SIGSTOP holds, or a debugger
@@ -193,18 +185,17 @@ def work_below(pid: int) -> Work:
 
 
 def state_of(pid: int) -> str:
-    """One letter, as `ps` shows it; "" where there is no such process."""
+    """State of a process in one letter, as `ps` shows it; "" where there is none."""
     return next(iter(_stat(pid)), "")
 
 
 def birth_of(pid: int) -> int:
     """When a process began, in ticks of the machine: with its id the name of one process. 0 where there is none."""
-    stat = _stat(pid)
-    return int(stat[19]) if stat else 0
+    return int(next(iter(_stat(pid)[19:]), 0))
 
 
 def _stat(pid: int) -> list[str]:
-    """What follows the name in /proc/PID/stat: the state comes first."""
+    """Fields of /proc/PID/stat after the name: the state comes first."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
@@ -263,9 +254,7 @@ class BestEffortStream:
 def best_effort_output() -> Iterator[None]:
     """Closed pipes and terminals end nothing that runs inside."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (
-        cast("TextIO", stream and BestEffortStream(stream)) for stream in before
-    )  # none: closed before
+    sys.stdout, sys.stderr = (cast("TextIO", stream and BestEffortStream(stream)) for stream in before)
     try:
         yield
     finally:

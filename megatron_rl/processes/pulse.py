@@ -1,11 +1,7 @@
 """This process's signs of life: in which phase it is, since when nothing has been seen of it, and for whom it waits.
 
-The loop says what it does (`phase`, `waiting`, `mark`), which costs an addition. A thread of a rank writes it to the
-rank's file every few seconds, with what the kernel knows of the rank and of the processes that it has started: whoever
-reads the files can tell a rank that is slow from one that is stuck (watch.py). In a process without that thread,
-nothing comes of what is said.
-
-Times are counted in the thread's own beats: while the process is stopped, none pass.
+The loop says what it does (`phase`, `waiting`, `mark`); a rank's thread writes it to a file every few seconds, with
+what the kernel knows of its processes (read by watch.py). While the process is stopped, no time passes here.
 """
 
 from __future__ import annotations
@@ -17,9 +13,11 @@ import platform
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -52,11 +50,7 @@ class Waits:
 
 
 class Pulse:
-    """Signs of life of this process: its phase, its progress marks, whom it waits for, which processes it owns.
-
-    Any thread may call `mark` and `own`, and `waiting`, which counts for the process while the main thread stands in
-    `delegate_wait`; the rest is for the main thread.
-    """
+    """Signs of life of this process. Only `mark`, `own` and `waiting` may be called by threads beside the main one."""
 
     def __init__(self) -> None:
         self.marks, self.entered = 0, 0
@@ -139,9 +133,8 @@ class Beats:
     def __init__(self, run_dir: Path, rank: int) -> None:
         self.each: list[Callable[[], object]] = []  # also called at every beat
         self._path, self._rank = file_of(run_dir, rank), rank
-        self._now, self._count, self._marks = time.monotonic(), 0, -1
+        self._now, self._count, self._marks, self._turns = time.monotonic(), 0, -1, 0
         self._age_s = self._idle_s = self._work_s = 0.0
-        self._turns = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 
@@ -223,11 +216,8 @@ def _stacks() -> dict[str, Any]:
 
 def _lines(frame: FrameType | None) -> list[str]:
     """The innermost calls, the last one first."""
-    lines: list[str] = []
-    while frame is not None and len(lines) < FRAMES:
-        lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return lines
+    calls = islice(traceback.walk_stack(frame), FRAMES) if frame else ()
+    return [f"{one.f_code.co_filename}:{line} {one.f_code.co_name}" for one, line in calls]
 
 
 def _meets(frame: FrameType) -> bool:

@@ -1,7 +1,5 @@
-"""The private folder that all processes of a run use as their temporary folder, so that what they leave there goes.
-
-Its owner removes it at the end. Where the owner was killed, the next start does, which removes no folder of a run that
-lives (`owned_folder.py`).
+"""The private temporary folder of a run's processes. Its owner removes it; where that was killed, the next start does,
+which removes none of a run that lives (`owned_folder.py`).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def path_of(folder: Path, pid: int) -> Path:
 
 
 def _listens(pid: int) -> bool:
-    """Without a handler of its own, the signal would end it."""
+    """Whether the signal would not end it: it has a handler of its own."""
     with suppress(OSError):
         found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
         return found is not None and bool(int(found[1], 16) >> (SHOW_STACKS - 1) & 1)
@@ -58,6 +58,4 @@ def _listens(pid: int) -> bool:
 
 
 def _size(path: Path) -> int:
-    with suppress(OSError):
-        return path.stat().st_size
-    return 0
+    return path.stat().st_size if path.exists() else 0

@@ -1,9 +1,7 @@
 """Threads beside the one that computes: work in one that ends, and helpers that others do not get.
 
-A thread that has once computed with torch keeps OpenMP's helpers for as long as it lives. Where a process has more of
-them than cores, OpenMP stops to wait awake between two operations, in all of its threads: each small operation then
-waits 30 to 60 us for its helpers. (An engine whose weights had been built in a thread that stayed took 2.0 s for what
-takes 1.1 s with one that ends; in a learner's rank an operation of 8 us took 65 after gloo had copied one gradient.)
+A thread that has once computed with torch keeps OpenMP's helpers. Where a process has more of them than cores, none
+waits awake any more, and each small operation waits 30 to 60 us for its helpers (docs/benchmarks.md).
 """
 
 from __future__ import annotations

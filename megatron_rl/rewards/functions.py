@@ -1,9 +1,7 @@
 """Looks up reward functions: by the names in `reward.name`, several of them added up with weights.
 
-Three ways of writing one are known, by the names of its parameters: ours `(row, answer_key, response)`; verl's
-`(data_source, solution_str, ground_truth, extra_info)`; TRL's `(prompts, completions, **columns)`, where each is a list
-of one. All may ask for `finish_reason`. The result is a number, or a mapping whose `score` is one; the other numbers in
-it are metrics.
+A function is called as the names of its parameters say: as ours, verl's or TRL's. It returns a number, or a mapping
+whose `score` is one; other numbers in it are metrics.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ READS_LAST = {"math_dapo": math_dapo.TAIL}  # characters of a response, where a 
 RECIPE_FOLDER = "MEGATRON_RL_RECIPE_FOLDER"  # of the environment: set by the command, for the ranks that it starts
 MOST_DETAILS = 16
 LONGEST_NAME = 64
-_OURS, _VERL = "(row, answer_key, response)", "(data_source, solution_str, ground_truth, extra_info)"
 
 
 def reads_last(names: Iterable[str]) -> int | None:
@@ -70,9 +67,10 @@ class Rewards:
         if not applied:
             raise ValueError("no reward applies to this row")
         late = any(one.verdict == Verdict.timeout for _, one, _, _ in applied)
-        details = {_metric("own", name): value for _, one, _, _ in applied for name, value in one.details.items()}
+        numbers = [("own", name, value) for _, one, _, _ in applied for name, value in one.details.items()]
         if len(self._parts) > 1:
-            details |= {_metric("part", name): score for name, _, score, _ in applied}
+            numbers += [("part", name, score) for name, _, score, _ in applied]
+        details = {f"{family}/{name.replace('/', '_')}": value for family, name, value in numbers}
         verdict = Verdict.timeout if late else applied[0][1].verdict
         return Judgement(verdict, sum(score * weight for _, _, score, weight in applied), details, applied[0][1].answer)
 
@@ -80,10 +78,6 @@ class Rewards:
         if one.score is not None:
             return one.score
         return RIGHT if one.verdict == Verdict.right else self._wrong
-
-
-def _metric(family: str, name: str) -> str:
-    return f"{family}/{name.replace('/', '_')}"
 
 
 def places() -> list[str]:
@@ -137,8 +131,8 @@ def _called(name: str, function: Callable[..., Any]) -> Reward:
         inspect.signature(function).bind({}, "answer", "response")
     except TypeError as error:
         raise LookupError(
-            f"{name!r} is called as {_OURS}: {error}; verl's {_VERL} and TRL's (prompts, completions, **columns) are "
-            "known by these names"
+            f"{name!r} is called as (row, answer_key, response): {error}; verl's (data_source, solution_str, "
+            "ground_truth, extra_info) and TRL's (prompts, completions, **columns) are known by these names"
         ) from None
     return as_ours
 
@@ -192,8 +186,9 @@ def read(result: Any) -> Judgement:
     details = {name: number for name, number in numbers if number is not None and math.isfinite(number)}
     answer = others.get("pred")  # verl's functions call it so
     verdict = Verdict.right if right else Verdict.wrong
-    numbers_of_its_own = dict(islice(details.items(), MOST_DETAILS))
-    return Judgement(verdict, score, numbers_of_its_own, None if answer is None else str(answer))
+    return Judgement(
+        verdict, score, dict(islice(details.items(), MOST_DETAILS)), None if answer is None else str(answer)
+    )
 
 
 def _number(value: Any) -> float | None:

@@ -1,8 +1,6 @@
-r"""DAPO's rule: the last `Answer: ...` within 300 characters of the end, compared as text once both are normalised.
+"""DAPO's rule: the last `Answer: ...` within 300 characters of the end, compared as text once both are normalised.
 
-The normal form is the one of Minerva's evaluation as verl applies it, so that scores compare with published ones:
-articles, units and spacing go, `\frac12` becomes `\frac{1}{2}`, `1,000` becomes `1000`. Text it is, not mathematics:
-`0.5` and `\frac{1}{2}` differ (`math_verify` knows better).
+The normal form is the one of Minerva's evaluation as verl applies it, so that scores compare with published ones.
 """
 
 from __future__ import annotations

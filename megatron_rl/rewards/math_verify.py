@@ -1,8 +1,7 @@
-"""The library math-verify: the rightmost expression of the response, compared as mathematics.
+"""The library math-verify: the rightmost expression of the response, compared as mathematics, with verl's targets.
 
-Its targets are verl's: formulas or plain expressions in a response, and the row's answer as if it stood in a box. The
-library's time-outs (SIGALRM, hence the main thread) and its failures on single comparisons read as "not equal" in its
-own verdict; here a time-out is counted as one. What never returns to Python ends with its worker.
+Its time-outs (SIGALRM, hence the main thread) read as "not equal" in its own verdict; here they are counted as such.
+What never returns to Python ends with its worker.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Scores rollouts in worker processes with a deadline per answer.
+"""Scores rollouts in worker processes, which can neither hang nor crash the learner.
 
-A worker that misses its deadline, dies or answers out of turn is ended and replaced; its answer gets no score, but an
-`error` that is counted. Rewards never run in the learner's process, so they cannot hang or crash it.
+A worker that misses its deadline, dies or answers out of turn is replaced; its answer gets no score, but an `error`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,10 +137,7 @@ class _Breaker:
 
 class _Worker:
     def __init__(self, name: str, config: RewardSection, breaker: _Breaker, log: RewardLog) -> None:
-        self._name = name
-        self._config = config
-        self._breaker = breaker
-        self._log = log
+        self._name, self._config, self._breaker, self._log = name, config, breaker, log
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._asked = 0  # number of the last task that was sent
@@ -159,14 +156,10 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C is for the run, which ends its workers itself
             )
         pulse.own(self._name, self._process)
-        start = {
-            "weights": self._config.weights,
-            "wrong": self._config.wrong,
-            "path": [os.getcwd(), *filter(None, sys.path), *places()],
-            "memory_bytes": MEMORY_BYTES,
-        }
+        path = [os.getcwd(), *filter(None, sys.path), *places()]
+        start: dict[str, Any] = {"weights": self._config.weights, "wrong": self._config.wrong, "path": path}
         try:
-            self._channel.send(start, timeout_s=START_TIMEOUT_S)
+            self._channel.send(start | {"memory_bytes": MEMORY_BYTES}, timeout_s=START_TIMEOUT_S)
             reply = msgspec.convert(self._channel.receive(START_TIMEOUT_S, LARGEST_REPLY), dict[str, Any])
         except TimeoutError:
             reply = {"error": f"no start within {START_TIMEOUT_S:.0f} s"}
@@ -221,8 +214,7 @@ class _Worker:
                 self._breaker.note(False)
         except TimeoutError:
             self.stop()
-            reason = f"no score within reward.timeout_s={self._config.timeout_s:g}"
-            scores.append(Score(0.0, Verdict.timeout, reason))
+            scores.append(Score(0.0, Verdict.timeout, f"no score within reward.timeout_s={self._config.timeout_s:g}"))
             if not self._closed:
                 self._breaker.note(True)
         except (ChannelClosed, msgspec.DecodeError) as error:
@@ -288,8 +280,6 @@ class RewardLog:
 
 
 def _print(data: bytes) -> None:
-    try:
+    with suppress(OSError):  # a full disk is no matter of the rewards
         while data:
             data = data[os.write(2, data) :]
-    except OSError:
-        pass  # a full disk is no matter of the rewards

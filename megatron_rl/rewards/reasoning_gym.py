@@ -1,7 +1,7 @@
-"""Tasks of the library reasoning-gym, judged by the verifier of the task that made the row.
+"""Tasks of the library reasoning-gym, judged by the verifier of the task that made the row; partial credit is the
+score.
 
-A row is an entry of the library as `tools/prepare_data.py reasoning_gym` writes it: its `metadata` names the task. What
-stands between `<answer>` tags counts, and all of the response where there are none. Partial credit is the score.
+What stands between `<answer>` tags counts, and all of the response where there are none.
 """
 
 from __future__ import annotations

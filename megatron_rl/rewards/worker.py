@@ -1,8 +1,7 @@
 """One reward worker: `python -m megatron_rl.rewards.worker DESCRIPTOR PARENT_PID`, started by `pool.py`.
 
-The first message names the reward; each further one is a task with a number, which its reply repeats. A reward is user
-code and may run programs that a model wrote: none of them inherits the channel, standard input is empty, and what they
-print goes to the log. Nothing but this loop can answer.
+A reward is user code and may run programs that a model wrote: none of them inherits the channel, so that nothing but
+this loop answers.
 """
 
 from __future__ import annotations

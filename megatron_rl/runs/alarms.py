@@ -1,8 +1,7 @@
 """Alarms: the one table of what each looks at, its bound and what to do about it, and which stand, step after step.
 
-An alarm is raised when its value has been beyond its bound for some steps in a row, and cleared when it has been well
-inside for as many: a value that wavers around the bound raises it once. A step that does not measure it counts as none.
-The table in `docs/alarms.md` is printed by `python tools/reference_tables.py alarms`.
+One is raised after some steps in a row beyond its bound, and cleared after as many well inside. Steps that do not
+measure it count as none.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config.alarms import Alarm, Setting, setting
+from megatron_rl.config.choices import Alarm, AlarmSetting, alarm_setting
 from megatron_rl.config.schema import Format
 
 Line = Mapping[str, float]
+Value = Callable[[Line, Sequence[Line]], float | None]  # of a step, given those before; None: not measured
 WINDOW = 50  # earlier steps that a median is taken over ...
 FULL = 20  # ... once there are so many of them
 K3, GRAD_NORM = "rollout_corr/k3_kl", "optim/grad_norm"
@@ -29,9 +29,8 @@ GATES = {  # of K3, in nats
 
 @dataclass(frozen=True)
 class Rule:
-    alarm: Alarm
     looks_at: str
-    value: Callable[[Line, Sequence[Line]], float | None]  # of a step, given those before; None: not measured
+    value: Value
     bound: float | Mapping[Format, float]
     steps: int
     action: str
@@ -39,11 +38,11 @@ class Rule:
     always: bool = False  # also where the data set answers, in place of a sampler
 
 
-def metric(name: str) -> Callable[[Line, Sequence[Line]], float | None]:
+def metric(name: str) -> Value:
     return lambda line, _: line.get(name)
 
 
-def over_median(name: str) -> Callable[[Line, Sequence[Line]], float | None]:
+def over_median(name: str) -> Value:
     """The metric over the median of the steps before."""
 
     def value(line: Line, before: Sequence[Line]) -> float | None:
@@ -61,7 +60,7 @@ def over_bf16(line: Line, _: Sequence[Line]) -> float | None:
     return max(others) / floor if others and floor > 0 else None
 
 
-def share(parts: Iterable[str], whole: str) -> Callable[[Line, Sequence[Line]], float | None]:
+def share(parts: Iterable[str], whole: str) -> Value:
     def value(line: Line, _: Sequence[Line]) -> float | None:
         found = [line[name] for name in parts if name in line]
         return sum(found) / line[whole] if found and line.get(whole) else None
@@ -78,138 +77,122 @@ def not_finite(line: Line, before: Sequence[Line]) -> float | None:
 
 
 RULES = {
-    rule.alarm: rule
-    for rule in (
-        Rule(
-            Alarm.mismatch,
-            f"`{K3}`: how far sampler and learner disagree",
-            metric(K3),
-            GATES,
-            5,
-            "Suspect the sync first: sync/probe_abs_diff beside its budget. Then the format: quantization.ignore keeps "
-            "the worst layers in BF16, quantization.format=none shows what remains. With sync.every above 1 "
-            "the weights are older: lower it. correction=icepop keeps the worst tokens out of the loss meanwhile.",
-        ),
-        Rule(
-            Alarm.mismatch_jump,
-            f"`{K3}` over its median of the last {WINDOW} steps",
-            over_median(K3),
-            10.0,
-            5,
-            "Something has changed, for the policy or the engine: look at the step before the first, at restarts of "
-            "servers, sync/quant_error_max and optim/grad_norm. Lower optim.lr where the policy itself moved too far.",
-        ),
-        Rule(
-            Alarm.mismatch_over_bf16,
-            "`rollout_corr/FORMAT/k3_kl` of the worst format over that of the fleet's BF16 servers",
-            over_bf16,
-            300.0,
-            5,
-            "The format, not the engines' numerics, makes the difference: its scales are wrong, or the model does not "
-            "suit it. Try quantization.smoothing (INT8) or quantization.ignore.",
-        ),
-        Rule(
-            Alarm.probe,
-            "`sync/probe_abs_diff` over `sync/probe_budget`: right after a sync",
-            share(("sync/probe_abs_diff",), "sync/probe_budget"),
-            1.0,
-            1,
-            "Sampler and learner differ by more than the format does to activations without outliers, and by less than "
-            "a wrong matrix makes. `megatron-rl mismatch` on the model says where it enters: where it is outliers, "
-            "quantization.smoothing=0.5 (INT8), quantization.ignore or quantization=fp8. Answers of another "
-            "temperature or of older weights would look the same.",
-        ),
-        Rule(
-            Alarm.ess,
-            "`rollout_corr/rollout_is_eff_sample_size`: of the applied weights",
-            metric("rollout_corr/rollout_is_eff_sample_size"),
-            0.5,
-            5,
-            "A few tokens carry the gradient. Lower correction.weight.high, or let it be solved: "
-            "correction.weight.target_ess; the cause is the mismatch.",
-            below=True,
-        ),
-        Rule(
-            Alarm.rejected,
-            "`rollout_corr/rollout_rs_masked_fraction`: tokens that correction.reject keeps out",
-            metric("rollout_corr/rollout_rs_masked_fraction"),
-            0.3,
-            5,
-            "What is paid for is thrown away, and what is left is biased to short answers: widen the bounds of "
-            "correction.reject, or lower the mismatch.",
-        ),
-        Rule(
-            Alarm.non_finite,
-            "tokens without a finite logprob, or updates that were skipped: the larger share",
-            not_finite,
-            0.01,
-            3,
-            "Tokens: the engine's kernels or scales are wrong, compare with quantization.format=none. Updates: lower "
-            "optim.lr; `megatron-rl rerun-step` repeats what learner.on_nonfinite=skip_and_dump has kept.",
-            always=True,
-        ),
-        Rule(
-            Alarm.entropy,
-            "`loss/entropy`, in nats",
-            metric("loss/entropy"),
-            0.01,
-            10,
-            "The policy has stopped exploring. Raise loss.clip_high, add loss.entropy_coef or a KL to the start "
-            "(loss.kl_coef), lower optim.lr; loss.name=clip_cov holds back the tokens that drive it.",
-            below=True,
-        ),
-        Rule(
-            Alarm.reward_errors,
-            "`reward/errors` over `rollout/n`: answers without a score",
-            share(("reward/errors",), "rollout/n"),
-            0.05,
-            3,
-            "The rewards fail or are late, the hard answers' more often. Raise reward.timeout_s or reward.workers; "
-            "what the function that reward.name names has printed is in the log of rank 0.",
-        ),
-        Rule(
-            Alarm.no_spread,
-            "`rollout/groups_kept_fraction`: groups that can be learned from",
-            metric("rollout/groups_kept_fraction"),
-            0.05,
-            10,
-            "Nearly all groups are all right or all wrong (rollout/groups_all_right, rollout/groups_all_wrong): the "
-            "problems of data.train are too easy or too hard by now. Change them, or raise rollout.samples_per_prompt.",
-            below=True,
-        ),
-        Rule(
-            Alarm.truncated,
-            "`rollout/truncated_fraction`: answers cut at the length limit",
-            metric("rollout/truncated_fraction"),
-            0.5,
-            5,
-            "Raise rollout.max_response_tokens; reward.overlong_buffer makes long answers dearer before the limit, "
-            "reward.overlong_filter keeps cut ones out of the loss.",
-        ),
-        Rule(
-            Alarm.aborted,
-            "`rollout/aborted_fraction`: answers that the sampler gave up on",
-            metric("rollout/aborted_fraction"),
-            0.05,
-            3,
-            "Read the engine's log. Its cache may be too small: raise sampler.vllm.gpu_memory_utilization (on hosts "
-            "sampler.vllm.kv_cache_memory_bytes), or lower sampler.vllm.max_num_seqs.",
-        ),
-        Rule(
-            Alarm.gradient,
-            f"`{GRAD_NORM}` over its median of the last {WINDOW} steps",
-            over_median(GRAD_NORM),
-            20.0,
-            3,
-            "Lower optim.lr or optim.megatron.clip_grad, and look at the mismatch of the same steps: a few tokens with "
-            "large ratios do this, which correction=icepop leaves out.",
-            always=True,
-        ),
-    )
+    Alarm.mismatch: Rule(
+        f"`{K3}`: how far sampler and learner disagree",
+        metric(K3),
+        GATES,
+        5,
+        "Suspect the sync first: sync/probe_abs_diff beside its budget. Then the format: quantization.ignore keeps "
+        "the worst layers in BF16, quantization.format=none shows what remains. With sync.every above 1 "
+        "the weights are older: lower it. correction=icepop keeps the worst tokens out of the loss meanwhile.",
+    ),
+    Alarm.mismatch_jump: Rule(
+        f"`{K3}` over its median of the last {WINDOW} steps",
+        over_median(K3),
+        10.0,
+        5,
+        "Something has changed, for the policy or the engine: look at the step before the first, at restarts of "
+        "servers, sync/quant_error_max and optim/grad_norm. Lower optim.lr where the policy itself moved too far.",
+    ),
+    Alarm.mismatch_over_bf16: Rule(
+        "`rollout_corr/FORMAT/k3_kl` of the worst format over that of the fleet's BF16 servers",
+        over_bf16,
+        300.0,
+        5,
+        "The format, not the engines' numerics, makes the difference: its scales are wrong, or the model does not "
+        "suit it. Try quantization.smoothing (INT8) or quantization.ignore.",
+    ),
+    Alarm.probe: Rule(
+        "`sync/probe_abs_diff` over `sync/probe_budget`: right after a sync",
+        share(("sync/probe_abs_diff",), "sync/probe_budget"),
+        1.0,
+        1,
+        "Sampler and learner differ by more than the format does to activations without outliers, and by less than "
+        "a wrong matrix makes. `megatron-rl mismatch` on the model says where it enters: where it is outliers, "
+        "quantization.smoothing=0.5 (INT8), quantization.ignore or quantization=fp8. Answers of another "
+        "temperature or of older weights would look the same.",
+    ),
+    Alarm.ess: Rule(
+        "`rollout_corr/rollout_is_eff_sample_size`: of the applied weights",
+        metric("rollout_corr/rollout_is_eff_sample_size"),
+        0.5,
+        5,
+        "A few tokens carry the gradient. Lower correction.weight.high, or let it be solved: "
+        "correction.weight.target_ess; the cause is the mismatch.",
+        below=True,
+    ),
+    Alarm.rejected: Rule(
+        "`rollout_corr/rollout_rs_masked_fraction`: tokens that correction.reject keeps out",
+        metric("rollout_corr/rollout_rs_masked_fraction"),
+        0.3,
+        5,
+        "What is paid for is thrown away, and what is left is biased to short answers: widen the bounds of "
+        "correction.reject, or lower the mismatch.",
+    ),
+    Alarm.non_finite: Rule(
+        "tokens without a finite logprob, or updates that were skipped: the larger share",
+        not_finite,
+        0.01,
+        3,
+        "Tokens: the engine's kernels or scales are wrong, compare with quantization.format=none. Updates: lower "
+        "optim.lr; `megatron-rl rerun-step` repeats what learner.on_nonfinite=skip_and_dump has kept.",
+        always=True,
+    ),
+    Alarm.entropy: Rule(
+        "`loss/entropy`, in nats",
+        metric("loss/entropy"),
+        0.01,
+        10,
+        "The policy has stopped exploring. Raise loss.clip_high, add loss.entropy_coef or a KL to the start "
+        "(loss.kl_coef), lower optim.lr; loss.name=clip_cov holds back the tokens that drive it.",
+        below=True,
+    ),
+    Alarm.reward_errors: Rule(
+        "`reward/errors` over `rollout/n`: answers without a score",
+        share(("reward/errors",), "rollout/n"),
+        0.05,
+        3,
+        "The rewards fail or are late, the hard answers' more often. Raise reward.timeout_s or reward.workers; "
+        "what the function that reward.name names has printed is in the log of rank 0.",
+    ),
+    Alarm.no_spread: Rule(
+        "`rollout/groups_kept_fraction`: groups that can be learned from",
+        metric("rollout/groups_kept_fraction"),
+        0.05,
+        10,
+        "Nearly all groups are all right or all wrong (rollout/groups_all_right, rollout/groups_all_wrong): the "
+        "problems of data.train are too easy or too hard by now. Change them, or raise rollout.samples_per_prompt.",
+        below=True,
+    ),
+    Alarm.truncated: Rule(
+        "`rollout/truncated_fraction`: answers cut at the length limit",
+        metric("rollout/truncated_fraction"),
+        0.5,
+        5,
+        "Raise rollout.max_response_tokens; reward.overlong_buffer makes long answers dearer before the limit, "
+        "reward.overlong_filter keeps cut ones out of the loss.",
+    ),
+    Alarm.aborted: Rule(
+        "`rollout/aborted_fraction`: answers that the sampler gave up on",
+        metric("rollout/aborted_fraction"),
+        0.05,
+        3,
+        "Read the engine's log. Its cache may be too small: raise sampler.vllm.gpu_memory_utilization (on hosts "
+        "sampler.vllm.kv_cache_memory_bytes), or lower sampler.vllm.max_num_seqs.",
+    ),
+    Alarm.gradient: Rule(
+        f"`{GRAD_NORM}` over its median of the last {WINDOW} steps",
+        over_median(GRAD_NORM),
+        20.0,
+        3,
+        "Lower optim.lr or optim.megatron.clip_grad, and look at the mismatch of the same steps: a few tokens with "
+        "large ratios do this, which correction=icepop leaves out.",
+        always=True,
+    ),
 }
 
 
-def bound_of(rule: Rule, given: Setting, formats: Sequence[Format]) -> float:
+def bound_of(rule: Rule, given: AlarmSetting, formats: Sequence[Format]) -> float:
     if given.bound is not None:
         return given.bound
     return max(rule.bound[one] for one in formats) if isinstance(rule.bound, Mapping) else rule.bound
@@ -253,6 +236,7 @@ class News:
 
 @dataclass
 class _Watch:
+    alarm: Alarm
     rule: Rule
     stops: bool
     bound: float
@@ -282,9 +266,9 @@ class Alarms:
 
     def __post_init__(self) -> None:
         self._before: deque[Line] = deque(maxlen=WINDOW)
-        settings = {alarm: setting(self.given.get(alarm, "warn")) or Setting() for alarm in RULES}
+        settings = {alarm: alarm_setting(self.given.get(alarm, "warn")) or AlarmSetting() for alarm in RULES}
         self._watches = [
-            _Watch(rule, settings[alarm].stops, bound_of(rule, settings[alarm], self.formats))
+            _Watch(alarm, rule, settings[alarm].stops, bound_of(rule, settings[alarm], self.formats))
             for alarm, rule in RULES.items()
             if settings[alarm].on and (self.sampled or rule.always)
         ]
@@ -296,7 +280,7 @@ class Alarms:
             value = watch.rule.value(line, self._before)
             if value is None or not watch.after(value):
                 continue
-            step, alarm = int(line["progress/step"]), watch.rule.alarm
+            step, alarm = int(line["progress/step"]), watch.alarm
             one = News(alarm, watch.standing, watch.stops, step, value, watch.bound)
             news.append(one)
             if one.raised:

@@ -1,8 +1,7 @@
-"""Why an attempt ended: from what a process said last to a class of causes, and the setting to change.
+"""Causes of an attempt's end: from what a process said last to a class of causes, and the setting to change.
 
-One row per class, and the first that fits decides: what only follows from something else stands below it. Errors of
-this project are known by the name of their class, what torch, CUDA, vLLM, Slurm and the kernel print by its words.
-Where none fits the cause is `unknown`. No row guesses: SIGKILL alone, say, does not tell who sent it.
+The first row that fits decides: what only follows from something else stands below it. No row guesses: SIGKILL alone
+does not tell who sent it.
 """
 
 from __future__ import annotations
@@ -271,11 +270,10 @@ ROWS = (
 def explain(
     reason: str, *, process: str = "", phase: Any = None, log: str = "", out_of_memory: bool = False, stuck: Any = None
 ) -> Cause:
-    """The cause why an attempt failed or was stopped.
+    """The cause why an attempt failed or was stopped, by its last word.
 
-    `reason`: its last word. `process`, `phase`, `log`: whose word that is, as far as the caller knows. `out_of_memory`:
-    the kernel has counted a process of this run that it ended. `stuck`: a process that was seen not to go on, as
-    status.json has it.
+    `process`, `phase`, `log`: whose word that is. `out_of_memory`: the kernel has counted a process of this run that it
+    ended. `stuck`: a process that was seen not to go on, as status.json has it.
     """
     bare = MODULE.sub("", reason)
     row = next((row for row in ROWS if bare.startswith(row.begins) and re.search(row.says, reason)), UNKNOWN)

@@ -1,6 +1,4 @@
-"""Console output of a run: one plain line per step or a live table, tables of text, and a few answers of a
-recorded step.
-"""
+"""Console output of a run: one plain line per step or a live table, and a few answers of a recorded step."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def choose_display(title: str, n_steps: int, stream: TextIO | None = None) -> Di
 
 
 def shown(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """The rows of a display: each evaluated set, and the rest."""
+    """Rows of a display: each evaluated set, and the rest."""
     return [*((name, label, ".3f") for name, label in accuracies(names).items()), *SHOWN]
 
 
@@ -102,8 +100,7 @@ def sparkline(values: list[float]) -> str:
 
 class PlainDisplay:
     def __init__(self, n_steps: int, stream: TextIO) -> None:
-        self._n_steps = n_steps
-        self._stream = stream
+        self._n_steps, self._stream = n_steps, stream
 
     def phase(self, name: str | None) -> None:
         pass
@@ -122,8 +119,7 @@ class LiveDisplay:
     """Rich draws it from a thread of its own, so the spinner turns while the driver is busy."""
 
     def __init__(self, title: str, n_steps: int, console: Console) -> None:
-        self._title = title
-        self._n_steps = n_steps
+        self._title, self._n_steps = title, n_steps
         self._history: dict[str, list[float]] = {}
         self._step: int | None = None
         self._eta_s: float | None = None

@@ -1,7 +1,6 @@
 """Disk use of a run: kept below `log.disk_gib`; files are left out where there is no room, which ends no run.
 
-Thinned out are, the oldest first, recorded rollouts, then dumps, then the logs of earlier attempts; the newest of each
-stays, and so does all that a run goes on from: metrics, ledger, checkpoints (they have keys of their own).
+The oldest recorded rollouts go first, then dumps, then logs; never what a run goes on from.
 """
 
 from __future__ import annotations
@@ -25,6 +24,10 @@ if TYPE_CHECKING:
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NEAR = 0.95  # of the budget: from there on room is made for what comes next
 GIB = 1 << 30
+FOLLOWS = {
+    "lines": "lines of metrics and ledger wait in memory and come later",
+    "rollouts": "the rollouts of such steps are left out",
+}
 
 
 class RecordLost(RuntimeError):
@@ -32,12 +35,10 @@ class RecordLost(RuntimeError):
 
 
 class LineFile:
-    """A file of lines that is never torn: a full disk takes a line as a whole, or later, before the next one.
-
-    Appends after the last whole line: a killed run may have left half of one.
-    """
+    """A file of lines that is never torn: a full disk takes a line as a whole, or later, before the next one."""
 
     def __init__(self, path: Path) -> None:
+        # a killed run may have left half a line
         torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
         self._file = path.open("ab", buffering=0)
         self._waiting = [b"\n"] if torn else []
@@ -49,17 +50,19 @@ class LineFile:
     def write(self, line: str) -> None:
         """Raises where the file is not in its place any more."""
         self._waiting.append(line.encode() + b"\n")
-        while self._waiting and self._take(self._waiting[0]):
-            del self._waiting[0]
+        self._catch_up()
         if not os.fstat(self._file.fileno()).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "it was removed while the run went on")
 
     def close(self) -> int:
         """The last try; how many lines never got their place."""
-        while self._waiting and self._take(self._waiting[0]):
-            del self._waiting[0]
+        self._catch_up()
         self._file.close()
         return len(self._waiting)
+
+    def _catch_up(self) -> None:
+        while self._waiting and self._take(self._waiting[0]):
+            del self._waiting[0]
 
     def _take(self, line: bytes) -> bool:
         end = os.fstat(self._file.fileno()).st_size
@@ -84,9 +87,7 @@ class Disk:
         self._budget = f"log.disk_gib={budget_gib:g}" if budget_gib is not None else ""
         self._files = {path: LineFile(path) for path in (run.metrics, run.ledger, run.lanes)}
         self._full: set[str] = set()  # what could not be written when it last came
-        self._lost_rollouts = 0
-        self._lost_lines = 0
-        self._thinned = 0
+        self._lost_rollouts = self._lost_lines = self._thinned = 0
         self._short = False
 
     def write_line(self, path: Path, line: str) -> None:
@@ -99,16 +100,15 @@ class Disk:
         """Leaves the file out where there is no room."""
         from megatron_rl.runs.rollout_file import write_rollouts
 
-        written = False
+        lost = self._lost_rollouts
         with lasting(path):
             try:
                 write_rollouts(path, scored, **columns)
-                written = True
             except OSError as error:
                 if error.errno not in FULL:
                     raise
                 self._lost_rollouts += 1
-        self._went("rollouts", written)
+        self._went("rollouts", lost == self._lost_rollouts)
         self.thin()
 
     def close(self) -> None:
@@ -145,11 +145,7 @@ class Disk:
     def _went(self, what: str, well: bool) -> None:
         """Says once that there is no room, and once that there is again."""
         if not well and what not in self._full:
-            follows = {
-                "lines": "lines of metrics and ledger wait in memory and come later",
-                "rollouts": "the rollouts of such steps are left out",
-            }[what]
-            self._note(f"warning: {self._run.path} has no room. The run goes on; {follows}. Free space there")
+            self._note(f"warning: {self._run.path} has no room. The run goes on; {FOLLOWS[what]}. Free space there")
             self._full.add(what)
         elif well and what in self._full:
             self._note(f"{self._run.path} has room again: {what} are recorded")
@@ -169,16 +165,11 @@ def size(path: Path) -> int:
 
 
 def _oldest_first(run: RunDir) -> Iterator[Path]:
-    from megatron_rl.runs.rollout_file import recorded_steps
-
-    yield from [path for _, path in recorded_steps(run.rollouts)][:-1]
-    yield from _by_number(run.dumps)[:-1]
-    yield from _by_number(run.logs.parent)[:-2]  # this attempt's, and what the one before ended with
-
-
-def _by_number(folder: Path) -> list[Path]:
-    names = [path for path in folder.glob("*_*") if path.name.rpartition("_")[2].isdigit()]
-    return sorted(names, key=lambda path: int(path.name.rpartition("_")[2]))
+    # of logs this attempt's stay, and what the one before ended with
+    for folder, newest in ((run.rollouts, 1), (run.dumps, 1), (run.logs.parent, 2)):
+        names = ((path.stem.rpartition("_")[2], path) for path in folder.glob("*_*"))
+        found = sorted((int(number), path) for number, path in names if number.isdigit())
+        yield from [path for _, path in found][:-newest]
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""The one table of metrics: every name a run may log, how its parts combine, its unit, its meaning.
-
-`docs/metrics.md` is this table, printed by `python tools/reference_tables.py metrics > docs/metrics.md`.
-"""
+"""The one table of metrics: every name a run may log, how its parts combine, its unit, its meaning."""
 
 from __future__ import annotations
 

@@ -6,12 +6,13 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ACCURACY, MISMATCH, SAMPLE_SIZE = "eval/accuracy", "rollout_corr/k3_kl", "rollout_corr/rollout_is_eff_sample_size"
+ABS_DIFFERENCE, REJECTED = "rollout_corr/logp_abs_diff_mean", "rollout_corr/rollout_rs_masked_fraction"
 AREA = "accuracy_area"
 
 
@@ -99,6 +100,10 @@ class Curves:
         values = self.series(name, first_step=1).finite
         return statistics.median(values) if values else None
 
+    def mean(self, name: str) -> float | None:
+        values = self.series(name, first_step=1).finite
+        return statistics.fmean(values) if values else None
+
     def total(self, name: str, first_step: int = 0) -> float:
         return math.fsum(self.series(name, first_step).finite)
 
@@ -110,7 +115,8 @@ class Number:
     title: str
     form: str
     about: str
-    of: Callable[[Curves], float | None]
+    metric: str
+    of: Callable[[Curves, str], float | None]
 
 
 def area(curve: Series) -> float | None:
@@ -123,36 +129,26 @@ def area(curve: Series) -> float | None:
 
 
 NUMBERS: dict[str, Number] = {
-    AREA: Number("area", ".3f", "mean held-out accuracy over the run's steps", lambda run: area(run.series(ACCURACY))),
-    "accuracy": Number("at the end", ".3f", "held-out accuracy of the last policy", lambda run: run.last(ACCURACY)),
+    AREA: Number(
+        "area", ".3f", "mean held-out accuracy over the run's steps", ACCURACY, lambda run, name: area(run.series(name))
+    ),
+    "accuracy": Number("at the end", ".3f", "held-out accuracy of the last policy", ACCURACY, Curves.last),
     "k3_kl": Number(
-        "mismatch", ".1e", "k3 KL of sampler and learner, nats a token, median step", lambda run: run.median(MISMATCH)
+        "mismatch", ".1e", "k3 KL of sampler and learner, nats a token, median step", MISMATCH, Curves.median
     ),
     "abs_difference": Number(
-        "mean abs d",
-        ".4f",
-        "learner's logprob less the sampler's, nats, median step",
-        lambda run: run.median("rollout_corr/logp_abs_diff_mean"),
+        "mean abs d", ".4f", "learner's logprob less the sampler's, nats, median step", ABS_DIFFERENCE, Curves.median
     ),
     "sample_size": Number(
-        "ESS", ".1%", "effective sample size of the applied weights, median step", lambda run: run.median(SAMPLE_SIZE)
+        "ESS", ".1%", "effective sample size of the applied weights, median step", SAMPLE_SIZE, Curves.median
     ),
-    "rejected": Number(
-        "rejected",
-        ".1%",
-        "tokens that rules took out, mean",
-        lambda run: _mean(run.series("rollout_corr/rollout_rs_masked_fraction", 1).finite),
-    ),
-    "step_s": Number("s/step", ".2f", "seconds of a step, median", lambda run: run.median("time/step")),
+    "rejected": Number("rejected", ".1%", "tokens that rules took out, mean", REJECTED, Curves.mean),
+    "step_s": Number("s/step", ".2f", "seconds of a step, median", "time/step", Curves.median),
 }
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
-
-
 def numbers(run: Curves) -> dict[str, float]:
-    found = {name: number.of(run) for name, number in NUMBERS.items()}
+    found = {name: number.of(run, number.metric) for name, number in NUMBERS.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_rl.checkpoint.checkpoints import Checkpoint, DriverState
-from megatron_rl.config.schema import CheckpointSection, RunSection
+from megatron_rl.config.schema import CheckpointSection
 from megatron_rl.runs.metrics_file import decode_line, encode_line
 from megatron_rl.types import Batch
 
 
-def reached(run: RunSection, evaluated: Mapping[str, float]) -> str | None:
+def reached(stop: Mapping[str, float] | None, evaluated: Mapping[str, float]) -> str | None:
     """Why the run may end before its last step: an evaluation is as good as run.stop asks for."""
-    for metric, least in (run.stop or {}).items():
+    for metric, least in (stop or {}).items():
         if metric in evaluated and evaluated[metric] >= least:
             return f"{metric} reached {evaluated[metric]:.3f}, run.stop is {least:g}"
     return None

@@ -1,7 +1,4 @@
-"""What a run leaves behind, and says while it goes on: the driver's Recorder, and a silent one for the other ranks.
-
-Shape suffixes: B sequences, T response positions (right-padded); row i belongs to `scored[i]`.
-"""
+"""The record that a run leaves: the driver's Recorder, and a silent one for the other ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ from megatron_rl.checkpoint import checkpoints
 from megatron_rl.config.plain_yaml import read_yaml
 from megatron_rl.config.schema import IfExists, LogSection, Wandb
 from megatron_rl.processes import pulse
-from megatron_rl.processes.memory_kills import MemoryKills
-from megatron_rl.runs.alarms import Alarms, News
+from megatron_rl.processes.job import memory_kills
+from megatron_rl.runs.alarms import Alarms
 from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.console import Display, choose_display, duration, sample_line, step_line
 from megatron_rl.runs.disk import Disk, LineFile
@@ -54,9 +51,6 @@ class SilentRecorder:
     def note(self, text: str) -> None:
         pass
 
-    def spans(self, spans: Sequence[Span]) -> None:
-        pass
-
     def end_early(self, reason: str, *, asked: bool) -> None:
         pass
 
@@ -65,10 +59,8 @@ class SilentRecorder:
 
 
 class Recorder:
-    """Owns the run directory from the first line of metrics to the last word in status.json.
-
-    A directory that a launcher has claimed with `open_run` is taken over; otherwise it is claimed here.
-    As a context manager it closes itself: an exception is `failed`, Ctrl-C or SystemExit is `stopped`.
+    """Owns the run directory from the first line of metrics to the last word in status.json. An exception is `failed`,
+    Ctrl-C or SystemExit is `stopped`.
     """
 
     def __init__(
@@ -82,25 +74,19 @@ class Recorder:
         alarms: Alarms | None = None,
         rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda line: {},
     ) -> None:
-        mode = resolve_mode(config.wandb)
-        moved = ""
-        if claimed_for_this_process(run_dir):
-            self.run = RunDir(run_dir)
-        else:
+        mode, moved, self.run = resolve_mode(config.wandb), "", RunDir(run_dir)
+        if not claimed_for_this_process(run_dir):  # else by a launcher
             self.run, moved = open_run(run_dir, if_exists, resolved_yaml)
         self.alarms, self._rates = alarms or Alarms(), rates
         mark_status(run_dir, "running", alarms={})
         self._beat_at, self._sample_at = time.monotonic(), -math.inf
-        self._kills = MemoryKills()
+        self._kills = memory_kills()
         self._broken_off: str | None = None  # the phase that an exception has ended
-        self._end = "finished", ""
-        self._n_steps = n_steps
-        self.clock = PhaseClock()
-        self._begun = time.perf_counter()
+        self._end, self._closed = ("finished", ""), False
+        self.clock, self._begun = PhaseClock(), time.perf_counter()
+        self._n_steps, self._last_step = n_steps, self.run.resumes_after
         self._step_times: list[float] = []
-        self._last_step = self.run.resumes_after
         self._unknown: set[str] = set()
-        self._closed = False
         self._disk = Disk(self.run, config.disk_gib, self.note)
         self._text = LineFile(self.run.logs / "driver.log")
         self._wandb: WandbLog | None = None
@@ -108,7 +94,7 @@ class Recorder:
         if moved:
             self.note(moved)
         if mode is not Wandb.none:
-            self._wandb = WandbLog(config, read_yaml(resolved_yaml), run_dir, mode, self.note)
+            self._wandb = WandbLog(read_yaml(resolved_yaml), run_dir, mode, self.note)
         self._note_places()
 
     @contextmanager
@@ -132,7 +118,9 @@ class Recorder:
         line |= self.clock.finish_step()
         line |= {"progress/step": step, "progress/elapsed_s": time.perf_counter() - self._begun}
         line |= {name: value for name, value in (throughput(line) | self._rates(line)).items() if name not in line}
-        self._warn_unknown(line)
+        for name in set(unknown(line)) - self._unknown:
+            self._unknown.add(name)
+            warnings.warn(f"metric {name!r} is not in runs/metrics.py", UnknownMetricWarning, stacklevel=2)
         self._disk.write_line(self.run.metrics, encode_line(line))
         self._disk.write_line(self.run.lanes, encode_spans(step, self.clock.spans))
         self.clock.spans.clear()
@@ -142,24 +130,22 @@ class Recorder:
         self._last_step = step
         self._display.step(step, line, eta_s)
         self._write_text(step_line(step, self._n_steps, line, eta_s))
-        self._tell(self.alarms.after(line))
-        self._beat()
-        return line
-
-    def _tell(self, news: Sequence[News]) -> None:
+        news = self.alarms.after(line)
         for one in news:
             self.note(f"alarm    {one}")
         if news:
             self._beat_at = -math.inf  # status.json says so at once
         if news and self._wandb:
             self._wandb.alarms(news, self.alarms.standing)
+        self._beat()
+        return line
 
     def skip(self) -> None:
         """Drops the time since the last line, which belongs to no step: engines were started again."""
         self.clock.finish_step()
 
     def ledger(self, step: int, drawn: tuple[int, int], trained: Sequence[int]) -> None:
-        """Records prompts by their number in the order of the whole run: those drawn, from and to; those trained on."""
+        """Records prompts by their number in the run's order: those drawn, from and to; those trained on."""
         line = {"step": step, "drawn": drawn, "trained": list(trained)}
         self._disk.write_line(self.run.ledger, json.dumps(line))
 
@@ -232,29 +218,17 @@ class Recorder:
 
     def _cause(self, reason: str) -> Cause:
         """The cause of an end that nobody wanted, as far as the driver knows it."""
-        log = self.run.logs / "rank_0.log"
-        return explain(
-            reason,
-            process="rank 0",
-            phase=self._broken_off or ("the start" if self._last_step is None else None),
-            log=str(log) if log.exists() else "",
-            out_of_memory=self._kills.any(),
-        )
+        log, start = self.run.logs / "rank_0.log", "the start" if self._last_step is None else None
+        about: dict[str, Any] = {"phase": self._broken_off or start, "log": str(log) if log.exists() else ""}
+        return explain(reason, process="rank 0", **about, out_of_memory=memory_kills() > self._kills)
 
     def _note_places(self) -> None:
         path, wandb = shlex.quote(str(self.run.path)), self._wandb
         self.note(f"run      {path}")
         self.note(f"metrics  tail -f {path}/metrics.jsonl")
         self.note(f"logs     tail -F {path}/logs/attempt_{self.run.attempt}/*")
-        for line in (f"wandb    {wandb.where}", wandb.trouble) if wandb else ():
-            if line:
-                self.note(line)
-
-    def _warn_unknown(self, names: Mapping[str, float]) -> None:
-        for name in unknown(names):
-            if name not in self._unknown:
-                self._unknown.add(name)
-                warnings.warn(f"metric {name!r} is not in runs/metrics.py", UnknownMetricWarning, stacklevel=3)
+        for line in filter(None, (f"wandb    {wandb.where}", wandb.trouble) if wandb else ()):
+            self.note(line)
 
     def _estimate_left(self, step: int, seconds: float) -> float | None:
         if step > 0:  # step 0 holds the start of the engines
@@ -289,10 +263,8 @@ def describe_contents(run: RunDir) -> str:
         return f"{run.path} is gone"
     n_rollouts = len(list(run.rollouts.glob("step_*.parquet")))
     n_checkpoints = len(checkpoints.steps(run.checkpoints))
-    with run.metrics.open("rb") as lines:
-        n_lines = sum(1 for _ in lines)
     rows = (
-        (True, "metrics.jsonl", f"{n_lines} lines"),
+        (True, "metrics.jsonl", f"{run.n_lines()} lines"),
         (n_rollouts, "rollouts/", f"{n_rollouts} recorded steps"),
         (n_checkpoints, "checkpoints/", f"{n_checkpoints} checkpoints"),
         (run.model.is_dir(), "model/", "the last policy, as a Hugging Face folder"),

@@ -1,7 +1,6 @@
 """rollouts/step_N.parquet: the rollouts that a step was trained on, one row each, with both engines' logprobs.
 
-Lists have the length of the response. Columns that a step does not have (no prox forward, no weights)
-are null. Shape suffixes: B sequences, T response positions (right-padded).
+Columns that a step does not have are null. Shape suffixes: B sequences, T response positions (right-padded).
 """
 
 from __future__ import annotations
@@ -57,6 +56,7 @@ _OF_ROLLOUT = ("group", "sample", "policy_version", "finish_reason", "format", "
 _ANSWER = ("token_ids", "sampler_logprobs", "loss_mask", "kept_ids", "kept_counts", "versions")
 LISTS = (*_ANSWER, "prox_logprobs", "weights", "kept")
 WORDS = [field.name for field in SCHEMA if field.type == pa.string()]
+AS_TEXT: dict[str, Any] = {"ensure_ascii": False, "default": str}
 PIECE = 512  # rows that are written at once
 
 
@@ -94,7 +94,7 @@ def _table(scored: Sequence[Scored], truths: Sequence[Any], columns: Columns, ro
         "prompt_id": [rollout.prompt.id for rollout in rollouts],
         "pieces": [columns.get("pieces", {}).get(place) for place in range(rows.start, rows.start + len(scored))],
         "prompt": [rollout.prompt.text for rollout in rollouts],
-        "truth": [None if truth is None else _as_text(truth) for truth in truths],
+        "truth": [truth if isinstance(truth, str | None) else json.dumps(truth, **AS_TEXT) for truth in truths],
         "prompt_token_ids": [rollout.prompt.token_ids for rollout in rollouts],
         "token_ids": _lists([rollout.token_ids for rollout in rollouts], lengths, np.int32),
         "sampler_logprobs": _lists([rollout.logprobs for rollout in rollouts], lengths, np.float32),
@@ -163,10 +163,6 @@ def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
     """(step, file) in the order of steps."""
     names = ((STEP.fullmatch(path.name), path) for path in folder.glob("step_*.parquet"))
     return sorted((int(name[1]), path) for name, path in names if name)
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _check(values_BT: torch.Tensor | None, scored: Sequence[Scored], name: str) -> None:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import FileIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from megatron_rl.files import write_whole
 from megatron_rl.processes.owned_folder import LOCK, held, hold, holder, sign
 from megatron_rl.processes.pulse import FOLDER
 from megatron_rl.runs.metrics_file import read_metrics
-from megatron_rl.runs.status import STATUS, goes_on, known_status, mark_status, now, read_status
-from megatron_rl.runs.versions import environment
+from megatron_rl.runs.status import STATUS, environment, goes_on, known_status, mark_status, now, read_status
 
 LONGEST_BEFORE = 150  # letters of why the attempt before this one has ended
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # its process id, in the environment of the ranks that it starts
@@ -73,6 +73,11 @@ class RunDir:
         names = [entry.name for entry in (self.path / "logs").glob("attempt_*")]
         return max((int(name[8:]) for name in names if name[8:].isdigit()), default=0)
 
+    def n_lines(self) -> int:
+        """Count of the lines of metrics."""
+        with self.metrics.open("rb") as lines:
+            return sum(1 for _ in lines)
+
     @property
     def resumes_after(self) -> int | None:
         """The step that this attempt goes on from; None where it begins."""
@@ -105,8 +110,7 @@ def check_run_dir(path: Path, if_exists: IfExists, resolved_yaml: str = "") -> N
 def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDir, str]:
     """Claims a directory for a new run, or one that goes on. Returns it, and what became of an old one ("": none).
 
-    The status stays "starting" until a Recorder takes over: a launcher can claim the directory, and
-    put its children's logs there, before the driver rank exists.
+    The status stays "starting" until a Recorder takes over: a launcher claims it before the driver rank exists.
     """
     check_run_dir(path, if_exists, resolved_yaml)
     try:
@@ -123,9 +127,8 @@ def open_run(path: Path, if_exists: IfExists, resolved_yaml: str) -> tuple[RunDi
 
 
 def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, str]:
-    """The lock of an empty directory, or of one to go on in, with the checkpoint and a line about an old one.
-
-    Whoever moves an old one holds that one's lock: of many, one does.
+    """The lock of an empty directory, or of one to go on in, with the checkpoint and a line about an old one. Whoever
+    moves an old one holds that one's lock: of many, one does.
     """
     moved = ""
     while True:
@@ -140,9 +143,8 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
         except FileNotFoundError:
             continue  # another start has just moved it aside
         if lock is None:
-            raise _refused(
-                path, f"belongs to a run that goes on or is being started ({_owner(path, read_status(path))})"
-            )
+            owner = _owner(path, read_status(path))
+            raise _refused(path, f"belongs to a run that goes on or is being started ({owner})")
         if not _used(path):
             return lock, None, moved
         torn: list[str] = []
@@ -153,10 +155,8 @@ def _claim(path: Path, if_exists: IfExists) -> tuple[FileIO, Checkpoint | None, 
             archived = archive_name(path)
             why = f": it ended before its first step ({_describe(path, False)})" if if_exists is IfExists.refuse else ""
             if if_exists is IfExists.resume:
-                none = (
-                    f"none of its {len(torn)} checkpoints is whole" if torn else "it holds no checkpoint to go on from"
-                )
-                why = f": {none}; the run begins again"
+                none = f"none of its {len(torn)} checkpoints is whole"
+                why = f": {none if torn else 'it holds no checkpoint to go on from'}; the run begins again"
             path.rename(archived)
             moved = "\n".join((*torn, f"the old {path} is now {archived}{why}"))
 
@@ -167,7 +167,8 @@ def _furnish(run: RunDir, resolved_yaml: str, found: Checkpoint | None) -> RunDi
     shutil.rmtree(run.pulses, ignore_errors=True)  # of the attempt before
     for folder in (run.rollouts, run.checkpoints, run.pulses, run.path / "logs" / f"attempt_{run.attempt + 1}"):
         folder.mkdir(parents=True, exist_ok=True)
-    write_whole(run.config, _redacted_yaml(resolved_yaml))
+    config = read_yaml(resolved_yaml)
+    write_whole(run.config, resolved_yaml if (hidden := redact(config)) == config else write_yaml(hidden))
     write_whole(run.env, json.dumps(environment(), indent=2) + "\n")
     step, before = None if found is None else found.step, read_status(run.path)
     about: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "started": now(), "attempt": run.attempt}
@@ -185,10 +186,8 @@ def claimed_for_this_process(path: Path) -> bool:
 
 
 def archive_name(path: Path) -> Path:
-    number = 1
-    while path.with_name(f"{path.name}.{number}").exists():
-        number += 1
-    return path.with_name(f"{path.name}.{number}")
+    names = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _check_free(path: Path, if_exists: IfExists, locked: bool | None = None) -> None:
@@ -235,14 +234,10 @@ def _ended_before_its_first_step(path: Path, locked: bool | None) -> bool:
 
 
 def _describe(path: Path, locked: bool | None) -> str:
-    status, metrics = known_status(path, locked), RunDir(path).metrics
-    reason, _, _ = str(status.get("reason") or "").partition("\n")
-    why = f": {reason}" if reason else ""
-    state = f"{status.get('state', 'no status')}{why}"
-    if not metrics.exists():
-        return f"{state}, no metrics"
-    with metrics.open("rb") as lines:
-        return f"{state}, {sum(1 for _ in lines)} lines of metrics"
+    status, run = known_status(path, locked), RunDir(path)
+    reason = str(status.get("reason") or "").partition("\n")[0]
+    state = f"{status.get('state', 'no status')}{f': {reason}' if reason else ''}"
+    return f"{state}, {f'{run.n_lines()} lines of' if run.metrics.exists() else 'no'} metrics"
 
 
 def redact(value: Any) -> Any:
@@ -252,9 +247,3 @@ def redact(value: Any) -> Any:
             for key, item in value.items()
         }
     return [redact(item) for item in value] if isinstance(value, list) else value
-
-
-def _redacted_yaml(text: str) -> str:
-    config = read_yaml(text)
-    hidden = redact(config)
-    return text if hidden == config else write_yaml(hidden)

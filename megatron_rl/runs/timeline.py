@@ -1,7 +1,5 @@
-"""Time of a step by phase, the time that remains, and lanes.jsonl: who was at work when.
-
-A step has a line there; the sampler's part of it may lie in the time of other steps. A span is [lane, begin, end] in
-seconds since 1970; the learner's lanes are the phases of the loop.
+"""Time of a step by phase, the time that remains, and lanes.jsonl: who was at work when. A span is [lane, begin, end]
+in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -61,9 +59,8 @@ class PhaseClock:
         return {**split, "time/step": whole, "time/other": max(0.0, whole - claimed)}
 
     def rest(self, after: bool = False) -> float:
-        """Seconds that the step will still take, where each phase takes as long as the longest of the recent ones.
-
-        `after`: what follows the present phase. Infinite before a step was measured. Any thread may ask.
+        """Seconds that the step, or what follows the present phase (`after`), will still take, by the longest of recent
+        steps. Infinite before one was measured. Any thread may ask.
         """
         if not self._recent:
             return math.inf

@@ -1,4 +1,4 @@
-"""W&B, when asked for. The package is imported only where it is used, and gets no arguments, git or machine data."""
+"""W&B, when asked for. It is imported only where it is used, and gets no arguments, git or machine data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_rl.config.schema import LogSection, Wandb
+from megatron_rl.config.schema import Wandb
 from megatron_rl.files import write_whole
 from megatron_rl.processes.environment import hidden_secrets
 from megatron_rl.runs.alarms import News
@@ -27,8 +27,6 @@ PROJECT = "megatron-rl"
 ID = "wandb.id"  # of the run's directory
 INIT_S = 20.0  # a server that does not answer within this is not waited for
 FINISH_S = 20.0  # less than a launcher waits for a driver that has said its last word
-
-
 MAGIC, HEADER = b":W&B", 7
 BLOCK = 32 << 10  # of the file that W&B writes, a log in LevelDB's format: pieces of records, each with length and kind
 _PIECE = struct.Struct("<4xHB")  # after a checksum
@@ -59,9 +57,7 @@ def resolve_mode(asked: Wandb) -> Wandb:
 
 
 class WandbRun:
-    """One run at W&B. Online where its server answers in time; else the same file is written here, for `wandb sync` to
-    send later.
-    """
+    """One run at W&B. Online where its server answers in time; else written here, for `wandb sync` to send later."""
 
     def __init__(self, config: Mapping[str, Any], folder: Path, mode: Wandb, **about: str) -> None:
         """`about`: more of `wandb.init`'s, such as the job type."""
@@ -125,61 +121,49 @@ class WandbRun:
         return f"wandb sync {Path(self.run.dir).parents[1]}/*-{self._id}"
 
 
-class WandbLog:
-    """The log of a training run at W&B.
-
-    A run that goes on is the same run there. History only grows: what an attempt has logged after the checkpoint stays
-    as it was, and is not logged again; what a kill has kept from W&B comes from metrics.jsonl.
+class WandbLog(WandbRun):
+    """The log of a training run at W&B, where a run that goes on is the same run. History only grows: what an attempt
+    has logged after the checkpoint stays; what a kill has kept from W&B comes from metrics.jsonl.
     """
 
     def __init__(
-        self,
-        config: LogSection,
-        resolved: Mapping[str, Any],
-        run_dir: Path,
-        mode: Wandb,
-        note: Callable[[str], None] = lambda line: None,
+        self, resolved: Mapping[str, Any], run_dir: Path, mode: Wandb, note: Callable[[str], None] = lambda line: None
     ) -> None:
         self._dir, self._note, self._gone = run_dir, note, False
         here = held_steps(run_dir, run_id(run_dir))
-        self._logged = WandbRun(in_columns(resolved), run_dir, mode)
-        self.trouble, self._run = self._logged.trouble, self._logged.run
-        self._held = self._run.starting_step - 1 if self._logged.online else here  # the last step that W&B has
+        super().__init__(in_columns(resolved), run_dir, mode)
+        self._held = self.run.starting_step - 1 if self.online else here  # the last step that W&B has
         if (run_dir / "metrics.jsonl").is_file():
             for line in read_metrics(run_dir / "metrics.jsonl"):
                 self.log(int(line["progress/step"]), line)
 
-    @property
-    def where(self) -> str:
-        return self._logged.where
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > self._held:
-            self._tell(lambda: self._run.log(dict(metrics), step=step))
+            self._tell(lambda: self.run.log(dict(metrics), step=step))
 
     def samples(self, step: int, shown: Sequence[Scored]) -> None:
         if step <= self._held:
             return
         head: list[str | int] = ["prompt", "answer", "reward", "verdict"]
         rows = [[one.rollout.prompt.text, one.text, one.reward, str(one.verdict or one.error or "")] for one in shown]
-        table = self._logged.wandb.Table(columns=head, data=rows)
-        self._tell(lambda: self._run.log({"samples": table}, step=step))
+        table = self.wandb.Table(columns=head, data=rows)
+        self._tell(lambda: self.run.log({"samples": table}, step=step))
 
     def alarms(self, news: Sequence[News], standing: Mapping[str, Any]) -> None:
         """An alert for each that was raised; the run's summary lists those that stand."""
         for one in news:
             if one.raised:
-                said = f"{self._run.name}: {one.alarm}"[:63], str(one), "ERROR" if one.stops else "WARN"
-                self._tell(partial(self._run.alert, *said))
-        self._tell(lambda: self._run.summary.update({"alarms": ", ".join(standing)}))
+                said = f"{self.run.name}: {one.alarm}"[:63], str(one), "ERROR" if one.stops else "WARN"
+                self._tell(partial(self.run.alert, *said))
+        self._tell(lambda: self.run.summary.update({"alarms": ", ".join(standing)}))
 
     def close(self, state: str, came_to: Mapping[str, float] | None = None) -> str:
         """What remains to be done by hand ("": nothing). `came_to`: the run's own numbers, for its summary."""
         assert state in ENDED
         numbers = {f"summary/{name}": value for name, value in (came_to or {}).items()}
-        self._tell(lambda: self._run.summary.update(numbers))
+        self._tell(lambda: self.run.summary.update(numbers))
         left: list[str] = []
-        self._tell(lambda: left.append(self._logged.finish(0 if state == "finished" else 1)))
+        self._tell(lambda: left.append(self.finish(0 if state == "finished" else 1)))
         return "".join(left)
 
     def _tell(self, say: Callable[[], Any]) -> None:

@@ -3,8 +3,7 @@
     python -m megatron_rl.survival.attempts failed RECIPE [key=value ...]           0: another start would go on
     python -m megatron_rl.survival.attempts stopped,failed RECIPE [key=value ...]   of a job that was asked to stop
 
-Another attempt is worth its while where the one before has failed, or was stopped before its end, and has come further
-than those before it. A configuration that is refused would be refused again.
+Another attempt is worth its while where the one before has ended too early, and has come further than those before it.
 """
 
 from __future__ import annotations
@@ -52,16 +51,11 @@ def keep_going(start: Callable[[Config], int], config: Config, attempts: int, sa
         for number in (signal.SIGINT, signal.SIGTERM):  # the handlers are those of the attempt that has ended
             signal.signal(number, raise_interrupt)
         time.sleep(PAUSE_S)
-        _wait_for_the_last(path)
+        deadline = time.monotonic() + RELEASE_S
+        while held(path) and time.monotonic() < deadline:  # a crowded machine takes its time to clear processes away
+            time.sleep(0.2)
         config = replace(config, run=replace(config.run, if_exists=IfExists.resume))
     return status
-
-
-def _wait_for_the_last(path: Path) -> None:
-    """Process of the attempt that has ended: a crowded machine takes its time to clear it away."""
-    deadline = time.monotonic() + RELEASE_S
-    while held(path) and time.monotonic() < deadline:
-        time.sleep(0.2)
 
 
 def how_far(path: Path) -> tuple[int, int]:

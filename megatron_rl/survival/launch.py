@@ -1,8 +1,7 @@
 """Starts the learner's ranks on this machine, watches them, and ends them all.
 
-Ranks live in sessions of their own, so that Ctrl-C reaches this process alone: it tells the driver rank
-(survival/stop_request.py) and, after the time that this asks for, ends whatever is left. The driver's stdout is the
-terminal; every other stream is a file under logs/attempt_N/.
+Ranks live in sessions of their own: Ctrl-C reaches this process alone, which tells the driver rank (stop_request.py).
+The driver's stdout is the terminal; every other stream is a file under logs/attempt_N/.
 """
 
 from __future__ import annotations
@@ -23,18 +22,9 @@ from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import Config
 from megatron_rl.files import last_lines
 from megatron_rl.models.layout import Layout
+from megatron_rl.processes import process
 from megatron_rl.processes.environment import DRIVER_SECRETS, compiled_code, without_secrets
-from megatron_rl.processes.memory_kills import MemoryKills
-from megatron_rl.processes.process import (
-    AT_ONCE,
-    LEAVE_S,
-    STOP_AFTER_STEP,
-    describe_end,
-    ending_orphans,
-    exit_status,
-    hold,
-    release,
-)
+from megatron_rl.processes.job import memory_kills
 from megatron_rl.processes.scratch import Scratch
 from megatron_rl.runs.causes import Cause, explain
 from megatron_rl.runs.run_dir import LAUNCHER, RunDir, open_run
@@ -46,19 +36,16 @@ SILENT_S = 15.0  # for a driver to say what it will do, which takes it no time u
 PEER_GRACE_S = 4.0  # for the other ranks to notice that one has gone
 REAP_S = 5.0  # for the kernel to end what was killed; who waits for a device may not hear of it
 LOG_LINES_SHOWN = 25
-ENDS_WITH = {signal.SIGINT: 130, signal.SIGTERM: 143, STOP_AFTER_STEP: 0}
+ENDS_WITH = {signal.SIGINT: 130, signal.SIGTERM: 143, process.STOP_AFTER_STEP: 0}
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe", re.I)
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ")
 ERROR = re.compile(r"(\[rank\d+\]: )?(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Lost|Used)(: |$))")
 
 
 def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> int:
-    """Runs every rank to its end; returns the exit status of the run.
-
-    `report` writes what people read of a run that has ended, before the last words; it returns what there is to say.
-    """
-    kills = MemoryKills()
-    with Scratch() as scratch, ending_orphans(REAP_S):
+    """Runs every rank to its end; returns the exit status. `report` writes what people read before the last words."""
+    kills = memory_kills()
+    with Scratch() as scratch, process.ending_orphans(REAP_S):
         given = compiled_code() | scratch.environment
         run, moved = open_run(Path(config.run.root) / str(config.run.name), config.run.if_exists, to_yaml(config))
         if moved:
@@ -69,7 +56,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
             status = ranks.wait()
         finally:
             ranks.end()
-            hold(STOP_AFTER_STEP)  # for the next run of this process, if there is one
+            process.hold(process.STOP_AFTER_STEP)  # for the next run of this process, if there is one
     try:
         if status or read_status(run.path).get("state") not in ENDED:
             conclude(run, ranks, kills, report)
@@ -81,7 +68,7 @@ def launch(config: Config, report: Callable[[RunDir], str] = lambda run: "") -> 
     return status
 
 
-def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills, report: Callable[[RunDir], str]) -> None:
+def conclude(run: RunDir, ranks: RankProcesses, kills: int, report: Callable[[RunDir], str]) -> None:
     """Writes how the run ended where the driver has not, or cannot know it, and says it last on the screen."""
     said = read_status(run.path)
     rank, why, log = ranks.culprit()
@@ -95,7 +82,7 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills, report: Call
             said_last = "\n".join([why, *log]) if "SIGABRT" in why else why  # C++ says why on its way out
             about: dict[str, Any] = {"process": f"rank {rank}", "log": "" if gone else str(ranks.log_of(rank))}
             about |= {"phase": said.get("phase") or ranks.guard.watch.phase_of(rank)}
-            about |= {"stuck": said.get("stuck"), "out_of_memory": kills.any()}
+            about |= {"stuck": said.get("stuck"), "out_of_memory": memory_kills() > kills}
             cause = explain(said_last, **about)
         try:
             mark_status(run.path, state, reason, **({"cause": cause.as_fields()} if cause else {}))
@@ -105,7 +92,8 @@ def conclude(run: RunDir, ranks: RankProcesses, kills: MemoryKills, report: Call
         print(told, flush=True)
     if rank is not None:
         if not gone:
-            ranks.explain(rank, log)
+            print(f"\nrank {rank} failed; the end of {ranks.log_of(rank)}:", file=sys.stderr)
+            print("\n".join(f"  {line}" for line in log or ["(empty)"]), file=sys.stderr, flush=True)
         verdict = f"{state}: {reason.partition(chr(10))[0] or why}"
         print("\n" + "\n".join([*([cause.paragraph()] if cause else []), verdict]), file=sys.stderr, flush=True)
 
@@ -126,24 +114,22 @@ class RankProcesses:
 
     def __init__(self, run: RunDir, count: int, store: Path, given: Mapping[str, str], watch: Watch) -> None:
         """`given`: variables for every rank."""
-        self._run = run
-        self._count = count
-        self._given = given
+        self._run, self._count, self._given = run, count, given
         self.guard = Guard(watch)
         self.stopping: str | None = None
         self.stuck: str | None = None  # why it had to be ended
-        self._stopped_by: signal.Signals = STOP_AFTER_STEP
+        self._stopped_by: signal.Signals = process.STOP_AFTER_STEP
         self._asked_at, self._asked_twice = 0.0, False
         self._failed: list[int] = []  # ranks that ended by themselves
         self._next_look, self._last_word = 0.0, float("inf")
         self._processes: list[subprocess.Popen[bytes]] = []
-        hold(STOP_AFTER_STEP)  # a rank starts with what its parent holds, and keeps it until it can act on it
+        process.hold(process.STOP_AFTER_STEP)  # a rank starts with what its parent holds
         for number in ENDS_WITH:
             signal.signal(number, self._on_signal)
-        for rank in range(self._count):
+        for rank in range(count):
             self._processes.append(self._start(rank, store))
-        watch.pids = {rank: process.pid for rank, process in enumerate(self._processes)}
-        release(STOP_AFTER_STEP)
+        watch.pids = {rank: child.pid for rank, child in enumerate(self._processes)}
+        process.release(process.STOP_AFTER_STEP)
 
     def _start(self, rank: int, store: Path) -> subprocess.Popen[bytes]:
         log = self.log_of(rank).open("ab")
@@ -163,28 +149,28 @@ class RankProcesses:
         return self._run.logs / f"rank_{rank}.log"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number != STOP_AFTER_STEP and self.stopping and self._stopped_by != STOP_AFTER_STEP:
+        if number != process.STOP_AFTER_STEP and self.stopping and self._stopped_by != process.STOP_AFTER_STEP:
             self._asked_twice = True  # now
             return
         self._stopped_by, self._asked_at = signal.Signals(number), time.monotonic()
         self.stopping = f"stopped by {self._stopped_by.name}"
-        again = "" if number == STOP_AFTER_STEP else " (again to end the run at once)"
+        again = "" if number == process.STOP_AFTER_STEP else " (again to end the run at once)"
         print(f"\n{self._stopped_by.name} is passed on to the driver{again}", flush=True)
-        for process in self._processes[:1]:  # none yet, while the ranks are being started
-            process.send_signal(number)
+        for child in self._processes[:1]:  # none yet, while the ranks are being started
+            child.send_signal(number)
 
     def wait(self) -> int:
         """Wait until every rank has ended, one has failed, or the time to stop is over."""
         while True:
-            codes = [process.poll() for process in self._processes]
+            codes = [child.poll() for child in self._processes]
             has_stopped = codes[0] == 0 or (codes[0] is not None and self._stops())
             if self.stopping and (has_stopped or self._overdue()):
                 return ENDS_WITH[self._stopped_by]
             failed = [code for code in codes if code]
             if failed and not self._stops():
                 self._settle(PEER_GRACE_S)
-                self._failed = [rank for rank, process in enumerate(self._processes) if process.poll()]
-                return exit_status(failed[0])
+                self._failed = [rank for rank, child in enumerate(self._processes) if child.poll()]
+                return process.exit_status(failed[0])
             if reason := self.guard.look():
                 return self._give_up(reason)
             if self._overstayed():
@@ -223,22 +209,22 @@ class RankProcesses:
             self._next_look = now + 1
             if read_status(self._run.path).get("state") in ENDED:
                 self._last_word = min(self._last_word, now)
-        return now - self._last_word > LEAVE_S + PEER_GRACE_S
+        return now - self._last_word > process.LEAVE_S + PEER_GRACE_S
 
     def _settle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+        while time.monotonic() < deadline and any(child.poll() is None for child in self._processes):
             time.sleep(0.05)
 
     def end(self) -> None:
         """Ends what still runs: politely, then for good. Engines die with their rank."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(AT_ONCE)
+        for child in self._processes:
+            if child.poll() is None:
+                child.send_signal(process.AT_ONCE)
         self._settle(1.0)
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
+        for child in self._processes:
+            if child.poll() is None:
+                child.kill()
         self.guard.end_stopped()
         self._settle(REAP_S)
 
@@ -250,15 +236,10 @@ class RankProcesses:
         if self.stuck:
             return self._failed[0], self.stuck, logs[self._failed[0]]
         codes = {rank: self._processes[rank].returncode for rank in self._failed}
-        whys = {
-            rank: (last_error(logs[rank]) if code > 0 else "") or describe_end(code) for rank, code in codes.items()
-        }
+        told = {rank: last_error(logs[rank]) if code > 0 else "" for rank, code in codes.items()}
+        whys = {rank: told[rank] or process.describe_end(code) for rank, code in codes.items()}
         rank = first_cause(whys)
         return rank, whys[rank], logs[rank]
-
-    def explain(self, rank: int, log: Sequence[str]) -> None:
-        print(f"\nrank {rank} failed; the end of {self.log_of(rank)}:", file=sys.stderr)
-        print("\n".join(f"  {line}" for line in log or ["(empty)"]), file=sys.stderr, flush=True)
 
 
 def first_cause(logs: Mapping[int, str]) -> int:

@@ -1,11 +1,8 @@
 """Stop requests by signal: noticed by a thread whatever the main thread is at, obeyed where the loop can.
 
-USR1            the step is finished, where the job's time limit leaves room for it
-TERM, Ctrl-C    the same, with half a minute to do it in
-
-Where the time left is too short, the step is given up: rank 0 leaves what it waits for, and tells the other ranks in
-the broadcast in which they wait for it (`ask_driver`). Before the first step nothing is to be saved, and all three end
-the run at once.
+USR1 has the step finished within the job's time limit; TERM and Ctrl-C give it half a minute. Where that is too short,
+the step is given up: rank 0 leaves what it waits for, and tells the ranks that wait for it (`ask_driver`). Before the
+first step nothing is to be saved, and the run ends at once.
 """
 
 from __future__ import annotations
@@ -17,12 +14,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, Self
 
-from megatron_rl.processes import slurm
+from megatron_rl.processes import job
 from megatron_rl.processes.process import STOP_AFTER_STEP, raise_interrupt, release
 from megatron_rl.runs.console import duration
 from megatron_rl.runs.run_dir import LAUNCHER
@@ -130,8 +127,8 @@ class StopRequest:
                 self._waiting = False  # once
                 raise StepGivenUp(self._given_up)
             return
-        if number == signal.SIGTERM and LAUNCHER not in os.environ and slurm.job_goes_on():
-            raise RuntimeError(slurm.ANOTHER_ENDED)
+        if number == signal.SIGTERM and LAUNCHER not in os.environ and job.goes_on():
+            raise RuntimeError(job.ANOTHER_ENDED)
         if self.step is None:
             raise_interrupt(number, frame)
         # again: Slurm, and srun with it, send several; whoever has no patience has SIGKILL, and a launcher AT_ONCE
@@ -145,7 +142,7 @@ class StopRequest:
                     return
                 if number in ASKS:
                     self._notice(signal.Signals(number))
-            if undecided and self._clock.rest(after=True) + self._save_s() > self.left():
+            if undecided and self._rest(after=True) > self.left():
                 self._give_up("and the time is up")
 
     def _notice(self, number: signal.Signals) -> None:
@@ -154,10 +151,10 @@ class StopRequest:
             self._say(f"{name} in the start: the run ends now; there is nothing yet to be saved", START_LIMIT_S)
             return
         self.reason = f"{name} in {phase} of step {self.step}"
-        left = slurm.seconds_left() if number == STOP_AFTER_STEP else KILL_WAIT_S
+        left = job.seconds_left() if number == STOP_AFTER_STEP else KILL_WAIT_S
         self._end = min(self._end, math.inf if left is None else time.monotonic() + left - MARGIN_S)
         limit = None if self._end == math.inf else max(0.0, self.left()) + SAVE_LIMIT_S
-        rest = self._clock.rest() + self._save_s()
+        rest = self._rest()
         if self._given_up:
             self._say(f"{self.reason}: the run is about to end", limit)
         elif rest > self.left():
@@ -171,16 +168,15 @@ class StopRequest:
         self._say(f"{self.reason}, {why}: what stands is saved, the rest comes again", limit or SAVE_LIMIT_S)
         signal.pthread_kill(self._main, WAKE)
 
-    def _save_s(self) -> float:
-        return math.inf if self.save_s is None else self.save_s
+    def _rest(self, after: bool = False) -> float:
+        """Seconds that the step and its save still take."""
+        return self._clock.rest(after) + (math.inf if self.save_s is None else self.save_s)
 
     def _say(self, text: str, limit_s: float | None) -> None:
         """`limit_s`: how long a launcher waits from now on; None: for ever."""
         self._note(text)
-        try:
+        with suppress(OSError):  # it was said on the screen
             beat(self._run, stopping={"said": text, "limit_s": limit_s})
-        except OSError:
-            pass  # it was said on the screen
 
 
 def _spoken(seconds: float) -> str:

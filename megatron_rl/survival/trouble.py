@@ -1,4 +1,8 @@
-"""A process of a run that is in trouble: how, where, for how long. And the pulse of a rank, from which that is seen."""
+"""A process of a run that is in trouble: how, where, for how long; and how long silence is waited out.
+
+A rank is silent while nothing can be seen of it: no new phase, no micro-batch done, no answer of an engine or a reward.
+Waits for those have limits of their own; everything else has `run.patience_s`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_rl.config.schema import RewardSection, RunSection, SamplerSection
 from megatron_rl.processes.process import birth_of, work_below
 
+UNSEEN = 3.0  # times run.patience_s: a phase that has not been seen yet may compile, load, connect
+USUAL = 5.0  # times the longest silence that a phase has shown
+MARGIN_S = 60.0  # after a limit of its own, in which whoever waits ends the wait itself
 SHORT = 8  # lines of a stack in status.json, which fits into one block of a disk
 
 
@@ -78,43 +86,49 @@ def behind(ranks: list[Seen]) -> list[Seen]:
 
 
 def of_rank(one: Seen, how: str, seconds: float, note: str = "") -> Trouble:
-    pulse = one.pulse
-    return Trouble(
-        how,
-        f"rank {pulse['rank']}",
-        pulse["pid"],
-        pulse["host"],
-        pulse["phase"],
-        seconds,
-        pulse["rank"],
-        blocks=True,
-        note=note,
-        stack=() if how in ("stopped", "silent") else tuple(pulse.get("stack", ())),
-        here=here(pulse),
-    )
+    pulse, told = one.pulse, how not in ("stopped", "silent")
+    more = {"blocks": True, "note": note, "stack": tuple(pulse.get("stack", ())) if told else ()}
+    return _trouble(one, how, f"rank {pulse['rank']}", pulse["pid"], seconds, **more)
 
 
 def of_child(one: Seen, child: Mapping[str, Any], how: str, seconds: float) -> Trouble:
     """The trouble of a process that a rank has started."""
-    pulse, waits = one.pulse, one.pulse["waits"]
+    waits = one.pulse["waits"]
     blocks = bool(waits) and child["name"].startswith(waits["whom"])
-    note = f"; rank {pulse['rank']} waits for it" if blocks else ""
-    if how == "stuck" and child["pid"] and here(pulse):
+    note = f"; rank {one.pulse['rank']} waits for it" if blocks else ""
+    if how == "stuck" and child["pid"] and here(one.pulse):
         note += "".join(f"; its process {pid} is stopped" for pid in work_below(child["pid"]).stopped)
-    return Trouble(
-        how,
-        child["name"],
-        child["pid"],
-        pulse["host"],
-        pulse["phase"],
-        seconds,
-        pulse["rank"],
-        blocks=blocks,
-        note=note,
-        here=here(pulse),
-    )
+    return _trouble(one, how, child["name"], child["pid"], seconds, blocks=blocks, note=note)
+
+
+def _trouble(one: Seen, how: str, process: str, pid: int | None, seconds: float, **more: Any) -> Trouble:
+    host, phase, rank = (one.pulse[name] for name in ("host", "phase", "rank"))
+    return Trouble(how, process, pid, host, phase, seconds, rank, **more, here=here(one.pulse))
 
 
 def here(pulse: Mapping[str, Any]) -> bool:
     """Whether the rank is a process that is seen from here: not in another container, nor on another machine."""
     return bool(pulse["host"] == platform.node() and birth_of(pulse["pid"]) == pulse["birth"])
+
+
+def allowed_s(patience_s: float, longest_s: float | None) -> float:
+    """Seconds of silence allowed in a phase, given the longest that it has shown (None: not known)."""
+    most = UNSEEN * patience_s
+    return most if longest_s is None else min(most, max(patience_s, USUAL * longest_s))
+
+
+def collective_s(patience_s: float, sampler: SamplerSection) -> float:
+    """torch's own limit: longer than any rank may be late, even where nobody watches. Rank 0 tells the others every now
+    and then to wait on; in a sync they wait for three answers of the engines, and first for their start.
+    """
+    engines_s = sampler.start_timeout_s + 3 * sampler.request_timeout_s
+    return max(UNSEEN * patience_s, engines_s) + 2 * MARGIN_S
+
+
+def patience(run: RunSection, sampler: SamplerSection, reward: RewardSection) -> str:
+    """What ends a run by silence, as the console says it."""
+    return (
+        f"silence ends the run after {run.patience_s:g} s, or {USUAL:g} times the phase's longest, at most "
+        f"{UNSEEN * run.patience_s:g} s; an engine has {sampler.start_timeout_s:g} s to start and "
+        f"{sampler.request_timeout_s:g} s to answer, a reward {reward.timeout_s:g} s"
+    )

@@ -1,7 +1,6 @@
-"""Which process of a run is stopped or stuck, with its phase and its stack, and when the run has waited long enough.
+"""A watch over a run's processes: which is stopped or stuck, and when the run has waited long enough for it.
 
-Reads the pulses of the ranks (processes/pulse.py) and, of processes on this machine, what the kernel knows. Four ways
-to be in trouble:
+It reads the pulses of the ranks (processes/pulse.py) and, of processes on this machine, what the kernel knows:
 
 stopped   SIGSTOP or a debugger holds the process, by its state in /proc
 silent    a rank gives no sign of life, and is not seen to be stopped: something holds its interpreter, or its machine
@@ -26,13 +25,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_rl.config.patience import MARGIN_S, allowed_s
 from megatron_rl.processes.process import STOPPED, state_of
 from megatron_rl.processes.pulse import FOLDER, PULSE, file_of
 from megatron_rl.processes.stacks import ask
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, mark_stuck
-from megatron_rl.survival.trouble import Seen, Trouble, behind, here, of_child, of_rank
+from megatron_rl.survival.trouble import MARGIN_S, Seen, Trouble, allowed_s, behind, here, of_child, of_rank
 
 LOOK_S = 1.0
 AWAKE_S = 10.0  # what is longer between two looks, this process has slept through
@@ -244,30 +242,28 @@ class Guard:
             log.write(text + "\n")
 
 
-class RankGuard:
-    """A guard that a rank's pulse calls, for runs that no launcher watches."""
+class RankGuard(Guard):
+    """A guard that a rank's pulse calls, for runs that no launcher watches. It ends the run by ending this process."""
 
     def __init__(self, watch: Watch, rank: int) -> None:
-        self._guard, self._watch, self._rank = Guard(watch), watch, rank
+        super().__init__(watch)
+        self._rank = rank
 
     def __call__(self) -> None:
-        launcher = self._watch.launcher
-        if launcher and state_of(launcher) not in STOPPED and not self._watch.troubles:
+        watch = self.watch
+        if watch.launcher and state_of(watch.launcher) not in STOPPED and not watch.troubles:
             return  # that one looks
-        if reason := self._guard.look(self._rank):
-            self._end(reason)
-
-    def _end(self, reason: str) -> None:
-        """End the run now: whoever started the ranks ends the others; this one's main thread may hear of nothing."""
-        worst = self._watch.blocking[0]
+        reason = self.look(self._rank)
+        if reason is None:
+            return
         with suppress(OSError):
-            mark_status(self._watch.run_dir, "failed", reason, stuck=worst.about())
+            mark_status(watch.run_dir, "failed", reason, stuck=watch.blocking[0].about())
         print(f"failed: {reason}", flush=True)
-        for one in self._watch.blocking:
+        for one in watch.blocking:
             kill(one)
         for _, pid in PULSE.owned:
             _kill_group(pid)
-        os._exit(1)
+        os._exit(1)  # this one's main thread may hear of nothing; whoever started the ranks ends the others
 
 
 def kill(one: Trouble) -> None:

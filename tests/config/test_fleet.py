@@ -17,7 +17,7 @@ from megatron_rl.config.fleet import (
 )
 from megatron_rl.config.rules import check, findings
 from megatron_rl.config.schema import Config, Device, FleetSection, Format, Transport
-from megatron_rl.preflight import placement
+from megatron_rl.preflight import roles
 from megatron_rl.preflight.machine import Machine
 
 KEY = "MEGATRON_RL_FLEET_KEY"
@@ -30,7 +30,7 @@ def config(sampler: dict | None = None, **fleet) -> Config:
 
 def found(config: Config, kind: Device = Device.cpu) -> str:
     facts = vars(config) | {"machine": Machine(kind, "a machine", gpus=8 if kind == Device.cuda else 0)}
-    rules = (placement.fleet_gpus, placement.host_memory, placement.reach)
+    rules = (roles.fleet_gpus, roles.host_memory, roles.reach)
     return "\n".join([*check(config)[1], *findings(rules, facts)])
 
 

@@ -14,8 +14,7 @@ import torch
 from loss_cases import batch_of, rows_of
 from test_loss import CONFIGS, example
 
-from megatron_rl.config import prox_pass
-from megatron_rl.config.correction_rules import check_objective
+from megatron_rl.config.correction_rules import check_objective, prox_readers
 from megatron_rl.config.schema import AdvantageConfig, Estimator, LearnerSection, LossConfig, NonFinite
 from megatron_rl.loss.policy_loss import LossInputs, count_totals, policy_loss
 from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, WeightConfig, completed, correct
@@ -42,7 +41,7 @@ LEARNER = LearnerSection()
 CASES = [
     (loss, correction)
     for loss, correction in itertools.product(CONFIGS, CORRECTIONS)
-    if not prox_pass.readers(CORRECTIONS[correction], CONFIGS[loss], LEARNER)
+    if not prox_readers(CORRECTIONS[correction], CONFIGS[loss], LEARNER)
     and not check_objective(CORRECTIONS[correction], CONFIGS[loss], AdvantageConfig())
 ]
 
@@ -135,7 +134,7 @@ def test_there_are_cases_of_every_kind() -> None:
     }.items(),
 )
 def test_what_looks_at_the_whole_batch_reads_the_proximal_logprobs(key: str, correction: CorrectionConfig) -> None:
-    assert key in prox_pass.readers(correction, LossConfig(), LEARNER)
+    assert key in prox_readers(correction, LossConfig(), LEARNER)
     inputs = example()
     with pytest.raises(ValueError, match="needs the learner's logprobs of the whole batch"):
         correct(None, scored(inputs, 0), correction, AdvantageConfig())
@@ -143,7 +142,7 @@ def test_what_looks_at_the_whole_batch_reads_the_proximal_logprobs(key: str, cor
 
 def test_what_else_reads_them() -> None:
     plain = CorrectionConfig()
-    assert prox_pass.readers(plain, LossConfig(), LearnerSection(n_minibatches=2)) == ["learner.n_minibatches"]
-    assert prox_pass.readers(plain, LossConfig(name="kl_cov"), LEARNER) == ["loss.name"]
+    assert prox_readers(plain, LossConfig(), LearnerSection(n_minibatches=2)) == ["learner.n_minibatches"]
+    assert prox_readers(plain, LossConfig(name="kl_cov"), LEARNER) == ["loss.name"]
     dropout = LearnerSection(megatron={"attention_dropout": 0.1, "hidden_dropout": 0.0})
-    assert prox_pass.readers(plain, LossConfig(), dropout) == ["learner.megatron.attention_dropout"]
+    assert prox_readers(plain, LossConfig(), dropout) == ["learner.megatron.attention_dropout"]

@@ -19,7 +19,7 @@ from megatron_rl.config.schema import (
     RunSection,
 )
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight import disk
+from megatron_rl.preflight import notes as advice
 from megatron_rl.preflight.notes import plain_prompts, unusual_clip
 from megatron_rl.workshop.planner.summary import _correction
 
@@ -100,7 +100,7 @@ def test_a_disk_that_is_short(place: Path, capsys: pytest.CaptureFixture[str], m
     assert re.fullmatch(r"disk +at most \S+ MiB: 3 checkpoints of \S+ MiB, models \S+ MiB", said)
     (found,) = notes(capsys, "log.disk_gib=0.001")
     assert found.startswith("note:    log.disk_gib=0.001: checkpoints and what else has to stay are up to ")
-    monkeypatch.setattr(disk, "free", lambda root: 1 << 20)
+    monkeypatch.setattr(advice, "free", lambda root: 1 << 20)
     (found,) = notes(capsys)
     assert "run.root=runs has 1.0 MiB free, and the run writes at most" in found
     assert "checkpoint.keep_last" in found
@@ -109,12 +109,12 @@ def test_a_disk_that_is_short(place: Path, capsys: pytest.CaptureFixture[str], m
 def test_what_a_large_run_writes() -> None:
     shape = ModelShape.from_hf(json.loads((ROOT / "conf" / "model" / "Qwen3-8B.json").read_text()))
     sections = (LearnerSection(), RunSection(steps=1000), RolloutSection(), CheckpointSection(keep_every=250))
-    found = disk.writes(shape, *sections, LogSection(export=True))
+    found = advice.writes(shape, *sections, LogSection(export=True))
     assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)
     assert found.checkpoints == 2 + 4 + 1
     assert found.models == pytest.approx(2 * 8.19e9, rel=0.01)
     assert found.rollouts == 100 * 64 * 8 * (512 * 8 + 512 * 22)
-    assert disk.writes(shape, *sections[:3], CheckpointSection(minutes=0), LogSection(record_every=0)).total < 5e6
+    assert advice.writes(shape, *sections[:3], CheckpointSection(minutes=0), LogSection(record_every=0)).total < 5e6
 
 
 def test_a_clip_of_another_loss(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from run_factory import start
 
 from megatron_rl.config import ConfigError, from_mapping
-from megatron_rl.config.alarms import Alarm, Setting
+from megatron_rl.config.choices import Alarm, AlarmSetting
 from megatron_rl.config.schema import Config, Format, LogSection, Wandb
 from megatron_rl.runs.alarms import FULL, K3, RULES, Alarms, bound_of, clear_at
 from megatron_rl.runs.metrics import METRICS
@@ -123,7 +123,7 @@ def test_the_gate_is_that_of_the_format_unless_the_recipe_has_one() -> None:
     for formats, bound in (([Format.none], 0.005), ([Format.none, Format.fp8], 0.02), (["int8"], 0.02)):
         (watch,) = (one for one in Alarms({}, formats)._watches if one.rule.alarm == Alarm.mismatch)
         assert watch.bound == bound
-    assert bound_of(RULES[Alarm.mismatch], Setting(bound=0.5), [Format.none]) == 0.5
+    assert bound_of(RULES[Alarm.mismatch], AlarmSetting(bound=0.5), [Format.none]) == 0.5
 
 
 def test_the_data_set_s_own_answers_have_two_alarms() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.schema import LogSection, Wandb
+from megatron_rl.config.schema import Wandb
 from megatron_rl.runs.wandb_log import BLOCK, ID, WandbLog, logged_steps
 
 WIDE = {f"loss/{number}": number / 7 for number in range(60)}  # a step fills a good part of a block
@@ -25,7 +25,7 @@ def write(run: Path, last: int) -> None:
 
 
 def attempt(run: Path, first: int, last: int) -> None:
-    log = WandbLog(LogSection(wandb=Wandb.offline), {"run": {"name": "run"}}, run, Wandb.offline)
+    log = WandbLog({"run": {"name": "run"}}, run, Wandb.offline)
     for step in range(first, last + 1):
         log.log(step, {"progress/step": step, **WIDE})
     log.close("stopped")
@@ -72,10 +72,10 @@ KILLED = """
 import sys
 from pathlib import Path
 import psutil
-from megatron_rl.config.schema import LogSection, Wandb
+from megatron_rl.config.schema import Wandb
 from megatron_rl.runs.wandb_log import WandbLog
 said = []
-log = WandbLog(LogSection(), {}, Path(sys.argv[1]), Wandb.offline, said.append)
+log = WandbLog({}, Path(sys.argv[1]), Wandb.offline, said.append)
 log.log(0, {"loss/total": 1.0})
 services = [one for one in psutil.Process().children(recursive=True) if "wandb-core" in " ".join(one.cmdline())]
 for one in services:

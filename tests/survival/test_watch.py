@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.patience import MARGIN_S
 from megatron_rl.processes.owned_folder import LOCK
 from megatron_rl.processes.process import birth_of, state_of
 from megatron_rl.processes.pulse import file_of
 from megatron_rl.processes.stacks import ask
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.runs.status import mark_status, read_status
+from megatron_rl.survival.trouble import MARGIN_S
 from megatron_rl.survival.watch import NAME_S, UNSEEN_S, Guard, Watch
 
 PATIENCE_S = 600.0

@@ -72,7 +72,7 @@ def main() -> None:
                 )
             )
             during = []
-            while not saver.settled:
+            while saver._pending:
                 during.append(seconds(lambda: learner.update(targets)))
                 saver.settle()
             beside.append((statistics.fmean(during), len(during)))

@@ -1,7 +1,6 @@
 """The index of a torch_dist checkpoint: its tensors, the places of their parts, and those of a model's parameters.
 
-An index comes from anywhere. It is read as data, never unpickled (pickled.py), and every number in it is held against
-the files before anybody reads or allocates by it. Torch-free, so that a dry run can look into a checkpoint.
+It is read as data, never unpickled (pickled.py), and every number in it is held against the files. Torch-free.
 """
 
 from __future__ import annotations

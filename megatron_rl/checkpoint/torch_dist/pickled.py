@@ -1,8 +1,7 @@
 """A pickle read as data: its values, and what it would call, of which nothing is ever called. Torch-free.
 
-A checkpoint's index is a pickle, and so is the head of every tensor in it. Whoever unpickles one runs what it names;
-here a class is its name, an object the arguments that it would be made from, and a dict its items: keys are not
-hashed, so that a small file cannot ask for endless work, nor for more memory than it holds.
+A class is its name, an object the arguments that it would be made from, and a dict its items: keys are not hashed, so
+that a small file cannot ask for endless work, nor for more memory than it holds.
 """
 
 from __future__ import annotations
@@ -46,9 +45,6 @@ class Items:
 
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.pairs.append((key, value))
-
     def named(self) -> list[tuple[str, Any]]:
         return [(key, value) for key, value in self.pairs if isinstance(key, str)]
 
@@ -89,7 +85,7 @@ class _Reader(_Unpickler):
 
     def set_one(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        _of(self.stack[-1], Items)[key] = value
+        _of(self.stack[-1], Items).pairs.append((key, value))
 
     def set_many(self) -> None:
         flat = self.pop_mark()

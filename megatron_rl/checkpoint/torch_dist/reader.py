@@ -1,7 +1,6 @@
-"""Megatron's torch_dist checkpoints through the mapping table: weights in, weights out.
+"""Megatron's torch_dist checkpoints through the mapping table: weights in, weights out, without megatron.
 
-No megatron and no process group is needed: tensors come one at a time, in pieces of any shape, and any learner layout
-can load what is written (writer.py). Nothing in a checkpoint is unpickled (pickled.py): a tensor that torch.save has
+Tensors come one at a time, in pieces of any shape. Nothing is unpickled (pickled.py): a tensor that torch.save has
 written is a zip archive, whose `data.pkl` says how the numbers lie, and whose `data/0` holds them as they are.
 """
 
@@ -18,17 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron_rl.checkpoint.torch_dist.index import (
-    CheckpointError,
-    Chunk,
-    Entry,
-    IndexedTensor,
-    entries,
-    locate,
-    misfit,
-    prefix,
-    read_index,
-)
+from megatron_rl.checkpoint.torch_dist import index
 from megatron_rl.checkpoint.torch_dist.pickled import DAMAGED, Made, is_plain, read_saved_head
 from megatron_rl.checkpoint.torch_dist.writer import Block, part_of
 from megatron_rl.models.layout import Layout, Place
@@ -47,12 +36,9 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: the lengths of its
 
 
 def blocks(param: Param, shape: ModelShape, tensors: Iterable[torch.Tensor]) -> Iterator[Block]:
-    """A whole parameter as a checkpoint holds it, from its Hugging Face tensors.
-
-    In every spelling: Transformer Engine fuses some norms into the linear layer that follows.
-    """
+    """A whole parameter as a checkpoint holds it, in every spelling (Transformer Engine fuses norms)."""
     local = assemble(param, shape, Layout(), Place(), tensors)
-    for entry in entries(param, shape, stacked=not shape.dense_layers):
+    for entry in index.entries(param, shape, stacked=not shape.dense_layers):
         yield part_of(entry, tuple(local.shape), (0,) * local.ndim, local)
 
 
@@ -61,42 +47,42 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._tensors = read_index(folder)
-        self._prefix = prefix(self._tensors)
+        self._tensors = index.read_index(folder)
+        self._prefix = index.prefix(self._tensors)
 
-    def find(self, param: Param, shape: ModelShape) -> Entry:
-        entry = locate(self._tensors, self._prefix, param, shape)
+    def find(self, param: Param, shape: ModelShape) -> index.Entry:
+        entry = index.locate(self._tensors, self._prefix, param, shape)
         if entry is None:
-            raise CheckpointError(f"{self.folder} lacks the parameter {param.megatron} ({param.hf[0]})")
+            raise index.CheckpointError(f"{self.folder} lacks the parameter {param.megatron} ({param.hf[0]})")
         return entry
 
-    def dtype(self, entry: Entry) -> str:
+    def dtype(self, entry: index.Entry) -> str:
         return self._tensors[self._prefix + entry.key].dtype
 
     def parameter(self, param: Param, shape: ModelShape) -> list[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) for each tensor behind one parameter."""
         entry = self.find(param, shape)
         wanted = param.local_shape(Layout())
-        if problem := misfit(self._tensors[self._prefix + entry.key], entry, param):
-            raise CheckpointError(f"{entry.key} of {self.folder} {problem}")
+        if problem := index.misfit(self._tensors[self._prefix + entry.key], entry, param):
+            raise index.CheckpointError(f"{entry.key} of {self.folder} {problem}")
         local = self.read(entry, (0,) * len(wanted), wanted)
         slices = param.slices(shape, Layout(), Place())
         return [(piece.name, part.contiguous()) for piece, part in cut(param, local, slices)]
 
-    def read(self, entry: Entry, offset: tuple[int, ...], size: tuple[int, ...], kind: str = "") -> torch.Tensor:
+    def read(self, entry: index.Entry, offset: tuple[int, ...], size: tuple[int, ...], kind: str = "") -> torch.Tensor:
         """A block of one parameter, or of what an optimizer keeps of it: `kind` is then optimizer.state.exp_avg."""
         key = f"{kind}{self._prefix}{entry.key}"
         if key not in self._tensors:
-            raise CheckpointError(f"{self.folder} lacks {key}")
+            raise index.CheckpointError(f"{self.folder} lacks {key}")
         kept = self._tensors[key]
-        whole = (*(index for index, _ in entry.axes), *offset), (*(1 for _ in entry.axes), *size)
+        whole = (*(at for at, _ in entry.axes), *offset), (*(1 for _ in entry.axes), *size)
         shared = [(chunk, common(whole, (chunk.offset, chunk.size))) for chunk in kept.chunks]
         parts = [(chunk, box) for chunk, box in shared if box is not None]
         if any(common(one, other) for (_, one), (_, other) in combinations(parts, 2)):
-            raise CheckpointError(f"{key} of {self.folder} holds a part of it twice")
+            raise index.CheckpointError(f"{key} of {self.folder} holds a part of it twice")
         covered = sum(math.prod(length) for _, (_, length) in parts)
         if covered != math.prod(size):
-            raise CheckpointError(f"{key} of {self.folder} is incomplete: {covered} of {math.prod(size)} values")
+            raise index.CheckpointError(f"{key} of {self.folder} is incomplete: {covered} of {math.prod(size)} values")
         if len(parts) == 1 and parts[0][0].size == whole[1]:
             return self._stored(key, kept, parts[0][0]).view(size)
         target = torch.empty(whole[1], dtype=torch_dtype(kept.dtype))
@@ -104,11 +90,11 @@ class Reader:
             _part(target, box, whole[0]).copy_(_part(self._stored(key, kept, chunk), box, chunk.offset))
         return target.view(size)
 
-    def _stored(self, key: str, kept: IndexedTensor, chunk: Chunk) -> torch.Tensor:
+    def _stored(self, key: str, kept: index.IndexedTensor, chunk: index.Chunk) -> torch.Tensor:
         try:
             return read_saved(self.folder / chunk.file, chunk.begin, chunk.nbytes, kept.dtype, chunk.size)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{key} of {self.folder} cannot be read: {error}") from error
+            raise index.CheckpointError(f"{key} of {self.folder} cannot be read: {error}") from error
 
 
 def _part(tensor: torch.Tensor, box: Box, origin: tuple[int, ...]) -> torch.Tensor:

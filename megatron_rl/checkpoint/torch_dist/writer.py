@@ -1,8 +1,7 @@
 """Writes the files of a torch_dist checkpoint: blocks of tensors, and the index that says where they are.
 
-The format is that of torch.distributed.checkpoint, which megatron-core's `dist_checkpointing.load` reads. Each process
-writes a file of its own; one of them writes the index, from what the others tell it in plain JSON. Nothing here needs
-a process group, so that a thread can write while the learner goes on.
+Each process writes a file of its own; one of them writes the index, from what the others tell it in plain JSON. No
+process group is needed: a thread can write while the learner goes on.
 """
 
 from __future__ import annotations
@@ -18,14 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron_rl.checkpoint.torch_dist.index import Entry
 from megatron_rl.files import write_whole
@@ -67,18 +60,9 @@ def write_blocks(
         for block in blocks:
             begin = file.tell()
             _save(block, file)
-            written.append(
-                {
-                    "key": block.key,
-                    "whole": list(block.whole),
-                    "offset": list(block.offset),
-                    "size": list(block.tensor.shape),
-                    "dtype": dtype_name(block.tensor.dtype),
-                    "file": path.name,
-                    "begin": begin,
-                    "bytes": file.tell() - begin,
-                }
-            )
+            size, dtype = list(block.tensor.shape), dtype_name(block.tensor.dtype)
+            about = {"key": block.key, "whole": list(block.whole), "offset": list(block.offset), "size": size}
+            written.append({**about, "dtype": dtype, "file": path.name, "begin": begin, "bytes": file.tell() - begin})
             del block  # before the next one is made
             between()
         file.flush()
@@ -105,21 +89,21 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 def write_index(folder: Path, written: Sequence[dict[str, Any]]) -> None:
     """Write the index of a checkpoint, after every process has written its blocks."""
-    tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    tensors: dict[str, metadata.TensorStorageMetadata] = {}
+    places: dict[metadata.MetadataIndex, _StorageInfo] = {}
     for block in written:
         key, file = sys.intern(block["key"]), sys.intern(block["file"])  # a pickle tells equal texts from the same one
-        offset, properties = torch.Size(block["offset"]), TensorProperties(torch_dtype(block["dtype"]))
-        known = tensors.setdefault(key, TensorStorageMetadata(properties, torch.Size(block["whole"]), []))
-        known.chunks.append(ChunkStorageMetadata(offset, torch.Size(block["size"])))
-        places[MetadataIndex(key, offset)] = _StorageInfo(file, block["begin"], block["bytes"])
+        offset, properties = torch.Size(block["offset"]), metadata.TensorProperties(torch_dtype(block["dtype"]))
+        known = tensors.setdefault(key, metadata.TensorStorageMetadata(properties, torch.Size(block["whole"]), []))
+        known.chunks.append(metadata.ChunkStorageMetadata(offset, torch.Size(block["size"])))
+        places[metadata.MetadataIndex(key, offset)] = _StorageInfo(file, block["begin"], block["bytes"])
     for key, tensor in tensors.items():
         covered = sum(chunk.sizes.numel() for chunk in tensor.chunks)
         if covered != tensor.size.numel():
             raise ValueError(f"{folder}: {covered} of {tensor.size.numel()} values of {key} were written")
     torch.save({}, folder / "common.pt")  # megatron-core wants one
     with (folder / ".metadata").open("wb") as index:
-        pickle.dump(Metadata(dict(tensors), storage_data=places), index)
+        pickle.dump(metadata.Metadata(dict(tensors), storage_data=places), index)
         index.flush()
         os.fsync(index.fileno())
     write_whole(folder / "metadata.json", json.dumps(BACKEND) + "\n")  # last: without it there is no checkpoint

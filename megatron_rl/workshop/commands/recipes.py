@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands import train
-from megatron_rl.commands.recipe import rewards_beside
+from megatron_rl.commands import rewards_beside, train
 from megatron_rl.config import ConfigError
 
 

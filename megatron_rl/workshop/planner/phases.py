@@ -16,7 +16,7 @@ from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import params
 from megatron_rl.models.model import Model
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.preflight.placement import RANK_GIB
+from megatron_rl.preflight.roles import RANK_GIB
 from megatron_rl.workshop.planner.engine_memory import COMMUNICATOR, CONTEXT, GIB, EngineMemory
 from megatron_rl.workshop.planner.learner_memory import LearnerMemory
 from megatron_rl.workshop.planner.weights import BF16

@@ -10,10 +10,9 @@ from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.schema import Config, Sleep, Transport
 from megatron_rl.models.layout import Layout
 from megatron_rl.models.mapping import parameters
-from megatron_rl.preflight import disk
 from megatron_rl.preflight.machine import Machine
-from megatron_rl.preflight.placement import WORKER_GIB
-from megatron_rl.preflight.roles import Roles, roles
+from megatron_rl.preflight.notes import PARAMETER
+from megatron_rl.preflight.roles import WORKER_GIB, Roles, roles
 from megatron_rl.workshop.planner.case import Case
 from megatron_rl.workshop.planner.engine_memory import GIB, utilization
 from megatron_rl.workshop.planner.phases import CACHE, Memory, engine_phases, joined, largest_share, learner_phases
@@ -66,7 +65,7 @@ def plan_case(case: Case) -> Plan:
     memory = _memory(case)
     time = step_time(case) if machine.gpu is not None else None
     count = parameters(case.model.shape)
-    kept = disk.PARAMETER[config.learner.precision] * count
+    kept = PARAMETER[config.learner.precision] * count
     tokens = case.engine.tokens
     return Plan(
         parameters=count,

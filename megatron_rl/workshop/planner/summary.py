@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.config import patience, prox_pass
+from megatron_rl.config.correction_rules import anchored_to_learner, makes_prox_pass
 from megatron_rl.config.evaluation import held_out
 from megatron_rl.config.fleet import describe_sampler
 from megatron_rl.config.schema import (
@@ -21,8 +21,9 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.learner import limits
 from megatron_rl.preflight.checks import Checked
-from megatron_rl.preflight.disk import writes
+from megatron_rl.preflight.notes import writes
 from megatron_rl.preflight.sync_plan import plan_sync
+from megatron_rl.survival.trouble import patience
 
 
 def describe(config: Config, checked: Checked) -> str:
@@ -45,7 +46,7 @@ def describe(config: Config, checked: Checked) -> str:
         ("eval", _held_out(config)),
         ("kept", _checkpoints(config.checkpoint)),
         ("steps", f"{config.run.steps}" + _stop(config.run)),
-        ("patience", patience.describe(config)),
+        ("patience", patience(config.run, config.sampler, config.reward)),
         ("disk", _disk(config, checked)),
         *(("to bring:", what) for what in checked.to_bring),
         *(("note:", what) for what in checked.notes),
@@ -107,8 +108,8 @@ def _correction(correction: CorrectionConfig) -> str:
 
 
 def _prox(config: Config) -> str:
-    made = prox_pass.is_made(config.correction, config.loss, config.learner, config.rollout)
-    if made or not prox_pass.anchored_to_learner(config.correction, config.rollout):
+    made = makes_prox_pass(config.correction, config.loss, config.learner, config.rollout)
+    if made or not anchored_to_learner(config.correction, config.rollout):
         return ""
     return ", whose own forward pass gives the proximal logprobs"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import log2
 
-from megatron_rl.config import prox_pass
+from megatron_rl.config.correction_rules import makes_prox_pass
 from megatron_rl.config.fleet import max_sequences
 from megatron_rl.config.schema import Format, Sleep, Transport
 from megatron_rl.learner.costs import Operations, operations
@@ -94,7 +94,7 @@ def learning(case: Case) -> Learning:
     gain = products * FP8_GAIN * (1 - FP8_PAYS / max(work.tokens, 1))
     busy = products + talking - (gain if case.training.fp8 else 0)
     scored = _products(case, 1, 0) + _collectives(case, 1)
-    scores = prox_pass.is_made(config.correction, config.loss, config.learner, config.rollout)
+    scores = makes_prox_pass(config.correction, config.loss, config.learner, config.rollout)
     return Learning(
         prox=scored * (1 + bubble) * (scores + bool(config.loss.kl_coef)),
         update=busy * (1 + bubble),

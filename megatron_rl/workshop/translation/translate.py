@@ -20,7 +20,7 @@ import yaml
 from megatron_rl.config.correction_rules import check_correction
 from megatron_rl.config.load import PRESET_SECTIONS
 from megatron_rl.config.plain_yaml import read_yaml, write_yaml
-from megatron_rl.config.schema import Anchor, CorrectionConfig, Level, NonFinite, Stat
+from megatron_rl.config.schema import Anchor, Config, CorrectionConfig, Level, NonFinite, Stat
 from megatron_rl.config.shape import misfits
 from megatron_rl.workshop.translation.areal import areal
 from megatron_rl.workshop.translation.fireworks import fireworks
@@ -82,7 +82,8 @@ def translate_file(framework: str, path: str | Path) -> str:
 
 def _is_ours(mapping: Native) -> bool:
     """Whether it fits our own schema; presets and bases are names there."""
-    return not any(misfits({key: value for key, value in mapping.items() if key not in ("base", *PRESET_SECTIONS)}))
+    known = {key: value for key, value in mapping.items() if key not in ("base", *PRESET_SECTIONS)}
+    return not any(misfits(known, Config))
 
 
 def _comment(text: str) -> str:

@@ -2,10 +2,12 @@
 
 import pytest
 
-from megatron_rl.config.schema import Config, Device, ModelSection
+from megatron_rl.config.schema import Device, LearnerSection, SamplerSection
 from megatron_rl.data.toy import ToyShape, write_toy
+from megatron_rl.models.model import Model
 from megatron_rl.preflight.achieved import Achieved, memory_peaks
 from megatron_rl.preflight.machine import Machine, named
+from megatron_rl.preflight.roles import roles
 
 HOST = Machine(Device.cpu, "a host")
 LINE = {
@@ -20,7 +22,8 @@ LINE = {
 
 def achieved(tmp_path, machine: Machine) -> Achieved:
     write_toy(tmp_path, shape=ToyShape(hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn=96))
-    return Achieved.of(Config(model=ModelSection(path=str(tmp_path / "model"))), machine)
+    model = Model.read(tmp_path / "model", LearnerSection())
+    return Achieved(model, roles(model.layout, SamplerSection(), machine.gpus).gpus, machine, sampled=True)
 
 
 def test_operations_are_those_of_the_matrices(tmp_path) -> None:

@@ -1,4 +1,6 @@
-"""What Slurm says of the job that this process belongs to: nothing where it belongs to none."""
+"""The job that this process belongs to: what Slurm says of it, and how many of its processes the kernel has ended for
+their memory, by its counters for each control group.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,17 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 
 from megatron_rl.config import ConfigError
 
 JOB = "SLURM_JOB_ID"
 ASK_S = 5.0
+GROUPS = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
 ANOTHER_ENDED = "another rank has ended; srun's own lines say which one, and how"
 
 
@@ -26,7 +32,7 @@ def seconds_left() -> float | None:
     return None
 
 
-def job_goes_on() -> bool:
+def goes_on() -> bool:
     """Slurm sends SIGTERM when a job is to end, and when another of its tasks has failed: then the job goes on."""
     return _about_job().get("JobState") == "RUNNING"
 
@@ -52,3 +58,33 @@ def _about_job() -> dict[str, str]:
         said = subprocess.run(ask, capture_output=True, text=True, timeout=ASK_S, check=True).stdout
         return dict(re.findall(r"(\w+)=(\S*)", said))
     return {}
+
+
+def memory_kills(groups: Path = GROUPS, own: Path = OWN) -> int:
+    """How many processes of this one's control group the kernel has ended so far; 0 where nobody counts."""
+    for path in _counters(groups, own):
+        try:
+            found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.M)
+        except OSError:
+            continue
+        if found:
+            return int(found[1])
+    return 0
+
+
+def _counters(groups: Path, own: Path) -> Iterator[Path]:
+    """Files in which this process's control group may keep its count: of both versions, seen from inside or not."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            root, name = groups / "memory", "memory.oom_control"
+        elif not controllers:
+            root, name = groups, "memory.events"
+        else:
+            continue
+        yield root / path.lstrip("/") / name
+        yield root / name
