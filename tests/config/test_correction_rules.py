@@ -9,12 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.config.correction_rules import (
-    check_advantage,
-    check_correction,
-    check_loss,
-    check_objective,
-)
+from megatron_rl.config.correction_rules import check_advantage, check_correction, check_loss, check_objective
 from megatron_rl.config.rules import check
 from megatron_rl.config.schema import (
     GROUP_ESTIMATORS,

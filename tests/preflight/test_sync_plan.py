@@ -60,10 +60,7 @@ def test_blocks_that_straddle_shards() -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (
-            Layout(pp=2, vp=4),
-            "virtual_pipeline_model_parallel_size=4 does not divide the 2 layers of a pipeline stage",
-        ),
+        (Layout(pp=2, vp=4), "virtual_pipeline_model_parallel_size=4 does not divide the 2 layers of a pipeline stage"),
         (Layout(pp=2, first_layers=5), "num_layers_in_first/last_pipeline_stage"),
         (Layout(ep=2, dp=2), "learner.expert_parallel=2: a llama model has no experts; take 1"),
     ],
