@@ -116,7 +116,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """Signals are handled afterwards as they were before."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGURG)
     before = [(number, signal.getsignal(number)) for number in numbers]
     yield
     for number, handler in before:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +54,28 @@ def program(code: str, *words: object, **environment: str) -> str:
     around = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     command = [sys.executable, "-c", code, *map(str, words)]
     return subprocess.run(command, env=around, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
+
+
+def wait_for(happened: Callable[[], object], what: str = "", seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02)
+
+
+def write_lines(path: Path, rows: Iterable[object], more: str = "") -> Path:
+    """JSON, a row on each line, and what else the file ends with."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + more)
+    return path
+
+
+@contextmanager
+def file_system(path: Path, size: str) -> Iterator[Path]:
+    """One of its own that is soon full; an ordinary folder where none can be made."""
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
+    try:
+        yield path
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", "-l", path], check=True)

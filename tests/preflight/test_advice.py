@@ -9,19 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import Command
 
-from megatron_rl.config import load
-from megatron_rl.config.schema import (
-    CheckpointSection,
-    DataSection,
-    LearnerSection,
-    LogSection,
-    LossConfig,
-    ModelSection,
-    RolloutSection,
-    RunSection,
-)
+from megatron_rl.config import from_mapping, load
+from megatron_rl.config.schema import DataSection, LossConfig, ModelSection
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight import disk
+from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.notes import plain_prompts, unusual_clip
 from megatron_rl.workshop.planner.summary import _correction
 
@@ -99,14 +91,18 @@ def test_a_disk_that_is_short(place: Path, command: Command, monkeypatch: pytest
 
 
 def test_what_a_large_run_writes() -> None:
-    shape = ModelShape.from_hf(json.loads((ROOT / "conf" / "model" / "Qwen3-8B.json").read_text()))
-    sections = (LearnerSection(), RunSection(steps=1000), RolloutSection(), CheckpointSection(keep_every=250))
-    found = disk.writes(shape, *sections, LogSection(export=True))
+    shape = ModelShape.from_hf(read_card("Qwen3-8B"))
+
+    def writes(checkpoint: dict, log: dict) -> disk.Writes:
+        config = from_mapping({"run": {"steps": 1000}, "checkpoint": checkpoint, "log": log})
+        return disk.writes(shape, config.learner, config.run, config.rollout, config.checkpoint, config.log)
+
+    found = writes({"keep_every": 250}, {"export": True})
     assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)
     assert found.checkpoints == 2 + 4 + 1
     assert found.models == pytest.approx(2 * 8.19e9, rel=0.01)
     assert found.rollouts == 100 * 64 * 8 * (512 * 8 + 512 * 22)
-    assert disk.writes(shape, *sections[:3], CheckpointSection(minutes=0), LogSection(record_every=0)).total < 5e6
+    assert writes({"minutes": 0}, {"record_every": 0}).total < 5e6
 
 
 def test_a_clip_of_another_loss(place: Path, command: Command) -> None:

@@ -182,6 +182,10 @@ DAMAGES = {
     "the index is deep": (lambda: index("[" * 100_000), "nested too deeply"),
     "the index leads outside": (lambda: index({"weight_map": {NORM: "../x.safetensors"}}), "no weight_map of tensors"),
     "the index is absolute": (lambda: index({"weight_map": {NORM: "/x.safetensors"}}), "no weight_map of tensors"),
+    **{
+        f"the index names {name!r}": (lambda name=name: index({"weight_map": {NORM: name}}), "no weight_map of tensors")
+        for name in ("..", "", "a/b", "../../other/model.safetensors")
+    },
     "the index names no text": (lambda: index({"weight_map": {NORM: 5}}), "no weight_map of tensors"),
 }  # fmt: skip
 

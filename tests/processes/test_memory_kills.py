@@ -1,11 +1,10 @@
 """The kernel's count of processes that it has ended for their memory: read where it is, 0 where nobody counts."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import program
 
 from megatron_rl.processes.memory_kills import count
 
@@ -46,7 +45,6 @@ def test_a_group_that_is_too_small() -> None:
     GROUP.mkdir()
     try:
         (GROUP / "memory.limit_in_bytes").write_text(str(200 << 20))
-        done = subprocess.run([sys.executable, "-c", GREEDY, str(GROUP)], capture_output=True, text=True, check=True)
-        assert done.stdout == "False -9 True\n"
+        assert program(GREEDY, GROUP) == "False -9 True\n"
     finally:
         GROUP.rmdir()
