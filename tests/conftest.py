@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import preloaded
 import pytest
+from helpers import Command
 
 from megatron_rl.data.toy import write_toy
 from megatron_rl.processes.process import SHORT_SPIN, collect_rarely
@@ -92,9 +94,30 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the toy, and a recipe that could run there."""
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder."""
     monkeypatch.chdir(tmp_path)
-    write_toy(tmp_path / "data" / "toy")
-    (tmp_path / "mine.yaml").write_text(f"base: {ROOT}/recipes/toy_sft.yaml\n")
     return tmp_path
+
+
+@pytest.fixture
+def place(empty: Path) -> Path:
+    """A working folder with the toy, and a recipe that could run there."""
+    write_toy(empty / "data" / "toy")
+    (empty / "mine.yaml").write_text(f"base: {ROOT}/recipes/toy_sft.yaml\n")
+    return empty
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Signals are handled afterwards as they were before."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGURG)
+    before = [(number, signal.getsignal(number)) for number in numbers]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)

@@ -8,12 +8,7 @@ import statistics
 import pytest
 import torch
 
-from megatron_rl.advantage import (
-    AdvantageConfig,
-    group_advantages,
-    has_spread,
-    overlong_penalty,
-)
+from megatron_rl.advantage import AdvantageConfig, group_advantages, has_spread, overlong_penalty
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 3.0, 0.5, 2.5, 2.0, 9.0])
 GROUPS = torch.tensor([5, 5, 2, 5, 2, 2, 2, 8])

@@ -5,21 +5,23 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from helpers import wait_for
 from preloaded import run
 
 from megatron_rl.data.toy import write_reasoning, write_toy
 from megatron_rl.runs.metrics_file import decode_line
 from megatron_rl.runs.rollout_file import read_rollouts
 
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 ROOT = Path(__file__).parent.parent
 BOUND_S = 400
+SMALL = ("run.steps=2", "rollout.prompts_per_step=16", "rollout.max_gen_batches=1", "eval.max_prompts=16")
 COMMAND = [sys.executable, "-m", "megatron_rl.cli", "train"]
 
 
@@ -30,12 +32,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(place: Path, recipe: str, *overrides: str, fresh: bool = True) -> subprocess.CompletedProcess[str]:
+def train(place: Path, recipe: str, *overrides: str, fresh: bool = True) -> str:
     """`fresh`: from interpreters of its own, as a user starts it; else from forks that have their imports."""
     command = [*COMMAND, str(ROOT / "recipes" / recipe), *overrides]
-    if not fresh:
-        return run("torch", command, cwd=place, timeout=BOUND_S)
-    return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    if fresh:
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    else:
+        done = run("torch", command, cwd=place, timeout=BOUND_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def metrics(place: Path, run: str) -> list[dict[str, float]]:
@@ -45,13 +50,10 @@ def metrics(place: Path, run: str) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def warm_start(place: Path) -> Path:
     settings = ["run.steps=10", "eval.max_prompts=16", "rollout.prompts_per_step=64"]
-    done = train(place, "toy_sft.yaml", *settings, fresh=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    train(place, "toy_sft.yaml", *settings, fresh=False)
     return place
 
 
-@pytest.mark.engine
-@pytest.mark.ranks
 def test_the_warm_start_learns_and_leaves_a_model(warm_start: Path) -> None:
     screen = (warm_start / "runs" / "toy_sft" / "logs" / "attempt_1" / "driver.log").read_text()
     assert "sampler  starting vLLM, format int8, TP1; step 0 follows" in screen.partition("step  0/")[0]
@@ -64,29 +66,22 @@ def test_the_warm_start_learns_and_leaves_a_model(warm_start: Path) -> None:
     assert {path.stat().st_mode for path in files} == {(model.parent / "config.yaml").stat().st_mode}
 
 
-@pytest.mark.engine
-@pytest.mark.ranks
 def test_a_real_task_with_a_chat_template(tmp_path: Path) -> None:
     write_reasoning(tmp_path / "data" / "reasoning")
     small = ["run.steps=1", "rollout.prompts_per_step=8", "rollout.max_gen_batches=1", "eval.max_prompts=8"]
     random = ["model.path=data/reasoning/model", "model.init=random", "log.record_every=1"]
-    done = train(tmp_path, "reasoning.yaml", *small, *random, fresh=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    train(tmp_path, "reasoning.yaml", *small, *random, fresh=False)
     rows = read_rollouts(tmp_path / "runs" / "reasoning" / "rollouts" / "step_1.parquet").to_pylist()
     assert len(rows) == 64
     assert all(row["verdict"] and "arithmetic problem" in row["prompt"] for row in rows)
     assert "chat_template" in (tmp_path / "runs/reasoning/model/tokenizer_config.json").read_text()
 
 
-@pytest.mark.engine
-@pytest.mark.ranks
 @pytest.mark.parametrize("recipe", ["quickstart", "quickstart_pp2", "quickstart_bf16", "quickstart_fp8"])
 def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
-    small = ["run.steps=2", "rollout.prompts_per_step=16", "rollout.max_gen_batches=1", "eval.max_prompts=16"]
     more = ["quantization.smoothing=0.5"] if recipe == "quickstart_pp2" else []
-    settings = [*small, *more, "log.record_every=1", "sync.verify_every=1", "sync.probe_layers=true"]
-    done = train(warm_start, f"{recipe}.yaml", *settings, fresh=recipe == "quickstart")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    settings = [*SMALL, *more, "log.record_every=1", "sync.verify_every=1", "sync.probe_layers=true"]
+    said = train(warm_start, f"{recipe}.yaml", *settings, fresh=recipe == "quickstart")
     folder = warm_start / "runs" / recipe
     lines = metrics(warm_start, recipe)
     assert [line["progress/step"] for line in lines] == [0, 1, 2]
@@ -99,57 +94,41 @@ def test_reinforcement_learning_from_it(warm_start: Path, recipe: str) -> None:
     assert table.num_rows == lines[-1]["rollout/n_trained"]
     assert table.column("prox_logprobs").null_count == 0
     assert (folder / "report.html").stat().st_size > 100_000
-    assert len(done.stdout.splitlines()) < 40  # a person reads this
+    assert len(said.splitlines()) < 40  # a person reads this
 
 
-@pytest.mark.engine
-@pytest.mark.ranks
 def test_a_learner_that_computes_as_the_sampler(warm_start: Path) -> None:
     """Where rounding is known to the last step (docs/one_arithmetic.md); elsewhere no more than a bound."""
-    small = ["run.steps=2", "rollout.prompts_per_step=16", "rollout.max_gen_batches=1", "eval.max_prompts=16"]
     run = ["run.name=one_arithmetic", "learner.forward=as_sampler", "quantization.smoothing=0.5"]
-    done = train(warm_start, "quickstart.yaml", *small, *run, fresh=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    train(warm_start, "quickstart.yaml", *SMALL, *run, fresh=False)
     known = not torch.cpu._is_avx512_supported()
     lines = metrics(warm_start, "one_arithmetic")[1:]
     assert [line["rollout_corr/logp_abs_diff_mean"] < (1e-3 if known else 0.05) for line in lines] == [True, True]
-
-
-def running(command: list[str], place: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
-        time.sleep(0.1)
 
 
 @pytest.fixture
 def endless(warm_start: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     recipe = str(ROOT / "recipes" / "quickstart.yaml")
     settings = ["run.name=endless", "run.steps=100000", "rollout.prompts_per_step=16", "eval.max_prompts=16"]
-    process = running([*COMMAND, recipe, *settings], warm_start)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen([*COMMAND, recipe, *settings], cwd=warm_start, text=True, **streams)
     yield process, warm_start / "runs" / "endless"
     if process.poll() is None:
         process.kill()
         process.wait()
 
 
-@pytest.mark.engine
-@pytest.mark.ranks
 def test_ctrl_c_leaves_no_process_and_a_consistent_directory(endless: tuple[subprocess.Popen[str], Path]) -> None:
     """Other signals, and kills: tests/faults/test_asked_to_stop.py and test_kill.py."""
     process, run = endless
     log = run / "metrics.jsonl"
-    wait_for(lambda: process.poll() is not None or (log.exists() and log.read_text().count("\n") >= 3), BOUND_S, "step")
+    wait_for(lambda: process.poll() is not None or (log.exists() and log.read_text().count("\n") >= 3), "step")
     assert process.poll() is None, process.stdout.read() if process.stdout else ""
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 4  # two ranks, the engine, a reward worker
     os.kill(process.pid, signal.SIGINT)
     process.wait(timeout=BOUND_S)  # a step is finished and kept before the end
-    wait_for(lambda: not any(child.is_running() and child.status() != "zombie" for child in children), 30, "end of all")
+    wait_for(lambda: not any(child.is_running() and child.status() != "zombie" for child in children), "end of all", 30)
     lines = [decode_line(line) for line in log.read_text().splitlines()]
     assert [line["progress/step"] for line in lines] == list(range(len(lines)))
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"

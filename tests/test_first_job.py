@@ -46,10 +46,10 @@ def place(tmp_path: Path) -> Path:
     write_chat_tokenizer(model, iter(["What is 1 + 2?"]))
     (model / "config.json").write_text(json.dumps(read_card("Qwen3-8B")))
     write_weights(model)
-    bin = tmp_path / "bin"
-    bin.mkdir()
-    (bin / "sbatch").write_text(SBATCH)
-    (bin / "sbatch").chmod(0o755)
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(SBATCH)
+    sbatch.chmod(0o755)
     return tmp_path
 
 
@@ -68,13 +68,11 @@ def write_weights(model: Path) -> None:
 
 def published(question: str, answer: str, index: int) -> dict[str, object]:
     """A row of DAPO's table."""
+    asked = f"Solve step by step. Answer: $Answer last.\n\n{question}"
     return {
-        "data_source": "math_dapo",
-        "prompt": [{"role": "user", "content": f"Solve step by step. Answer: $Answer last.\n\n{question}"}],
-        "ability": "MATH",
-        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
-        "extra_info": {"index": str(index)},
-    }
+        "data_source": "math_dapo", "prompt": [{"role": "user", "content": asked}], "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule"}, "extra_info": {"index": str(index)},
+    }  # fmt: skip
 
 
 def test_the_five_commands(place: Path) -> None:
@@ -85,9 +83,8 @@ def test_the_five_commands(place: Path) -> None:
     env = {**os.environ, "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
     said = []
     for command in commands:
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=place, env=env, capture_output=True, text=True, timeout=300, check=False
-        )
+        words = ["bash", "-c", command]
+        done = subprocess.run(words, cwd=place, env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         said.append(done.stdout)
     assert "39" in said[1]

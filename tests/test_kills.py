@@ -93,9 +93,7 @@ def boxes(tmp_path: Path) -> Iterator[tuple[Forks, Forks]]:
 
 @pytest.mark.engine
 @pytest.mark.ranks
-@pytest.mark.fault(
-    "everything, rank 0 or the engine is killed, or SIGTERM comes", "a run that goes on ends as one alone"
-)
+@pytest.mark.fault("everything, rank 0 or the engine is killed, or SIGTERM comes", "it ends as a run left alone")
 def test_a_killed_run_goes_on(boxes: tuple[Forks, Forks]) -> None:
     box, alone = boxes
     assert alone.train().wait(PATIENCE_S) == 0, alone.screen[-3000:]

@@ -12,6 +12,7 @@ from preloaded import run
 from megatron_rl.config.schema import Estimator, LossName
 from megatron_rl.data.toy import write_toy
 
+pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parent.parent
 PRESETS = sorted(path.stem for path in (ROOT / "conf" / "correction").glob("*.yaml"))
 LOSSES = [name.value for name in LossName]
@@ -65,19 +66,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     write_toy(folder / "toy")
     (folder / "loop.yaml").write_text(RECIPE.format(root=ROOT, folder=folder))
     (folder / "uneven_reward.py").write_text(REWARD)
-    done = run(
-        "megatron",
-        [sys.executable, str(ROOT / "tests" / "loop_cases.py"), str(folder), json.dumps(cases())],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        timeout=500,
-    )
+    command = [sys.executable, str(ROOT / "tests" / "loop_cases.py"), str(folder), json.dumps(cases())]
+    done = run("megatron", command, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
     return {case["name"]: case for case in found}
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("name", cases())
 def test_it_trains(results: dict[str, dict], name: str) -> None:
     case = results[name]
@@ -91,7 +86,6 @@ def test_it_trains(results: dict[str, dict], name: str) -> None:
     assert case["moved"] > 0
 
 
-@pytest.mark.engine
 def test_the_corrections_differ_where_they_should(results: dict[str, dict]) -> None:
     last = {name: results[f"correction {name}"]["lines"][-1] for name in PRESETS}
     assert last["none"]["rollout_corr/rollout_rs_masked_fraction"] == 0
@@ -102,7 +96,6 @@ def test_the_corrections_differ_where_they_should(results: dict[str, dict]) -> N
     assert results["loss cross_entropy"]["lines"][-1]["rollout_corr/k3_kl"] > 0
 
 
-@pytest.mark.engine
 def test_the_reference_and_the_estimate_are_measured(results: dict[str, dict]) -> None:
     # the cases before have moved the policy away from where the reference was kept
     assert all(line["loss/kl"] > 0 for line in results["kl to a reference"]["lines"][1:])
@@ -111,7 +104,6 @@ def test_the_reference_and_the_estimate_are_measured(results: dict[str, dict]) -
     assert line["reward/learner_estimate_stderr"] > 0
 
 
-@pytest.mark.engine
 def test_one_update_makes_no_pass_before_it_and_measures_the_same_things(results: dict[str, dict]) -> None:
     own, scored = (results[f"one update{how}"]["lines"][1:] for how in ("", ", scored before"))
     for line, other in zip(own, scored, strict=True):
@@ -123,7 +115,6 @@ def test_one_update_makes_no_pass_before_it_and_measures_the_same_things(results
         assert line["rollout_corr/k3_kl"] > 0
 
 
-@pytest.mark.engine
 def test_the_learner_renormalises_over_what_the_sampler_drew_from(results: dict[str, dict]) -> None:
     """Without, every logprob would be off by what the filters cut: far more than the probe allows."""
     for line in results["top_k and top_p"]["lines"][1:]:
@@ -134,7 +125,6 @@ def test_the_learner_renormalises_over_what_the_sampler_drew_from(results: dict[
         assert 0 < line["loss/entropy"] < math.log(4 + 1)
 
 
-@pytest.mark.engine
 def test_every_step_was_sampled_by_the_policy_before_it(results: dict[str, dict]) -> None:
     for number, case in enumerate(results.values()):
         assert [line["sync/version"] for line in case["lines"]] == [3 * number, 3 * number + 1, 3 * number + 2]

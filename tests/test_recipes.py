@@ -32,9 +32,8 @@ IN_THE_SUITE = {  # qwen2 in BF16, qwen3 in FP8, llama in INT8, and both kinds o
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "whole" in metafunc.fixturenames:
         every = metafunc.config.getoption("--recipes")
-        metafunc.parametrize(
-            "whole", [one for one in ALL if every or one.stem in IN_THE_SUITE], ids=lambda one: one.stem
-        )
+        chosen = [one for one in ALL if every or one.stem in IN_THE_SUITE]
+        metafunc.parametrize("whole", chosen, ids=lambda one: one.stem)
 
 
 @pytest.fixture(params=ALL, ids=lambda path: path.stem)

@@ -1,16 +1,25 @@
-"""A run whose engine shares devices with the learner: who takes memory when, on two real ranks and a real engine."""
+"""A run whose engine shares devices with the learner: who takes memory when, on two real ranks and a real engine.
+
+`python test_sleeping_engine.py RECIPE RUN_DIR` is one of them, and prints what it does, and when. Hosts have no sleep:
+vLLM's engine takes the calls there and frees nothing, the order is the one of GPUs.
+"""
 
 import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 from preloaded import run
 
+from megatron_rl.config import load, to_yaml
 from megatron_rl.data.toy import write_toy
 
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 ROOT = Path(__file__).parent.parent
 RECIPE = """
 base: {root}/recipes/quickstart.yaml
@@ -25,6 +34,33 @@ log: {{record_every: 0}}
 Done = tuple[float, str]
 
 
+def told(owner: Any, name: str) -> None:
+    """The call is printed once it has returned."""
+    true = getattr(owner, name)
+
+    @wraps(true)
+    def telling(*args: Any, **named: Any) -> Any:
+        answer = true(*args, **named)
+        what = [str(one) for one in args if isinstance(one, int | list)]
+        print("DID", f"{time.monotonic():.6f}", " ".join([name.strip("_"), *what]), flush=True)
+        return answer
+
+    setattr(owner, name, telling)
+
+
+def main(recipe: Path, run_dir: Path) -> None:
+    from megatron_rl import train
+    from megatron_rl.learner import parallel, policy
+    from megatron_rl.sampler.embedded import EmbeddedSampler
+
+    for name in ("launch", "sleep", "wake", "finish_weight_update", "generate"):
+        told(EmbeddedSampler, name)
+    told(parallel, "_device")
+    told(policy, "build")
+    config = load(recipe)
+    train.train(config, to_yaml(config), run_dir, int(os.environ["RANK"]))
+
+
 @pytest.fixture(scope="module", params=["discard", "offload"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[list[Done]]]:
     """vLLM's level of sleep, and what each rank did."""
@@ -35,7 +71,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     def rank(number: int) -> CompletedProcess[str]:
         place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
         place["MEGATRON_RL_RENDEZVOUS"] = f"file://{folder}/meeting"
-        command = [sys.executable, str(ROOT / "tests" / "sleeping_rank.py"), folder / "sleeps.yaml", folder / "run"]
+        command = [sys.executable, __file__, folder / "sleeps.yaml", folder / "run"]
         env = {**os.environ, **{name: str(value) for name, value in place.items()}}
         return run("megatron", command, cwd=folder, env=env, timeout=300)
 
@@ -48,22 +84,21 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return level, [[(float(when), what) for _, when, what in one] for one in words]
 
 
-@pytest.mark.engine
-@pytest.mark.ranks
 def test_the_engine_sleeps_before_any_rank_touches_its_device(ranks: tuple[int, list[list[Done]]]) -> None:
     level, (driver, follower) = ranks
-    assert [what for _, what in driver[:5]] == [
-        "launch", f"sleep {level}", "device", "build", "wake ['weights']"
-    ]  # fmt: skip
+    begins = ["launch", f"sleep {level}", "device", "build", "wake ['weights']"]
+    assert [what for _, what in driver[:5]] == begins
     asleep = driver[1][0]
     assert [what for _, what in follower] == ["device", "build"]
     assert all(when > asleep for when, _ in follower)
 
 
-@pytest.mark.engine
-@pytest.mark.ranks
 def test_it_wakes_for_each_sync_and_sleeps_while_the_learner_works(ranks: tuple[int, list[list[Done]]]) -> None:
     level, (driver, _) = ranks
     sync = ["wake ['weights']", "finish_weight_update", "wake ['kv_cache']"]
     calls = [what for _, what in driver[4:] if what != "generate"]
     assert calls == [*sync, f"sleep {level}", *sync, f"sleep {level}", *sync]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

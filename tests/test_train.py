@@ -1,5 +1,6 @@
-"""The loop's frame: what is closed, in which order, when a step fails."""
+"""The loop's frame: what is closed, in which order, when a step fails, and what its updates are handed."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,18 @@ import torch
 
 from megatron_rl import train
 from megatron_rl.config import load
-from megatron_rl.config.schema import Config, EvalSection, SyncSection
+from megatron_rl.config.schema import Config, EvalSection, LossConfig, RunSection, SyncSection
 from megatron_rl.driver import Driver
-from megatron_rl.rollout_correction import correct
+from megatron_rl.rollout_correction import CorrectionConfig, RejectRule, correct, rollout_correction
 from megatron_rl.runs.progress import reached
 from megatron_rl.types import Prompt, Rollout, Scored, collate
 
 ROOT = Path(__file__).parent.parent
+
+
+def answer(sample: int, logprobs: Sequence[float] = (-0.5,) * 3, versions: list[int] | None = None) -> Rollout:
+    ones, version = [1] * len(logprobs), versions[0] if versions else 0
+    return Rollout(Prompt(0, (1,), "", {}), 0, sample, ones, logprobs, ones, "stop", version, versions=versions)
 
 
 class Part:
@@ -87,15 +93,9 @@ def test_a_step_without_a_proximal_pass_records_none(preset: str) -> None:
     """Not the sampler's own logprobs, which would show as perfect agreement in replay and report."""
     written: dict[str, Any] = {}
     recorder = SimpleNamespace(rollouts=lambda step, scored, **columns: written.update(columns), ledger=lambda *_: None)
-    config = replace(
-        Config(), correction=load(ROOT / "recipes" / "quickstart.yaml", [f"correction={preset}"]).correction
-    )
-    batch: Any = SimpleNamespace(
-        sampler_logprobs_BT=torch.zeros(2, 3),
-        mask_BT=torch.ones(2, 3, dtype=torch.bool),
-        rewards_B=torch.tensor([0.0, 1.0]),
-        groups_B=torch.zeros(2, dtype=torch.int64),
-    )
+    correction = load(ROOT / "recipes" / "quickstart.yaml", [f"correction={preset}"]).correction
+    config = replace(Config(), correction=correction)
+    batch = collate([Scored(answer(at), float(at)) for at in range(2)])
     correction, advantages_B = correct(torch.full((2, 3), -0.1), batch, config.correction, config.advantage)
     scorer = SimpleNamespace(whole=list)
     driver: Any = SimpleNamespace(_config=config, _scored=[], _scorer=scorer, _ordinals=(0, 1), recorder=recorder)
@@ -107,13 +107,8 @@ def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
     """The learner's version is that of the step before."""
     rule = "correction.reject=[{level: token, stat: staleness, high: 1}]"
     config = load(ROOT / "recipes" / "quickstart.yaml", [rule])
-    prompt, ones = Prompt(0, (1,), "", {}), [1, 1, 1]
     versions = ([4, 5, 6], [6, 6, 6])
-    rollouts = [
-        Rollout(prompt, 0, at, ones, [-0.5] * 3, ones, "stop", each[0], versions=each)
-        for at, each in enumerate(versions)
-    ]
-    batch = collate([Scored(one, float(one.sample)) for one in rollouts])
+    batch = collate([Scored(answer(at, versions=each), float(at)) for at, each in enumerate(versions)])
     trained: list[Any] = []
     recorder = SimpleNamespace(phase=lambda _: nullcontext())
     driver: Any = SimpleNamespace(
@@ -134,8 +129,23 @@ def test_a_step_trains_on_no_token_that_a_rule_finds_too_old() -> None:
 
 
 def test_a_metric_that_reaches_its_value_ends_the_run() -> None:
-    stop = {"eval/accuracy": 0.25}
-    assert reached(stop, {"eval/accuracy": 0.25}) == "eval/accuracy reached 0.250, run.stop is 0.25"
-    assert reached(stop, {"eval/accuracy": 0.24}) is None
-    assert reached(stop, {}) is None
-    assert reached(None, {"eval/accuracy": 1.0}) is None
+    run = RunSection(stop={"eval/accuracy": 0.25})
+    assert reached(run, {"eval/accuracy": 0.25}) == "eval/accuracy reached 0.250, run.stop is 0.25"
+    assert reached(run, {"eval/accuracy": 0.24}) is None
+    assert reached(run, {}) is None
+    assert reached(RunSection(), {"eval/accuracy": 1.0}) is None
+
+
+def test_covariance_tokens_are_selected_among_those_that_are_trained_on() -> None:
+    """The last row is rejected, and has the highest covariance by far."""
+    anchor_BT = torch.tensor([[-1.0], [-2.0], [-3.0], [-90.0]])
+    mu_BT = anchor_BT - torch.tensor([[0.0], [0.0], [0.0], [5.0]])
+    batch = collate([Scored(answer(at, [float(mu)]), 0.0) for at, mu in enumerate(mu_BT)])
+    rule = RejectRule(stat="ratio", reduce="max", high=2.0)
+    correction = rollout_correction(anchor_BT, mu_BT, batch.mask_BT, CorrectionConfig(reject=[rule]))
+    assert correction.mask_BT[:, 0].tolist() == [True, True, True, False]
+    advantages_B = torch.tensor([2.0, -1.0, -1.0, -50.0])
+    targets = train.join(batch, anchor_BT, None, correction, advantages_B, LossConfig(name="kl_cov"), seed=2)
+    (update,) = train.minibatches(targets, 4, "1/1")
+    assert update.selected_BT is not None
+    assert update.selected_BT[:, 0].tolist() == [True, False, False, False]

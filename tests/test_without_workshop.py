@@ -33,9 +33,8 @@ def test_a_run_without_a_workshop(tmp_path: Path) -> None:
 
     def train(*words: str) -> str:
         command = [sys.executable, "-m", "megatron_rl.cli", "train", "recipes/toy_sft.yaml", *SMALL, *words]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
-        )
+        env = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_factory import KEY, WEIGHT, save, write_parts
+from helpers import Command
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
-from megatron_rl import cli
 from megatron_rl.checkpoint.torch_dist.index import CheckpointError, Entry, read_index
 from megatron_rl.checkpoint.torch_dist.reader import Reader, read_saved
 from megatron_rl.config.schema import IfExists
@@ -162,14 +162,13 @@ BAD: dict[str, Callable[[Path], None]] = {
     "it has a verdict, an older one is taken; nothing runs, is read elsewhere, or is allocated beyond the files",
 )
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_one_is_told_and_passed_over(run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_one_is_told_and_passed_over(run: Path, name: str, command: Command) -> None:
     save(run / "checkpoints", 4, BAD[name])
     Path("secret").write_text("secret")
     tracemalloc.start()
-    assert cli.main(["checkpoints", str(run)]) == 0
+    told = command("checkpoints", run).splitlines()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    told = capsys.readouterr().out.splitlines()
     assert len(told) >= 3
     assert any("torn: " in line for line in told)
     assert told[-1].rstrip().endswith("whole")
@@ -238,9 +237,7 @@ def test_a_damaged_index(run: Path) -> None:
             pass
 
 
-@pytest.mark.fault(
-    "a part of a tensor is there twice, or not at all", "it is refused: nothing is left as it happened to be"
-)
+@pytest.mark.fault("a part of a tensor is there twice, or not at all", "it is refused: no value is left to chance")
 def test_parts_that_do_not_cover(tmp_path: Path) -> None:
     entry = Entry(KEY, ())
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import learner_cases as cases
 import pytest
+from helpers import file_system
 
 pytestmark = pytest.mark.ranks
 LAYOUTS: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"tensor_parallel": 2}}
@@ -17,14 +17,9 @@ SMALL_MB = 16
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A file system that holds a few checkpoints of the tiny model; an ordinary folder where none can be made."""
-    path = tmp_path_factory.mktemp("small")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={SMALL_MB}m", "tmpfs", str(path)], capture_output=True
-    )
-    yield path
-    if mounted.returncode == 0:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+    """Room for a few checkpoints of the tiny model."""
+    with file_system(tmp_path_factory.mktemp("small") / "disk", f"{SMALL_MB}m") as path:
+        yield path
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import Command
 from run_factory import make_run, make_scored, start
 
-from megatron_rl import cli
 from megatron_rl.config import load, to_yaml
 from megatron_rl.config.removed import REMOVED
 from megatron_rl.runs.metrics_file import read_lines, read_metrics
@@ -22,6 +22,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs"), "run", steps=20)
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(whole, tmp_path / "run")
 
 
 def cut(share: float) -> Callable[[Path], None]:
@@ -62,15 +68,10 @@ LINES += ["[" * 100_000, "[1]", "null", "", "\x00", "\xff"]
 
 @pytest.mark.fault("files of a run's folder are torn or something else", "the report shows the rest, and names them")
 @pytest.mark.parametrize("number", range(4))
-def test_a_report_of_a_torn_folder(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
+def test_a_report_of_a_torn_folder(run: Path, command: Command, number: int) -> None:
     for name, tears in TORN.items():
         tears[number](run / name)
-    assert cli.main(["report", str(run)]) == 0
-    said = capsys.readouterr().out
+    said = command("report", run)
     html = (run / "report.html").read_text()
     for name in TORN:
         assert all(Path(name).name in text.partition("ot readable")[2] for text in (said, html)), (name, said)
@@ -79,9 +80,7 @@ def test_a_report_of_a_torn_folder(
 
 @pytest.mark.fault("one file of a folder is torn", "nothing else is missing")
 @pytest.mark.parametrize("name", TORN)
-def test_the_rest_of_a_torn_folder(whole: Path, tmp_path: Path, name: str) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
+def test_the_rest_of_a_torn_folder(whole: Path, run: Path, name: str) -> None:
     TORN[name][1](run / name)
     torn, complete = load_run(run), load_run(whole)
     assert torn.tokens is not None  # of the steps that are whole
@@ -91,9 +90,7 @@ def test_the_rest_of_a_torn_folder(whole: Path, tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.fault("a configuration is cut short anywhere", "what is left of it is shown")
-def test_a_configuration_that_ends_early(whole: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
+def test_a_configuration_that_ends_early(run: Path) -> None:
     text = to_yaml(load(ROOT / "recipes" / "quickstart_fleet.yaml"))
     for end in range(len(text)):
         if end % 5 == 0 or text[end - 1] in ":-":
@@ -122,26 +119,20 @@ def test_odd_values_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("a recorded step is torn", "replay uses the others, and names it")
-def test_a_replay_of_a_torn_folder(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
+def test_a_replay_of_a_torn_folder(run: Path, command: Command) -> None:
     cut(0.5)(run / "rollouts" / "step_10.parquet")
-    assert cli.main(["replay", str(run), "--corrections", "none"]) == 0
-    said = capsys.readouterr().out
+    replay = ("replay", run, "--corrections", "none")
+    said = command(*replay)
     assert said.startswith("1 recorded steps")
     assert "not readable: rollouts/step_10.parquet" in said
     cut(0)(run / "rollouts" / "step_20.parquet")
-    assert cli.main(["replay", str(run), "--corrections", "none"]) == 2
-    assert "step_20.parquet" in capsys.readouterr().err
+    assert "step_20.parquet" in command(*replay, status=2)
     (run / "config.yaml").write_text("correction: [")
-    assert cli.main(["replay", str(run), "--corrections", "none"]) == 2
-    assert "config.yaml" in capsys.readouterr().err
+    assert "config.yaml" in command(*replay, status=2)
 
 
 @pytest.mark.fault("a run was recorded with keys and presets that are gone", "it is replayed and reported")
-def test_recorded_keys_that_are_gone(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
+def test_recorded_keys_that_are_gone(run: Path, command: Command) -> None:
     text = to_yaml(load(ROOT / "recipes" / "toy_sft.yaml", ["correction=tis"]))
     assert "preset: tis" in text
     text = text.replace("preset: tis", "preset: gone_since\n  also: gone").replace(
@@ -150,19 +141,16 @@ def test_recorded_keys_that_are_gone(whole: Path, tmp_path: Path, capsys: pytest
     text = text.replace("weight:\n", "weight:\n    odd: [1]\n", 1) + "whole_section: {a: 1}\n"
     assert "optim.weight_decay" in REMOVED
     (run / "config.yaml").write_text(text)
-    assert cli.main(["replay", str(run), "--corrections", "none", "correction.weight.level=token"]) == 0
-    assert "none" in capsys.readouterr().out
-    assert cli.main(["report", str(run)]) == 0
-    assert cli.main(["replay", str(run), "correction.wieght.level=token", "--corrections", "none"]) == 2
-    assert "correction.wieght" in capsys.readouterr().err
+    replay = ("replay", run, "--corrections", "none")
+    assert "none" in command(*replay, "correction.weight.level=token")
+    command("report", run)
+    assert "correction.wieght" in command(*replay, "correction.wieght.level=token", status=2)
 
 
 @pytest.mark.fault("a report's place cannot be written, or holds no run", "a sentence says so")
-def test_where_no_report_can_be(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(whole), "-o", "/nonexistent/x.html"]) == 2
-    assert "/nonexistent/x.html" in capsys.readouterr().err
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
+def test_where_no_report_can_be(whole: Path, tmp_path: Path, command: Command) -> None:
+    assert "/nonexistent/x.html" in command("report", whole, "-o", "/nonexistent/x.html", status=2)
+    assert str(tmp_path) in command("report", tmp_path, status=2)
 
 
 @pytest.mark.fault("somebody looks for prompt and truth of a recorded answer", "both stand beside it")

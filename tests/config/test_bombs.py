@@ -2,37 +2,32 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import Command, refusal
 
-from megatron_rl import cli
 from megatron_rl.config import ConfigError, load
 
 DEEP = 100_000
 
 
-def aliases(count: int) -> str:
+def lines(each: Callable[[str], str], count: int = 24) -> str:
     """Each line holds ten of the line before."""
-    lines = ["l0: &l0 {a: 1}"]
-    for number in range(1, count):
-        below = ", ".join(f"k{each}: *l{number - 1}" for each in range(10))
-        lines.append(f"l{number}: &l{number} {{{below}}}")
-    return "learner:\n  megatron:\n" + "".join(f"    {line}\n" for line in lines)
+    made = ["l0: &l0 {a: 1}", *(f"l{n}: &l{n} {{{each(f'*l{n - 1}')}}}" for n in range(1, count))]
+    return "learner:\n  megatron:\n" + "".join(f"    {line}\n" for line in made)
 
 
-def merges(count: int) -> str:
-    lines = ["l0: &l0 {a: 1}"]
-    for number in range(1, count):
-        lines.append(f"l{number}: &l{number} {{<<: [{', '.join([f'*l{number - 1}'] * 10)}]}}")
-    return "learner:\n  megatron:\n" + "".join(f"    {line}\n" for line in lines)
+ALIASES = lines(lambda before: ", ".join(f"k{each}: {before}" for each in range(10)))
+MERGES = lines(lambda before: f"<<: [{', '.join([before] * 10)}]")
 
 
 TEXTS = {
-    "aliases of aliases": (aliases(24), "with its aliases it has more than 10000 values"),
+    "aliases of aliases": (ALIASES, "with its aliases it has more than 10000 values"),
     "aliases in a list": ("a: &a [1, 1]\nb: &b [*a, *a]\n" + "".join(
         f"c{n}: &c{n} [{', '.join([f'*c{n - 1}' if n else '*b'] * 9)}]\n" for n in range(20)), "with its aliases"),
-    "merge keys of merge keys": (merges(24), "with its aliases it has more than 10000 values"),
+    "merge keys of merge keys": (MERGES, "with its aliases it has more than 10000 values"),
     "an alias of itself": ("learner: {megatron: &a {b: *a}}\n", "an alias in it refers to what it is part of"),
     "a list of itself": ("learner: {megatron: {b: &a [*a]}}\n", "an alias in it refers to what it is part of"),
     "deep lists": ("learner: {megatron: {a: " + "[" * DEEP, "nested more than 32 deep"),
@@ -47,29 +42,27 @@ TEXTS = {
 @pytest.mark.fault("a recipe is a bomb of aliases, depth or size", "a sentence names the file, in a second")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", TEXTS)
-def test_texts(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts(kind: str, tmp_path: Path) -> None:
     text, said = TEXTS[kind]
     (tmp_path / "bomb.yaml").write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path / "bomb.yaml")
-    assert "bomb.yaml: " in str(caught.value)
-    assert said in str(caught.value)
-    assert len(str(caught.value)) < 1000
+    found = refusal(load, tmp_path / "bomb.yaml")
+    assert "bomb.yaml: " in found
+    assert said in found
+    assert len(found) < 1000
 
 
 @pytest.mark.fault("bases name bases without an end", "a sentence names the recipe, in a second")
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["twice", "chain", "list", "itself"])
+@pytest.mark.parametrize("kind", ["twice", "chain", "list", "itself", "pair"])
 def test_bases(kind: str, tmp_path: Path) -> None:
     for number in range(1500):
-        bases = {"twice": [number + 1] * 2, "chain": [number + 1], "list": range(1, 1500), "itself": [number]}[kind]
+        next_one, back = [number + 1], {"itself": [number], "pair": [number ^ 1]}
+        bases = ({"twice": next_one * 2, "chain": next_one, "list": range(1, 1500)} | back)[kind]
         text = "run: {steps: 1}\n" if number >= 1499 or (kind == "list" and number) else ""
         names = ", ".join(f"r{each}.yaml" for each in bases)
         (tmp_path / f"r{number}.yaml").write_text(text or f"base: [{names}]\n")
-    with pytest.raises(
-        ConfigError, match=r"r0\.yaml: (more than 64 files or 10000 values by way of `base`|`base` leads back)"
-    ):
-        load(tmp_path / "r0.yaml")
+    said = "`base` leads back" if kind in back else "more than 64 files or 10000 values by way of `base`"
+    assert f"r0.yaml: {said}" in refusal(load, tmp_path / "r0.yaml")
 
 
 @pytest.mark.fault("an override is a bomb", "a sentence")
@@ -104,7 +97,7 @@ def test_ordinary_aliases_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("a recipe or its base is not there", "the sentence names who names it, and a name that is near")
-def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_not_there(tmp_path: Path, command: Command) -> None:
     (tmp_path / "toy_sft.yaml").write_text("run: {steps: 1}\n")
     (tmp_path / "quickstart.yaml").write_text("base: toy_stf.yaml\n")
     (tmp_path / "far.yaml").write_text("base: nope.yaml\n")
@@ -115,12 +108,11 @@ def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
                             f"file; did you mean {tmp_path}/toy_sft.yaml?"),
         ("far.yaml", f"{tmp_path}/far.yaml: base names {tmp_path}/nope.yaml, but there is no such file"),
     ):  # fmt: skip
-        assert cli.main(["train", str(tmp_path / name), "--dry-run"]) == 2
-        assert capsys.readouterr().err == f"error: {said}\n"
+        assert command.refused(recipe=tmp_path / name) == f"error: {said}\n"
 
 
 def test_a_bomb_takes_little_memory(tmp_path: Path) -> None:
-    (tmp_path / "bomb.yaml").write_text(aliases(24))
+    (tmp_path / "bomb.yaml").write_text(ALIASES)
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (1 << 29, 1 << 29)); "
         "from megatron_rl import cli; sys.exit(cli.main(['train', sys.argv[1], '--dry-run']))"

@@ -46,8 +46,12 @@ def test_formats_of_embedded_engines_and_fleets():
     assert of(mixed, local_formats) == (Format.fp8, Format.none)
 
 
-def test_a_sound_fleet_has_no_problems(monkeypatch):
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
     monkeypatch.setenv(KEY, "k" * 32)
+
+
+def test_a_sound_fleet_has_no_problems():
     sound = config(replicas=1, addresses=["http://127.0.0.1:8000"], formats=[Format.none, Format.int8])
     assert found(sound) == ""
     assert addresses(sound.sampler) == []
@@ -93,10 +97,8 @@ def test_a_text_and_a_list_name_gpus(given, embedded, fleet):
         ({}, {"addresses": [DISTANT]}, Device.cpu, ["sync.dir", "null", "node7"]),
     ],
 )  # fmt: skip
-def test_nonsense_is_named(sampler, fleet, kind, words, monkeypatch):
-    monkeypatch.setenv(KEY, "k" * 32)
-    said = found(config(sampler, **fleet), kind)
-    assert len(said.splitlines()) == 1
+def test_nonsense_is_named(sampler, fleet, kind, words):
+    (said,) = found(config(sampler, **fleet), kind).splitlines()
     assert all(word in said for word in words), said
 
 
@@ -116,37 +118,32 @@ def test_other_transports_do_not_reach_a_fleet_yet():
         ("http://user:secret@node7:8000", "keys do not belong in an address"),
     ],
 )
-def test_addresses_that_cannot_be_meant(address, words, monkeypatch):
-    monkeypatch.setenv(KEY, "k" * 32)
+def test_addresses_that_cannot_be_meant(address, words):
     (said,) = addresses(config(addresses=[address]).sampler)
     assert said.startswith("sampler.fleet.addresses")
     assert words in said
     assert "secret" not in said
 
 
-def test_the_same_server_twice(monkeypatch):
-    monkeypatch.setenv(KEY, "k" * 32)
+def test_the_same_server_twice():
     (said,) = addresses(config(addresses=[DISTANT, DISTANT]).sampler)
     assert "twice" in said
 
 
-@pytest.mark.parametrize(
-    "address", ["http://127.0.0.1:1", "http://127.9.9.9:1", "http://[::1]:1", "http://localhost:1"]
-)
-def test_loopback(address, monkeypatch):
-    monkeypatch.delenv(KEY, raising=False)
-    assert is_loopback(address)
-    assert addresses(config(addresses=[address]).sampler) == []
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "[::1]", "localhost"])
+def test_loopback(host, monkeypatch):
+    monkeypatch.delenv(KEY)
+    assert is_loopback(f"http://{host}:1")
+    assert addresses(config(addresses=[f"http://{host}:1"]).sampler) == []
 
 
-@pytest.mark.parametrize(
-    "address", ["http://0.0.0.0:1", "http://10.0.0.1:1", "http://node7:1", "http://127.0.0.1.example:1"]
-)
-def test_elsewhere_a_key_is_needed_when_the_recipe_is_loaded(address, monkeypatch, tmp_path):
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "node7", "127.0.0.1.example"])
+def test_elsewhere_a_key_is_needed_when_the_recipe_is_loaded(host, monkeypatch, tmp_path):
+    address = f"http://{host}:1"
     assert not is_loopback(address)
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"sampler: {{fleet: {{addresses: ['{address}']}}}}\n")
-    monkeypatch.delenv(KEY, raising=False)
+    monkeypatch.delenv(KEY)
     with pytest.raises(ConfigError, match=rf"sampler\.fleet\.addresses: .*{KEY} is not set"):
         load(recipe)
     monkeypatch.setenv(KEY, "k" * 32)

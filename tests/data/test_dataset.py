@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import refusal
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import DataSection, LongPrompts
@@ -16,16 +17,6 @@ from megatron_rl.data.prompts import Dataset, PromptOrder, load_dataset
 from megatron_rl.data.rows import read_rows
 from megatron_rl.data.tokenizer import FolderTokenizer
 from megatron_rl.data.toy import write_toy
-
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% if stars is defined %}*{% endif %}{% endfor %}="
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> FolderTokenizer:
-    folder = tmp_path_factory.mktemp("toy")
-    write_toy(folder)
-    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    return FolderTokenizer(folder / "model")
 
 
 def written(path: Path, rows: list[dict]) -> str:
@@ -119,10 +110,8 @@ def test_other_rows_have_another_checksum(tmp_path: Path, tokenizer: FolderToken
 
 def test_folders(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     rows = [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(6)]
-    for number in range(2):
-        written(
-            tmp_path / "hub" / "data" / f"train-0000{number}-of-00002-ab12.parquet", rows[3 * number : 3 * number + 3]
-        )
+    for number, half in enumerate((rows[:3], rows[3:])):
+        written(tmp_path / "hub" / "data" / f"train-0000{number}-of-00002-ab12.parquet", half)
     assert [one.answer for one in loaded(tokenizer, str(tmp_path / "hub")).prompts] == list("123456")
     written(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", rows[:1])
     assert len(loaded(tokenizer, str(tmp_path / "hub" / "test"))) == 1
@@ -131,10 +120,7 @@ def test_folders(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     saved = tmp_path / "saved" / "train"
     saved.mkdir(parents=True)
     table = pa.Table.from_pylist(rows)
-    with (
-        pa.OSFile(str(saved / "data-00000-of-00001.arrow"), "wb") as file,
-        pa.ipc.new_stream(file, table.schema) as out,
-    ):
+    with pa.ipc.new_stream(str(saved / "data-00000-of-00001.arrow"), table.schema) as out:
         out.write_table(table)
     (saved / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
@@ -206,13 +192,6 @@ def test_pieces_of_any_size_are_read(tmp_path: Path) -> None:
             found[20_000]
 
 
-def test_parquet_and_jsonl_give_the_same_prompts(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
-    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
-    one, two = (loaded(tokenizer, written(tmp_path / f"rows{suffix}", rows)) for suffix in (".jsonl", ".parquet"))
-    assert list(one.prompts) == list(two.prompts)
-    assert [prompt.id for prompt in one.prompts] == [0, 1]
-
-
 def test_long_prompts_are_refused_or_dropped(tmp_path: Path, tokenizer: FolderTokenizer) -> None:
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 37 + "+1=", "answer": "2"}]
     path = written(tmp_path / "rows.jsonl", rows)
@@ -236,9 +215,8 @@ def test_broken_files_are_named(
     tmp_path: Path, tokenizer: FolderTokenizer, name: str, content: str, words: list[str]
 ) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError) as caught:
-        load_dataset("train", DataSection(train=str(tmp_path / name)), tokenizer, 8)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+    said = refusal(load_dataset, "train", DataSection(train=str(tmp_path / name)), tokenizer, 8)
+    assert all(word in said for word in words), said
 
 
 def test_what_is_no_tokenizer_or_has_no_template_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from test_collect import Script, Words
+from collectors import Script, Words
 
 from megatron_rl.config import ConfigError, from_mapping, load
 from megatron_rl.config.evaluation import held_out

@@ -16,11 +16,7 @@ import torch
 
 # counted without a CUDA context: the ranks are forks, and take the devices themselves
 GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ranks,
-    pytest.mark.skipif(not GPUS, reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks, pytest.mark.skipif(not GPUS, reason="needs a CUDA device")]
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole tiles of FP8 at TP2
 DENSE = {**cases.QWEN3, **WIDE}
 EXPERTS = {**cases.QWEN3_MOE, **WIDE, "moe_intermediate_size": 256}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretended import SIZES
 from simulated import hf_config, local_parameters, random_hf
 from tiny_engine import PROMPTS, SAMPLING
 
@@ -49,11 +50,6 @@ pytestmark = [
 ]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each of its ranks")
 
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
-    "hidden_act": "silu", "rope_theta": 10000.0, "vocab_size": 128, "dtype": "bfloat16",
-}  # fmt: skip
 DENSE = hf_config("qwen3", architectures=["Qwen3ForCausalLM"], **SIZES)
 EXPERTS = hf_config(
     "qwen3_moe", architectures=["Qwen3MoeForCausalLM"], norm_topk_prob=True, num_experts_per_tok=2,

@@ -16,6 +16,12 @@ import pytest
 import torch
 
 STUB = Path(__file__).parents[2] / "build" / "gpu_set" / "libcuda.so.1"
+# of a model that CUDA kernels take: whole tiles, whole heads
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "rope_theta": 10000.0, "vocab_size": 128, "dtype": "bfloat16",
+}  # fmt: skip
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, of any function
 CONSTRUCTORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 

@@ -14,6 +14,7 @@ from typing import Any
 import pretended
 import pytest
 import torch
+from pretended import SIZES
 from simulated import hf_config, local_parameters, random_hf
 from vllm.config import set_current_vllm_config
 from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
@@ -34,11 +35,6 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
 
 HOST = torch.device("cpu")
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
-    "hidden_act": "silu", "rope_theta": 10000.0, "vocab_size": 128, "dtype": "bfloat16",
-}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {}),
     "qwen2": ("Qwen2ForCausalLM", {}),

@@ -4,22 +4,16 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow.json
+import pyarrow.parquet as pq
 import pytest
+from helpers import Command
 
-from megatron_rl import cli
-from megatron_rl.config import load
-from megatron_rl.config.schema import (
-    CheckpointSection,
-    DataSection,
-    LearnerSection,
-    LogSection,
-    LossConfig,
-    ModelSection,
-    RolloutSection,
-    RunSection,
-)
+from megatron_rl.config import from_mapping, load
+from megatron_rl.config.schema import DataSection, LossConfig, ModelSection
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.preflight import notes as advice
+from megatron_rl.preflight.files import read_card
 from megatron_rl.preflight.notes import plain_prompts, unusual_clip
 from megatron_rl.workshop.planner.summary import _correction
 
@@ -27,17 +21,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.fault("a recipe of a large model lacks model and data", "the advice is not to make the toy's")
-def test_the_toy_is_no_advice_for_a_large_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", str(ROOT / "recipes" / "dapo_int8.yaml"), "--dry-run"]) == 2
-    said = capsys.readouterr().err
+@pytest.mark.usefixtures("empty")
+def test_the_toy_is_no_advice_for_a_large_model(command: Command) -> None:
+    said = command.refused(recipe=ROOT / "recipes" / "dapo_int8.yaml")
     assert "model.path: no config.json in 'models/Qwen3-8B'; name a Hugging Face model folder, or bring the" in said
     assert "data.train: no file 'data/dapo_math_17k.parquet'; bring it there, or name another file" in said
     assert "toy" not in said
-    assert cli.main(["train", str(ROOT / "recipes" / "toy_sft.yaml"), "--dry-run"]) == 2
-    said = capsys.readouterr().err
+    said = command.refused(recipe=ROOT / "recipes" / "toy_sft.yaml")
     assert "model.path: no config.json in 'data/toy/model'; name a Hugging Face model folder (`megatron-rl toy`" in said
     assert "data.train: no file 'data/toy/train.jsonl'; `megatron-rl toy` makes the toy's data" in said
 
@@ -60,65 +50,63 @@ def test_the_correction_is_said_as_it_is(overrides: list[str], said: str) -> Non
     assert _correction(load(ROOT / "recipes" / "quickstart.yaml", overrides).correction) == said
 
 
-def notes(capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
-    assert cli.main(["train", "mine.yaml", "--dry-run", *overrides]) == 0
-    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+def notes(command: Command, *overrides: str) -> list[str]:
+    return [line for line in command.dry_run(*overrides).splitlines() if line.startswith("note:")]
 
 
 @pytest.mark.fault("plain prompts meet a model with a chat template", "the plan says so, for both kinds of file")
-def test_plain_prompts_for_a_chat_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    assert notes(capsys) == []
+def test_plain_prompts_for_a_chat_model(place: Path, command: Command) -> None:
+    assert notes(command) == []
     settings = place / "data" / "toy" / "model" / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": "{{ messages }}"}))
-    (found,) = notes(capsys)
+    (found,) = notes(command)
     assert "data/toy/train.jsonl are plain text" in found
-    rows = [json.loads(line) for line in (place / "data" / "toy" / "train.jsonl").read_text().splitlines()]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), place / "train.parquet")
-    (found,) = notes(capsys, "data.train=train.parquet")
+    pq.write_table(pyarrow.json.read_json(place / "data" / "toy" / "train.jsonl"), place / "train.parquet")
+    (found,) = notes(command, "data.train=train.parquet")
     assert "train.parquet are plain text" in found
     (place / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
-    assert list(plain_prompts(ModelSection(path="data/toy/model"), DataSection(train="chat.jsonl"))) == []
-    assert list(plain_prompts(ModelSection(path="data/toy/model"), DataSection(train="train.parquet"))) != []
+    sections = ModelSection(path="data/toy/model"), DataSection(train="chat.jsonl")
+    assert list(plain_prompts(*sections)) == []
     for damaged in ("", "[", "[1]\n", "[" * 99_999, "\x00", '{"answer": "2"}\n'):
         (place / "chat.jsonl").write_text(damaged)
-        assert list(plain_prompts(ModelSection(path="data/toy/model"), DataSection(train="chat.jsonl"))) == []
+        assert list(plain_prompts(*sections)) == []
 
 
 @pytest.mark.fault("run.stop waits for an evaluation that is turned off", "the plan says so")
-def test_a_stop_that_never_comes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (found,) = notes(capsys, "eval.every=0")
+def test_a_stop_that_never_comes(place: Path, command: Command) -> None:
+    (found,) = notes(command, "eval.every=0")
     assert "run.stop={'eval/accuracy': 0.28} never happens" in found
 
 
 @pytest.mark.fault("a run would write more than there is room, or than its budget", "the plan says so, with the sizes")
-def test_a_disk_that_is_short(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.main(["train", "mine.yaml", "--dry-run"]) == 0
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("disk ")]
+def test_a_disk_that_is_short(place: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    (said,) = [line for line in command.dry_run().splitlines() if line.startswith("disk ")]
     assert re.fullmatch(r"disk +at most \S+ MiB: 3 checkpoints of \S+ MiB, models \S+ MiB", said)
-    (found,) = notes(capsys, "log.disk_gib=0.001")
+    (found,) = notes(command, "log.disk_gib=0.001")
     assert found.startswith("note:    log.disk_gib=0.001: checkpoints and what else has to stay are up to ")
     monkeypatch.setattr(advice, "free", lambda root: 1 << 20)
-    (found,) = notes(capsys)
+    (found,) = notes(command)
     assert "run.root=runs has 1.0 MiB free, and the run writes at most" in found
     assert "checkpoint.keep_last" in found
 
 
 def test_what_a_large_run_writes() -> None:
-    shape = ModelShape.from_hf(json.loads((ROOT / "conf" / "model" / "Qwen3-8B.json").read_text()))
-    sections = (LearnerSection(), RunSection(steps=1000), RolloutSection(), CheckpointSection(keep_every=250))
-    found = advice.writes(shape, *sections, LogSection(export=True))
+    shape = ModelShape.from_hf(read_card("Qwen3-8B"))
+
+    def writes(checkpoint: dict, log: dict) -> advice.Writes:
+        config = from_mapping({"run": {"steps": 1000}, "checkpoint": checkpoint, "log": log})
+        return advice.writes(shape, config.learner, config.run, config.rollout, config.checkpoint, config.log)
+
+    found = writes({"keep_every": 250}, {"export": True})
     assert found.checkpoint == pytest.approx(14 * 8.19e9, rel=0.01)
     assert found.checkpoints == 2 + 4 + 1
     assert found.models == pytest.approx(2 * 8.19e9, rel=0.01)
     assert found.rollouts == 100 * 64 * 8 * (512 * 8 + 512 * 22)
-    assert advice.writes(shape, *sections[:3], CheckpointSection(minutes=0), LogSection(record_every=0)).total < 5e6
+    assert writes({"minutes": 0}, {"record_every": 0}).total < 5e6
 
 
-def test_a_clip_of_another_loss(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (found,) = notes(capsys, "loss.name=gspo", "rollout.source=sampler", "advantage.estimator=reinforce_pp")
+def test_a_clip_of_another_loss(place: Path, command: Command) -> None:
+    (found,) = notes(command, "loss.name=gspo", "rollout.source=sampler", "advantage.estimator=reinforce_pp")
     assert "loss.clip_low=0.2, loss.clip_high=0.28 with loss.name=gspo: next to nothing is clipped" in found
     (found,) = unusual_clip(LossConfig(name="ppo", clip_low=3e-4, clip_high=4e-4))
     assert "nearly all is clipped" in found

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers import Command
 
-from megatron_rl import cli
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Device
 from megatron_rl.preflight.machine import GPUS, Machine, named
@@ -18,11 +18,9 @@ MOE = {
 }  # fmt: skip
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    assert cli.main(["train", *words, "--dry-run"]) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    return [line.removeprefix("error: ") for line in said.splitlines()]
+def one_says(found: str, words: list[str]) -> None:
+    """Of several mistakes, one has all of these words."""
+    assert any(all(word in line for word in words) for line in found.splitlines()), found
 
 
 def with_model(place: Path, **changes: object) -> None:
@@ -60,50 +58,38 @@ def with_model(place: Path, **changes: object) -> None:
     ],
 )  # fmt: skip
 def test_models_that_the_learner_or_the_engine_would_refuse(
-    place: Path, capsys: pytest.CaptureFixture[str], changes: dict, overrides: list[str], words: list[str]
+    place: Path, command: Command, changes: dict, overrides: list[str], words: list[str]
 ) -> None:
     with_model(place, **changes)
-    found = refused(capsys, "mine.yaml", "quantization=none", *overrides)
-    assert any(all(word in line for word in words) for line in found), found
+    one_says(command.refused("quantization=none", *overrides), words)
 
 
-def test_everything_is_refused_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_is_refused_at_once(place: Path, command: Command) -> None:
     with_model(place, hidden_act="gelu", rope_scaling={"rope_type": "yarn"}, attention_bias=True)
-    found = refused(
-        capsys,
-        "mine.yaml",
-        "run.device=cuda",
-        "optim.lr=0",
-        "eval.every=7",
-        "learner.megatron.fp=1",
-        "data.train=no.jsonl",
-    )
+    wrong = ("run.device=cuda", "optim.lr=0", "eval.every=7", "learner.megatron.fp=1", "data.train=no.jsonl")
     keys = [
         "optim.lr: 0", "eval.every: 7", "run.device: cuda", "model.path: attention_bias", "model.path: hidden_act",
         "model.path: rope_type", "learner.megatron.fp:", "data.train: no file",
     ]  # fmt: skip
-    for key, line in zip(keys, found, strict=True):
-        assert line.startswith(key)
+    for key, line in zip(keys, command.refused(*wrong).splitlines(), strict=True):
+        assert line.startswith(f"error: {key}")
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], recipe: str, machine: str, *overrides: str) -> str:
-    assert cli.main(["train", str(ROOT / "recipes" / recipe), "--dry-run", "--on", machine, *overrides]) == 0
-    return capsys.readouterr().out
+def planned(command: Command, recipe: str, machine: str, *overrides: str) -> str:
+    return command.dry_run("--on", machine, *overrides, recipe=ROOT / "recipes" / recipe)
 
 
 @pytest.mark.parametrize("recipe", ["dapo_int8.yaml", "dapo_fp8.yaml"])
-def test_a_recipe_for_a_machine_elsewhere(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = dry_run(capsys, recipe, "1x8xH100-80")
+def test_a_recipe_for_a_machine_elsewhere(recipe: str, empty: Path, command: Command) -> None:
+    said = planned(command, recipe, "1x8xH100-80")
     assert "1 node of 8 x H100 (80 GiB)" in said
     assert "8190.74M parameters" in said  # as published: 8.2B
     brought = [line for line in said.splitlines() if line.startswith("to bring: ")]
     assert [line.split()[-1] for line in brought] == ["(model.path)", "(data.train)", "(data.eval)"]
-    assert list(tmp_path.iterdir()) == []
+    assert list(empty.iterdir()) == []
 
 
+@pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize(
     ("recipe", "machine", "overrides", "words"),
     [
@@ -127,42 +113,30 @@ def test_a_recipe_for_a_machine_elsewhere(
     ],
 )  # fmt: skip
 def test_what_a_machine_elsewhere_cannot_run(
-    recipe: str,
-    machine: str,
-    overrides: list[str],
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    recipe: str, machine: str, overrides: list[str], words: list[str], command: Command
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = refused(capsys, str(ROOT / "recipes" / recipe), "--on", machine, *overrides)
-    assert any(all(word in line for word in words) for line in found), found
+    one_says(command.refused("--on", machine, *overrides, recipe=ROOT / "recipes" / recipe), words)
 
 
-def test_shares_and_sleep_make_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("empty")
+def test_shares_and_sleep_make_room(command: Command) -> None:
     together, share = ("learner.data_parallel=2", "sampler.sleep=offload"), "sampler.vllm.gpu_memory_utilization"
-    recipe = str(ROOT / "recipes" / "dapo_int8.yaml")
+    recipe = ROOT / "recipes" / "dapo_int8.yaml"
     for overrides in (together[:1], together, (*together, f"{share}=null")):
-        (line,) = refused(capsys, recipe, "--on", "1x8xH100", *overrides)
+        (line,) = command.refused("--on", "1x8xH100", *overrides, recipe=recipe).splitlines()
         value, largest = re.search(rf"{share}: (\S+), .* the largest that fits is (\S+)", line).groups()
         assert value == ("null" if overrides[-1].endswith("null") else "0.9")
-        dry_run(capsys, "dapo_int8.yaml", "1x8xH100", *overrides, f"{share}={largest}")
-    dry_run(capsys, "dapo_int8.yaml", "1x8xH200", *together, f"{share}=0.7")  # more memory
-    dry_run(capsys, "dapo_int8.yaml", "2x8xH100", "learner.data_parallel=4", f"{share}=0.6")
+        planned(command, "dapo_int8.yaml", "1x8xH100", *overrides, f"{share}={largest}")
+    planned(command, "dapo_int8.yaml", "1x8xH200", *together, f"{share}=0.7")  # more memory
+    planned(command, "dapo_int8.yaml", "2x8xH100", "learner.data_parallel=4", f"{share}=0.6")
 
 
-def test_what_it_will_do_is_said_in_brief(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("empty")
+def test_what_it_will_do_is_said_in_brief(command: Command) -> None:
     """So that an edit shows."""
-    monkeypatch.chdir(tmp_path)
     aime, ten = "eval.sets={aime: {path: aime.jsonl, samples: 8}}", "checkpoint.minutes=10"
     changes = ("loss.kl_coef=0.001", aime, "optim.decay=cosine", "checkpoint.best=eval/aime/accuracy", ten)
-    said = dry_run(capsys, "dapo_int8.yaml", "1x8xH100", *changes)
+    said = planned(command, "dapo_int8.yaml", "1x8xH100", *changes)
     rows = dict(line.split(maxsplit=1) for line in said.splitlines())
     assert rows["learner"] == "4 ranks (TP4), bf16"
     assert rows["loss"].startswith("ppo, KL 0.001 (k3), grpo advantages, ")
@@ -171,14 +145,14 @@ def test_what_it_will_do_is_said_in_brief(
     assert rows["eval"] == f"every 10 steps: {data}"
     assert rows["kept"] == "checkpoints every 10 minutes, the last 2, and the one with the highest eval/aime/accuracy"
     off = ("eval.every=0", "checkpoint.minutes=0")
-    rows = dict(line.split(maxsplit=1) for line in dry_run(capsys, "dapo_fp8.yaml", "1x8xH100", *off).splitlines())
+    rows = dict(line.split(maxsplit=1) for line in planned(command, "dapo_fp8.yaml", "1x8xH100", *off).splitlines())
     assert rows["learner"] == "4 ranks (TP4), fp8 (e4m3, blockwise), the rest in bf16"
     assert (rows["loss"].split(", ")[1], rows["eval"], rows["kept"]) == ("no KL", "never", "no checkpoints")
 
 
-def test_a_machine_elsewhere_is_for_dry_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "mine.yaml", "--on", "1x8xH100-80"]) == 2
-    assert "--on 1x8xH100-80" in (said := capsys.readouterr().err)
+def test_a_machine_elsewhere_is_for_dry_runs(place: Path, command: Command) -> None:
+    said = command.refused("--on", "1x8xH100-80", dry=False)
+    assert "--on 1x8xH100-80" in said
     assert "--dry-run" in said
     assert not (place / "runs").exists()
 

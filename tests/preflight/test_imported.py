@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import Command
 
-from megatron_rl import cli
 from megatron_rl.checkpoint.torch_dist.index import entries
 from megatron_rl.checkpoint.torch_dist.writer import Block, write_blocks, write_index
 from megatron_rl.config import ConfigError
@@ -38,13 +38,11 @@ def imported(place: Path) -> Path:
     return IMPORTED
 
 
-def dry_run(*overrides: str) -> int:
-    return cli.main(["train", "mine.yaml", "--dry-run", f"model.path={IMPORTED}", "model.init=pretrained", *overrides])
+STARTS = (f"model.path={IMPORTED}", "model.init=pretrained")
 
 
-def test_a_dry_run_takes_an_import(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert dry_run("log.export=true") == 0, capsys.readouterr().err
-    assert "imported" in capsys.readouterr().out
+def test_a_dry_run_takes_an_import(imported: Path, command: Command) -> None:
+    assert "imported" in command.dry_run(*STARTS, "log.export=true")
     assert ModelSection(str(imported)).folder == imported / "hf"
     assert ModelSection(str(MODEL)).folder == MODEL
 
@@ -55,39 +53,33 @@ def test_a_dry_run_takes_an_import(imported: Path, capsys: pytest.CaptureFixture
     [(".metadata", "no .safetensors"), ("metadata.json", "no .safetensors"), ("hf/config.json", "no config.json"),
      ("hf/tokenizer.json", "tokenizer.json")],
 )  # fmt: skip
-def test_what_an_import_lacks(imported: Path, capsys: pytest.CaptureFixture[str], lost: str, word: str) -> None:
+def test_what_an_import_lacks(imported: Path, command: Command, lost: str, word: str) -> None:
     (imported / lost).unlink()
-    assert dry_run() == 2
-    said = capsys.readouterr().err
+    said = command.refused(*STARTS)
     assert "model.path" in said
     assert word in said
 
 
 @pytest.mark.fault("a file of the model's folder is a link to elsewhere", "a run that exports the model is refused")
-def test_an_export_would_copy_what_a_link_leads_to(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_would_copy_what_a_link_leads_to(imported: Path, command: Command) -> None:
     Path("secret").write_text("secret")
     (imported / "hf" / "notes.txt").symlink_to(Path("secret").resolve())
-    assert dry_run("log.export=false") == 0, capsys.readouterr().err
-    assert dry_run("log.export=true") == 2
-    assert "log.export: imported/hf/notes.txt is a link out of its folder" in capsys.readouterr().err
+    command.dry_run(*STARTS, "log.export=false")
+    said = command.refused(*STARTS, "log.export=true")
+    assert "log.export: imported/hf/notes.txt is a link out of its folder" in said
 
 
 @pytest.mark.fault("config.json lies about the shapes of an imported checkpoint", "a dry run and `serve` say so")
 @pytest.mark.parametrize(
-    ("key", "factor", "word"),
-    [
-        ("intermediate_size", 2, "has shape"),
-        ("num_hidden_layers", 2, "lacks|stacks"),
-        ("vocab_size", 2, "has shape"),
-        ("num_key_value_heads", 2, "has shape"),
-    ],
-)
-def test_shapes_that_lie(imported: Path, capsys: pytest.CaptureFixture[str], key: str, factor: int, word: str) -> None:
+    ("key", "word"),
+    [("intermediate_size", "has shape"), ("num_hidden_layers", "lacks|stacks"), ("vocab_size", "has shape"),
+     ("num_key_value_heads", "has shape")],
+)  # fmt: skip
+def test_shapes_that_lie(imported: Path, command: Command, key: str, word: str) -> None:
     path = imported / "hf" / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {key: config[key] * factor}))
-    assert dry_run() == 2
-    said = capsys.readouterr().err
+    path.write_text(json.dumps(config | {key: config[key] * 2}))
+    said = command.refused(*STARTS)
     assert "model.path" in said
     assert re.search(word, said)
     with pytest.raises(ConfigError, match=word):
@@ -95,8 +87,7 @@ def test_shapes_that_lie(imported: Path, capsys: pytest.CaptureFixture[str], key
 
 
 @pytest.mark.fault("the index of an imported checkpoint would run code", "a dry run says so, and nothing runs")
-def test_an_index_that_executes(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_that_executes(imported: Path, command: Command) -> None:
     (imported / ".metadata").write_bytes(b"cos\nsystem\n(Vtouch executed\ntR.")
-    assert dry_run() == 2
-    assert "refers to os.system" in capsys.readouterr().err
+    assert "refers to os.system" in command.refused(*STARTS)
     assert not Path("executed").exists()

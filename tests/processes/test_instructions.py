@@ -1,10 +1,9 @@
 """Matrix products on hosts that lack instructions: an abler host plays them, its products kept down by a variable."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from helpers import program
 
 from megatron_rl.processes import instructions
 
@@ -12,11 +11,15 @@ LIMIT = "ONEDNN_MAX_CPU_ISA"
 ABLE = "flags\t\t: fpu avx2 avx512f avx512_vnni avx512_bf16\n"
 
 
+@pytest.fixture(autouse=True)
+def unlimited(monkeypatch):
+    for name in instructions.LIMITS:
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     """Gives the host these flags and this limit."""
-    for name in instructions.LIMITS:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(instructions, "CPU_FLAGS", tmp_path / "cpuinfo")
 
     def play(text: str | None, limit: str = "") -> None:
@@ -67,12 +70,9 @@ print(json.dumps({
 
 @pytest.mark.parametrize("limit", ["", "AVX2", "AVX512_CORE"])
 def test_products_are_exact_on_a_host_that_is_kept_from_its_instructions(limit, monkeypatch):
-    for name in instructions.LIMITS:
-        monkeypatch.delenv(name, raising=False)
     if limit:
         monkeypatch.setenv(LIMIT, limit)
-    answer = subprocess.run([sys.executable, "-c", PRODUCTS], capture_output=True, text=True, check=True).stdout
-    found = json.loads(answer)
+    found = json.loads(program(PRODUCTS))
     assert found["sums"] == [127 * 127 * 256]
     assert found["rounded_once"]
     lacking = instructions.lacking()

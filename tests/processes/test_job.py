@@ -1,11 +1,10 @@
 """The kernel's count of processes that it has ended for their memory: read where it is, 0 where nobody counts."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import program
 
 from megatron_rl.processes.job import memory_kills
 
@@ -47,7 +46,7 @@ def test_a_group_that_is_too_small() -> None:
     GROUP.mkdir()
     try:
         (GROUP / "memory.limit_in_bytes").write_text(str(200 << 20))
-        done = subprocess.run([sys.executable, "-c", GREEDY, str(GROUP)], capture_output=True, text=True, check=True)
-        assert done.stdout == "-9 True\n"
+        assert program(GREEDY, GROUP) == "-9 True
+"
     finally:
         GROUP.rmdir()

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from helpers import program
 
 from megatron_rl.processes.process import for_the_driver_alone, rare_collections, release
 
@@ -30,9 +31,7 @@ def test_the_usual_pace_comes_back_whatever_happens() -> None:
 
 
 def test_a_program_that_knows_of_servers_keeps_its_pace() -> None:
-    program = "import gc, megatron_rl.engine.server; print(gc.get_threshold()[0])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
-    assert int(done.stdout) < 10_000
+    assert int(program("import gc, megatron_rl.engine.server; print(gc.get_threshold()[0])")) < 10_000
 
 
 @pytest.mark.fault("USR1 and Ctrl-C reach an engine or a reward worker in its first moment", "it goes on")
@@ -54,8 +53,8 @@ def test_a_child_is_deaf_to_what_is_the_driver_s_business() -> None:
 
 
 @pytest.mark.fault("the parent dies before its child has asked to die with it", "the child ends by itself")
-@pytest.mark.parametrize("program", ["rank", "engine.child", "engine.server", "rewards.worker"])
-def test_no_orphan_of_the_first_second(program: str) -> None:
+@pytest.mark.parametrize("name", ["rank", "engine.child", "engine.server", "rewards.worker"])
+def test_no_orphan_of_the_first_second(name: str) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     read, write = os.pipe()  # which stays open: its end is not what ends the child
@@ -66,7 +65,7 @@ def test_no_orphan_of_the_first_second(program: str) -> None:
         "engine.server": [parent, "all"],
         "rewards.worker": [str(read), parent],
     }
-    command = [sys.executable, "-m", f"megatron_rl.{program}", *words[program]]
+    command = [sys.executable, "-m", f"megatron_rl.{name}", *words[name]]
     child = subprocess.Popen(command, stdin=read, pass_fds=[read], stderr=subprocess.PIPE, text=True)
     assert child.communicate(timeout=120)[1] == ""
     assert child.returncode == 1
@@ -74,9 +73,7 @@ def test_no_orphan_of_the_first_second(program: str) -> None:
     os.close(write)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
-def test_memory_that_was_freed_is_taken_again_without_faults() -> None:
-    program = """
+FAULTS = """
 import resource, sys
 from megatron_rl.processes.process import keep_freed_memory
 
@@ -91,6 +88,9 @@ keep_freed_memory()
 faults()
 print(usual, faults())
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    usual, kept = map(int, said.split())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
+def test_memory_that_was_freed_is_taken_again_without_faults() -> None:
+    usual, kept = map(int, program(FAULTS).split())
     assert kept < usual / 10

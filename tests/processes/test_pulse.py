@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import wait_for
 
 from megatron_rl.processes import pulse
 from megatron_rl.processes.process import state_of
@@ -22,7 +23,6 @@ pulse.Beats(Path(sys.argv[1]), 0).start()
 with pulse.phase("update"), pulse.waiting("engine", 9.0, "sampler.request_timeout_s"):
     time.sleep(1000)
 """
-PATIENCE_S = 120
 
 
 @pytest.fixture
@@ -36,9 +36,13 @@ def told(folder: Path) -> dict:
     return json.loads(file_of(folder, 0).read_text())
 
 
-def test_phases_and_waits(mine: Pulse, tmp_path: Path) -> None:
+@pytest.fixture
+def beats(mine: Pulse, tmp_path: Path) -> Beats:
     file_of(tmp_path, 0).parent.mkdir(parents=True)
-    beats = Beats(tmp_path, 0)
+    return Beats(tmp_path, 0)
+
+
+def test_phases_and_waits(mine: Pulse, beats: Beats, tmp_path: Path) -> None:
     beats.beat()
     assert told(tmp_path)["phase"] == "start"
     with mine.phase("sync"):
@@ -74,9 +78,7 @@ def test_silence_grows_until_something_is_done(mine: Pulse, tmp_path: Path, monk
     assert told(tmp_path)["age_s"] == 0
 
 
-def test_work_elsewhere_counts_as_work(mine: Pulse, tmp_path: Path) -> None:
-    file_of(tmp_path, 0).parent.mkdir(parents=True)
-    beats = Beats(tmp_path, 0)
+def test_work_elsewhere_counts_as_work(mine: Pulse, beats: Beats, tmp_path: Path) -> None:
     with mine.waiting("server", 9.0, "sampler.request_timeout_s", elsewhere=True):
         for _ in range(4):
             beats.beat()
@@ -101,17 +103,13 @@ def test_a_process_that_waits_is_idle_and_says_where_it_stands(tmp_path: Path) -
     file_of(tmp_path, 0).parent.mkdir(parents=True)
     with subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path)]) as one:
         try:
-            deadline = time.monotonic() + PATIENCE_S
-            while not file_of(tmp_path, 0).exists() or told(tmp_path)["idle_s"] < 1:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            wait_for(lambda: file_of(tmp_path, 0).exists() and told(tmp_path)["idle_s"] >= 1)
             about = told(tmp_path)
             assert about["pid"] == one.pid
             assert about["stack"][-1].endswith("<module>")
             assert not about["meets"]
             one.send_signal(signal.SIGSTOP)
-            while state_of(one.pid) != "T":
-                time.sleep(0.01)
+            wait_for(lambda: state_of(one.pid) == "T")
             beat = told(tmp_path)["beat"]
             time.sleep(0.5)
             assert told(tmp_path)["beat"] == beat

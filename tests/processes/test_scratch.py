@@ -16,6 +16,7 @@ from megatron_rl.processes import owned_folder, scratch
 from megatron_rl.processes.owned_folder import LOCK
 from megatron_rl.processes.scratch import ELSEWHERE, PREFIX, Scratch, entered, remove_stale, remove_with_it
 
+DEAD = f"{owned_folder._boot_id()} {os.uname().nodename} 1"  # an owner of this machine that lives no more
 HOLDER = """
 import json, sys, time
 from pathlib import Path
@@ -114,13 +115,13 @@ def test_what_another_machine_owns_is_left_to_it(there: Path) -> None:
 def test_what_strangers_put_there_is_ignored(there: Path) -> None:
     precious = there / "precious"
     precious.mkdir()
-    (precious / LOCK).write_text(f"{owned_folder._boot_id()} {os.uname().nodename} 1")
+    (precious / LOCK).write_text(DEAD)
     for name, target in (("a", precious), ("b", there / f"{PREFIX}b"), ("c", there / "nowhere")):
         (there / f"{PREFIX}{name}").symlink_to(target)
     (there / f"{PREFIX}d").write_text("")
     (there / f"{PREFIX}e").mkdir()
     if os.geteuid() == 0:
-        folder_of(there, (precious / LOCK).read_text(), uid=12345)
+        folder_of(there, DEAD, uid=12345)
     before = sorted(there.iterdir())
     with Scratch():
         pass
@@ -146,10 +147,10 @@ def test_a_name_too_long_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rank_uses_what_it_was_given(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = folder_of(there, f"{owned_folder._boot_id()} {os.uname().nodename} 1")
+    dead = folder_of(there, DEAD)
     with Scratch() as given:
         assert not dead.exists()
-        dead = folder_of(there, f"{owned_folder._boot_id()} {os.uname().nodename} 1")
+        dead = folder_of(there, DEAD)
         monkeypatch.setattr(tempfile, "tempdir", str(given.path))
         with entered():
             assert scratch.current() == given.path

@@ -1,14 +1,14 @@
-"""Work in a thread of its own: what it comes to, and that nothing of it stays. Threads that get no helpers."""
+"""Threads: what work in one comes to, that nothing of it stays, those without helpers, those that pace themselves."""
 
 import os
-import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
 
 import pytest
+from helpers import program
 
-from megatron_rl.processes.threads import in_thread, use_all_cores
+from megatron_rl.processes.threads import Pace, in_thread, use_all_cores
 
 COUNTS = """
 import os, sys, time, torch
@@ -36,9 +36,7 @@ def test_a_result_and_an_error_come_back():
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 def test_openmp_s_helpers_end_with_it():
     """Those that stay keep the helpers of all other threads from waiting awake."""
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", COUNTS], capture_output=True, text=True, env=environment, check=True)
-    before, inside, after = map(int, done.stdout.split())
+    before, inside, after = map(int, program(COUNTS, OMP_NUM_THREADS="2").split())
     assert inside >= before + 2  # the thread, and a helper
     assert after == before
 
@@ -66,19 +64,15 @@ end.set()
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 def test_later_threads_have_no_helpers():
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment, check=True)
-    own, still, before, after = map(int, done.stdout.split())
+    own, still, before, after = map(int, program(ALONE, OMP_NUM_THREADS="2").split())
     assert own == still  # of the one that was there
     assert after == before + 1
 
 
 def test_it_does_not_hold_a_process_back():
-    work = (
-        "from megatron_rl.processes.threads import in_thread; import time; in_thread('work', lambda: time.sleep(999))"
+    program(
+        "from megatron_rl.processes.threads import in_thread as it; import time; it('work', lambda: time.sleep(999))"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", work], check=True, env=environment, timeout=240)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for threads")
@@ -87,12 +81,42 @@ def test_a_thread_that_ends_meanwhile_is_not_asked(monkeypatch: pytest.MonkeyPat
     everywhere, gone = os.sched_getaffinity(0), str(2**22)  # larger than any thread's number
     monkeypatch.setattr(os, "listdir", lambda _: [str(threading.get_native_id()), gone])
     os.sched_setaffinity(0, {min(everywhere)})
-    monkeypatch.setattr(os, "sched_getaffinity", _asked(os.sched_getaffinity, everywhere))
+    ask = os.sched_getaffinity
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: ask(thread) and everywhere)  # where there is such a one
     use_all_cores()
     monkeypatch.undo()
     assert os.sched_getaffinity(0) == everywhere
 
 
-def _asked(ask: Callable[[int], set[int]], cores: set[int]) -> Callable[[int], set[int]]:
-    """Cores of a thread that may use all, where there is such a thread."""
-    return lambda thread: ask(thread) and cores
+PIECES, PIECE_S = 10, 0.01
+
+
+def _working(share: float) -> tuple[Pace, list[float], threading.Thread]:
+    pace, done = Pace(share), list[float]()
+
+    def work() -> None:
+        for _ in range(PIECES):
+            end = time.thread_time() + PIECE_S
+            while time.thread_time() < end:
+                pass
+            pace()
+        done.append(time.thread_time())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return pace, done, thread
+
+
+@pytest.mark.parametrize(("share", "times"), [(0.1, 9.0), (0.5, 1.0), (1.0, 0.0)])
+def test_it_rests_as_long_as_its_share_asks(share: float, times: float) -> None:
+    pace, worked, thread = _working(share)
+    thread.join()
+    assert pace.rested >= 0.95 * times * PIECES * PIECE_S
+    assert worked[0] >= PIECES * PIECE_S
+
+
+def test_who_waits_ends_its_rest() -> None:
+    pace, worked, thread = _working(1e-6)  # at this pace for a day
+    pace.hurry()
+    thread.join(60)
+    assert worked

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from helpers import Command
 
 from megatron_rl import cli
 from megatron_rl.config.schema import RewardSection
@@ -128,12 +129,8 @@ def test_a_name_that_leads_nowhere(name: str, said: str) -> None:
 GOOD = "def right(row, answer_key, response):\n    return 0.5\n"
 
 
-def dry_run(recipe: str, name: str) -> int:
-    return cli.main(["train", recipe, "--dry-run", f"reward.name={name}"])
-
-
 @pytest.mark.fault("a reward lies beside the recipe, the command runs elsewhere", "command and workers find it")
-def test_beside_the_recipe(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beside_the_recipe(place: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RECIPE_FOLDER, "")
     (place / "sub" / "pack").mkdir(parents=True)
     (place / "sub" / "mine.yaml").write_text("base: ../mine.yaml\n")
@@ -141,13 +138,12 @@ def test_beside_the_recipe(place: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (place / "sub" / "pack" / "inner.py").write_text(GOOD)
     (place / "where_it_runs.py").write_text(GOOD)
     for name in ("beside_recipe:right", "pack.inner:right", "where_it_runs:right"):
-        assert dry_run("sub/mine.yaml", name) == 0, capsys.readouterr().err
+        command.dry_run(f"reward.name={name}", recipe="sub/mine.yaml")
         pool = RewardPool(RewardSection(name=name))
         pool.start()
         assert [score.reward for score in pool.score([Task({"answer": "1"}, "1")])] == [0.5]
         pool.close()
-    assert dry_run("mine.yaml", "beside_recipe:right") == 2
-    assert "No module named 'beside_recipe'" in capsys.readouterr().err
+    assert "No module named 'beside_recipe'" in command.refused("reward.name=beside_recipe:right")
 
 
 MISTAKES = {
@@ -173,7 +169,7 @@ MISTAKES = {
 def test_mistakes(kind: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text, said = MISTAKES[kind]
     (place / "wrong.py").write_text("print('noise')\n" + text)
-    assert dry_run("mine.yaml", "wrong:right") == 2
+    assert cli.main(["train", "mine.yaml", "--dry-run", "reward.name=wrong:right"]) == 2
     out, err = capfd.readouterr()
     errors = [line for line in err.splitlines() if line != "noise"]
     assert "noise" not in out
@@ -182,6 +178,6 @@ def test_mistakes(kind: str, place: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert said in errors[0]
 
 
-def test_a_name_that_is_near(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert dry_run("mine.yaml", "exact_macth") == 2
-    assert "did you mean exact_match?" in capsys.readouterr().err
+@pytest.mark.usefixtures("place")
+def test_a_name_that_is_near(command: Command) -> None:
+    assert "did you mean exact_match?" in command.refused("reward.name=exact_macth")

@@ -4,16 +4,17 @@ import os
 import signal
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import wait_for
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import RewardSection
+from megatron_rl.processes.process import state_of
 from megatron_rl.rewards import pool as pools
 from megatron_rl.rewards.functions import LONGEST_NAME, MOST_DETAILS
 from megatron_rl.rewards.pool import RewardPool, RewardsHang, Score
@@ -40,30 +41,23 @@ class Mute(Exception):
     def __str__(self):
         raise ValueError
 
+def throw(error):
+    raise error
+
+ODD = {
+    "sleep": lambda: time.sleep(999), "die": lambda: os._exit(7), "nan": lambda: float("nan"), "text": lambda: "1.0",
+    "raise": lambda: throw(ValueError("no digits")), "exit": lambda: throw(SystemExit(3)), "mute": lambda: throw(Mute),
+    "interrupt": lambda: throw(KeyboardInterrupt("x")), "generator": lambda: throw(GeneratorExit("y")),
+}
+
 def by_word(row, answer_key, response):
     print("what a reward prints is not an answer")
-    if response == "sleep":
-        time.sleep(999)
+    if response in ODD:
+        return ODD[response]()
     if response == "slow":
         open(row["begun"], "w").close()
         time.sleep(1)
         return 8.0
-    if response == "raise":
-        raise ValueError("no digits")
-    if response == "die":
-        os._exit(7)
-    if response == "nan":
-        return float("nan")
-    if response == "text":
-        return "1.0"
-    if response == "exit":
-        raise SystemExit(3)
-    if response == "interrupt":
-        raise KeyboardInterrupt("x")
-    if response == "generator":
-        raise GeneratorExit("y")
-    if response == "mute":
-        raise Mute
     if response == "names":
         return {"score": 3.0, "half \\ud83d": 2.0, **{f"{each}{'n' * 100}": 1.0 for each in range(20_000)}}
     if response.startswith("write "):
@@ -152,7 +146,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rewards' modules lie where the tests run."""
     (tmp_path / "odd_rewards.py").write_text(MODULE)
     (tmp_path / "hostile_rewards.py").write_text(HOSTILE)
-    (tmp_path / "hanging_rewards.py").write_text("import time\ndef hang(row, key, text):\n    time.sleep(999)\n")
     monkeypatch.chdir(tmp_path)
 
 
@@ -211,17 +204,7 @@ def test_what_a_late_reward_has_started_ends_with_it(hostile: RewardPool, tmp_pa
     (score,) = scored(hostile, ({"pids": str(tmp_path / "pids")}, "spawn"))
     assert "reward.timeout_s" in str(score.error)
     (pid,) = map(int, (tmp_path / "pids").read_text().split())
-    deadline = time.monotonic() + PATIENCE_S
-    while _lives(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
+    wait_for(lambda: state_of(pid) in ("", "Z"))
 
 
 def test_memory_is_limited(hostile: RewardPool) -> None:
@@ -249,11 +232,9 @@ def test_a_worker_that_answers_out_of_turn_is_replaced(hostile: RewardPool) -> N
 
 
 def test_a_reward_that_always_hangs_ends_the_run() -> None:
-    with (
-        started("hanging_rewards:hang", 0.05, workers=2) as pool,
-        pytest.raises(RewardsHang, match=r"reward\.timeout_s: 3[0-2] of the last"),
-    ):
-        scored(pool, *[({}, "1")] * 4096)
+    told = r"reward\.timeout_s: 3[0-2] of the last"
+    with started("odd_rewards:by_word", 0.05, workers=2) as pool, pytest.raises(RewardsHang, match=told):
+        scored(pool, *[({}, "sleep")] * 4096)
 
 
 def test_scores_come_in_the_order_of_the_tasks() -> None:
@@ -280,8 +261,7 @@ def test_who_kills_a_worker_changes_no_score(odd: RewardPool, tmp_path: Path) ->
     begun = tmp_path / "begun"
 
     def kill() -> None:
-        while not begun.exists():
-            time.sleep(0.01)
+        wait_for(begun.exists)
         process.kill()
 
     threading.Thread(target=kill).start()
@@ -292,14 +272,20 @@ def test_who_kills_a_worker_changes_no_score(odd: RewardPool, tmp_path: Path) ->
     assert [score.error for score in scores] == [None] * 3
 
 
+NO_SCORES = {
+    "nan": "score is nan", "text": "the reward is '1.0', expected a number", "exit": "SystemExit",
+    "interrupt": "KeyboardInterrupt", "generator": "GeneratorExit: y", "mute": "odd_rewards.Mute",
+}  # fmt: skip
+
+
 @pytest.mark.fault("a reward gives NaN or text, exits, forks", "each is an error with its reason; a fork answers once")
 def test_what_is_no_score(odd: RewardPool) -> None:
-    scores = scored(odd, *(({}, word) for word in ("nan", "text", "exit", "fork", "2", "fork", "3")))
-    assert [score.reward for score in scores] == [0, 0, 0, 0, 2, 0, 3]
-    assert [score.verdict for score in scores[:3]] == [Verdict.error] * 3
-    reasons = ("score is nan", "the reward is '1.0', expected a number", "SystemExit")
-    assert all(reason in str(score.error) for score, reason in zip(scores, reasons, strict=False))
-    assert [score.error for score in scores[3:]] == [None] * 4
+    scores = scored(odd, *(({}, word) for word in (*NO_SCORES, "fork", "2", "fork", "3")))
+    assert [score.reward for score in scores] == [0] * len(NO_SCORES) + [0, 2, 0, 3]
+    for score, reason in zip(scores, NO_SCORES.values(), strict=False):
+        assert score.verdict == Verdict.error
+        assert reason in str(score.error)
+    assert [score.error for score in scores[-4:]] == [None] * 4
 
 
 FORGED = [
@@ -321,12 +307,6 @@ def test_what_a_reward_writes_into_its_channel(odd: RewardPool) -> None:
     assert "something else than a score" in str(scores[0].error)
 
 
-def test_whatever_a_reward_raises_is_its_reason(odd: RewardPool) -> None:
-    scores = scored(odd, *(({}, word) for word in ("interrupt", "generator", "mute", "2")))
-    said = [str(score.error)[:16] for score in scores]
-    assert said == ["KeyboardInterrup", "GeneratorExit: y", "odd_rewards.Mute", "None"]
-
-
 def test_own_numbers_are_bounded_and_their_names_are_text(odd: RewardPool) -> None:
     (score,) = scored(odd, ({}, "names"))
     assert (score.reward, score.error) == (3.0, None)
@@ -339,8 +319,7 @@ def test_closing_does_not_wait_for_the_tasks_that_are_left(odd: RewardPool) -> N
     scores: list[Score] = []
     scoring = threading.Thread(target=lambda: scores.extend(scored(odd, *[({}, "sleep")] * 40)))
     scoring.start()
-    while not odd._workers[0]._asked:
-        time.sleep(0.01)
+    wait_for(lambda: odd._workers[0]._asked)
     odd.close()
     scoring.join(PATIENCE_S / 2)
     assert len(scores) == 40

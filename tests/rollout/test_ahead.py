@@ -5,29 +5,21 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from collectors import collector
+from helpers import wait_for
 
-from megatron_rl.config.schema import InFlight, RewardSection, RolloutSection, Stale
-from megatron_rl.data.prompts import Dataset, PromptOrder
+from megatron_rl.config.schema import InFlight, RolloutSection, Stale
 from megatron_rl.rewards.pool import Score
 from megatron_rl.rewards.task import Task
 from megatron_rl.rollout.ahead import Ahead, Gate
-from megatron_rl.rollout.collect import Collector, Scorer
 from megatron_rl.types import Prompt, Rollout, SamplingParams, Verdict
 
 LIMIT_S = 240.0
-PROMPTS = 997
-
-
-class Words:
-    stop_token_ids = (0,)
-
-    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        return ["".join(map(chr, row)) for row in token_ids]
 
 
 class Source:
@@ -81,13 +73,6 @@ class Stream:
         self._groups = []
 
 
-def collector(answers: Any, source: Source, rollout: RolloutSection) -> Collector:
-    prompts = tuple(Prompt(index, (1,), "1", {}) for index in range(PROMPTS))
-    order = PromptOrder(Dataset(prompts, PROMPTS, 0, 0), seed=1, shuffle=False)
-    scorer = Scorer(RewardSection(), source, Words())  # type: ignore[arg-type]
-    return Collector(rollout, order, answers, scorer, rebaseline=True, seed=1)
-
-
 def section(**keys: Any) -> RolloutSection:
     return RolloutSection(**{"prompts_per_step": 8, "samples_per_prompt": 2, "max_gen_batches": 3, "ahead": 1} | keys)
 
@@ -105,20 +90,13 @@ def ahead(source: Source, last: int = 100, **keys: Any) -> Iterator[Ahead]:
         batches.join()
 
 
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def begin_and_hold(source: Source, batches: Ahead) -> None:
     """Step 3's batch is being answered, and not finished before `holds` is cleared."""
     batches.take(1)
     batches.take(2)
     source.holds.set()
     source.version = 1
-    until(lambda: source.open > 0)
+    wait_for(lambda: source.open > 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -164,7 +142,7 @@ def test_no_answer_is_older_than_allowed_and_each_prompt_is_drawn_once(
             drawn_to = found.ordinals[1]
             assert {one.rollout.group for one in found.scored} <= set(range(*found.ordinals))
             if step == 1:  # whoever is slow: the next one is begun before this update
-                until(lambda to=drawn_to: source.added[-1][0] >= to)
+                wait_for(lambda to=drawn_to: source.added[-1][0] >= to)
             time.sleep(chance.random() * 0.004)
             with batches.updating():
                 assert source.open == 0 or in_flight is InFlight.continue_
@@ -178,14 +156,14 @@ def test_it_goes_as_far_ahead_as_it_may_and_waits_for_versions() -> None:
     source = Source(dull=0)
     with ahead(source, ahead=3) as batches:
         batches.take(1)
-        until(lambda: len(source.added) == 4 * 8)  # of steps 1 to 4: version 0 is 3 updates older than what step 4 has
+        wait_for(lambda: len(source.added) == 4 * 8)  # of steps 1 to 4: version 0 is 3 updates older there
         batches.take(2)
         time.sleep(0.05)
         assert len(source.added) == 4 * 8
         assert batches.goes_on_without(4) and not batches.goes_on_without(5)
         with batches.updating():
             source.version = 1
-        until(lambda: len(source.added) == 5 * 8)
+        wait_for(lambda: len(source.added) == 5 * 8)
         assert batches.take(3).metrics["rollout/ready_ahead"] >= 1
 
 
@@ -194,7 +172,7 @@ def test_a_sampler_that_stayed_behind_has_what_it_drew_dropped() -> None:
     with ahead(source, ahead=1, stale=Stale.drop) as batches:
         batches.take(1)
         batches.take(2)  # version 1 was refused
-        until(lambda: len(source.added) == 3 * 8)  # the batch of step 3 is begun with version 0
+        wait_for(lambda: len(source.added) == 3 * 8)  # the batch of step 3 is begun with version 0
         assert not batches.goes_on_without(3)
         with batches.updating():
             source.version = 2
@@ -234,7 +212,7 @@ def test_what_goes_wrong_in_the_background_is_raised_in_front() -> None:
     source = Source()
     with ahead(source) as batches:
         batches.take(1)
-        until(lambda: len(batches._ready) == 1)
+        wait_for(lambda: len(batches._ready) == 1)
         source.failure = OSError("the engine is gone")
         batches.take(2)
         source.version = 1

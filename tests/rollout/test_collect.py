@@ -1,95 +1,38 @@
 """prompt -> rollout -> reward -> group filter: answers without a score, truncated answers, refills."""
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from collectors import Script, collector
 
-from megatron_rl.config.schema import (
-    AdvantageConfig,
-    Config,
-    CorrectionConfig,
-    Estimator,
-    RewardSection,
-    RolloutSection,
-)
-from megatron_rl.data.prompts import Dataset, PromptOrder
-from megatron_rl.rewards.pool import Score
-from megatron_rl.rewards.task import Task
-from megatron_rl.rollout.collect import MOST_DETAILS, AtOnce, Collector, RewardError, Scorer, _verdicts
+from megatron_rl.config.schema import AdvantageConfig, Config, CorrectionConfig, RewardSection, RolloutSection
+from megatron_rl.rollout.collect import MOST_DETAILS, AtOnce, Collected, RewardError, _verdicts
 from megatron_rl.rollout_correction import correct, rollout_correction
-from megatron_rl.types import Prompt, Rollout, SamplingParams, Scored, Verdict, collate
+from megatron_rl.types import Prompt, Rollout, Scored, collate
 
 CORRECTION = CorrectionConfig()
-
-
-class Words:
-    stop_token_ids = (0,)
-
-    def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        return [ord(letter) for letter in str(prompt)]
-
-    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        return ["".join(map(chr, row)) for row in token_ids]
-
-
-class Script:
-    """Answers and scores as written: one word per answer, `?` has no score, a capital was cut off."""
-
-    def __init__(self, *groups: str) -> None:
-        self.groups = list(groups)
-
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, seed: int, first_group: int, step: int
-    ) -> list[Rollout]:
-        return [
-            Rollout(
-                prompt=prompt,
-                group=first_group + offset,
-                sample=sample,
-                token_ids=(ord(letter),),
-                logprobs=(-1.0,),
-                loss_mask=(True,),
-                finish_reason="length" if letter.isupper() else "stop",
-                policy_version=step,
-            )
-            for offset, prompt in enumerate(prompts)
-            for sample, letter in enumerate(self.groups.pop(0) if self.groups else "nnnn")
-        ]
-
-    def score(self, tasks: Sequence[Task]) -> list[Score]:
-        return [judged(task.response) for task in tasks]
-
-
-def judged(word: str) -> Score:
-    if word == "?":
-        return Score(0.0, Verdict.error, "no score")
-    return Score(1.0, Verdict.right) if word in "yY" else Score(0.0, Verdict.wrong)
 
 
 def config(**keys: Any) -> Config:
     sizes = {"prompts_per_step": 1, "samples_per_prompt": 4, "max_gen_batches": 2}
     return Config(
         rollout=RolloutSection(**{**sizes, **keys.pop("rollout", {})}),
-        advantage=AdvantageConfig(Estimator.dr_grpo),
+        advantage=AdvantageConfig("dr_grpo"),
         **keys,
     )
 
 
-def collector(setting: Config, script: Script) -> Collector:
-    prompts = tuple(Prompt(index, (1,), "1", {}) for index in range(4))
-    order = PromptOrder(Dataset(prompts, 4, 0, 0), seed=1, shuffle=False)
-    scorer = Scorer(setting.reward, script, Words())  # type: ignore[arg-type]
-    rebaseline = setting.correction.rebaseline
-    return Collector(setting.rollout, order, AtOnce(script), scorer, rebaseline=rebaseline, seed=1)
+def collected(setting: Config, *groups: str) -> Collected:
+    script, rebaseline = Script(*groups), setting.correction.rebaseline
+    return collector(AtOnce(script), script, setting.rollout, setting.reward, rebaseline).collect(1)
 
 
 @pytest.mark.parametrize("rebaseline", [True, False])
 def test_an_answer_without_a_score_is_in_neither_the_mask_nor_the_baseline(rebaseline: bool) -> None:
     setting = config(correction=CorrectionConfig(rebaseline=rebaseline))
-    found = collector(setting, Script("yn?y")).collect(1)
+    found = collected(setting, "yn?y")
     batch = collate(found.scored)
     assert batch.mask_BT[:, 0].tolist() == [True, True, False, True]
     assert [math.isnan(reward) for reward in batch.rewards_B.tolist()] == [False, False, True, False]
@@ -102,7 +45,7 @@ def test_an_answer_without_a_score_is_in_neither_the_mask_nor_the_baseline(rebas
 
 
 def test_a_missing_score_makes_no_spread() -> None:
-    found = collector(config(), Script("nnn?", "ynnn")).collect(1)
+    found = collected(config(), "nnn?", "ynnn")
     assert [one.text for one in found.scored] == list("ynnn")
     assert found.metrics["rollout/gen_batches"] == 2
     assert found.metrics["rollout/groups_all_wrong"] == 4  # the first, and three of the four that replaced it
@@ -112,7 +55,7 @@ def test_a_missing_score_makes_no_spread() -> None:
 def test_truncated_answers_that_are_filtered(rebaseline: bool, kept: str) -> None:
     """With rebaseline they leave the baseline too, so a spread that only they make is none."""
     setting = config(correction=CorrectionConfig(rebaseline=rebaseline), reward=RewardSection(overlong_filter=True))
-    found = collector(setting, Script("yYNN", "ynnn")).collect(1)
+    found = collected(setting, "yYNN", "ynnn")
     assert "".join(one.text for one in found.scored) == kept
     batch = collate(found.scored)
     correction = rollout_correction(batch.sampler_logprobs_BT, batch.sampler_logprobs_BT, batch.mask_BT, CORRECTION)
@@ -123,7 +66,7 @@ def test_truncated_answers_that_are_filtered(rebaseline: bool, kept: str) -> Non
 
 def test_a_reward_that_never_works_stops_the_run() -> None:
     with pytest.raises(RewardError, match="none of 20 answers got a score; the first: no score"):
-        collector(config(), Script(*["????"] * 5)).collect(1)
+        collected(config(), *["????"] * 5)
 
 
 def test_names_of_a_reward_s_own_are_bounded_and_take_no_room_of_the_recipe_s() -> None:

@@ -7,16 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
-from megatron_rl.config.schema import (
-    Config,
-    CorrectionConfig,
-    Format,
-    Level,
-    LogSection,
-    QuantizationSection,
-    WeightConfig,
-)
+from megatron_rl.config.schema import Config, CorrectionConfig, Format, Level, QuantizationSection, WeightConfig
 from megatron_rl.runs.console import Display, PlainDisplay, choose
 from megatron_rl.runs.record import Recorder
 from megatron_rl.types import Prompt, Rollout, Scored, Verdict
@@ -26,13 +19,10 @@ def make_config(level: Level = Level.token, fmt: Format = Format.int8) -> Config
     return Config(
         correction=CorrectionConfig(weight=WeightConfig(level=level)),
         quantization=QuantizationSection(format=fmt),
-        log=LogSection(),
     )
 
 
 def make_yaml(config: Config, name: str) -> str:
-    from omegaconf import OmegaConf
-
     text = OmegaConf.to_yaml(OmegaConf.structured(config))
     return text.replace("name: null", f"name: {name}", 1)
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import reference_tables
+from helpers import refusal
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_rl.config.alarms import Alarm
 from run_factory import start
 
-from megatron_rl.config import ConfigError, from_mapping
-from megatron_rl.config.choices import Alarm, AlarmSetting
+from megatron_rl.config import from_mapping, load
 from megatron_rl.config.schema import Config, Format, LogSection, Wandb
 from megatron_rl.runs.alarms import FULL, K3, RULES, Alarms, bound_of, clear_at
 from megatron_rl.runs.metrics import METRICS
@@ -203,12 +204,9 @@ def test_settings(value: object, raised: bool, stops: bool) -> None:
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, given_: dict[str, object], words: list[str]) -> None:
-    from megatron_rl.config import load
-
     (tmp_path / "mine.yaml").write_text(json.dumps({"log": {"alarms": given_}}))
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path / "mine.yaml")
-    assert all(word in str(caught.value) for word in words), caught.value
+    said = refusal(load, tmp_path / "mine.yaml")
+    assert all(word in said for word in words), said
 
 
 # where they are heard
@@ -261,11 +259,7 @@ def test_an_alarm_may_end_the_run(tmp_path: Path) -> None:
 def test_a_report_lists_none_of_a_healthy_run_or_of_a_torn_configuration(tmp_path: Path) -> None:
     assert "<h2>Alarms</h2>" not in page([load_run(recorded(tmp_path / "healthy", [{}] * 8, Alarms()))])
     run = recorded(tmp_path, [{ESS: 0.4}] * 8, Alarms())
-    for text in (
-        "log: {alarms: {ess: [1]}}",
-        "sampler: {fleet: {formats: [[1]]}}",
-        "quantization: {format: {}}",
-        "log: 3",
-    ):
+    torn = ("log: {alarms: {ess: [1]}}", "sampler: {fleet: {formats: [[1]]}}", "quantization: {format: {}}", "log: 3")
+    for text in torn:
         (run / "config.yaml").write_text(text)
         assert page([load_run(run)])

@@ -42,8 +42,11 @@ def record(path: Path, if_exists: IfExists = IfExists.refuse) -> Recorder:
     return start(path, if_exists=if_exists)
 
 
+Holder = subprocess.Popen[str]
+
+
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(tmp_path: Path) -> Iterator[Holder]:
     """Another process that owns runs/run, in its first step."""
     words = [sys.executable, "-c", HOLDER, str(tmp_path / "run"), STEP_1]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -103,9 +106,7 @@ def test_a_directory_that_is_moved_meanwhile(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.fault("a run is started with the name of one that goes on", "it is refused, archive or not")
 @pytest.mark.parametrize("if_exists", list(IfExists))
-def test_a_live_run_is_neither_moved_nor_claimed(
-    tmp_path: Path, holder: subprocess.Popen[str], if_exists: IfExists
-) -> None:
+def test_a_live_run_is_neither_moved_nor_claimed(tmp_path: Path, holder: Holder, if_exists: IfExists) -> None:
     for attempt in (check_run_dir, claim, record):
         with pytest.raises(RunDirectoryUsed, match=rf"goes on \(process {holder.pid} on .*run\.name=run_2"):
             attempt(tmp_path / "run", if_exists)
@@ -114,7 +115,7 @@ def test_a_live_run_is_neither_moved_nor_claimed(
 
 
 @pytest.mark.fault("the process that owns a run is killed", "the run counts as failed, its name can be had again")
-def test_a_dead_run_is_known_as_one(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_dead_run_is_known_as_one(tmp_path: Path, holder: Holder) -> None:
     holder.kill()
     holder.wait()
     status = known_status(tmp_path / "run")
@@ -130,7 +131,7 @@ def test_a_dead_run_is_known_as_one(tmp_path: Path, holder: subprocess.Popen[str
 
 
 @pytest.mark.fault("the process that owns a run is killed before the first step", "its name is free")
-def test_a_run_that_was_killed_at_its_start(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_run_that_was_killed_at_its_start(tmp_path: Path, holder: Holder) -> None:
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     holder.kill()
     holder.wait()
@@ -139,10 +140,8 @@ def test_a_run_that_was_killed_at_its_start(tmp_path: Path, holder: subprocess.P
     assert (tmp_path / "run.1" / "logs" / "attempt_1").is_dir()
 
 
-@pytest.mark.fault(
-    "a run is started while another start goes on with it", "the refusal names that one, not the last run"
-)
-def test_a_refusal_names_who_holds_the_directory(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+@pytest.mark.fault("a run is started while another start goes on with it", "the refusal names that one")
+def test_a_refusal_names_who_holds_the_directory(tmp_path: Path, holder: Holder) -> None:
     last = {"pid": 2899, "host": "node7", "heartbeat": "2026-01-01T01:30:40+00:00"}
     mark_status(tmp_path / "run", "running", **last)  # as it was copied with the folder, or left by the attempt before
     for attempt in (check_run_dir, claim):
@@ -214,20 +213,8 @@ def test_what_has_begun_is_kept(tmp_path: Path, finished: bool) -> None:
 
 
 ODD = (
-    "",
-    ".",
-    "..",
-    "a/b",
-    "/tmp/x",
-    "../x",
-    "a/../../x",
-    "-rf",
-    "a\nb",
-    "a\x1bb",
-    "a\x7fb",
-    " a",
-    "x" * 256,
-    "é" * 128,
+    *("", ".", "..", "a/b", "/tmp/x", "../x", "a/../../x"),
+    *("-rf", "a\nb", "a\x1bb", "a\x7fb", " a", "x" * 256, "é" * 128),
 )
 
 

@@ -8,17 +8,7 @@ import torch
 from rich.console import Console
 from run_factory import make_run
 
-from megatron_rl.runs.console import (
-    LiveDisplay,
-    PlainDisplay,
-    choose,
-    choose_display,
-    duration,
-    sample_line,
-    sparkline,
-    step_line,
-    table,
-)  # fmt: skip
+from megatron_rl.runs import console
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
 from megatron_rl.types import Prompt, Rollout, Scored, Verdict
@@ -30,8 +20,8 @@ METRICS = {"reward/mean": 0.25, "reward/sampler_mean": 0.5, "optim/grad_norm": m
 
 def test_a_pipe_gets_one_plain_line_per_step():
     stream = StringIO()
-    display = choose_display("run", 20, stream)
-    assert isinstance(display, PlainDisplay)
+    display = console.choose_display("run", 20, stream)
+    assert isinstance(display, console.PlainDisplay)
     display.phase("rollout")
     display.step(3, METRICS, 75.0)
     display.close()
@@ -40,7 +30,7 @@ def test_a_pipe_gets_one_plain_line_per_step():
 
 def test_a_terminal_gets_a_table_and_keeps_the_notes():
     stream = StringIO()
-    display = LiveDisplay("quick", 20, Console(file=stream, force_terminal=True, width=100))
+    display = console.LiveDisplay("quick", 20, Console(file=stream, force_terminal=True, width=100))
     display.phase("rollout")
     display.note("a [bold] note")
     for step in (1, 2):
@@ -55,22 +45,23 @@ def test_a_terminal_gets_a_table_and_keeps_the_notes():
 
 
 def test_the_line_leaves_out_what_a_step_does_not_have():
-    assert step_line(5, 5, {}, None) == "step 5/5"
+    assert console.step_line(5, 5, {}, None) == "step 5/5"
 
 
 def test_sparkline():
-    assert sparkline([0.0, 1.0]) == "▁█"
-    assert sparkline([2.0, 2.0]) == "▅▅"
-    assert sparkline([0.0, math.nan, 1.0]) == "▁ █"
-    assert sparkline([math.nan]) == " "
+    assert console.sparkline([0.0, 1.0]) == "▁█"
+    assert console.sparkline([2.0, 2.0]) == "▅▅"
+    assert console.sparkline([0.0, math.nan, 1.0]) == "▁ █"
+    assert console.sparkline([math.nan]) == " "
 
 
 def test_duration():
-    assert [duration(s) for s in (0.4, 59.6, 61, 3600 * 2 + 61)] == ["0s", "1m00s", "1m01s", "2h01m"]
+    assert [console.duration(s) for s in (0.4, 59.6, 61, 3600 * 2 + 61)] == ["0s", "1m00s", "1m01s", "2h01m"]
 
 
 def test_a_table_puts_numbers_to_the_right() -> None:
-    lines = table(["name", "shape", "share", "change"], [["a", "text", "10.5%", "+1e-3"], ["longer", "t", "9%", ""]])
+    rows = [["a", "text", "10.5%", "+1e-3"], ["longer", "t", "9%", ""]]
+    lines = console.table(["name", "shape", "share", "change"], rows)
     assert lines == ["name    shape  share  change", "a       text   10.5%   +1e-3", "longer  t         9%"]
 
 
@@ -88,14 +79,14 @@ def answer(text: str, verdict: Verdict, prompt: str = "1+1=") -> Scored:
 def test_a_right_one_another_and_the_one_that_differs_most() -> None:
     scored = [answer(text, Verdict.wrong if text != "2" else Verdict.right) for text in ("3", "4", "2", "5")]
     prox_BT = torch.tensor([[-1.0], [-1.0], [-1.0], [-3.0]])
-    assert choose(scored, prox_BT) == [2, 0, 3]
-    assert choose(scored, None) == [2, 0]
-    assert choose(scored[:1], torch.tensor([[float("nan")]])) == [0]
-    assert choose([], None) == []
+    assert console.choose(scored, prox_BT) == [2, 0, 3]
+    assert console.choose(scored, None) == [2, 0]
+    assert console.choose(scored[:1], torch.tensor([[float("nan")]])) == [0]
+    assert console.choose([], None) == []
 
 
 def test_a_line_has_the_ends_of_long_texts() -> None:
-    said = sample_line(answer("so\nit is 2", Verdict.no_answer, prompt="x" * 500 + "1+1="))
+    said = console.sample_line(answer("so\nit is 2", Verdict.no_answer, prompt="x" * 500 + "1+1="))
     assert re.fullmatch(r"sample   '\.\.\.x+1\+1=' -> 'so it is 2'   no answer, reward 0", said)
     assert len(said) < 120
 

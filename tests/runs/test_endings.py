@@ -11,6 +11,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from helpers import file_system
 from run_factory import make_scored, start
 
 from megatron_rl.checkpoint.resume import gap
@@ -21,7 +22,7 @@ from megatron_rl.runs import record, wandb_log
 from megatron_rl.runs.console import PlainDisplay
 from megatron_rl.runs.disk import RecordLost
 from megatron_rl.runs.metrics_file import read_lines, read_metrics
-from megatron_rl.runs.record import Recorder, describe_contents
+from megatron_rl.runs.record import describe_contents
 from megatron_rl.runs.rollout_file import read_rollouts, recorded_steps
 from megatron_rl.runs.run_dir import RunDir, open_run
 from megatron_rl.runs.status import beat, mark_status, read_status
@@ -30,27 +31,14 @@ from megatron_rl.workshop.reports.after_run import write_own_report
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    path = tmp_path / "tiny"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def go_on(recorder: Recorder, steps: int) -> None:
-    with recorder:
-        for step in range(1, steps + 1):
-            recorder.log(step, {"loss/total": 1.0})
-        recorder.rollouts(steps + 1, make_scored(400)[0])
+    with file_system(tmp_path / "tiny", "256k") as path:
+        if not path.is_mount():
+            pytest.skip("needs the right to mount")
+        yield path
 
 
 def fill(folder: Path) -> None:
-    with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(b"x" * 4096)
+    (folder / "filler").write_bytes(bytes(shutil.disk_usage(folder).free))
     assert shutil.disk_usage(folder).free == 0
 
 
@@ -78,7 +66,10 @@ def test_a_full_disk(tiny: Path, freed: bool) -> None:
     assert torn == 0
     assert said.getvalue().count("has no room. The run goes on") == 2  # lines, rollouts
     assert not list(run.path.rglob("*.partial"))
-    assert [step for step, path in recorded_steps(run.rollouts) if read_rollouts(path)] == recorded_after(run, freed)
+    found = [step for step, path in recorded_steps(run.rollouts) if read_rollouts(path)]
+    assert found[0] == 0
+    assert len(found) == 61 - status["unrecorded"]["rollouts"]
+    assert (51 in found) == freed
     if freed:
         assert len(lines) == 61
         assert ledger == [*range(1, 61)]
@@ -88,16 +79,6 @@ def test_a_full_disk(tiny: Path, freed: bool) -> None:
     else:
         assert status["unrecorded"]["lines"] == (61 - len(lines)) + (60 - len(ledger)) > 0
         assert gap(run.path, 60) is not None
-
-
-def recorded_after(run: RunDir, freed: bool) -> list[int]:
-    """Of 61 steps those whose rollouts have met some room."""
-    lost = read_status(run.path)["unrecorded"]["rollouts"]
-    found = [step for step, _ in recorded_steps(run.rollouts)]
-    assert found[0] == 0
-    assert len(found) == 61 - lost
-    assert (51 in found) == freed
-    return found
 
 
 @pytest.mark.fault("the disk is full when a run starts", "a sentence names the place, and nothing is left")
@@ -124,18 +105,15 @@ def test_a_directory_that_goes_away(tmp_path: Path, moved: bool) -> None:
         (tmp_path / "run").rename(tmp_path / "elsewhere")
     else:
         shutil.rmtree(tmp_path / "run")
-    with pytest.raises(RecordLost, match=r"run/(metrics|rollouts).*cannot be written"):
-        go_on(recorder, 0)
+    with pytest.raises(RecordLost, match=r"run/(metrics|rollouts).*cannot be written"), recorder:
+        recorder.rollouts(1, make_scored(400)[0])
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.fault("a run is asked to end after its step", "its status says that it did not finish, where and why")
 def test_a_run_that_is_asked_to_stop(tmp_path: Path) -> None:
-    for name, steps, asked, state in (
-        ("a", 1, True, "stopped"),
-        ("b", 3, True, "finished"),
-        ("c", 1, False, "finished"),
-    ):
+    cases = ((1, True, "stopped"), (3, True, "finished"), (1, False, "finished"))
+    for name, (steps, asked, state) in zip("abc", cases, strict=True):
         with start(tmp_path / name) as recorder:
             recorder.log(steps, {})
             recorder.end_early("asked to by SIGUSR1", asked=asked)
@@ -208,9 +186,7 @@ def test_the_summary_names_the_model(tmp_path: Path) -> None:
     assert "model/" in describe_contents(run)
 
 
-@pytest.mark.fault(
-    "the loop of a run fails", "status, driver.log and report name class, phase and the setting to change"
-)
+@pytest.mark.fault("the loop of a run fails", "status, driver.log and report name class, phase and what to change")
 def test_why_a_run_failed(tmp_path: Path) -> None:
     recorder = start(tmp_path / "run")
     recorder.log(0, {})

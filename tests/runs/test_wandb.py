@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,23 +10,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers import write_lines
 
 from megatron_rl.config.schema import Wandb
 from megatron_rl.runs.wandb_log import BLOCK, ID, WandbLog, logged_steps
 
 WIDE = {f"loss/{number}": number / 7 for number in range(60)}  # a step fills a good part of a block
-
-
-def write(run: Path, last: int) -> None:
-    """The lines that the run still has."""
-    lines = [json.dumps({"progress/step": step, **WIDE}) + "\n" for step in range(last + 1)]
-    (run / "metrics.jsonl").write_text("".join(lines))
+LINES = [{"progress/step": step, **WIDE} for step in range(40)]
 
 
 def attempt(run: Path, first: int, last: int) -> None:
     log = WandbLog({"run": {"name": "run"}}, run, Wandb.offline)
     for step in range(first, last + 1):
-        log.log(step, {"progress/step": step, **WIDE})
+        log.log(step, LINES[step])
     log.close("stopped")
 
 
@@ -52,7 +47,7 @@ def test_one_run_of_many_attempts(tmp_path: Path) -> None:
 
     behind = tmp_path / "behind"  # W&B has seen more than the checkpoint holds
     shutil.copytree(run, behind)
-    write(behind, 12)
+    write_lines(behind / "metrics.jsonl", LINES[:13])
     attempt(behind, 13, 35)
     assert held(behind) == Counter(range(36))
     assert {path.name for path in files(behind)} == {file.name}
@@ -63,7 +58,7 @@ def test_one_run_of_many_attempts(tmp_path: Path) -> None:
     lost.write_bytes(lost.read_bytes()[: BLOCK + 5000])
     last = logged_steps(lost)[-1]
     assert 5 < last < 20
-    write(cut, 28)
+    write_lines(cut / "metrics.jsonl", LINES[:29])
     attempt(cut, 29, 35)
     assert held(cut) == Counter(range(36))
 

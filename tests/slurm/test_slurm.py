@@ -52,22 +52,14 @@ def test_as_many_tasks_are_asked_for_as_the_recipe_has_ranks(script: Path) -> No
 @pytest.mark.skipif(not (ROOT / ".venv" / "bin" / "megatron-rl").exists(), reason="the scripts run what .venv holds")
 def test_a_job_trains_under_srun(tmp_path: Path) -> None:
     write_toy(tmp_path / "toy")
-    overrides = {
-        "run.root": tmp_path / "runs",
-        "run.steps": 2,
-        "rollout.prompts_per_step": 64,
-        "eval.max_prompts": 16,
-        "model.path": tmp_path / "toy" / "model",
-        "data.train": tmp_path / "toy" / "train.jsonl",
-        "data.eval": tmp_path / "toy" / "test.jsonl",
-    }
-    command = ["slurm/rehearse.sh", "slurm/dapo_int8.sbatch", "recipes/toy_sft.yaml"]
-    command += [f"{key}={value}" for key, value in overrides.items()]
+    toy = tmp_path / "toy"
+    command = ["slurm/rehearse.sh", "slurm/dapo_int8.sbatch", "recipes/toy_sft.yaml", f"run.root={tmp_path}/runs"]
+    command += ["run.steps=2", "rollout.prompts_per_step=64", "eval.max_prompts=16", f"model.path={toy}/model"]
+    command += [f"data.train={toy}/train.jsonl", f"data.eval={toy}/test.jsonl"]
     screen, canary = tmp_path / "screen", "canary-9c41"
     with screen.open("w") as output:
-        job = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=output, env=os.environ | {"LAB_API_KEY": canary}
-        )
+        env = os.environ | {"LAB_API_KEY": canary}
+        job = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, env=env)
         arguments: set[str] = set()
         while job.poll() is None:
             arguments |= {" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])}

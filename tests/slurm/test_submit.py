@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.data.toy import write_toy
+from megatron_rl.preflight.files import read_card
 
 ROOT = Path(__file__).parent.parent.parent
 # keeps its arguments and what SBATCH_ and the recipe have put into its environment
@@ -55,14 +56,17 @@ class Site:
         )
         program.chmod(0o755)
 
+    def write(self, recipe: str, **model: dict) -> None:
+        write_toy(self.folder / "toy", **model)
+        (self.folder / "mine.yaml").write_text(recipe.format(toy=self.folder / "toy"))
+
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         around = os.environ | {"PATH": f"{self.bin}:{os.environ['PATH']}"} | environment
         return subprocess.run(command, cwd=self.folder, env=around, capture_output=True, text=True, timeout=120)
 
     def calls(self) -> list[tuple[list[str], dict[str, str | None]]]:
-        return (
-            [tuple(json.loads(line)) for line in self.record.read_text().splitlines()] if self.record.exists() else []
-        )
+        lines = self.record.read_text().splitlines() if self.record.exists() else []
+        return [tuple(json.loads(line)) for line in lines]
 
 
 @pytest.fixture
@@ -89,8 +93,7 @@ def test_five_mistakes_are_told_at_once_and_nothing_is_queued(site: Site) -> Non
 def test_what_is_queued(site: Site) -> None:
     """The plan's options, then the user's; account and the like by the environment; no secret among the words."""
     site.stand_in("sbatch", "SBATCH_ACCOUNT", "SBATCH_QOS", "RECIPE", "OVERRIDES", then="print('11;cluster')")
-    (site.folder / "mine.yaml").write_text(MINE.format(toy=site.folder / "toy"))
-    write_toy(site.folder / "toy", like=json.loads((ROOT / "conf/model/Qwen3-8B.json").read_text()))
+    site.write(MINE, like=read_card("Qwen3-8B"))
     words = ["recipe=mine.yaml", "optim.lr=5e-7", "run.name=half", "--time=01:00:00"]
     secret = {"WANDB_API_KEY": "canary-71b2", "SBATCH_ACCOUNT": "lab"}
     done = site.run("slurm/submit", "slurm/dapo_int8.sbatch", *words, **secret)
@@ -99,12 +102,8 @@ def test_what_is_queued(site: Site) -> None:
     assert called[:5] == ["sbatch", "--parsable", "--job-name=half", "--nodes=1", "--ntasks-per-node=4"]
     assert called[-2:] == ["--time=01:00:00", "slurm/dapo_int8.sbatch"]
     assert "--mem=0" in called, "all memory of the nodes"
-    assert environment == {
-        "SBATCH_ACCOUNT": "lab",
-        "SBATCH_QOS": None,
-        "RECIPE": "mine.yaml",
-        "OVERRIDES": "optim.lr=5e-7\nrun.name=half",
-    }
+    given = {"RECIPE": "mine.yaml", "OVERRIDES": "optim.lr=5e-7\nrun.name=half"}
+    assert environment == given | {"SBATCH_ACCOUNT": "lab", "SBATCH_QOS": None}
     assert "job 11 is queued" in done.stdout
     assert "ls runs/half/logs/" in done.stdout
     assert "canary" not in done.stdout + done.stderr + site.record.read_text()
@@ -115,8 +114,7 @@ def test_what_a_site_says_of_gpus_and_memory_reaches_sbatch(site: Site) -> None:
     lines = lines.replace("SITE_GPUS:-gres=gpu", "SITE_GPUS:-gpus-per-node").replace("SITE_MEM:-0", "SITE_MEM:-plan")
     (site.folder / "slurm/site.env").write_text(lines)
     site.stand_in("sbatch", then="print('11;cluster')")
-    (site.folder / "mine.yaml").write_text(MINE.format(toy=site.folder / "toy"))
-    write_toy(site.folder / "toy", like=json.loads((ROOT / "conf/model/Qwen3-8B.json").read_text()))
+    site.write(MINE, like=read_card("Qwen3-8B"))
     done = site.run("slurm/submit", "slurm/dapo_int8.sbatch", "recipe=mine.yaml")
     assert done.returncode == 0, done.stderr
     ((called, _),) = site.calls()
@@ -166,15 +164,7 @@ def test_what_runs_on_the_nodes(site: Site, tool: str) -> None:
     assert ".venv/bin/python -m megatron_rl.workshop.nodes.check 2 mine.yaml" in " ".join(check)
     assert {"--nodelist=n1,n2", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "MASTER_ADDR=127.0.0.1"} <= {*learner}
     end = learner[learner.index(".venv/bin/megatron-rl") :]
-    assert end == [
-        ".venv/bin/megatron-rl",
-        "train",
-        "mine.yaml",
-        "run.if_exists=resume",
-        "run.name=x",
-        "--ranks",
-        "slurm",
-    ]
+    assert end[1:] == ["train", "mine.yaml", "run.if_exists=resume", "run.name=x", "--ranks", "slurm"]
     assert "canary" not in done.stdout + done.stderr
     assert not any("canary" in word for words, _ in calls for word in words)
 
@@ -199,16 +189,14 @@ def test_servers_have_nodes_and_a_key_of_their_own(site: Site) -> None:
     steps = {word: call for call in site.calls() for word in call[0] if word.startswith("--job-name=")}
     servers, learner = (steps[f"--job-name={name}"] for name in ("servers", "learner"))
     first = 40000 + 7 * 64
-    assert {"--nodelist=n2", "--ntasks=2", f"127.0.0.1:{first},127.0.0.1:{first + 1}", "slurm/serve.sh"} <= {
-        *servers[0]
-    }
+    places = f"127.0.0.1:{first},127.0.0.1:{first + 1}"
+    assert {"--nodelist=n2", "--ntasks=2", places, "slurm/serve.sh"} <= {*servers[0]}
     addresses = f"sampler.fleet.addresses=[http://127.0.0.1:{first},http://127.0.0.1:{first + 1}]"
     assert addresses in servers[0]
     assert addresses in learner[0]
     assert "--nodelist=n1" in learner[0]
     key = servers[1]["MEGATRON_RL_FLEET_KEY"]
-    assert key
-    assert len(key) == 64
+    assert len(key or "") == 64
     assert key == learner[1]["MEGATRON_RL_FLEET_KEY"]
     assert not any(key in word for words, _ in site.calls() for word in words)
 
@@ -223,8 +211,7 @@ def on_nodes(site: Site) -> None:
     alone = "if '--ntasks=1' in sys.argv and '--job-name=learner' not in sys.argv:"
     site.stand_in("srun", "WANDB_API_KEY", "MEGATRON_RL_FLEET_KEY", then=alone + RUN_LAST.replace("\n", "\n    "))
     site.stand_in("apptainer", then=RUN_LAST.replace("words = sys.argv[1:]", "words = ['apptainer', *sys.argv[1:]]"))
-    write_toy(site.folder / "toy")
-    (site.folder / "mine.yaml").write_text(HERE.format(toy=site.folder / "toy"))
+    site.write(HERE)
 
 
 def run_script(site: Site, name: str, overrides: str = "", **environment: str) -> subprocess.CompletedProcess[str]:

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers import wait_for
 
 from megatron_rl.config.schema import Config, LearnerSection, RunSection
 from megatron_rl.processes.owned_folder import held
@@ -20,64 +20,12 @@ from megatron_rl.runs.status import mark_status, read_status
 from megatron_rl.survival import launch
 
 PATIENCE_S = 120
-SECOND_FAILS = """#!/bin/sh
-if [ "$RANK" = 1 ]; then echo "ValueError: a bad shard" >&2; exit 1; fi
-sleep 0.3
-echo "RuntimeError: Connection closed by peer [127.0.0.1]:1" >&2
-exit 1
-"""
-SIGNALLED = """
-import os, signal, sys, types
-from pathlib import Path
-from megatron_rl.config.schema import Config
-import megatron_rl.rank as rank
-def train(*_):
-    os.kill(os.getpid(), signal.SIGUSR1)
-    os.kill(os.getpid(), signal.SIGINT)
-    print("went on")
-sys.modules["megatron_rl.learner"] = types.SimpleNamespace(host=types.SimpleNamespace(require=lambda device: None))
-sys.modules["megatron_rl.train"] = types.SimpleNamespace(train=train)
-rank.run_rank(Config(), Path("nowhere"))
-"""
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
-def test_the_rank_that_failed_by_itself_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stand_in = tmp_path / "python"
-    stand_in.write_text(SECOND_FAILS)
-    stand_in.chmod(0o755)
-    monkeypatch.setattr(launch.sys, "executable", str(stand_in))
-    config = Config(run=RunSection(name="run", root=str(tmp_path)), learner=LearnerSection(tensor_parallel=2))
-    gc.disable()  # what nobody refers to any more may be there for long
-    try:
-        assert launch.launch(config) == 1
-        assert not held(tmp_path / "run"), "another attempt of this process finds the place free"
-    finally:
-        gc.enable()
-    assert read_status(tmp_path / "run")["state"] == "failed"
-    assert read_status(tmp_path / "run")["reason"] == "rank 1: ValueError: a bad shard"
-    said = capsys.readouterr().err
-    assert "rank 1 failed" in said
-    assert "a bad shard" in said
-    assert "\nwhy: no known cause (unknown): rank 1. " in said
-    assert read_status(tmp_path / "run")["cause"]["class"] == "unknown"
+pytestmark = pytest.mark.usefixtures("handlers")
 
 
 STAND_IN = """#!{python}
 import os, signal, sys, time
 from pathlib import Path
-from megatron_rl.processes.owned_folder import held
 from megatron_rl.processes.process import STOP_AFTER_STEP, release
 folder, rank = Path(sys.argv[3]), os.environ["RANK"]
 assert sys.argv[1:3] == ["-m", "megatron_rl.rank"] and int(sys.argv[4]) == os.getppid()
@@ -98,32 +46,63 @@ time.sleep(60)
 """
 
 
-def launched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, ranks: int = 1, patience_s: float = 600.0
-) -> int:
-    stand_in = tmp_path / "python"
-    stand_in.write_text(STAND_IN.format(python=sys.executable, body=body))
-    stand_in.chmod(0o755)
-    monkeypatch.setattr(launch.sys, "executable", str(stand_in))
-    run = RunSection(name="run", root=str(tmp_path), patience_s=patience_s)
-    return launch.launch(Config(run=run, learner=LearnerSection(tensor_parallel=ranks)))
+Launched = Callable[..., int]
 
 
-@pytest.mark.usefixtures("handlers")
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Launches ranks that do what a script says, whose head is that of a rank unless it has its own."""
+
+    def launched(script: str, ranks: int = 1, patience_s: float = 600.0) -> int:
+        stand_in = tmp_path / "python"
+        own = script.startswith("#!")
+        stand_in.write_text(script if own else STAND_IN.format(python=sys.executable, body=script))
+        stand_in.chmod(0o755)
+        monkeypatch.setattr(launch.sys, "executable", str(stand_in))
+        run = RunSection(name="run", root=str(tmp_path), patience_s=patience_s)
+        return launch.launch(Config(run=run, learner=LearnerSection(tensor_parallel=ranks)))
+
+    return launched
+
+
+SECOND_FAILS = """#!/bin/sh
+if [ "$RANK" = 1 ]; then echo "ValueError: a bad shard" >&2; exit 1; fi
+sleep 0.3
+echo "RuntimeError: Connection closed by peer [127.0.0.1]:1" >&2
+exit 1
+"""
+
+
+def test_the_rank_that_failed_by_itself_is_reported(
+    tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gc.disable()  # what nobody refers to any more may be there for long
+    try:
+        assert launched(SECOND_FAILS, ranks=2) == 1
+        assert not held(tmp_path / "run"), "another attempt of this process finds the place free"
+    finally:
+        gc.enable()
+    status, said = read_status(tmp_path / "run"), capsys.readouterr().err
+    assert (status["state"], status["reason"]) == ("failed", "rank 1: ValueError: a bad shard")
+    assert "rank 1 failed" in said
+    assert "a bad shard" in said
+    assert "\nwhy: no known cause (unknown): rank 1. " in said
+    assert status["cause"]["class"] == "unknown"
+
+
 @pytest.mark.fault("USR1 before a rank can act on it", "it is kept, and reaches the driver")
-def test_usr1_is_kept_until_the_driver_can_act_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usr1_is_kept_until_the_driver_can_act_on_it(launched: Launched) -> None:
     hold(STOP_AFTER_STEP)
     signal.pthread_kill(threading.get_ident(), STOP_AFTER_STEP)  # other threads of the tests hold nothing
-    assert launched(tmp_path, monkeypatch, ASKED) == 0
+    assert launched(ASKED) == 0
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.fault("secrets in the launcher's environment", "rank 0 gets W&B's and the fleet's key, the others none")
-def test_what_the_ranks_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_ranks_are_given(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "HF_TOKEN", "MEGATRON_RL_FLEET_KEY", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "x" * 40)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    assert launched(tmp_path, monkeypatch, LISTS, ranks=2) == 0
+    assert launched(LISTS, ranks=2) == 0
     given = [
         dict(line.split("=", 1) for line in (tmp_path / "run" / f"environment_{rank}").read_text().splitlines())
         for rank in range(2)
@@ -145,36 +124,31 @@ os.kill(os.getpid(), signal.SIGKILL)
 REMOVES = "import shutil; shutil.rmtree(folder); sys.exit(1)"
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.fault("what a killed process of a run has started lives on in its own session", "it ends with the run")
-def test_orphans_end_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orphans_end_with_the_run(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEFT", str(tmp_path / "left"))
     monkeypatch.setattr(launch, "REAP_S", 0.5)
     other = subprocess.Popen(["sleep", "1000"])
-    assert launched(tmp_path, monkeypatch, LEAVES) == 137
+    assert launched(LEAVES) == 137
     assert state_of(int((tmp_path / "left").read_text())) in ("", "Z")
     assert other.poll() is None
     other.kill()
     other.wait()
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.fault("a run's directory is removed: nobody can write how it ended", "the launcher's last line says so")
-def test_a_directory_that_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launched(tmp_path, monkeypatch, REMOVES) == 1
+def test_a_directory_that_is_gone(tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launched(REMOVES) == 1
     said = capsys.readouterr().err
     assert "the run's directory cannot be written (run_directory)" in said
     assert said.endswith(f"RecordLost: {tmp_path / 'run'} was removed or moved while the run went on\n")
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.fault("a rank has said its last word, and stays", "the launcher ends it")
-def test_who_does_not_go_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.process, "LEAVE_S", 0.1)
+def test_who_does_not_go_is_ended(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "LEAVE_S", 0.1)
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
-    assert launched(tmp_path, monkeypatch, STAYS, ranks=2) == 1
+    assert launched(STAYS, ranks=2) == 1
     assert read_status(tmp_path / "run")["reason"] == "no space left"
 
 
@@ -191,12 +165,11 @@ with pulse.phase("update"):
 """
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.fault("a rank is stopped for longer than run.patience_s", "the run ends, and names it")
 def test_a_rank_that_stays_stopped_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launched(tmp_path, monkeypatch, STOPS, ranks=2, patience_s=5.0) == 1
+    assert launched(STOPS, ranks=2, patience_s=5.0) == 1
     pid, status = int((tmp_path / "run" / "stopped").read_text()), read_status(tmp_path / "run")
     assert status["state"] == "failed"
     assert status["reason"].startswith(f"rank 1 (process {pid} on ")
@@ -227,87 +200,89 @@ with pulse.phase("update"):
 """
 
 
-def alone(folder: Path, rank: int, launcher: int = 0) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", ALONE, str(folder), str(rank), str(launcher)])
+Alone = Callable[..., subprocess.Popen[bytes]]
 
 
-def furnished(folder: Path) -> Path:
-    (folder / "logs" / "pulse").mkdir(parents=True)
-    (folder / "logs" / "attempt_1").mkdir()
-    mark_status(folder, "running")
-    return folder
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    """Starts what ends with the test, in the folder of a run without a launcher: a rank, or another program."""
+    (tmp_path / "logs" / "pulse").mkdir(parents=True)
+    (tmp_path / "logs" / "attempt_1").mkdir()
+    mark_status(tmp_path, "running")
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def alone(rank: int = 0, launcher: int = 0, program: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+        begun.append(subprocess.Popen(program or [sys.executable, "-c", ALONE, tmp_path, str(rank), str(launcher)]))
+        return begun[-1]
+
+    yield alone
+    for one in begun:
+        one.kill()
+        one.wait()
 
 
 @pytest.mark.fault("under srun or torchrun, rank 0 stays stopped", "another one names and ends it, and itself")
-def test_ranks_without_a_launcher_look_after_each_other(tmp_path: Path) -> None:
-    folder = furnished(tmp_path)
-    ranks = [alone(folder, rank) for rank in range(2)]
-    try:
-        until(lambda: (folder / "logs" / "pulse" / "rank_0.json").exists())
-        ranks[0].send_signal(signal.SIGSTOP)
-        assert ranks[1].wait(PATIENCE_S) == 1
-        assert ranks[0].wait(PATIENCE_S) == -signal.SIGKILL
-        assert read_status(folder)["state"] == "failed"
-        assert read_status(folder)["stuck"]["process"] == "rank 0"
-    finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
+def test_ranks_without_a_launcher_look_after_each_other(tmp_path: Path, alone: Alone) -> None:
+    ranks = [alone(rank) for rank in range(2)]
+    wait_for(lambda: (tmp_path / "logs" / "pulse" / "rank_0.json").exists())
+    ranks[0].send_signal(signal.SIGSTOP)
+    assert ranks[1].wait(PATIENCE_S) == 1
+    assert ranks[0].wait(PATIENCE_S) == -signal.SIGKILL
+    assert read_status(tmp_path)["state"] == "failed"
+    assert read_status(tmp_path)["stuck"]["process"] == "rank 0"
 
 
 @pytest.mark.fault("the launcher is stopped (SIGSTOP)", "a rank names it; nobody ends the run for that")
-def test_a_stopped_launcher_is_named_by_a_rank(tmp_path: Path) -> None:
-    folder = furnished(tmp_path)
-    (folder / "go on").touch()
-    launcher = subprocess.Popen(["sleep", "1000"])
-    rank = alone(folder, 0, launcher.pid)
-    log = folder / "logs" / "attempt_1" / "driver.log"
-    try:
-        launcher.send_signal(signal.SIGSTOP)
-        until(lambda: log.exists() and "the launcher (process" in log.read_text())
-        launcher.send_signal(signal.SIGCONT)
-        until(lambda: "goes on after" in log.read_text())
-        assert rank.poll() is None
-    finally:
-        for one in (rank, launcher):
-            one.kill()
-            one.wait()
+def test_a_stopped_launcher_is_named_by_a_rank(tmp_path: Path, alone: Alone) -> None:
+    (tmp_path / "go on").touch()
+    launcher = alone(program=("sleep", "1000"))
+    rank = alone(0, launcher.pid)
+    log = tmp_path / "logs" / "attempt_1" / "driver.log"
+    launcher.send_signal(signal.SIGSTOP)
+    wait_for(lambda: log.exists() and "the launcher (process" in log.read_text())
+    launcher.send_signal(signal.SIGCONT)
+    wait_for(lambda: "goes on after" in log.read_text())
+    assert rank.poll() is None
 
 
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-HANGS = """
-import atexit, ctypes, sys, types
+RANK = """
+import atexit, ctypes, os, signal, sys, types
 from pathlib import Path
 from megatron_rl.config.schema import Config
 import megatron_rl.rank as rank
 def train(*_):
-    atexit.register(ctypes.PyDLL(None).sleep, 300)  # with the interpreter in its hands
-    raise ValueError("no space left on device")
-rank.process.LEAVE_S = 1
+    exec(sys.argv[1])
 sys.modules["megatron_rl.learner"] = types.SimpleNamespace(host=types.SimpleNamespace(require=lambda device: None))
 sys.modules["megatron_rl.train"] = types.SimpleNamespace(train=train)
 rank.run_rank(Config(), Path("nowhere"))
 """
+HANGS = """
+rank.LEAVE_S = 1
+atexit.register(ctypes.PyDLL(None).sleep, 300)  # with the interpreter in its hands
+raise ValueError("no space left on device")
+"""
+SIGNALLED = """
+os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGINT)
+print("went on")
+"""
 
 
-@pytest.mark.fault("a rank that has failed waits for ever at its exit", "it ends after a limit, with status 1")
-def test_a_rank_leaves_after_its_last_word() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HANGS],
-        env={**os.environ, "RANK": "0"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.endswith("ValueError: no space left on device\n")
+@pytest.mark.parametrize(
+    ("rank", "trains", "status", "out", "err"),
+    [
+        pytest.param(
+            0, HANGS, 1, "", "ValueError: no space left on device\n",
+            marks=pytest.mark.fault("a failed rank waits for ever at its exit", "it ends after a limit, with status 1"),
+        ),
+        pytest.param(1, SIGNALLED, 0, "went on\n", "", id="signals to every task leave the followers alone"),
+    ],
+)  # fmt: skip
+def test_a_rank_by_itself(rank: int, trains: str, status: int, out: str, err: str) -> None:
+    command, env = [sys.executable, "-c", RANK, trains], {**os.environ, "RANK": str(rank)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout) == (status, out), done.stderr
+    assert done.stderr.endswith(err)
 
 
 def test_a_lost_connection_is_not_a_cause() -> None:
@@ -319,19 +294,14 @@ def test_a_lost_connection_is_not_a_cause() -> None:
 
 
 @pytest.mark.fault("a rank is killed", "status and last line name rank, signal and a likely cause; exit status 137")
-@pytest.mark.usefixtures("handlers")
 def test_a_killed_rank_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in = tmp_path / "python"
     pulse = tmp_path / "run" / "logs" / "pulse" / "rank_1.json"
     last = json.dumps({"rank": 1, "pid": 0, "beat": 7, "phase": "update"})
-    stand_in.write_text(f"#!/bin/sh\nif [ $RANK = 1 ]; then echo '{last}' >{pulse}; kill -9 $$; fi\nexec sleep 60\n")
-    stand_in.chmod(0o755)
-    monkeypatch.setattr(launch.sys, "executable", str(stand_in))
     monkeypatch.setattr(launch, "PEER_GRACE_S", 0.1)
-    config = Config(run=RunSection(name="run", root=str(tmp_path)), learner=LearnerSection(tensor_parallel=2))
-    assert launch.launch(config) == 137
+    dies = f"#!/bin/sh\nif [ $RANK = 1 ]; then echo '{last}' >{pulse}; kill -9 $$; fi\nexec sleep 60\n"
+    assert launched(dies, ranks=2) == 137
     status = read_status(tmp_path / "run")
     assert (status["state"], status["reason"]) == ("failed", "rank 1: ended by SIGKILL (out of memory?)")
     log = tmp_path / "run" / "logs" / "attempt_1" / "rank_1.log"
@@ -378,15 +348,3 @@ def test_the_error_is_found_in_what_a_log_ends_with() -> None:
     assert launch.last_error(["megatron_rl.runs.disk.RecordLost: no room", "  at exit"]).endswith("no room")
     assert launch.last_error(["what is this"]) == "what is this"
     assert launch.last_error([]) == ""
-
-
-def test_signals_to_every_task_leave_the_followers_alone() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SIGNALLED],
-        env={**os.environ, "RANK": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr

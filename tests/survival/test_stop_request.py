@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import kills
 import pytest
+from helpers import wait_for
 from preloaded import run
 
 from megatron_rl.checkpoint import checkpoints
@@ -19,7 +21,7 @@ from megatron_rl.processes.process import hold
 from megatron_rl.runs.run_dir import open_run
 from megatron_rl.runs.status import mark_status, read_status
 from megatron_rl.runs.timeline import PhaseClock
-from megatron_rl.survival.stop_request import ASKS, WAKE, StepGivenUp, StopRequest, ask_driver
+from megatron_rl.survival.stop_request import ASKS, StepGivenUp, StopRequest, ask_driver
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -60,8 +62,7 @@ class Alone:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Iterator[StopRequest]:
-    before = [(number, signal.getsignal(number)) for number in (*ASKS, WAKE)]
+def asked(tmp_path: Path, handlers: None) -> Iterator[StopRequest]:
     open_run(tmp_path / "run", IfExists.refuse, "run: {name: run}")
     mark_status(tmp_path / "run", "running")
     try:
@@ -70,17 +71,11 @@ def asked(tmp_path: Path) -> Iterator[StopRequest]:
             yield request
     finally:
         hold(signal.SIGUSR1)
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 def said(run: Path, word: str) -> dict:
-    for _ in range(6000):
-        stopping = read_status(run).get("stopping") or {"said": ""}
-        if word in stopping["said"]:
-            return stopping
-        time.sleep(0.01)
-    raise AssertionError(read_status(run))
+    wait_for(lambda: word in (read_status(run).get("stopping") or {"said": ""})["said"], word)
+    return read_status(run)["stopping"]
 
 
 @pytest.mark.fault("a run is asked to end and has the time", "its status says so; the step is finished")
@@ -184,15 +179,6 @@ def train(place: Path, moment: str) -> str:
     return done.stdout
 
 
-def records(run: Path) -> tuple[list[dict], str, bytes]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [
-        {k: v for k, v in line.items() if not k.startswith(("time/", "perf/")) and k[-2:] != "_s"} for line in lines
-    ]
-    weights = b"".join(path.read_bytes() for path in sorted((run / "model").glob("*.safetensors")))
-    return kept, (run / "ledger.jsonl").read_text(), weights
-
-
 @pytest.mark.engine
 @pytest.mark.ranks
 @pytest.mark.fault("steps are given up in a rollout and in an evaluation", "they come again, and nothing else differs")
@@ -225,10 +211,7 @@ def test_what_is_given_up_comes_again(tmp_path: Path) -> None:
     assert status["before"]["state"] == "stopped"
 
     train(tmp_path, "")
-    mine, theirs = records(folder), records(undisturbed)
-    for line, other in zip(mine[0], theirs[0], strict=True):
-        assert line == other
-    assert mine[1:] == theirs[1:]
+    assert not kills.differences(folder, undisturbed)
 
 
 def records_of(run: Path) -> list[str]:

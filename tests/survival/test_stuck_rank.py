@@ -1,25 +1,57 @@
-"""Two real ranks: one lets the other wait for long, and is waited for; then it does not come, and is named."""
+"""Two real ranks: one lets the other wait for long, and is waited for; then it does not come, and is named.
+
+`python test_stuck_rank.py RANK FOLDER` is one of them: rank 0 lets the other wait for longer than torch would.
+"""
 
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import stuck_rank
+import torch
+import torch.distributed as dist
 from preloaded import Process
 
+from megatron_rl.distributed import receive_size, tell_to_wait, waited_for
+from megatron_rl.processes import pulse
 from megatron_rl.processes.pulse import file_of
 from megatron_rl.survival.watch import Guard, Watch
 
 PATIENCE_S = 240
+LIMIT_S = 10.0  # of torch
+SIZE = 42
+
+
+def forget_to_come() -> None:
+    time.sleep(1000)
+
+
+def main(rank: int, folder: Path) -> None:
+    pulse.BEAT_S = 0.5
+    beats = pulse.Beats(folder, rank)
+    beats.each.append(tell_to_wait)
+    beats.start()
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S))
+    with pulse.phase("rollout"):
+        if rank:
+            (folder / "received").write_text(str(receive_size()))
+        else:
+            with waited_for():
+                time.sleep(1.5 * LIMIT_S)
+            dist.broadcast(torch.tensor([SIZE]), src=0)
+    with pulse.phase("update"):
+        if rank == 0:
+            forget_to_come()
+        dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.ranks
 @pytest.mark.fault("a rank does not come to a collective", "it is named with its stack, the one that waits is not")
 def test_a_stuck_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file_of(tmp_path, 0).parent.mkdir(parents=True)
-    script = stuck_rank.__file__
-    ranks = [Process("torch", [sys.executable, script, str(rank), str(tmp_path)]) for rank in range(2)]
+    ranks = [Process("torch", [sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]
     try:
         guard = Guard(Watch(tmp_path, 600, name_s=4.0))
         deadline = time.monotonic() + PATIENCE_S
@@ -29,7 +61,7 @@ def test_a_stuck_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             guard.look()
             time.sleep(0.2)
         assert [one.process for one in guard.watch.blocking] == ["rank 0"]
-        assert (tmp_path / "received").read_text() == str(stuck_rank.SIZE)
+        assert (tmp_path / "received").read_text() == str(SIZE)
         said = capsys.readouterr().out
         assert "rank 0 (process" in said
         assert "in `update`" in said
@@ -38,3 +70,7 @@ def test_a_stuck_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         for one in ranks:
             one.kill()
             one.wait()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

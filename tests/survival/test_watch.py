@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import wait_for
 
 from megatron_rl.processes.owned_folder import LOCK
 from megatron_rl.processes.process import birth_of, state_of
@@ -44,6 +45,12 @@ class Run:
         }  # fmt: skip
         file_of(self.folder, rank).write_text(json.dumps(about | told))
 
+    def pulse_of(self, process: subprocess.Popen[bytes], rank: int, **told: Any) -> None:
+        self.pulse(rank, pid=process.pid, birth=birth_of(process.pid), **told)
+
+    def looks(self, count: int, rank: int | None = None) -> list[tuple[list[str], list[str]]]:
+        return [self.look(rank) for _ in range(count)]
+
     def look(self, rank: int | None = None, seconds: float = 1.0) -> tuple[list[str], list[str]]:
         """The names of those in trouble that were not before, and of those who were."""
         self.now += seconds
@@ -66,49 +73,48 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def stopped(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGSTOP)
-    while state_of(process.pid) != "T":
-        pass
+    wait_for(lambda: state_of(process.pid) == "T")
+
+
+def goes_on(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGCONT)
+    wait_for(lambda: state_of(process.pid) != "T")
 
 
 @pytest.mark.fault("a rank is stopped (SIGSTOP), and goes on", "it is named once, and once when it goes on")
 def test_a_stopped_rank(run: Run, process: subprocess.Popen[bytes]) -> None:
-    pid = process.pid
     run.pulse(0)
-    run.pulse(1, pid=pid, birth=birth_of(pid))
+    run.pulse_of(process, 1)
     assert run.look() == ([], [])
     stopped(process)
-    found = [run.look() for _ in range(20)]
+    found = run.looks(20)
     assert [names for names in found if any(names)] == [(["rank 1 stopped"], [])]
     assert run.watch.troubles[0].about()["phase"] == "update"
-    assert run.watch.troubles[0].about()["pid"] == pid
-    process.send_signal(signal.SIGCONT)
-    while state_of(pid) == "T":
-        pass
+    assert run.watch.troubles[0].about()["pid"] == process.pid
+    goes_on(process)
     assert run.look() == ([], ["rank 1 stopped"])
 
 
 def test_a_short_pause_is_not_named(run: Run, process: subprocess.Popen[bytes]) -> None:
-    run.pulse(1, pid=process.pid, birth=birth_of(process.pid))
+    run.pulse_of(process, 1)
     for _ in range(3):
         stopped(process)
-        assert [run.look() for _ in range(4)] == [([], [])] * 4
-        process.send_signal(signal.SIGCONT)
-        while state_of(process.pid) == "T":
-            pass
+        assert run.looks(4) == [([], [])] * 4
+        goes_on(process)
         assert run.look() == ([], [])
 
 
 def test_a_rank_that_is_stopped_before_its_first_sign(run: Run, process: subprocess.Popen[bytes]) -> None:
     run.watch.pids = {3: process.pid}
     stopped(process)
-    assert (["rank 3 stopped"], []) in [run.look() for _ in range(10)]
+    assert (["rank 3 stopped"], []) in run.looks(10)
 
 
 def test_the_launcher_is_named_and_ends_nothing(run: Run, process: subprocess.Popen[bytes]) -> None:
     run.watch.launcher = process.pid
     stopped(process)
     run.pulse(0)
-    assert (["the launcher stopped"], []) in [run.look(0) for _ in range(10)]
+    assert (["the launcher stopped"], []) in run.looks(10, 0)
     assert not run.watch.blocking
 
 
@@ -117,7 +123,7 @@ def test_a_stopped_process_of_a_rank(run: Run, process: subprocess.Popen[bytes])
     child = {"name": "engine", "pid": process.pid}
     stopped(process)
     run.pulse(0, children=[child])
-    assert (["engine stopped"], []) in [run.look() for _ in range(10)]
+    assert (["engine stopped"], []) in run.looks(10)
     assert not run.watch.blocking
     run.pulse(0, children=[child], waits=WAITS, age_s=WAITS["limit_s"])
     run.look()
@@ -210,9 +216,7 @@ def test_nothing_is_learnt_while_somebody_is_stopped(run: Run, process: subproce
     for age_s in range(0, 1000, 10):
         run.pulse(0, age_s=age_s, idle_s=age_s, children=[child])
         run.look()
-    process.send_signal(signal.SIGCONT)
-    while state_of(process.pid) == "T":
-        pass
+    goes_on(process)
     named = []
     for age_s in (1000, 0, NAME_S):
         run.pulse(0, age_s=age_s, idle_s=age_s if age_s == NAME_S else 0, meets=False)
@@ -237,7 +241,7 @@ def test_how_long_a_phase_may_be_silent(run: Run, usual_s: float, seen: bool, li
 
 def test_a_run_that_moves_is_not_over(run: Run, process: subprocess.Popen[bytes]) -> None:
     stopped(process)
-    run.pulse(1, pid=process.pid, birth=birth_of(process.pid), age_s=1e6)
+    run.pulse_of(process, 1, age_s=1e6)
     for _ in range(20):
         run.pulse(0)
         run.look()
@@ -267,14 +271,12 @@ def test_the_lowest_rank_that_lives_looks(run: Run) -> None:
 
 
 def test_a_higher_rank_looks_while_the_lowest_is_stopped(run: Run, process: subprocess.Popen[bytes]) -> None:
-    run.pulse(0, pid=process.pid, birth=birth_of(process.pid))
+    run.pulse_of(process, 0)
     run.pulse(1)
     stopped(process)
-    assert [run.look(1) for _ in range(10)].count((["rank 0 stopped"], [])) == 1
-    process.send_signal(signal.SIGCONT)
-    while state_of(process.pid) == "T":
-        pass
-    run.pulse(0, pid=process.pid, birth=birth_of(process.pid))
+    assert run.looks(10, 1).count((["rank 0 stopped"], [])) == 1
+    goes_on(process)
+    run.pulse_of(process, 0)
     assert run.look(1) == ([], ["rank 0 stopped"])
     assert run.look(1) == ([], [])
 
@@ -295,13 +297,11 @@ def test_it_is_said_once_on_the_screen_in_the_log_and_in_the_status(
     stopped(process)
     for _ in range(10):
         run.now += 1
-        run.pulse(0, pid=process.pid, birth=birth_of(process.pid))
+        run.pulse_of(process, 0)
         guard.look()
     stuck = read_status(run.folder)["stuck"]
     assert (stuck["process"], stuck["how"], stuck["phase"]) == ("rank 0", "stopped", "update")
-    process.send_signal(signal.SIGCONT)
-    while state_of(process.pid) == "T":
-        pass
+    goes_on(process)
     run.now += 1
     guard.look()
     assert read_status(run.folder)["stuck"] is None

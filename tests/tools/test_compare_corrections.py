@@ -1,28 +1,28 @@
 """Comparing corrections: the runs that are started, what a failure and Ctrl-C do, one report of all.
 
-The trainer here is a stand-in that writes a run directory with the real Recorder: what is tested is the
-tool around it.
+The trainer is a stand-in that writes a run directory with the real Recorder.
 """
 
-import importlib.util
+import functools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import compare_corrections
 import psutil
 import pytest
+import run_in_turn
+from helpers import wait_for
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.data.toy import write_toy
 from megatron_rl.runs.status import read_status
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools/compare_corrections.py"
 TRAINER = """
 import os, shutil, signal, sys, time
 from io import StringIO
@@ -51,36 +51,30 @@ with Recorder(LogSection(), text, Path(options["run.root"]) / name, 2, PlainDisp
 """
 
 
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("compare_corrections", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def place(empty, handlers, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
+    (empty / "recipe.yaml").touch()
+    (empty / "trainer.py").write_text(TRAINER)
+    return empty
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
-    (tmp_path / "recipe.yaml").touch()
-    (tmp_path / "trainer.py").write_text(TRAINER)
-    handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    }
-    yield tmp_path
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def compare(place, capfd):
+    """What the tool says of runs below runs/ whose trainer is the stand-in."""
+
+    def compare(*words: str, status: int = 0, recipe: str = "recipe.yaml") -> str:
+        capfd.readouterr()
+        ended = compare_corrections.main([recipe, "--root", "runs", *words], [sys.executable, "trainer.py"])
+        said = "".join(capfd.readouterr())
+        assert ended == status, said
+        return said
+
+    return compare
 
 
-def call(tool, place, *words):
-    train = [sys.executable, str(place / "trainer.py")]
-    return tool.main([str(place / "recipe.yaml"), "--root", str(place / "runs"), *words], train)
-
-
-def test_a_failed_run_does_not_stop_the_next_and_the_exit_status_says_so(tool, place, capfd):
-    assert call(tool, place, "--corrections", "broken", "tis", "--steps", "2", "optim.lr=0.1") == 1
-    out = capfd.readouterr().out
+def test_a_failed_run_does_not_stop_the_next_and_the_exit_status_says_so(compare, place):
+    out = compare("--corrections", "broken", "tis", "--steps", "2", "optim.lr=0.1", status=1)
     assert "recipe_corrections_broken  failed, exit status 1" in out
     assert "recipe_corrections_tis     finished" in out
     assert "0.250 → 0.750" in out
@@ -91,12 +85,12 @@ def test_a_failed_run_does_not_stop_the_next_and_the_exit_status_says_so(tool, p
     assert os.environ["WANDB_RUN_GROUP"] == "recipe_corrections"
     for word in ("correction=tis", "run.steps=2", "optim.lr=0.1"):
         assert f"'{word}'" in config
-    assert call(tool, place, "--corrections", "tis") == 2  # used: said before anything is started
-    assert "run.if_exists=archive" in capfd.readouterr().err
+    # used: said before anything is started
+    assert "run.if_exists=archive" in compare("--corrections", "tis", status=2)
 
 
-def test_all_finished_is_success(tool, place):
-    assert call(tool, place, "--corrections", "none", "--seeds", "1", "--group", "g") == 0
+def test_all_finished_is_success(compare, place):
+    compare("--corrections", "none", "--seeds", "1", "--group", "g")
     assert "'run.seed=1'" in (place / "runs/g_none_s1/config.yaml").read_text()
 
 
@@ -117,16 +111,18 @@ def grid_file(place):
     return place / "grid.yaml"
 
 
+@pytest.fixture
+def run_grid(compare, grid_file):
+    return functools.partial(compare, recipe="grid.yaml")
+
+
 def begun(said: str) -> list[str]:
     return re.findall(r"^\[\d+/\d+\] (grid_\w+)$", said, re.M)
 
 
 @pytest.mark.fault("a grid of runs is started again", "finished runs are not run again, the others go on")
-def test_a_grid_goes_on_where_it_stands(tool, place, grid_file, capfd):
-    train = [sys.executable, str(place / "trainer.py")]
-    words = [str(grid_file), "--root", str(place / "runs")]
-    assert tool.main(words, train) == 1
-    said = capfd.readouterr().out
+def test_a_grid_goes_on_where_it_stands(run_grid, place, grid_file):
+    said = run_grid(status=1)
     cells = ["fine_none", "coarse_none", "coarse_other"]
     assert begun(said) == [f"grid_{cell}_s{seed}" for seed in (1, 2) for cell in cells]
     assert "grid_coarse_other_s1  failed, exit status 1" in said
@@ -140,12 +136,10 @@ def test_a_grid_goes_on_where_it_stands(tool, place, grid_file, capfd):
     assert "not judged: other (0 of 2 runs finished)" in page
 
     grid_file.write_text(GRID.replace("correction=broken", "correction=tis"))
-    assert tool.main([*words, "--dry-run"], train) == 0
-    listed = capfd.readouterr().out
+    listed = run_grid("--dry-run")
     assert listed.count("to run") == 2
     assert listed.count("finished") == 4
-    assert tool.main(words, train) == 0
-    said = capfd.readouterr().out
+    said = run_grid()
     assert begun(said) == ["grid_coarse_other_s1", "grid_coarse_other_s2"]
     assert "[6/6] finished" in said
 
@@ -157,21 +151,16 @@ def model(place, monkeypatch):
     config = AutoConfig.from_pretrained(place / "toy" / "model")
     AutoModelForCausalLM.from_config(config).save_pretrained(place / "model")
     monkeypatch.setenv("MODEL", str(place / "model"))
-    monkeypatch.chdir(place)
     return place / "model"
 
 
-def test_the_runs_of_a_seed_share_its_warm_start(tool, place, grid_file, model, capfd):
+def test_the_runs_of_a_seed_share_its_warm_start(run_grid, place, grid_file, model):
     grid_file.write_text(GRID.replace("broken", "tis") + "task: toy\noutliers: {factor: 16, channels: 1}\n")
-    train = [sys.executable, str(place / "trainer.py")]
-    words = ["grid.yaml", "--root", "runs"]
-    assert tool.main([*words, "--starts"], train) == 0
-    said = capfd.readouterr().out
+    said = run_grid("--starts")
     assert re.findall(r"^\[start\] (\w+)$", said, re.M) == ["grid_start_s1", "grid_start_s2"]
     assert begun(said) == []
     assert (place / "data/toy/train.jsonl").is_file()
-    assert tool.main(words, train) == 0
-    said = capfd.readouterr().out
+    said = run_grid()
     assert "[start]" not in said
     assert len(begun(said)) == 6
     for seed in (1, 2):
@@ -184,46 +173,38 @@ def test_the_runs_of_a_seed_share_its_warm_start(tool, place, grid_file, model, 
 
 
 @pytest.mark.fault("a grid's warm start fails", "no run begins without it, and a second call makes it")
-def test_without_its_start_no_run_begins(tool, place, grid_file, model, monkeypatch, capfd):
+def test_without_its_start_no_run_begins(run_grid, grid_file, model, monkeypatch):
     grid_file.write_text(GRID.replace("broken", "tis") + "task: toy\n")
     shard = (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")  # as a run exports it
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"some": shard.name}}))
-    train = [sys.executable, str(place / "trainer.py")]
     monkeypatch.setenv("BROKEN", "recipes/toy_sft.yaml")
-    assert tool.main(["grid.yaml", "--root", "runs", "--seeds", "1"], train) == 1
-    said = capfd.readouterr().out
+    said = run_grid("--seeds", "1", status=1)
     assert "grid_start_s1: the warm start did not finish" in said
     assert begun(said) == []
     monkeypatch.delenv("BROKEN")
-    assert tool.main(["grid.yaml", "--root", "runs", "--seeds", "1"], train) == 0
-    assert len(begun(capfd.readouterr().out)) == 3
+    assert len(begun(run_grid("--seeds", "1"))) == 3
+
+
+@pytest.fixture
+def none_starts(monkeypatch):
+    monkeypatch.setattr(compare_corrections.Runner, "run", lambda self, *_: pytest.fail("a run was started"))
 
 
 @pytest.mark.fault("a page for a grid's results is missing or has no place for them", "no run is started")
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        (None, "no such page"),
-        ("nothing", "no block such as"),
-        ("<!-- grid: tabel -->\n<!-- /grid -->", "of kind tabel"),
-    ],
+    [(None, "no such page"), ("nothing", "no block such as"), ("<!-- grid: tabel -->\n<!-- /grid -->", "kind tabel")],
 )
-def test_a_page_is_looked_at_before_the_first_run(tool, place, grid_file, monkeypatch, capsys, text, said):
-    monkeypatch.setattr(tool.Runner, "run", lambda self, *_: pytest.fail("a run was started"))
+def test_a_page_is_looked_at_before_the_first_run(run_grid, place, none_starts, text, said):
     if text is not None:
         (place / "page.md").write_text(text)
-    words = [str(grid_file), "--root", str(place / "runs"), "--write-docs", str(place / "page.md")]
-    assert tool.main(words, [sys.executable, str(place / "trainer.py")]) == 2
-    assert said in capsys.readouterr().err
+    assert said in run_grid("--write-docs", "page.md", status=2)
 
 
-def test_what_a_grid_says_goes_into_a_page(tool, place, grid_file, monkeypatch, capsys):
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(tool, "DOCS", place)
-    train = [sys.executable, str(place / "trainer.py")]
-    words = ["grid.yaml", "--root", "runs", "--seeds", "1"]
+def test_what_a_grid_says_goes_into_a_page(run_grid, place, monkeypatch):
+    monkeypatch.setattr(compare_corrections, "DOCS", place)
     (place / "grid.md").write_text("before\n<!-- grid: table -->\nold\n<!-- /grid -->\nafter\n")
-    tool.main([*words, "--write-docs"], train)
+    run_grid("--seeds", "1", "--write-docs", status=1)
     page = (place / "grid.md").read_text()
     assert "| fine | none | 1 of 1 | 0.500 | 0.750 |" in page
     assert "old" not in page
@@ -235,26 +216,14 @@ def test_what_a_grid_says_goes_into_a_page(tool, place, grid_file, monkeypatch, 
 
 def started(place, *corrections, at_once=1):
     """The tool as a process whose first runs have each written a line, and these runs' directories."""
-    code = (
-        "import sys, os, importlib.util as u; sys.path.insert(0, os.path.dirname(sys.argv[1])); "
-        "s = u.spec_from_file_location('compare_corrections', sys.argv[1]); "
-        "m = u.module_from_spec(s); sys.modules[s.name] = m; s.loader.exec_module(m); "
-        "sys.exit(m.main(sys.argv[3:], [sys.executable, sys.argv[2]]))"
-    )
-    words = [str(place / "recipe.yaml"), "--root", str(place / "runs"), "--corrections", *corrections]
-    words += [f"--jobs={at_once}"]
-    command = [sys.executable, "-c", code, str(TOOL), str(place / "trainer.py"), *words]
+    code = "import sys, compare_corrections as it; sys.exit(it.main(sys.argv[1:], [sys.executable, 'trainer.py']))"
+    words = ["recipe.yaml", "--root", "runs", "--corrections", *corrections, f"--jobs={at_once}"]
+    command = [sys.executable, "-c", code, *words]
     tool = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     runs = [place / f"runs/recipe_corrections_{name}" for name in corrections[:at_once]]
-    deadline = time.monotonic() + 240
-    while not all(_has_written(run / "metrics.jsonl") for run in runs):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    for metrics in (run / "metrics.jsonl" for run in runs):
+        wait_for(lambda metrics=metrics: metrics.is_file() and metrics.stat().st_size > 0)
     return tool, *runs
-
-
-def _has_written(metrics: Path) -> bool:
-    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def test_ctrl_c_stops_the_child_and_still_reports(place):
@@ -274,10 +243,8 @@ several = pytest.mark.skipif(len(CORES) < 2, reason="two runs at a time want two
 
 
 @several
-def test_two_at_a_time_have_their_own_cores_and_logs(tool, place, capfd):
-    words = ["--corrections", "none", "broken", "tis", "--jobs", "2", "--group", "g"]
-    assert call(tool, place, *words) == 1
-    out = capfd.readouterr().out
+def test_two_at_a_time_have_their_own_cores_and_logs(compare):
+    out = compare("--corrections", "none", "broken", "tis", "--jobs", "2", "--group", "g", status=1)
     begun = re.findall(r"^\[([123])/3\] (g_\w+)  its output: (\S+)$", out, re.M)
     assert [name for _, name, _ in begun] == ["g_none", "g_broken", "g_tis"]
     used = [re.search(r"on cores \[(.*)\]", Path(log).read_text())[1].split(", ") for _, _, log in begun]
@@ -298,8 +265,8 @@ def test_ctrl_c_stops_all_that_run_at_once(place):
 
 
 @pytest.mark.parametrize("jobs", range(1, 9))
-def test_shares_use_every_core_once(tool, jobs):
-    found = sys.modules["run_in_turn"].shares(range(8), jobs)
+def test_shares_use_every_core_once(jobs):
+    found = run_in_turn.shares(range(8), jobs)
     assert sorted(core for share in found for core in share) == list(range(8))
     assert {len(share) for share in found} <= {8 // jobs, 8 // jobs + 1}
 
@@ -335,10 +302,10 @@ def test_a_killed_comparison_leaves_no_run(place):
         (["--corrections", "tis", "--jobs", "2", "--slurm", "x"], "--jobs: with --slurm each run is a job"),
     ],
 )
-def test_bad_arguments(tool, place, capsys, words, message):
+def test_bad_arguments(compare, capfd, words, message):
     with pytest.raises(SystemExit):
-        call(tool, place, *words)
-    assert message in capsys.readouterr().err
+        compare(*words)
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.fault("one of several corrections is mistyped, or an override cannot work", "no run is started")
@@ -355,23 +322,18 @@ def test_bad_arguments(tool, place, capsys, words, message):
         (["--corrections", "tis", "reward.name=nope:f"], "No module named 'nope'"),
     ],
 )
-def test_a_mistake_is_found_before_the_first_run(tool, tmp_path, monkeypatch, capsys, words, said):
-    write_toy(tmp_path / "data" / "toy")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text(f"base: {ROOT}/conf/toy.yaml\nmodel: {{path: data/toy/model, init: random}}\n")
-    monkeypatch.setattr(tool.Runner, "run", lambda self, *_: pytest.fail("a run was started"))
-    assert tool.main(["mine.yaml", *words]) == 2
+def test_a_mistake_is_found_before_the_first_run(place, none_starts, capsys, words, said):
+    write_toy(place / "data" / "toy")
+    (place / "mine.yaml").write_text(f"base: {ROOT}/conf/toy.yaml\nmodel: {{path: data/toy/model, init: random}}\n")
+    assert compare_corrections.main(["mine.yaml", *words]) == 2
     assert said in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
+    assert not (place / "runs").exists()
 
 
-def test_the_table_of_runs_that_are_there(place, capsys, tool):
+def test_the_table_of_runs_that_are_there(compare, place):
     """What the last job of `--slurm` does."""
-    given = [str(place / "recipe.yaml"), "--corrections", "none", "tis", "--group", "g", "--root", str(place)]
-    train = [sys.executable, str(place / "trainer.py")]
-    assert tool.main([*given[:3], *given[4:]], train) == 0
-    assert tool.main([*given, "--summary"]) == 1
-    said = capsys.readouterr().out
+    compare("--corrections", "none", "--group", "g")
+    said = compare("--corrections", "none", "tis", "--group", "g", "--summary", status=1)
     assert "g_none  finished      Held-out accuracy 0.250 → 0.750" in said
     assert "g_tis   not started" in said
-    assert (place / "g.html").exists()
+    assert (place / "runs/g.html").exists()

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from itertools import pairwise
-from pathlib import Path
-from types import ModuleType
 
+import correction_statistics as lab
 import pytest
 import torch
 
 from megatron_rl.rollout_correction import CorrectionConfig, WeightConfig, apply_conditional_rules, rollout_correction
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "figures" / "correction_statistics.py"
 CAPS = [1.0, 1.5, 2.0, 4.0, 8.0, 64.0]
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("correction_statistics", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
-
-
-lab = load()
 
 
 def draw(toy, count: int, seed: int = 0) -> torch.Tensor:

@@ -1,14 +1,13 @@
 """tools/prepare_data.py: published tables, generated tasks and pass rates to one schema; what is wrong is named."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import prepare_data
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import write_lines
 
 from megatron_rl.config.schema import DataSection
 from megatron_rl.data.prompts import load_dataset
@@ -17,17 +16,6 @@ from megatron_rl.data.toy import write_toy
 from megatron_rl.rewards.functions import resolve
 from megatron_rl.rewards.task import Task
 from megatron_rl.types import Verdict
-
-TOOL = Path(__file__).parents[2] / "tools" / "prepare_data.py"
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prepare_data", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["prepare_data"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def verl(question: str, answer: str) -> dict:
@@ -57,16 +45,16 @@ TABLES = {  # kind: rows as published, and what becomes of them
 }  # fmt: skip
 
 
-def prepared(tool: ModuleType, kind: str, inputs: list[str], output: Path, *more: str) -> list[dict]:
-    assert tool.main([kind, *inputs, "-o", str(output), *more]) == 0
+def prepared(kind: str, inputs: list[str], output: Path, *more: str) -> list[dict]:
+    assert prepare_data.main([kind, *inputs, "-o", str(output), *more]) == 0
     return pq.read_table(output).to_pylist()
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_published_tables(tool: ModuleType, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_published_tables(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given, expected = TABLES[kind]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
-    rows = prepared(tool, kind, [str(tmp_path / "rows.jsonl")], tmp_path / "out" / "made.parquet")
+    write_lines(tmp_path / "rows.jsonl", given)
+    rows = prepared(kind, [str(tmp_path / "rows.jsonl")], tmp_path / "out" / "made.parquet")
     assert [(row["prompt"], row["answer"]) for row in rows] == expected
     assert {row["data_source"] for row in rows} == {kind}
     said = json.loads(capsys.readouterr().out)
@@ -77,35 +65,33 @@ def test_published_tables(tool: ModuleType, kind: str, tmp_path: Path, capsys: p
     if kind == "dapo_math_17k":
         assert (said["duplicates"], said["with_two_answers"]) == (102, 1)
         pq.write_table(pa.Table.from_pylist(given), tmp_path / "rows.parquet")
-        prepared(tool, kind, [str(tmp_path / "rows.parquet")], tmp_path / "again.parquet")
+        prepared(kind, [str(tmp_path / "rows.parquet")], tmp_path / "again.parquet")
         assert json.loads(capsys.readouterr().out) == said
 
 
-def test_what_was_prepared_is_read_without_keys(tool: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(verl("1+1", "2")) + "\n")
-    prepared(tool, "dapo_math_17k", [str(tmp_path / "rows.jsonl")], tmp_path / "made.parquet")
+def test_what_was_prepared_is_read_without_keys(tmp_path: Path) -> None:
+    write_lines(tmp_path / "rows.jsonl", [verl("1+1", "2")])
+    prepared("dapo_math_17k", [str(tmp_path / "rows.jsonl")], tmp_path / "made.parquet")
     write_toy(tmp_path / "toy")
     section = DataSection(train=str(tmp_path / "made.parquet"))
     found = load_dataset("train", section, FolderTokenizer(tmp_path / "toy" / "model"), 8, needs_answer=True)
     assert [(one.text, one.answer) for one in found.prompts] == [("1+1", "2")]
 
 
-def test_a_look_writes_nothing(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(verl(f"{each}+1?", "2")) + "\n" for each in range(9)))
+def test_a_look_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(tmp_path / "rows.jsonl", [verl(f"{each}+1?", "2") for each in range(9)])
     arguments = ["dapo_math_17k", str(tmp_path / "rows.jsonl"), "--instruction", "answer_line"]
-    assert tool.main([*arguments, "--show", "3"]) == 0
+    assert prepare_data.main([*arguments, "--show", "3"]) == 0
     shown = capsys.readouterr().out
     assert shown.count('"prompt": ') == 3 and "2+1?\\n\\nThink step by step" in shown and "3+1?" not in shown
-    assert tool.main([*arguments, "-o", str(tmp_path / "made.parquet")]) == 0
+    assert prepare_data.main([*arguments, "-o", str(tmp_path / "made.parquet")]) == 0
     assert json.loads(shown.splitlines()[-1]) == json.loads(capsys.readouterr().out)
     with pytest.raises(SystemExit):
-        tool.main(arguments)
+        prepare_data.main(arguments)
 
 
-def test_generated_tasks_are_judged_by_their_own_verifier(tool: ModuleType, tmp_path: Path) -> None:
-    rows = prepared(
-        tool, "reasoning_gym", ["chain_sum", "spell_backward"], tmp_path / "made.parquet", "--count", "5",
-    )  # fmt: skip
+def test_generated_tasks_are_judged_by_their_own_verifier(tmp_path: Path) -> None:
+    rows = prepared("reasoning_gym", ["chain_sum", "spell_backward"], tmp_path / "made.parquet", "--count", "5")
     assert len(rows) == 10
     judge = resolve("reasoning_gym")
     for row in rows:
@@ -114,13 +100,13 @@ def test_generated_tasks_are_judged_by_their_own_verifier(tool: ModuleType, tmp_
             assert judged is not None and judged.verdict == verdict
 
 
-def test_the_sanity_set_is_what_is_solved_now_and_then(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_sanity_set_is_what_is_solved_now_and_then(tmp_path: Path) -> None:
     given = [{"problem": f"{each}?", "answer": str(each)} for each in range(5)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    write_lines(tmp_path / "rows.jsonl", given)
     rates = [{"prompt": f"{each}?", "pass_rate": rate} for each, rate in enumerate((0.0, 0.2, 0.5, 0.9))]
-    (tmp_path / "rates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rates))
+    write_lines(tmp_path / "rates.jsonl", rates)
     more = ["--pass-rates", str(tmp_path / "rates.jsonl"), "--keep-between", "0.2", "0.8"]
-    rows = prepared(tool, "math", [str(tmp_path / "rows.jsonl")], tmp_path / "made.parquet", *more)
+    rows = prepared("math", [str(tmp_path / "rows.jsonl")], tmp_path / "made.parquet", *more)
     assert [row["prompt"] for row in rows] == ["1?", "2?"]
 
 
@@ -138,12 +124,12 @@ def test_the_sanity_set_is_what_is_solved_now_and_then(tool: ModuleType, tmp_pat
     ],
 )
 def test_rows_that_are_not_of_the_kind(
-    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, row: dict, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, row: dict, said: str
 ) -> None:
     path = tmp_path / "rows.jsonl"
     good = {"question": "0?", "problem": "0?", "prompt": "0?", "answer": "so\n#### 5", "solution": "5"}
-    path.write_text(json.dumps(good) + "\n" + json.dumps(row) + "\n")
-    assert tool.main([kind, str(path), "-o", str(tmp_path / "made.parquet")]) == 2
+    write_lines(path, [good, row])
+    assert prepare_data.main([kind, str(path), "-o", str(tmp_path / "made.parquet")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert said.format(path=path) in error
@@ -151,8 +137,8 @@ def test_rows_that_are_not_of_the_kind(
 
 
 @pytest.mark.parametrize("content", ["", "\n\n"])
-def test_an_empty_table(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+def test_an_empty_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     (tmp_path / "rows.jsonl").write_text(content)
-    assert tool.main(["math", str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / "made.parquet")]) == 2
+    assert prepare_data.main(["math", str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / "made.parquet")]) == 2
     assert "no prompt is left" in capsys.readouterr().err
     assert not (tmp_path / "made.parquet").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_collect import Script
+from collectors import Script
 
 from megatron_rl.config import from_mapping
 from megatron_rl.data.tokenizer import FolderTokenizer

@@ -1,0 +1,81 @@
+"""What tests of several rooms ask: the command line in this process, a program in another one, a refusal's words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl import cli
+from megatron_rl.config import ConfigError
+
+
+class Command:
+    """`megatron-rl` as it is typed: what it says, once it has ended as it should."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self._capture = capture
+
+    def __call__(self, *words: object, status: int = 0) -> str:
+        """What stands on the screen after a success, and among the errors after a failure."""
+        self._capture.readouterr()
+        ended = cli.main([str(word) for word in words])
+        out, err = self._capture.readouterr()
+        assert ended == status, out + err
+        return err if status else out
+
+    def dry_run(self, *words: object, recipe: object = "mine.yaml") -> str:
+        return self("train", recipe, "--dry-run", *words)
+
+    def refused(self, *words: object, recipe: object = "mine.yaml", dry: bool = True) -> str:
+        """Sentences, each on a line of its own."""
+        said = self("train", recipe, *["--dry-run"] * dry, *words, status=2)
+        assert "Traceback" not in said
+        assert all(line.startswith("error: ") for line in said.splitlines()), said
+        return said
+
+
+def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments, **named)
+    return str(caught.value)
+
+
+def program(code: str, *words: object, **environment: str) -> str:
+    """What an interpreter of its own prints, which finds what this one finds and ends well."""
+    around = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    command = [sys.executable, "-c", code, *map(str, words)]
+    return subprocess.run(command, env=around, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout
+
+
+def wait_for(happened: Callable[[], object], what: str = "", seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02)
+
+
+def write_lines(path: Path, rows: Iterable[object], more: str = "") -> Path:
+    """JSON, a row on each line, and what else the file ends with."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + more)
+    return path
+
+
+@contextmanager
+def file_system(path: Path, size: str) -> Iterator[Path]:
+    """One of its own that is soon full; an ordinary folder where none can be made."""
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
+    try:
+        yield path
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", "-l", path], check=True)
