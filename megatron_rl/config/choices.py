@@ -34,10 +34,8 @@ TrustRegion = StrEnum("TrustRegion", ["total_variation", "binary_kl"])
 KlOn = StrEnum("KlOn", ["trained", "counted"])
 Alarm = StrEnum(
     "Alarm",
-    [
-        *("mismatch", "mismatch_jump", "mismatch_over_bf16", "probe", "ess", "rejected", "non_finite", "entropy"),
-        *("reward_errors", "no_spread", "truncated", "aborted", "gradient"),
-    ],
+    "mismatch mismatch_jump mismatch_over_bf16 probe ess rejected non_finite entropy reward_errors no_spread truncated "
+    "aborted gradient",
 )
 if TYPE_CHECKING:
     LossName = str

@@ -141,7 +141,7 @@ def problems(model: Model, sampler_tp: int, format: Format, ignore: Sequence[str
     expert_blocks = [*_block_shares(shape, format, ignore, expert=True)] if shape.experts else []
     dense = any(shape.has("dense_mlp", layer) for layer in range(shape.layers))
     widths = ({shape.ffn} if dense else set()) | ({shape.expert_ffn} if shape.experts else set())
-    heads = [
+    heads: list[Condition] = [
         _divides(shape.heads, f"{shape.heads} attention heads"),
         (
             lambda tp: shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0,
