@@ -153,9 +153,8 @@ class FilePush:
             pass
         elapsed = time.perf_counter() - started if source.writes else 0.0
         sent = self._sent.get(format, Sent())
-        counts = {"nbytes": nbytes, "tensors": count, "values": sent.values, "changed": sent.changed}
-        told = Contribution.of(source, elapsed, failure, **counts)
-        return replace(told, passing=passing and source.failure is None)
+        told = Contribution.of(source, elapsed, failure, nbytes, count, passing)
+        return replace(told, values=sent.values, changed=sent.changed)
 
     def _write_alongside(self, version: int, format: Format, tensors: Iterator[tuple[str, torch.Tensor]]) -> Written:
         """Write in a thread of its own, while this one quantizes and gathers the next tensors."""

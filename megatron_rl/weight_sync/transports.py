@@ -108,11 +108,15 @@ class Contribution:
     passing: bool = False  # the failure is one that may not come again
 
     @classmethod
-    def of(cls, source: ShardSource, elapsed: float, failure: str | None, **sent: int) -> Contribution:
+    def of(
+        cls, source: ShardSource, elapsed: float, failure: str | None, nbytes: int, tensors: int, passing: bool = False
+    ) -> Contribution:
         """After a pass over the source that took `elapsed` seconds, sending included."""
         quantize, gather = source.seconds.quantize, source.seconds.gather
         seconds = SyncSeconds(quantize=quantize, gather=gather, transfer=max(0.0, elapsed - quantize - gather))
-        return cls(source.failure or failure, seconds=seconds, error=summarize(source.errors), **sent)
+        passing = passing and source.failure is None
+        failure = source.failure or failure
+        return cls(failure, nbytes, tensors, seconds, summarize(source.errors), passing=passing)
 
     @classmethod
     def merge(cls, parts: Sequence[Contribution], seconds: Callable[[Iterable[float]], float]) -> Contribution:

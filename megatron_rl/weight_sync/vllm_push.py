@@ -28,18 +28,15 @@ from megatron_rl.models.tensors import torch_dtype
 from megatron_rl.weight_sync import buckets, wire
 from megatron_rl.weight_sync.manifest import WeightSyncError
 from megatron_rl.weight_sync.source import ShardSource
-from megatron_rl.weight_sync.transports import Contribution, Push, SamplerClient, this_rank
+from megatron_rl.weight_sync.transports import Contribution, SamplerClient, this_rank
 from megatron_rl.weight_sync.whole_source import WholeSource
 from megatron_rl.weight_sync.wire import Announcement, Seal
 
 LOOPBACK = "127.0.0.1"  # the embedded engine lives on the host of rank 0
 
 
-class VllmPush(Push):
-    """The sending half of `ipc` and `nccl`. Rank 0 is vLLM's sender; every rank takes part.
-
-    There is nothing to tidy or to start over: every version is sent whole, and lies nowhere.
-    """
+class VllmPush:
+    """The sending half of `ipc` and `nccl`. Rank 0 is vLLM's sender; every rank takes part."""
 
     def __init__(
         self, source: ShardSource, sampler: SamplerClient | None, sync: SyncSection, engine: SamplerSection
@@ -69,7 +66,7 @@ class VllmPush(Push):
         self._source.drain()
         sent = self._source.tensors if self._rank == 0 else ()
         nbytes, elapsed = sum(tensor.nbytes for tensor in sent), time.perf_counter() - started
-        return Contribution.of(self._source.shards, elapsed, failure, nbytes=nbytes, tensors=len(sent))
+        return Contribution.of(self._source.shards, elapsed, failure, nbytes, len(sent))
 
     def load(self, version: int) -> None:
         self._relay.seal(Seal(version, wire.read_checksums(self._source.sums)))
@@ -77,6 +74,12 @@ class VllmPush(Push):
 
     def forget(self, version: int) -> None:
         self._relay.abandon(f"policy version {version} was not sent by every rank")
+
+    def start_over(self) -> None:
+        pass  # every version is sent whole
+
+    def tidy(self, version: int, taken: bool) -> None:
+        pass  # nothing lies anywhere
 
     def close(self) -> None:
         if self._engine is not None:
