@@ -46,7 +46,6 @@ def test_a_group_that_is_too_small() -> None:
     GROUP.mkdir()
     try:
         (GROUP / "memory.limit_in_bytes").write_text(str(200 << 20))
-        assert program(GREEDY, GROUP) == "-9 True
-"
+        assert program(GREEDY, GROUP) == "-9 True\n"
     finally:
         GROUP.rmdir()

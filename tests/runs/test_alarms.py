@@ -11,10 +11,10 @@ import reference_tables
 from helpers import refusal
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_rl.config.alarms import Alarm
 from run_factory import start
 
 from megatron_rl.config import from_mapping, load
+from megatron_rl.config.choices import Alarm, AlarmSetting
 from megatron_rl.config.schema import Config, Format, LogSection, Wandb
 from megatron_rl.runs.alarms import FULL, K3, RULES, Alarms, bound_of, clear_at
 from megatron_rl.runs.metrics import METRICS
