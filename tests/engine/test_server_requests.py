@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from megatron_rl.engine.server_requests import BODIES, CheckRequests, Heartbeat, Limits, Refused, checked
 
 from megatron_rl.engine import server_requests
-from megatron_rl.engine.server_requests import BODIES, CheckRequests, Heartbeat, Limits, Refused, checked
 from megatron_rl.processes.process import Work, state_of, work_below
 
 GENERATE, RPC, STAMP = BODIES

@@ -10,7 +10,7 @@ from deaf_receiver import MARKER
 from tiny_engine import PROMPTS, SAMPLING, make_model, make_settings
 
 from megatron_rl.config.schema import FleetSection
-from megatron_rl.sampler.fleet.sampler import FleetSampler
+from megatron_rl.sampler.sampler import Sampler
 
 PATIENCE_S = 300
 
@@ -25,7 +25,7 @@ def test_a_deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     model, settings = make_model(tmp_path / "hf", True), make_settings(fleet=FleetSection(replicas=2))
     extension = "deaf_receiver.DeafExtension"
-    with FleetSampler(settings, model.folder, tmp_path, note=notes.append, worker_extension=extension) as fleet:
+    with Sampler(settings, model.folder, tmp_path, note=notes.append, worker_extension=extension) as fleet:
         marker.touch()
         until_noted(fleet, notes, "is out: did not answer 3 times in a row")
         assert any("neither answers nor works" in note for note in notes)
@@ -33,7 +33,7 @@ def test_a_deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert fleet.stats.restarts == 1
 
 
-def until_noted(fleet: FleetSampler, notes: list[str], what: str) -> None:
+def until_noted(fleet: Sampler, notes: list[str], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not any(what in note for note in notes):
         assert time.monotonic() < deadline, notes

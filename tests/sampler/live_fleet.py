@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from megatron_rl.sampler.fleet.replica import Replica, Swap
 from tiny_engine import PATIENCE_S, PROMPTS, TinyModel, collecting, make_config, make_settings, until
 from transformers import Qwen3ForCausalLM
 
@@ -16,8 +17,7 @@ from megatron_rl.config import to_yaml
 from megatron_rl.config.schema import FleetSection, Format, ModelSection
 from megatron_rl.quantization.formats import BY_FORMAT
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.fleet.replica import Replica, Swap
-from megatron_rl.sampler.fleet.sampler import FleetSampler
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync import file_transport as transport
 
@@ -30,7 +30,7 @@ MANY = [PROMPTS[i % len(PROMPTS)] for i in range(60)]  # more than the servers a
 
 @dataclass(eq=False)
 class LiveFleet:
-    sampler: FleetSampler
+    sampler: Sampler
     given: subprocess.Popen[bytes]
     model: TinyModel
     directory: Path

@@ -14,22 +14,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from megatron_rl.sampler.child_engine import RequestChannel
 from preloaded import forking
 from tiny_engine import PATIENCE_S, make_model, make_settings, until
 
 from megatron_rl.config import ConfigError
 from megatron_rl.config.schema import Format
 from megatron_rl.processes.channel import Channel, ChannelClosed, channel_pair
-from megatron_rl.sampler.child_engine import RequestChannel
-from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.sampler import Sampler
 
 # a parent that starts a sampler, says which process it owns and when the engine is up, and waits
 PARENT = """
 import signal
 import sys
 from pathlib import Path
-from megatron_rl.sampler.embedded import EmbeddedSampler
 from megatron_rl.sampler.engine_settings import EngineSettings
 from megatron_rl.config.schema import Config, Device, RolloutSection, RunSection, SamplerSection
 
@@ -40,7 +39,7 @@ config = Config(
     sampler=SamplerSection(start_timeout_s=240, vllm={"kv_cache_memory_bytes": 100 << 20}),
 )
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs without
-sampler = EmbeddedSampler(EngineSettings.from_config(config), folder, folder)
+sampler = Sampler(EngineSettings.from_config(config), folder, folder)
 try:
     sampler.launch()
     print(sampler._engines[0].process.pid, flush=True)
@@ -110,7 +109,7 @@ def test_ctrl_c_reaches_the_parent_alone_which_ends_the_child(tmp_path, needs_pr
 def test_a_start_that_fails_says_why_and_shows_the_log(tmp_path):
     model = make_model(tmp_path, True)
     settings = make_settings(vllm={"max_model_len": 1 << 20})
-    sampler = EmbeddedSampler(settings, model.folder, tmp_path)
+    sampler = Sampler(settings, model.folder, tmp_path)
     with (
         forking(),
         pytest.raises(
@@ -123,7 +122,7 @@ def test_a_start_that_fails_says_why_and_shows_the_log(tmp_path):
 
 
 def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path, needs_proc):
-    sampler = EmbeddedSampler(make_settings(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path)
+    sampler = Sampler(make_settings(start_timeout_s=0.2), make_model(tmp_path, True).folder, tmp_path)
     sampler.launch()
     child = sampler._engines[0].process.pid
     with pytest.raises(SamplerError, match=r"sampler\.start_timeout_s=0\.2"):
@@ -135,7 +134,7 @@ def test_a_start_that_takes_too_long_names_the_key_and_leaves_no_child(tmp_path,
 
 
 def test_a_child_that_dies_is_an_error_at_once(tmp_path):
-    sampler = EmbeddedSampler(make_settings(), make_model(tmp_path, True).folder, tmp_path)
+    sampler = Sampler(make_settings(), make_model(tmp_path, True).folder, tmp_path)
     sampler.launch()
     os.kill(sampler._engines[0].process.pid, signal.SIGKILL)
     with pytest.raises(SamplerError, match=r"process ended during `start` \(exit status -9\)"):
@@ -143,7 +142,7 @@ def test_a_child_that_dies_is_an_error_at_once(tmp_path):
 
 
 def test_a_folder_without_config_is_refused_before_anything_starts(tmp_path):
-    sampler = EmbeddedSampler(make_settings(Format.int8), tmp_path, tmp_path)
+    sampler = Sampler(make_settings(Format.int8), tmp_path, tmp_path)
     with pytest.raises(ConfigError, match=r"model\.path: no config\.json in"):
         sampler.launch()
     assert sampler._engines[0].process is None

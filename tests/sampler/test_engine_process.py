@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.sampler.engine import SamplerError
 from megatron_rl.sampler.engine_process import (
     PROCESSES,
     SHARED_MEMORY,
@@ -20,7 +21,6 @@ from megatron_rl.sampler.engine_process import (
     thread_binding,
     visible_devices,
 )
-from megatron_rl.sampler.protocol import SamplerError
 
 
 def test_the_learner_s_rendezvous_and_credentials_stay_behind(monkeypatch):

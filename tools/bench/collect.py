@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from megatron_rl.sampler.embedded_answering import unpack
 
 from megatron_rl.config.schema import RewardSection
 from megatron_rl.data.tokenizer import FolderTokenizer
@@ -25,7 +26,6 @@ from megatron_rl.data.toy import write_chat_tokenizer
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout.collect import Scorer
 from megatron_rl.runs.rollout_file import write_rollouts
-from megatron_rl.sampler.embedded_answering import unpack
 from megatron_rl.types import Prompt, collate
 
 SAMPLES, PROMPT_TOKENS, SHORTEST, LONGEST = 16, 400, 2_000, 20_000

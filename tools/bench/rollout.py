@@ -31,10 +31,9 @@ from megatron_rl.config.schema import Config, FleetSection, Format, Quantization
 from megatron_rl.models.hf_folder import HfFolder
 from megatron_rl.quantization.formats import is_quantized
 from megatron_rl.quantization.quantize import quantize
-from megatron_rl.sampler.choose import make_sampler
 from megatron_rl.sampler.engine_process import engine_environment
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
-from megatron_rl.sampler.protocol import Sampler
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams
 from megatron_rl.weight_sync.file_transport import update_info, write_version
 
@@ -206,7 +205,7 @@ def measure(format: Format, shape: str, repeats: int, fleet: bool) -> tuple[floa
         folder = Path(name)
         hf_folder = write_model(folder / "hf", work)
         with (
-            make_sampler(settings, hf_folder, folder, print) as sampler,
+            Sampler(settings, hf_folder, folder, print) as sampler,
             bare_engine(settings, hf_folder, folder, shape) as process,
         ):
             give_weights(sampler, hf_folder, folder, settings.quantization)

@@ -20,7 +20,7 @@ from megatron_rl.learner.policy import Sections
 from megatron_rl.models.model import Model
 from megatron_rl.runs.console import table
 from megatron_rl.sampler.engine_settings import EngineSettings
-from megatron_rl.sampler.protocol import Sampler
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Rollout, Scored, collate
 from megatron_rl.workshop.evaluation.stored_model import StoredModel, served
 from megatron_rl.workshop.mismatch.sequences import Wanted, answered, prompts, recorded

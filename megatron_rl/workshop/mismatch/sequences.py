@@ -14,7 +14,7 @@ from megatron_rl.data.dataset import Source
 from megatron_rl.data.prompts import FolderTokenizer
 from megatron_rl.runs.rollout_file import load_recorded, recorded_steps
 from megatron_rl.runs.run_dir import RunDir
-from megatron_rl.sampler.protocol import Sampler
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout, SamplingParams, written
 
 RANDOM_TOKENS = 8  # of a prompt, where nothing else is named

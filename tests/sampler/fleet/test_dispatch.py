@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from megatron_rl.config.schema import Format
 from megatron_rl.sampler.fleet.answers import Answer
 from megatron_rl.sampler.fleet.dispatch import TRIES, Dispatcher, Done, Job
 from megatron_rl.sampler.fleet.replica import Replica, ReplicaGone, RequestRefused
-from megatron_rl.sampler.protocol import SamplerError
+
+from megatron_rl.config.schema import Format
+from megatron_rl.sampler.engine import SamplerError
 from megatron_rl.types import SamplingParams
 
 PARAMS = SamplingParams(samples=2, max_tokens=4)

@@ -31,15 +31,14 @@ from live_fleet import (
     flip_a_byte,
     serve,
 )
+from megatron_rl.sampler.fleet.replica import Swap
 from preloaded import forking
 from tiny_engine import PROMPTS, make_model, make_settings, until
 
 from megatron_rl.config.schema import Cache, Format, InFlight
-from megatron_rl.sampler.embedded import EmbeddedSampler
-from megatron_rl.sampler.fleet.replica import Swap
-from megatron_rl.sampler.fleet.sampler import FleetSampler
-from megatron_rl.sampler.fleet.server_process import free_port
-from megatron_rl.sampler.protocol import SamplerError
+from megatron_rl.sampler.engine import SamplerError
+from megatron_rl.sampler.engine_process import free_port
+from megatron_rl.sampler.sampler import Sampler
 from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weight_sync import file_transport as transport
 from megatron_rl.weight_sync.manifest import WeightSyncError
@@ -64,7 +63,7 @@ def live(tmp_path_factory, environment) -> Iterator[LiveFleet]:
     notes: list[str] = []
     port = free_port()
     settings = fleet_settings(replicas=1, addresses=[f"http://127.0.0.1:{port}"], formats=FORMATS)
-    sampler = FleetSampler(settings, model.folder, folder, note=notes.append)
+    sampler = Sampler(settings, model.folder, folder, note=notes.append)
     given = serve(model, folder, port)
     try:
         sampler.launch()
@@ -79,9 +78,9 @@ def live(tmp_path_factory, environment) -> Iterator[LiveFleet]:
 
 
 @pytest.fixture(scope="module")
-def embedded(live, tmp_path_factory) -> Iterator[EmbeddedSampler]:
+def embedded(live, tmp_path_factory) -> Iterator[Sampler]:
     """Launched and not waited for: it starts while the killed server starts again."""
-    sampler = EmbeddedSampler(make_settings(), live.model.folder, tmp_path_factory.mktemp("embedded"))
+    sampler = Sampler(make_settings(), live.model.folder, tmp_path_factory.mktemp("embedded"))
     with forking():
         sampler.launch()
     yield sampler
@@ -316,7 +315,7 @@ def test_a_given_server_answers_like_the_embedded_engine_and_outlives_its_fleets
     folder = tmp_path / "sync"
     transport.write_version(folder, 0, live.model.quantized(5, Format.none).items(), format="none")
     answers = []
-    with FleetSampler(settings, live.model.folder, tmp_path) as fleet:
+    with Sampler(settings, live.model.folder, tmp_path) as fleet:
         for sampler in (fleet, embedded):
             sampler.init_weight_transfer_engine({})
             sampler.start_weight_update()

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 
 import pytest
-
-from megatron_rl.config.schema import Cache, Format
-from megatron_rl.processes.process import state_of
 from megatron_rl.sampler.fleet import replica as module
 from megatron_rl.sampler.fleet.answers import Answer, read_answers
 from megatron_rl.sampler.fleet.replica import NoAnswer, Replica, ReplicaGone, RequestRefused, Swap
 from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
+
+from megatron_rl.config.schema import Cache, Format
+from megatron_rl.processes.process import state_of
 from megatron_rl.types import SamplingParams
 from megatron_rl.weight_sync.manifest import NO_VERSION
 

@@ -7,10 +7,10 @@ import sys
 import time
 
 import pytest
-
-from megatron_rl.config.schema import FleetSection, SamplerSection
 from megatron_rl.sampler.fleet import serve
 from megatron_rl.sampler.fleet.server_process import command_line
+
+from megatron_rl.config.schema import FleetSection, SamplerSection
 
 
 def test_engine_arguments_become_options():

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-
-from megatron_rl.config.schema import Format
 from megatron_rl.sampler.fleet import supervisor as module
 from megatron_rl.sampler.fleet.replica import Look, Replica, ReplicaGone
 from megatron_rl.sampler.fleet.servers import EventLoopThread
 from megatron_rl.sampler.fleet.supervisor import FleetState, Supervisor
 from megatron_rl.sampler.fleet.update import FleetUpdates
-from megatron_rl.sampler.protocol import SamplerError
+
+from megatron_rl.config.schema import Format
+from megatron_rl.sampler.engine import SamplerError
 from megatron_rl.weight_sync.manifest import WeightSyncError
 
 FINE, BUSY, HUNG = Look(True), Look(True, "its engine is busy"), Look(False, "its engine neither answers nor works")

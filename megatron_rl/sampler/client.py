@@ -1,0 +1,509 @@
+"""An engine in another process: messages to it over a child's socket or a server's port, its replies held to bounds.
+
+What is asked in one turn of the event loop travels together, and so shares the engine's batches. The deadline of a
+sample is not its age, which a long queue makes: the engine has to finish something, or to write, in that time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from megatron_rl.engine.messages import LONGEST_TRANSMISSION, Refused
+from megatron_rl.engine.readiness import LARGEST_ID, SyncState
+from megatron_rl.processes.pulse import mark
+from megatron_rl.sampler.engine import (
+    Completion,
+    EngineGone,
+    Kind,
+    Look,
+    NoAnswer,
+    Part,
+    RequestRefused,
+    SamplerError,
+    UpdateStep,
+)
+from megatron_rl.types import SamplingParams
+from megatron_rl.weight_sync.manifest import NO_VERSION, WeightSyncError
+
+HEALTH_TIMEOUT_S = 10.0
+OTHER_THING = "answered with something else than was asked for"
+ENDED = "its process ended"
+REQUEST_KEY = "sampler.request_timeout_s"
+OPEN_S = 10.0  # to open a connection
+LONGEST_ERROR = 600  # characters of what a server says: it may quote what was sent
+HIGHEST_LOGPROB = 1e-3  # at most 0, and what rounding may add
+METHODS: dict[UpdateStep, str] = {
+    "init": "init_weight_transfer_engine", "start": "start_weight_update", "stage": "update_weights",
+    "await": "await_weight_update", "finish": "finish_weight_update", "resume": "resume",
+    "abort": "abort_weight_update", "forget": "forget_version",
+}  # fmt: skip
+_LENGTH = struct.Struct("<Q")
+_Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_ID)]
+_Version = Annotated[int, msgspec.Meta(ge=NO_VERSION, le=LARGEST_ID)]
+
+
+class _Error(msgspec.Struct):
+    type: str
+    message: str
+
+
+class _Reply(msgspec.Struct):
+    id: int
+    value: msgspec.Raw = msgspec.Raw()
+    error: _Error | None = None
+
+
+class _Sample(msgspec.Struct):
+    tokens: bytes
+    logprobs: bytes
+    finish: Literal["stop", "length", "abort"]
+    spans: Annotated[list[tuple[_Version, _Count]], msgspec.Meta(min_length=1)]
+    kept_ids: bytes | None = None
+    kept_counts: bytes | None = None
+
+
+class Line(ABC):
+    """How transmissions travel. `received` is called with each that comes, `ended` once, with the reason.
+
+    `reopened`: what was not replied to has to be sent again.
+    """
+
+    def __init__(self) -> None:
+        self.reopened: Callable[[], None] = lambda: None
+        self.received: Callable[[bytes], None] = lambda content: None
+        self.ended: Callable[[str], None] = lambda reason: None
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Connect; at once where it is connected."""
+
+    @abstractmethod
+    def send(self, content: bytes) -> None: ...
+
+    @abstractmethod
+    async def look(self) -> Look: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class SocketLine(Line):
+    """The socket of a child."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self._socket = connection
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        if self._writer is None:
+            reader, self._writer = await asyncio.open_connection(sock=self._socket)
+            self._reading = asyncio.create_task(self._read(reader))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                self.received(await reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError):
+            self.ended(ENDED)
+
+    def send(self, content: bytes) -> None:
+        assert self._writer is not None
+        self._writer.write(_LENGTH.pack(len(content)) + content)
+
+    async def look(self) -> Look:
+        return Look(True)  # its end is noticed at once, and what hangs at the deadline of what it was asked
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        else:
+            self._socket.close()
+
+
+class PortLine(Line):
+    """A WebSocket to a server, under its key. Its loss may say nothing of the server: it is opened once more."""
+
+    def __init__(self, address: str, key: str) -> None:
+        super().__init__()
+        self._address, self._key = address, key
+        self._session: aiohttp.ClientSession | None = None
+        self._connection: aiohttp.ClientWebSocketResponse | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._sending = asyncio.Queue[bytes]()
+        self._instance = b""  # of the server's process: another one knows nothing of what was asked
+
+    async def open(self) -> None:
+        if self._reading is None or self._reading.done():
+            await self._connect()
+            self._reading = asyncio.create_task(self._keep())
+
+    async def _connect(self) -> None:
+        try:
+            async with asyncio.timeout(OPEN_S):
+                # no transmission of a server may unpack to more than it is
+                self._connection = await self._http().ws_connect(
+                    f"{self._address}/engine", max_msg_size=LONGEST_TRANSMISSION, compress=0
+                )
+                instance = await self._connection.receive_bytes()
+        except TimeoutError:
+            raise NoAnswer(f"{self._address} did not answer within {OPEN_S:g} s") from None
+        except (aiohttp.ClientError, OSError, TypeError) as error:
+            raise EngineGone(f"{self._address}: {type(error).__name__}: {str(error)[:LONGEST_ERROR]}") from None
+        if self._instance not in (b"", instance):
+            raise EngineGone("another server has taken its place")
+        self._instance = instance
+
+    async def _keep(self) -> None:
+        """Read until the connection is lost, and once more from a new one where something had come before."""
+        some = True
+        while some:
+            some = False
+            assert self._connection is not None
+            writing = asyncio.create_task(self._write(self._connection))
+            try:
+                async for message in self._connection:
+                    if message.type is aiohttp.WSMsgType.BINARY:
+                        some = True
+                        self.received(message.data)
+            except Exception as error:  # of every kind: what a server sends is not to be trusted
+                return self.ended(f"{type(error).__name__}: {str(error)[:LONGEST_ERROR]}")
+            finally:
+                writing.cancel()
+            reason = _closing(self._connection)
+            if reason:
+                return self.ended(reason)
+            try:
+                await self._connect()
+            except EngineGone as error:
+                return self.ended(str(error))
+            self.reopened()
+        return self.ended("its connection was lost twice")
+
+    async def _write(self, connection: aiohttp.ClientWebSocketResponse) -> None:
+        while True:
+            content = await self._sending.get()
+            with suppress(ConnectionError):  # the reader finds out
+                await connection.send_bytes(content)
+
+    def send(self, content: bytes) -> None:
+        self._sending.put_nowait(content)
+
+    async def look(self) -> Look:
+        try:
+            timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+            async with self._http().get(f"{self._address}/health", timeout=timeout) as response:
+                content, status = await response.content.read(1 << 16), response.status
+            said = msgspec.json.decode(content, type=dict[str, str])
+        except TimeoutError:
+            raise NoAnswer(f"did not answer /health within {HEALTH_TIMEOUT_S:g} s") from None
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            return Look(False, f"/health: {type(error).__name__}: {str(error)[:200]}")
+        if status != 200:
+            return Look(False, f"/health failed ({status}): {said.get('error', '')[:200]}")
+        engine = said.get("engine", "")
+        return Look(True, "" if engine == "answers" else f"its engine is {engine:.100}")
+
+    async def answers_without_key(self) -> bool:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{self._address}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)) as response,
+        ):
+            return response.status < 400
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+            # proxies of the environment are not asked; a packed body has no bound
+            headers["accept-encoding"] = "identity"
+            self._session = aiohttp.ClientSession(headers=headers, auto_decompress=False)
+        return self._session
+
+
+def _closing(connection: aiohttp.ClientWebSocketResponse) -> str:
+    """Why the other side has ended the conversation; empty where it has only stopped."""
+    error = connection.exception()
+    if error is not None and not isinstance(error, (aiohttp.ClientError, ConnectionError)):
+        return f"{type(error).__name__}: {str(error)[:LONGEST_ERROR]}"
+    return "" if connection.close_code in (None, 1000, 1001, 1006, 1012) else f"it hung up ({connection.close_code})"
+
+
+class _Asked:
+    """A request on its way."""
+
+    def __init__(self, frame: dict[str, Any], again: bool) -> None:
+        self.frame, self.again = frame, again
+        self.answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+
+
+class EngineClient:
+    """See engine.Engine."""
+
+    def __init__(self, name: str, line: Line, timeout_s: float, vocabulary: int) -> None:
+        self.name, self.line = name, line
+        self._timeout_s, self._vocabulary = timeout_s, vocabulary
+        self._number = 0
+        self._asked: dict[int, _Asked] = {}
+        self._samples: set[int] = set()
+        self._to_send: list[dict[str, Any]] = []
+        self._cancelled: list[int] = []
+        self._gone: EngineGone | None = None
+        self._progress, self._written = 0.0, -1  # when something was finished last; what status has told of writing
+        self._patience: asyncio.TimerHandle | None = None
+        line.received, line.ended = self._receive, self._end
+        line.reopened = self._ask_again
+
+    async def open(self) -> None:
+        await self.line.open()
+
+    async def generate(
+        self, tokens: Sequence[int], params: SamplingParams, seed: int, *, version: int, patient: bool
+    ) -> Completion:
+        arguments = {
+            "tokens": tokens,
+            "seed": seed,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "stop_token_ids": params.stop_token_ids,
+            "candidates": params.candidates,
+            "policy_version": version,
+            "patient": patient,
+        }
+        asked = self._ask("generate", arguments)
+        number = asked.frame["id"]
+        self._samples.add(number)
+        if self._patience is None:
+            self._have_patience()
+        try:
+            value = await asked.answer
+        except asyncio.CancelledError:
+            self._cancel(number)
+            raise
+        finally:
+            self._samples.discard(number)
+        try:
+            return self._completion(msgspec.msgpack.decode(value, type=_Sample), params)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise EngineGone(f"{self.name} answered with something else than tokens: {str(error)[:200]}") from None
+
+    async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:
+        # a version may have been loaded before the connection ended
+        content = await self.call(METHODS[step], arguments, again=step != "finish")
+        if step != "finish":
+            return {}
+        return asdict(self._read(content, SyncState))
+
+    async def sleep(self, level: int) -> None:
+        await self.call("sleep", {"level": level})
+
+    async def wake(self, parts: Sequence[Part] | None = None) -> None:
+        await self.call("wake", {"tags": parts})
+
+    async def values(self, kind: Kind, sequences: Sequence[Sequence[int]], version: int) -> list[Any]:
+        arguments = {"kind": kind, "sequences": sequences, "policy_version": version}
+        return self._read(await self.call("values", arguments), list[Any])
+
+    async def status(self) -> Mapping[str, Any]:
+        return self._read(await self.call("status", {}), dict[str, Any])
+
+    async def look(self) -> Look:
+        return await self.line.look()
+
+    async def start(self, arguments: Mapping[str, Any], timeout_s: float) -> None:
+        """Give a new process its engine's arguments; returns once there is an engine."""
+        await self.call("start", arguments, limit=("sampler.start_timeout_s", timeout_s))
+
+    async def call(
+        self, method: str, arguments: Mapping[str, Any], again: bool = True, limit: tuple[str, float] | None = None
+    ) -> msgspec.Raw:
+        """The reply to a request, in time."""
+        key, seconds = limit or (REQUEST_KEY, self._timeout_s)
+        asked = self._ask(method, arguments, again)
+        try:
+            async with asyncio.timeout(seconds):
+                value = await asked.answer
+        except TimeoutError:
+            raise NoAnswer(f"{self.name} did not answer `{method}` within {key}={seconds:g}") from None
+        finally:
+            self._asked.pop(asked.frame["id"], None)
+        mark()
+        return value
+
+    def ask_to_end(self) -> None:
+        """In good order, which takes a larger engine seconds; no reply comes."""
+        if self._gone is None:
+            self._send({"id": 0, "method": "shutdown", "arguments": {}})
+
+    async def close(self) -> None:
+        self._end("it was closed")
+        await self.line.close()
+
+    def _ask(self, method: str, arguments: Mapping[str, Any], again: bool = True) -> _Asked:
+        if self._gone is not None:
+            raise self._gone
+        self._number += 1
+        asked = self._asked[self._number] = _Asked(
+            {"id": self._number, "method": method, "arguments": arguments}, again
+        )
+        self._send(asked.frame)
+        return asked
+
+    def _send(self, frame: dict[str, Any]) -> None:
+        if not self._to_send:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._to_send.append(frame)
+
+    def _flush(self) -> None:
+        frames, self._to_send = self._to_send, []
+        if self._gone is None and frames:
+            self.line.send(msgspec.msgpack.encode(frames))
+
+    def _cancel(self, number: int) -> None:
+        """Tell the engine that nobody waits for a sample any more; all of one turn together."""
+        if self._asked.pop(number, None) is None or self._gone is not None:
+            return
+        if not self._cancelled:
+            self._send({"id": 0, "method": "cancel", "arguments": {"requests": self._cancelled}})
+            asyncio.get_running_loop().call_soon(self._forget_cancelled)
+        self._cancelled.append(number)
+
+    def _forget_cancelled(self) -> None:
+        self._cancelled = []
+
+    def _receive(self, content: bytes) -> None:
+        try:
+            replies = msgspec.msgpack.decode(content, type=list[_Reply])
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            return self._end(f"it {OTHER_THING}: {str(error)[:200]}")
+        for reply in replies:
+            asked = self._asked.pop(reply.id, None)
+            if reply.id in self._samples:
+                self._progress = asyncio.get_running_loop().time()
+            if asked is None or asked.answer.done():
+                continue
+            if reply.error is not None:
+                asked.answer.set_exception(self._error(asked.frame["method"], reply.error))
+            else:
+                asked.answer.set_result(reply.value)
+        mark()
+
+    def _error(self, method: str, error: _Error) -> Exception:
+        text = f"{self.name}: {error.message[:4000]}"
+        if error.type == WeightSyncError.__name__:
+            return WeightSyncError(text)
+        if error.type == Refused.__name__:
+            return RequestRefused(text)
+        return SamplerError(f"{self.name}: `{method}` failed: {error.type[:100]}: {error.message[:4000]}")
+
+    def _end(self, reason: str) -> None:
+        """What is asked comes to nothing, now and later."""
+        if self._gone is None:
+            self._gone = EngineGone(f"{self.name}: {reason}")
+        for asked in self._asked.values():
+            if not asked.answer.done():
+                asked.answer.set_exception(self._gone)
+                asked.answer.exception()  # asyncio complains of those that nobody has asked for
+        self._asked.clear()
+        if self._patience is not None:
+            self._patience.cancel()
+
+    def _ask_again(self) -> None:
+        for number, asked in list(self._asked.items()):
+            if asked.again:
+                self._send(asked.frame)
+            elif not asked.answer.done():
+                del self._asked[number]
+                asked.answer.set_exception(
+                    EngineGone(f"{self.name}: the connection ended in `{asked.frame['method']}`")
+                )
+
+    def _have_patience(self) -> None:
+        """Look at the deadline of samples whenever it could have come."""
+        loop = asyncio.get_running_loop()
+        self._progress = loop.time()
+        self._patience = loop.call_at(self._progress + self._timeout_s, self._lose_patience)
+
+    def _lose_patience(self) -> None:
+        loop, self._patience = asyncio.get_running_loop(), None
+        if not self._samples or self._gone is not None:
+            return
+        if loop.time() < self._progress + self._timeout_s:
+            self._patience = loop.call_at(self._progress + self._timeout_s, self._lose_patience)
+        else:
+            self._asking = asyncio.ensure_future(self._look_for_progress())
+
+    async def _look_for_progress(self) -> None:
+        """An engine may write for longer than that before it has finished anything."""
+        written = self._written
+        with suppress(SamplerError, TimeoutError):
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                self._written = int((await self.status()).get("written", written))
+        if self._gone is None and self._samples and self._written != written:
+            return self._have_patience()
+        for number in list(self._samples):
+            asked = self._asked.pop(number, None)
+            if asked is not None and not asked.answer.done():
+                asked.answer.set_exception(
+                    NoAnswer(f"{self.name} finished no answer within {REQUEST_KEY}={self._timeout_s:g}")
+                )
+
+    def _read(self, content: msgspec.Raw, kind: Any) -> Any:
+        try:
+            return msgspec.msgpack.decode(content, type=kind)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise EngineGone(
+                f"{self.name} answered with something else than was asked for: {str(error)[:200]}"
+            ) from None
+
+    def _completion(self, sample: _Sample, params: SamplingParams) -> Completion:
+        """A sample as it was drawn; ValueError where it cannot have been."""
+        tokens_T, logprobs_T = np.frombuffer(sample.tokens, np.int32), np.frombuffer(sample.logprobs, np.float32)
+        if len(tokens_T) > params.max_tokens:
+            raise ValueError(f"{len(tokens_T)} tokens, {params.max_tokens} were asked for")
+        if len(logprobs_T) != len(tokens_T) or sum(count for _, count in sample.spans) != len(tokens_T):
+            raise ValueError(f"logprobs or policy versions that do not add up to {len(tokens_T)} tokens")
+        self._check_ids(tokens_T)
+        if (logprobs_T > HIGHEST_LOGPROB).any():
+            raise ValueError("a logprob above 0")
+        kept = counts = None
+        if params.candidates:
+            if sample.kept_ids is None or sample.kept_counts is None:
+                raise ValueError("what tokens were drawn among is missing")
+            self._check_ids(np.frombuffer(sample.kept_ids, np.int32))
+            counts_T = np.frombuffer(sample.kept_counts, np.int32)
+            if len(counts_T) != len(tokens_T) or 4 * int(counts_T.sum()) != len(sample.kept_ids):
+                raise ValueError(f"candidates that do not add up for {len(tokens_T)} tokens")
+            if ((counts_T < 1) | (counts_T > params.candidates)).any():
+                raise ValueError(f"more than the {params.candidates} candidates of a token that were asked for")
+            kept, counts = array("i", sample.kept_ids), array("i", sample.kept_counts)
+        tokens, logprobs = array("i", sample.tokens), array("f", sample.logprobs)
+        return Completion(tokens, logprobs, sample.finish, sample.spans, kept, counts)
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocabulary:
+            raise ValueError(f"token {ids.max()} is beyond the vocabulary of {self._vocabulary} tokens")
