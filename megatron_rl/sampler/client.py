@@ -65,6 +65,18 @@ class _Reply(msgspec.Struct):
     error: _Error | None = None
 
 
+class _Status(msgspec.Struct):
+    policy_version: _Version = NO_VERSION
+    torn: bool = False
+    asleep: list[str] = []
+    refusal: str | None = None
+    building: bool = False
+    open: int = 0
+    longest: int = 0
+    written: int = 0
+    pid: int = 0
+
+
 class _Sample(msgspec.Struct):
     tokens: bytes
     logprobs: bytes
@@ -171,30 +183,30 @@ class PortLine(Line):
         self._instance = instance
 
     async def _keep(self) -> None:
-        """Read until the connection is lost, and once more from a new one where something had come before."""
-        some = True
-        while some:
-            some = False
+        """Read until the connection is lost twice, and nothing has come in between."""
+        lost = 0
+        while True:
             assert self._connection is not None
             writing = asyncio.create_task(self._write(self._connection))
             try:
                 async for message in self._connection:
                     if message.type is aiohttp.WSMsgType.BINARY:
-                        some = True
+                        lost = 0
                         self.received(message.data)
             except Exception as error:  # of every kind: what a server sends is not to be trusted
                 return self.ended(f"{type(error).__name__}: {str(error)[:LONGEST_ERROR]}")
             finally:
                 writing.cancel()
-            reason = _closing(self._connection)
+            lost += 1
+            reason = _closing(self._connection) or ("its connection was lost twice" if lost == 2 else "")
             if reason:
                 return self.ended(reason)
             try:
                 await self._connect()
             except EngineGone as error:
                 return self.ended(str(error))
+            self._sending = asyncio.Queue()  # what is still to be done is sent again
             self.reopened()
-        return self.ended("its connection was lost twice")
 
     async def _write(self, connection: aiohttp.ClientWebSocketResponse) -> None:
         while True:
@@ -296,6 +308,8 @@ class EngineClient:
         }
         asked = self._ask("generate", arguments)
         number = asked.frame["id"]
+        if not self._samples:
+            self._progress = asyncio.get_running_loop().time()
         self._samples.add(number)
         if self._patience is None:
             self._have_patience()
@@ -329,7 +343,7 @@ class EngineClient:
         return self._read(await self.call("values", arguments), list[Any])
 
     async def status(self) -> Mapping[str, Any]:
-        return self._read(await self.call("status", {}), dict[str, Any])
+        return msgspec.structs.asdict(self._read(await self.call("status", {}), _Status))
 
     async def look(self) -> Look:
         return await self.line.look()
@@ -433,6 +447,7 @@ class EngineClient:
             self._patience.cancel()
 
     def _ask_again(self) -> None:
+        self._to_send = []
         for number, asked in list(self._asked.items()):
             if asked.again:
                 self._send(asked.frame)
@@ -462,7 +477,7 @@ class EngineClient:
         written = self._written
         with suppress(SamplerError, TimeoutError):
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                self._written = int((await self.status()).get("written", written))
+                self._written = (await self.status())["written"]
         if self._gone is None and self._samples and self._written != written:
             return self._have_patience()
         for number in list(self._samples):
@@ -487,6 +502,8 @@ class EngineClient:
             raise ValueError(f"{len(tokens_T)} tokens, {params.max_tokens} were asked for")
         if len(logprobs_T) != len(tokens_T) or sum(count for _, count in sample.spans) != len(tokens_T):
             raise ValueError(f"logprobs or policy versions that do not add up to {len(tokens_T)} tokens")
+        if len(sample.spans) > 1 and not all(count for _, count in sample.spans):
+            raise ValueError("a policy version of no token")
         self._check_ids(tokens_T)
         if (logprobs_T > HIGHEST_LOGPROB).any():
             raise ValueError("a logprob above 0")
