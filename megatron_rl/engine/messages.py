@@ -37,7 +37,7 @@ class Generate(Body):
     tokens: Tokens
     seed: Natural
     max_tokens: Positive
-    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=LARGEST)] = 1.0  # neither NaN nor infinite
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=LARGEST)] = -1
     stop_token_ids: list[TokenId] = []
