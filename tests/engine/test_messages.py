@@ -77,7 +77,8 @@ def test_token_ids_are_checked(ids, why):
         {"max_tokens": 48}, {"max_tokens": 0}, {"max_tokens": 2**63}, {"max_tokens": 1.5}, {"max_tokens": True},
         {"seed": -1}, {"seed": 2**63}, {"stop_token_ids": [101]}, {"stop_token_ids": [-1]}, {"patient": 1},
         {"top_p": 0}, {"top_p": 2}, {"top_k": -2}, {"temperature": -1}, {"temperature": "1"}, {"candidates": 10000},
-        {"temperature": float("nan")}, {"temperature": float("inf")}, {"policy_version": -2}, {"policy_version": "main"}, {"n": 2},
+        {"temperature": float("nan")}, {"temperature": float("inf")}, {"policy_version": -2},
+        {"policy_version": "main"}, {"n": 2},
         {"logit_bias": {"1000": 1}}, {"allowed_token_ids": [1000]}, {"extra_args": {}}, {"structured_outputs": {}},
     ],
     ids=str,
@@ -125,7 +126,8 @@ def test_methods_are_those_of_a_list(method, arguments):
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\xc0", b"\xc1", DEEP, b"\x91\x83\xa2id\x01\xa6method\xa6status\xa9arguments" + DEEP, b"\xff\xfe\x00", b"{}", encode("x"), encode({}), encode([1]),
+        b"", b"\xc0", b"\xc1", DEEP, b"\x91\x83\xa2id\x01\xa6method\xa6status\xa9arguments" + DEEP,
+        b"\xff\xfe\x00", b"{}", encode("x"), encode({}), encode([1]),
         encode([{"id": 1, "method": "status"}]), encode([{"id": -1, "method": "status", "arguments": {}}]),
         encode([{"id": 1, "method": 5, "arguments": {}}]), encode([{"id": True, "method": "status", "arguments": {}}]),
         encode([{"id": 1, "method": "status", "arguments": {}, "more": 1}]), encode([]) + b" ",
