@@ -92,6 +92,8 @@ class Line(ABC):
     `reopened`: what was not replied to has to be sent again.
     """
 
+    checked = False  # samples that do not fit are refused on the way: where one fails, the engine has broken down
+
     def __init__(self) -> None:
         self.reopened: Callable[[], None] = lambda: None
         self.received: Callable[[bytes], None] = lambda content: None
@@ -151,6 +153,8 @@ class SocketLine(Line):
 
 class PortLine(Line):
     """A WebSocket to a server, under its key. Its loss may say nothing of the server: it is opened once more."""
+
+    checked = True
 
     def __init__(self, address: str, key: str) -> None:
         super().__init__()
@@ -432,7 +436,9 @@ class EngineClient:
             return WeightSyncError(text)
         if error.type == Refused.__name__:
             return RequestRefused(text)
-        return SamplerError(f"{self.name}: `{method}` failed: {error.type[:100]}: {error.message[:4000]}")
+        broke = method == "generate" and self.line.checked
+        kind = EngineGone if broke else SamplerError
+        return kind(f"{self.name}: `{method}` failed: {error.type[:100]}: {error.message[:4000]}")
 
     def _end(self, reason: str) -> None:
         """What is asked comes to nothing, now and later."""
