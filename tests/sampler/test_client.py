@@ -474,6 +474,18 @@ def test_a_lost_connection_is_tried_again(end: str) -> None:
         behind_a_port([end, end, replied], once)
 
 
+@pytest.mark.fault("a step of a server's engine fails", "the server counts as gone; a child's error is the run's")
+def test_samples_that_fail_behind_a_door_are_the_engine_s_fault() -> None:
+    def failing(frames: Frames) -> bytes:
+        return encode([{"id": one["id"], "error": {"type": "RuntimeError", "message": "CUDA"}} for one in frames])
+
+    with pytest.raises(EngineGone, match="`generate` failed: RuntimeError: CUDA"):
+        behind_a_port([failing], once)
+    with pytest.raises(SamplerError, match="`generate` failed: RuntimeError: CUDA") as raised:
+        told(failing, generate)
+    assert type(raised.value) is SamplerError
+
+
 @pytest.mark.fault("a connection ends and the server's process has ended", "no second try")
 def test_nobody_asks_a_dead_process_twice() -> None:
     async def use(engine: EngineClient, asked: Frames) -> int:
