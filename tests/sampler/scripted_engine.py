@@ -94,7 +94,7 @@ class ScriptedEngine:
             await asyncio.sleep(self.load_s)
             if self.staged is None:
                 raise WeightSyncError(f"{self.name}: finish_weight_update without an accepted update_weights")
-            self.version, self.staged, self.stands = self.staged, None, arguments["stand"]
+            self.version, self.staged, self.stands = self.staged, None, arguments.get("stand", False)
             if step in self.fails:
                 await self._fail(step)
             return asdict(SyncState(self.version, False, 0.0, self.load_s, 1))

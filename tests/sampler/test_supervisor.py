@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scripted_engine import HANG_S, replica
+from scripted_engine import HANG_S, replica, until
 
 from megatron_rl.config.schema import Format, Transport
 from megatron_rl.sampler import supervisor as module
@@ -86,7 +86,7 @@ def kept(state: SamplerState, version: int) -> None:
     """The update that brought the present version."""
     state.served.append(version)
     told = ("start", {}), ("stage", {Format.none: {"update_info": {"policy_version": version}}})
-    state.kept_update = [*told, ("finish", {Format.none: {"stand": False}})]
+    state.kept_update = [*told, ("finish", {})]
     state.init_info = {}
 
 
@@ -96,8 +96,7 @@ def test_an_engine_that_comes_back_receives_the_present_version_before_it_serves
         kept(state, 4)
         await state.updating.acquire()
         coming = asyncio.ensure_future(over(one, state)._make_current())
-        await asyncio.sleep(0.01)
-        assert one.up
+        await until(lambda: one.up)
         assert not one.ready, "an update may be on its way"
         state.updating.release()
         await coming

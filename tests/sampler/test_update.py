@@ -17,9 +17,9 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 GONE, REFUSED = EngineGone("killed"), WeightSyncError("corrupt tensor")
 
 
-def run(use: Callable[[SamplerState], Any]) -> Any:
+def run(use: Callable[[SamplerState], Any], start_timeout_s: float = 0.2) -> Any:
     async def main() -> Any:
-        state = SamplerState(0.2, 30.0, 48, 100, lambda line: None)
+        state = SamplerState(start_timeout_s, 30.0, 48, 100, lambda line: None)
         state.served.append(0)
         return await asyncio.wait_for(use(state), HANG_S)
 
@@ -185,7 +185,7 @@ def test_an_update_outlives_the_last_engine(step):
         one.engine, one.up = ScriptedEngine("engine 1"), True
         return await updating
 
-    assert run(use)["policy_version"] == 1
+    assert run(use, start_timeout_s=HANG_S)["policy_version"] == 1
     assert (one.ready, one.version) == (True, 1)
     assert one.engine.events == [f"engine 1: {word}" for word in ("start", "stage", "await", "finish")]
 
