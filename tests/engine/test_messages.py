@@ -60,8 +60,8 @@ def test_what_a_sampler_asks_passes(method, arguments):
     ("ids", "why"),
     [
         ([101], "101 is beyond the vocabulary of 101"), ([1, 10**6, 2], "1000000 is beyond"), ([-1], "tokens"),
-        ([2**63], "tokens"), ([True], "bool"), ([1.5], "float"), ([[1]], "array"), (["1"], "str"), ([None], "null"),
-        ([], "length >= 1"), (None, "null"), ("1", "str"), ({"0": 1}, "object"), (b"\1", "bytes"),
+        ([2**63], "tokens"), ([True], "bool"), ([1.5], "float"), ([[1]], "array"), (["1"], "str"), ([None], "None"),
+        ([], "length >= 1"), (None, "None"), ("1", "str"), ({"0": 1}, "object"), (b"\1", "bytes"),
         ([1] * 45, "45 tokens and max_tokens=4 exceed 48"),
     ],
     ids=lambda value: str(value)[:20],

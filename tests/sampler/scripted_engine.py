@@ -34,7 +34,7 @@ class ScriptedEngine:
 
     name: str = "engine"
     version: int = 0
-    table: Mapping[tuple[int, ...], Mapping[int, float]] = field(default_factory=dict)  # tokens and their logprobs
+    table: Mapping[tuple[int, ...], Sequence[tuple[int, float]]] = field(default_factory=dict)  # tokens and logprobs
     once: Callable[[], bool] = lambda: True  # no answer before this holds
     pause_s: float = 0.0  # before each answer
     hangs: bool = False
@@ -72,11 +72,12 @@ class ScriptedEngine:
             raise EngineGone(f"{self.name}: killed")
         if tuple(tokens) == self.refused:
             raise RequestRefused(f"{self.name} refused: {tokens[0]} is beyond the vocabulary")
-        drawn = self.table.get(tuple(tokens), {tokens[-1]: -1.0, seed: -2.0})
+        drawn = self.table.get(tuple(tokens), [(tokens[-1], -1.0), (seed, -2.0)])
         spans: Spans = ((began, len(drawn)),)
         if self.version != began:  # the update came after the first token
             spans = (began, 1), (self.version, len(drawn) - 1)
-        return Completion(array("i", drawn), array("f", drawn.values()), "stop", self.lie or spans)
+        ids, logprobs = zip(*drawn, strict=True)
+        return Completion(array("i", ids), array("f", logprobs), "stop", self.lie or spans)
 
     async def update(self, step: UpdateStep, **arguments: Any) -> Mapping[str, Any]:
         if step in self.fails and not (step == "finish" and self.loads_first):
