@@ -39,7 +39,7 @@ class Engine:
         self._draining = False  # nothing new begins, so that nothing is open
         self._stands = False  # open samples wait for `resume`
         self._look_again_at = 0.0
-        self.llm.llm_engine.set_weight_version(str(self.ready.policy_version))
+        self._stamp(self.ready.policy_version)
         # the first generation loads and compiles for seconds: let that be part of the start
         for seed in (0, 1):
             self.samples.add(seed, [0], seed, max_tokens=2)
@@ -65,6 +65,7 @@ class Engine:
             "building": any(self.llm.collective_rpc("weight_update_building")),  # new weights, beside the present ones
             "open": len(self.samples),
             "longest": self.longest,  # tokens of a prompt and its answer together
+            "prefilled": self.samples.prefilled,
             "written": self.samples.written,  # grows while it works
             "pid": os.getpid(),
         }
@@ -138,7 +139,12 @@ class Engine:
         self._stands = False
         self.ready = Readiness()
         self._reset_prefix_cache()
-        self.llm.llm_engine.set_weight_version(str(self.ready.policy_version))
+        self._stamp(self.ready.policy_version)
+
+    def _stamp(self, version: int) -> None:
+        """Tokens, and the prefixes of what begins, are of this version from now on."""
+        self.llm.llm_engine.set_weight_version(str(version))
+        self.samples.salt = str(version)
 
     def values(self, kind: str, sequences: list[list[int]], policy_version: int) -> list[Any]:
         """What the engine's modules put out for each sequence: "activations" or "routed_experts"."""
@@ -227,7 +233,9 @@ class Engine:
         version = states[0]["policy_version"]
         if not keep_cache or not self.samples:
             self._reset_prefix_cache()
-        self.llm.llm_engine.set_weight_version(str(version))
+        self._stamp(version)
+        if keep_cache and self.samples:
+            self.samples.renew()
         self.ready.complete_update(version)
         self._stands = stand
         return max(states, key=lambda state: state["load_s"])

@@ -21,52 +21,40 @@ class OpenSamples:
 
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
-        self._open: dict[str, int] = {}  # by vLLM's name: how many candidates were asked for
+        self._open: dict[str, dict[str, Any]] = {}  # by vLLM's name: what was asked for
         self._finished: list[tuple[int, dict[str, Any]]] = []
         self.written = 0  # steps that have written something
+        self.prefilled = 0  # tokens of prompts; of a prefix that was cached, none
+        # of cached prefixes: the policy version whose keys and values they are. Others begin on none of them
+        self.salt = ""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(
-        self,
-        number: int,
-        tokens: list[int],
-        seed: int,
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        stop_token_ids: Sequence[int] = (),
-        candidates: int = 0,
-    ) -> None:
-        """Queue a sample in vLLM as `LLM.generate` does."""
+    def add(self, number: int, tokens: list[int], candidates: int = 0, **wanted: Any) -> None:
+        """Queue a sample in vLLM as `LLM.generate` does; see messages.Generate."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         candidates = min(candidates, self._engine.model_config.get_vocab_size())
         params = SamplingParams(
-            seed=seed,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            stop_token_ids=list(stop_token_ids),
+            **wanted,
             logprobs=candidates,  # beside the sampled token's
             flat_logprobs=True,
             detokenize=False,
             skip_clone=True,  # nobody else changes them
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._engine.add_request(str(number), tokens_input(tokens), params)
-        self._open[str(number)] = candidates
+        self._engine.add_request(str(number), tokens_input(tokens, cache_salt=self.salt), params)
+        self._open[str(number)] = {"tokens": tokens, "candidates": candidates, **wanted}
 
     def step(self) -> None:
         self.written += 1
         for output in self._engine.step():
             if output.finished and output.request_id in self._open:
-                candidates = self._open.pop(output.request_id)
+                candidates = self._open.pop(output.request_id)["candidates"]
+                self.prefilled += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
                 now = int(self._engine.get_weight_version())
                 self._finished.append((int(output.request_id), completed(output.outputs[0], candidates, now)))
 
@@ -79,6 +67,15 @@ class OpenSamples:
         while core.batch_queue:
             self.step()
         self._engine.wake_up(tags=["scheduling"])
+
+    def renew(self) -> None:
+        """Queue samples that are not begun anew: the prefixes that they will share are of the new weights."""
+        queued = self._engine.engine_core.engine_core.scheduler.waiting
+        names = [str(one.request_id).partition("-")[0] for one in queued if not one.num_computed_tokens]
+        begun = [self._open.pop(name) for name in names]
+        self._engine.abort_request(names)
+        for name, wanted in zip(names, begun, strict=True):
+            self.add(int(name), **wanted)
 
     def take_finished(self) -> list[tuple[int, dict[str, Any]]]:
         finished, self._finished = self._finished, []

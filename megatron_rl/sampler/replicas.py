@@ -15,7 +15,7 @@ from megatron_rl.config.fleet import KEY_VARIABLE, devices, max_sequences
 from megatron_rl.config.schema import Cache
 from megatron_rl.sampler.client import EngineClient, PortLine
 from megatron_rl.sampler.dispatch import Dispatcher, Done, Job
-from megatron_rl.sampler.engine import Kind, SamplerError
+from megatron_rl.sampler.engine import EngineGone, Kind, SamplerError
 from megatron_rl.sampler.engine_process import ProcessSettings, share_of_cores
 from megatron_rl.sampler.engine_settings import EngineSettings, engine_arguments, write_engine_folder
 from megatron_rl.sampler.replica import NoServerLeft, Replica
@@ -152,29 +152,36 @@ class Replicas:
         await dispatcher.close()
 
     async def values(self, kind: Kind, sequences: list[list[int]]) -> list[Any]:
-        await self._until(lambda: any(one.ready for one in self.all))
-        first = next(one for one in self.all if one.ready)
-        return await first.wait_for(first.engine.values(kind, sequences, self._state.version))
+        while True:
+            await self._until(lambda: any(one.ready for one in self.all))
+            first = next(one for one in self.all if one.ready)
+            try:
+                return await first.wait_for(first.engine.values(kind, sequences, self._state.version))
+            except EngineGone as error:
+                self._state.take_out(first, str(error))
 
     async def health(self) -> dict[str, Any]:
         """What is known of each engine, and the status of one: of the first that is not well."""
-        waits = self._state.updating.locked
-        await self._until(lambda: any(one.ready or (one.up and waits()) for one in self.all))
-        engines = []
-        for one in self.all:
-            status = await one.wait_for(one.engine.status()) if one.up else {}
-            alive = (await one.look()).alive
-            engines.append(
-                {
-                    **status,
-                    "name": one.name,
-                    "ready": one.ready and alive,
-                    "reason": one.given_up or one.reason,
-                    "pid": one.process.pid if one.process else None,
-                }
-            )
-        up = [one for one in engines if "torn" in one]
-        return {**next((one for one in up if one["torn"] or one["refusal"]), up[0]), "engines": engines}
+        while True:
+            await self._until(lambda: any(one.ready or (one.up and self.updates.holds) for one in self.all))
+            engines = [await self._about(one) for one in self.all]
+            if up := [one for one in engines if "torn" in one]:
+                return {**next((one for one in up if one["torn"] or one["refusal"]), up[0]), "engines": engines}
+
+    async def _about(self, one: Replica) -> dict[str, Any]:
+        status: Any = {}
+        if one.up:
+            try:
+                status = await one.wait_for(one.engine.status())
+            except EngineGone as error:
+                self._state.take_out(one, str(error))
+        return {
+            **status,
+            "name": one.name,
+            "ready": one.ready and (await one.look()).alive,
+            "reason": one.given_up or one.reason,
+            "pid": one.process.pid if one.process else None,
+        }
 
     async def _until(self, happened: Callable[[], bool]) -> None:
         """Wait for something that becomes of engines; raise where it does not in time."""

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megatron_rl.config.schema import Format
-from megatron_rl.sampler.engine import EngineGone, SamplerError, UpdateStep
+from megatron_rl.sampler.engine import Engine, EngineGone, SamplerError, UpdateStep
 from megatron_rl.sampler.replica import NoServerLeft, Replica
 from megatron_rl.sampler.supervisor import SamplerState, Told
 from megatron_rl.weight_sync.file_transport import BACKGROUND
@@ -28,14 +28,17 @@ class Updates:
 
     def __init__(self, replicas: Sequence[Replica], state: SamplerState) -> None:
         self._replicas, self._state = replicas, state
-        self._holds = False  # state.updating, which keeps re-syncs away
+        self.holds = False  # state.updating, which keeps re-syncs away
         self._releases = False  # at the end of the update: nobody holds it for longer
-        self._taking: list[Replica] = []  # those that take the update
+        self._taken_by: list[tuple[Replica, Engine]] = []  # a replica that has another engine by now takes it no more
         self._told: list[Told] = []
 
     async def on_all(self, ask: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
-        """Ask every engine that is ready, all at once. One that is gone is taken out; with none left, an error."""
-        return await self._on([replica for replica in self._replicas if replica.ready], ask)
+        """Ask every engine that is up, all at once. One that is gone is taken out; with none left, who comes back."""
+        while True:
+            await self._until_one_is_up()
+            with contextlib.suppress(NoServerLeft):
+                return await self._on([replica for replica in self._replicas if replica.up], ask)
 
     async def _on(self, replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
         state = self._state
@@ -51,9 +54,17 @@ class Updates:
             raise NoServerLeft(self._replicas, state.version, state.start_timeout_s)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
+    @property
+    def _taking(self) -> list[Replica]:
+        """Who takes the update."""
+        return [replica for replica, engine in self._taken_by if replica.up and replica.engine is engine]
+
+    def _all_up(self) -> list[tuple[Replica, Engine]]:
+        return [(replica, replica.engine) for replica in self._replicas if replica.up]
+
     async def hold(self) -> None:
         """Keep engines that come back from being told of the present version: its files may be written over."""
-        if self._holds:
+        if self.holds:
             return
         state = self._state
         try:
@@ -64,11 +75,11 @@ class Updates:
                 f"{', '.join(one.name for one in self._replicas if not one.ready and not one.given_up)} is still "
                 "receiving the version before. Read its log; raise sampler.start_timeout_s where it was only slow"
             ) from None
-        self._holds = True
+        self.holds = True
 
     async def release(self) -> None:
-        if self._holds:
-            self._holds = False
+        if self.holds:
+            self.holds = False
             self._state.updating.release()
 
     async def init(self, info: dict[str, Any]) -> None:
@@ -76,9 +87,9 @@ class Updates:
         await self.on_all(lambda one: one.engine.update("init", init_info=info))
 
     async def begin(self) -> None:
-        self._releases = not self._holds
+        self._releases = not self.holds
         await self.hold()
-        self._taking, self._told = [replica for replica in self._replicas if replica.up], []
+        self._taken_by, self._told = self._all_up(), []
         try:
             await self._tell("start", {})
         except BaseException:
@@ -103,23 +114,22 @@ class Updates:
     async def finish(self) -> dict[str, Any]:
         """Load the update. No engine goes on before every one has: no token is of weights that are taken back."""
         state, told = self._state, list(self._told)
-        for replica in self._taking:
+        for replica, _ in self._taken_by:
             replica.updating = True
         try:
-            stand = len(self._taking) > 1
+            stand = len(self._taken_by) > 1
             states = await self._tell("finish", {}, keep_cache=state.keep_cache, stand=stand)
             slowest = max(states, key=lambda answer: answer["load_s"])
             state.served.append(slowest["policy_version"])
             state.kept_update = [*told, ("finish", {})]
             for replica in self._taking:
-                if replica.up:
-                    replica.version, replica.ready, replica.reason = state.version, True, ""
+                replica.version, replica.ready, replica.reason = state.version, True, ""
             stood_s = await self._resume() if stand else 0.0
         except BaseException:  # of every kind: one that was interrupted may have either version
             await asyncio.shield(self._doubt())
             raise
         finally:
-            for replica in self._taking:
+            for replica in self._replicas:
                 replica.updating = False
             await self._end()
             state.tell()
@@ -127,7 +137,7 @@ class Updates:
 
     async def _doubt(self) -> None:
         """After a load that failed somewhere: engines that have the version before go on, others are taken out."""
-        for replica in [replica for replica in self._taking if replica.up]:
+        for replica in self._taking:
             try:
                 status = await replica.engine.status()
                 if status["policy_version"] != self._state.version or status["torn"]:
@@ -139,7 +149,7 @@ class Updates:
     async def _resume(self) -> float:
         """Let engines that stand still go on; how long that took. One that cannot go on is taken out."""
         began = time.perf_counter()
-        standing = [replica for replica in self._taking if replica.up]
+        standing = self._taking
         asked = (one.wait_for(one.engine.update("resume")) for one in standing)
         for replica, answer in zip(standing, await asyncio.gather(*asked, return_exceptions=True), strict=True):
             if isinstance(answer, BaseException):
@@ -150,7 +160,7 @@ class Updates:
         while True:
             try:
                 answers = await self._on(
-                    [one for one in self._taking if one.up],
+                    self._taking,
                     lambda one: one.engine.update(step, **by_format.get(one.format, {}), **given),
                 )
             except NoServerLeft:
@@ -162,17 +172,17 @@ class Updates:
     async def _start_over(self) -> None:
         """Tell the first engine that comes back what those had been told that are gone."""
         await self._until_one_is_up()
-        self._taking = [replica for replica in self._replicas if replica.up]
+        self._taken_by = self._all_up()
         with contextlib.suppress(NoServerLeft):  # whoever called tries again
             for step, by_format in self._told:
                 await self._on(
-                    [one for one in self._taking if one.up],
+                    self._taking,
                     lambda one, step=step, given=by_format: one.engine.update(step, **given.get(one.format, {})),  # type: ignore[misc]
                 )
 
     async def _abort(self) -> None:
         with contextlib.suppress(SamplerError):  # the first error is the one to report
-            await self._on([one for one in self._taking if one.up], lambda one: one.engine.update("abort"))
+            await self._on(self._taking, lambda one: one.engine.update("abort"))
 
     async def _until_one_is_up(self) -> None:
         state = self._state
