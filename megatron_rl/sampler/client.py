@@ -66,15 +66,13 @@ class _Reply(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
+    """What is decided by; the rest is only told."""
+
     policy_version: _Version = NO_VERSION
     torn: bool = False
-    asleep: list[str] = []
     refusal: str | None = None
-    building: bool = False
-    open: int = 0
     longest: int = 0
     written: int = 0
-    pid: int = 0
 
 
 class _Sample(msgspec.Struct):
@@ -347,7 +345,8 @@ class EngineClient:
         return self._read(await self.call("values", arguments), list[Any])
 
     async def status(self) -> Mapping[str, Any]:
-        return msgspec.structs.asdict(self._read(await self.call("status", {}), _Status))
+        content = await self.call("status", {})
+        return {**self._read(content, dict[str, Any]), **msgspec.structs.asdict(self._read(content, _Status))}
 
     async def look(self) -> Look:
         return await self.line.look()
