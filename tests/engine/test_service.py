@@ -1,7 +1,6 @@
 """Requests of several lines and one engine: whoever has asked gets the answer, and nobody else."""
 
 import threading
-from collections import deque
 from typing import Any
 
 import pytest
@@ -22,20 +21,16 @@ class Line:
 
 
 class Engine:
-    """Finishes its samples two steps after they came, the last one first; breaks once there is nothing left to do."""
+    """Finishes its samples in the second step after they came, the last one first; ends where it is told to."""
 
     def __init__(self) -> None:
-        self.open: deque[tuple[int, int]] = deque()  # number, steps that are left
-        self.begun: list[list[int]] = [[]]  # by step
-        self.done = False
+        self.open: dict[int, int] = {}  # steps that are left, by number
+        self.first: list[int] = []  # what the first step began with
+        self.broken = False
 
     @property
     def writes(self) -> bool:
         return bool(self.open)
-
-    @property
-    def broken(self) -> bool:
-        return self.done
 
     def must_wait(self, method: str) -> bool:
         return method == "values" and self.writes
@@ -43,27 +38,25 @@ class Engine:
     def generate(self, number: int, tokens: list[int]) -> None:
         if tokens == [0]:
             raise ValueError("no such token")
-        self.open.append((number, 2))
-        self.begun[-1].append(number)
+        self.open[number] = 2
 
     def cancel(self, numbers: list[int]) -> None:
-        self.open = deque(one for one in self.open if one[0] not in numbers)
-
-    def values(self) -> str:
-        return f"open: {len(self.open)}"
+        for number in numbers:
+            del self.open[number]
 
     def status(self) -> str:
         return f"open: {len(self.open)}"
 
+    values = status
+
     def stop(self) -> None:
-        self.done = True
+        self.broken = True
 
     def step(self) -> list[tuple[int, Any]]:
-        self.begun.append([])
-        self.open = deque((number, left - 1) for number, left in self.open)
-        finished = [(number, f"sample {number}") for number, left in reversed(self.open) if left == 0]
-        self.open = deque(one for one in self.open if one[1])
-        return finished
+        self.first = self.first or list(self.open)
+        self.open = {number: left - 1 for number, left in self.open.items()}
+        finished = [number for number, left in self.open.items() if left == 0]
+        return [(number, f"sample {number}") for number in reversed(finished) if self.open.pop(number) == 0]
 
 
 def sample(number: int, *tokens: int) -> dict[str, Any]:
@@ -96,7 +89,7 @@ def test_what_is_asked_together_begins_in_one_step_and_its_answers_travel_togeth
     service.ask(one, [sample(7, 1), sample(8, 1)])
     service.ask(other, [sample(7, 1), asked(9, "status")])
     engine = run(service)
-    assert engine.begun[0] == [1, 2, 3]
+    assert engine.first == [1, 2, 3]
     assert [[frame["id"] for frame in frames] for frames in one.sent] == [[8, 7]]
     assert one.replies == {7: "sample 1", 8: "sample 2"}
     assert other.replies == {7: "sample 3", 9: "open: 3"}, "numbers are each line's own"

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,21 +107,13 @@ def test_an_engine_that_comes_back_receives_the_present_version_before_it_serves
     run(use)
 
 
-class Dead:
-    """A process that has ended."""
-
-    pid, log_path = 0, "sampler_0.log"
-
-    def ended(self) -> str:
-        return "its process ended (exit status -9)"
-
-    def wait(self, seconds: float) -> int:
-        return -9
-
-    def log_end(self) -> str:
-        return "RuntimeError: no room"
-
-    def end(self) -> None: ...
+DEAD = SimpleNamespace(
+    ended=lambda: "its process ended (exit status -9)",
+    wait=lambda seconds: -9,
+    log_path="sampler_0.log",
+    log_end=lambda: "RuntimeError: no room",
+    end=lambda: None,
+)
 
 
 @pytest.mark.fault("an engine ends again and again", "three restarts; then it is given up, with the end of its log")
@@ -134,7 +127,7 @@ def test_restarts_are_few(transport, restarts, said):
         supervisor = Supervisor(one, object(), state, "", "")
         supervisor.first_start.set_result(None)
         while not one.given_up:
-            one.process, one.up = Dead(), True
+            one.process, one.up = DEAD, True
             await supervisor._watch()
             assert not one.up
             assert one.process is None
