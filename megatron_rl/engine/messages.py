@@ -9,6 +9,7 @@ worker method leave it deaf: a server holds every message against its form befor
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -116,6 +117,21 @@ class _Frame(msgspec.Struct, forbid_unknown_fields=True):
     id: Natural
     method: str
     arguments: msgspec.Raw
+
+
+def transmissions(frames: Iterable[Any]) -> Iterator[bytes]:
+    """Frames in as few transmissions as may travel: samples that end together may be too much for one."""
+    part: list[msgspec.Raw] = []
+    size = 0
+    for frame in frames:
+        content = msgspec.msgpack.encode(frame)
+        if part and size + len(content) > LONGEST_TRANSMISSION // 2:
+            yield msgspec.msgpack.encode(part)
+            part, size = [], 0
+        part.append(msgspec.Raw(content))
+        size += len(content)
+    if part:
+        yield msgspec.msgpack.encode(part)
 
 
 def checked(content: bytes, vocabulary: int, longest: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

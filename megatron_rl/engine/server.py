@@ -20,7 +20,7 @@ import uvicorn
 
 from megatron_rl.engine.child import run
 from megatron_rl.engine.engine import Engine
-from megatron_rl.engine.messages import LONGEST_TRANSMISSION, Refused, checked
+from megatron_rl.engine.messages import LONGEST_TRANSMISSION, Refused, checked, transmissions
 from megatron_rl.engine.server_access import Connection, Message, Receive, RequireKey, Send
 from megatron_rl.engine.service import Frame, Service
 from megatron_rl.processes.heartbeat import Heartbeat
@@ -36,8 +36,8 @@ class Caller:
         self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
 
     def send(self, frames: list[Frame]) -> None:
-        content = msgspec.msgpack.encode(frames)
-        self._loop.call_soon_threadsafe(self._waiting.put_nowait, content)
+        for content in transmissions(frames):
+            self._loop.call_soon_threadsafe(self._waiting.put_nowait, content)
 
     async def deliver(self) -> None:
         while True:

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from megatron_rl.engine.messages import LONGEST_TRANSMISSION, Refused
+from megatron_rl.engine.messages import LONGEST_TRANSMISSION, Refused, transmissions
 from megatron_rl.engine.readiness import LARGEST_ID, SyncState
 from megatron_rl.processes.pulse import mark
 from megatron_rl.sampler.engine import (
@@ -397,8 +397,9 @@ class EngineClient:
 
     def _flush(self) -> None:
         frames, self._to_send = self._to_send, []
-        if self._gone is None and frames:
-            self.line.send(msgspec.msgpack.encode(frames))
+        if self._gone is None:
+            for content in transmissions(frames):
+                self.line.send(content)
 
     def _cancel(self, number: int) -> None:
         """Tell the engine that nobody waits for a sample any more; all of one turn together."""

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from megatron_rl.engine.messages import REQUESTS, Refused, checked
+from megatron_rl.engine import messages
+from megatron_rl.engine.messages import REQUESTS, Refused, checked, transmissions
 
 SAMPLING = {
     "seed": 7, "max_tokens": 4, "temperature": 0.0, "top_p": 0.5, "top_k": -1, "stop_token_ids": [3], "candidates": 16,
@@ -145,6 +146,16 @@ def test_one_refusal_spoils_no_neighbour():
     requests, refusals = read(encode(frames))
     assert [one["id"] for one in requests] == [0]
     assert [one["id"] for one in refusals] == [1, 2]
+
+
+@pytest.mark.fault("more is asked, or finished, at once than a transmission may take", "it travels in several")
+def test_transmissions_are_as_few_as_may_travel(monkeypatch):
+    monkeypatch.setattr(messages, "LONGEST_TRANSMISSION", 200)
+    frames = [{"id": i, "value": bytes(size)} for i, size in enumerate((10, 20, 30, 40, 300, 5, 5))]
+    parts = list(transmissions(frames))
+    assert [[one["id"] for one in msgspec.msgpack.decode(part)] for part in parts] == [[0, 1, 2], [3], [4], [5, 6]]
+    assert [one for part in parts for one in msgspec.msgpack.decode(part)] == frames
+    assert list(transmissions([])) == []
 
 
 def test_a_name_given_twice_is_read_once():
