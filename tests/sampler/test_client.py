@@ -21,7 +21,7 @@ from megatron_rl.weight_sync.manifest import WeightSyncError
 DEEP = b"\x91" * 200_000  # lists in lists
 
 
-def lied(sample: dict[str, Any] | bytes, params: SamplingParams = PARAMS) -> str:
+def lied(sample: dict[str, Any], params: SamplingParams = PARAMS) -> str:
     """What is said of an engine that answers so."""
 
     async def use(engine: EngineClient) -> str:
@@ -29,7 +29,7 @@ def lied(sample: dict[str, Any] | bytes, params: SamplingParams = PARAMS) -> str
             await generate(engine, params)
         return str(raised.value)
 
-    return told(lambda frames: sample if isinstance(sample, bytes) else replied(frames, sample), use)
+    return told(lambda frames: replied(frames, sample), use)
 
 
 def ints(*values: int) -> bytes:
