@@ -137,7 +137,7 @@ class Updates:
 
     async def _doubt(self) -> None:
         """After a load that failed somewhere: engines that have the version before go on, others are taken out."""
-        alone = len(self._taking) == 1
+        alone = len(self._replicas) == 1
         for replica in self._taking:
             try:
                 status = await replica.engine.status()
