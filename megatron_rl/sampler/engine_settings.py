@@ -49,7 +49,7 @@ class EngineSettings:
     sampler: SamplerSection
     quantization: QuantizationSection
     formats: tuple[Format, ...]  # one per engine: of the servers that the run starts, then of the given ones
-    is_fleet: bool  # servers over HTTP, not one embedded engine
+    is_fleet: bool  # servers, not embedded engines
     transport: Transport
     max_tokens: int  # of a prompt and its answer together
     seed: int

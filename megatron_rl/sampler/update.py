@@ -137,9 +137,12 @@ class Updates:
 
     async def _doubt(self) -> None:
         """After a load that failed somewhere: engines that have the version before go on, others are taken out."""
+        alone = len(self._replicas) == 1
         for replica in self._taking:
             try:
                 status = await replica.engine.status()
+                if alone and status["torn"]:
+                    continue  # it refuses by itself whatever is asked, and the next good update repairs it
                 if status["policy_version"] != self._state.version or status["torn"]:
                     raise EngineGone("it loaded a version that another engine could not load")
                 await replica.engine.update("resume")

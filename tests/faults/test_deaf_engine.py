@@ -1,4 +1,4 @@
-"""An engine whose threads have died behind a server that answers."""
+"""An engine whose thread hangs behind a door that answers."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ PATIENCE_S = 300
 
 
 @pytest.mark.fault(
-    "the thread that sends an engine's answers dies", "three looks; the other server answers; it starts again"
+    "the thread that owns a server's engine waits for ever", "three looks; the other server answers; it starts again"
 )
 def test_a_deaf_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marker = tmp_path / "deaf"

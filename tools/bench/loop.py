@@ -98,7 +98,7 @@ def measure(config: Config, model: Path, dataset: Dataset, tokenizer: FolderToke
             env=engine_environment(),
         )
         try:
-            order = PromptOrder(dataset, config.run.seed)
+            order = PromptOrder(dataset, config.run.seed, shuffle=True)
             scorer = Scorer(config.reward, rewards, tokenizer)
             collector = Collector(config.rollout, order, sampler, scorer, rebaseline=True, seed=config.run.seed)
             for repeat in range(repeats + 1):

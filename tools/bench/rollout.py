@@ -4,7 +4,7 @@
 
 Both engines of a format stay up and take turns, so that whatever else the machine does meets both. The bare
 engine is `vllm.LLM.generate` on the same prompts, the same engine arguments and no seeds. `--fleet` puts one server
-behind HTTP in the place of the embedded engine, whose overhead is then that of a fleet per engine. Weights are random:
+in the place of the embedded engine, whose overhead is then that of a fleet per engine. Weights are random:
 lengths are fixed, so only shapes matter for speed. `|d|` is the mean |logprob difference| on sampled tokens between the
 sampler, which was given the model's weights in its format, and transformers with the same weights in BF16.
 """
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
     parser.add_argument("--format", action="append", choices=["none", "int8", "fp8"])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--fleet", action="store_true", help="a server over HTTP in place of the embedded engine")
+    parser.add_argument("--fleet", action="store_true", help="a server in place of the embedded engine")
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.bare:
